@@ -1,5 +1,4 @@
-//! The time that a client takes to finish submitted work and release the lock after a revoke: its usual time, and its
-//! time including drains that may have waited for other members of its gang.
+//! The time that a client usually takes to finish submitted work and release the lock after a revoke.
 
 use std::time::Duration;
 
@@ -10,30 +9,22 @@ const LONGER: u32 = 2;
 /// A drain does not lag before the first, whatever is usual, and always does after the second.
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
+/// Of drains that did not lag, smoothed.
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct DrainTime {
-    /// Of drains that did not lag, smoothed.
     usual: Option<Duration>,
-    /// Of all drains, smoothed.
-    all: Option<Duration>,
 }
 
 impl DrainTime {
     pub fn drained(&mut self, took: Duration, lagged: bool) {
-        let smooth = |before: Option<Duration>| Some(before.map_or(took, |before| before / 4 * 3 + took / 4));
-        self.all = smooth(self.all);
         if !lagged {
-            self.usual = smooth(self.usual);
+            self.usual = Some(self.usual.map_or(took, |before| before / 4 * 3 + took / 4));
         }
     }
 
     /// The time after which a drain lags.
     pub fn lags_after(&self) -> Duration {
         (self.usual.unwrap_or(FIRST) * LONGER).clamp(LAGS.0, LAGS.1)
-    }
-
-    pub fn expected(&self) -> Duration {
-        self.all.unwrap_or(FIRST)
     }
 }
 
@@ -51,6 +42,5 @@ mod tests {
         assert!(usual > ms(115) && usual <= ms(120), "{usual:?}");
         (0..40).for_each(|_| drains.drained(ms(900), true));
         assert_eq!(drains.lags_after(), usual);
-        assert!(drains.expected() > ms(890), "{drains:?}");
     }
 }

@@ -4,19 +4,36 @@
 use crate::api::{ClientId, Time};
 use crate::entity::Gang;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 /// A job has no more processes than this on one host: a few for each of its GPUs.
 const MOST_OF_A_JOB: usize = 64;
+/// Assumed of a hand-over until one was measured.
+const FIRST_HAND_OVER: Duration = Duration::from_millis(50);
 
-/// The members of each gang, and the beginning of each gang's turn.
+/// The members of each gang, its turn, and how long it takes to end one.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gangs {
     #[serde(with = "crate::encoding::pairs")]
     members: BTreeMap<Gang, BTreeSet<ClientId>>,
     of: BTreeMap<ClientId, Gang>,
-    /// Since when a gang has held a GPU without a break.
+    /// While a gang holds a GPU.
     #[serde(with = "crate::encoding::pairs")]
-    turns: BTreeMap<Gang, Time>,
+    turns: BTreeMap<Gang, Turn>,
+    /// From the first revoke until the last member has drained, smoothed.
+    #[serde(with = "crate::encoding::pairs")]
+    hand_overs: BTreeMap<Gang, Duration>,
+}
+
+/// The turn of a gang.
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+struct Turn {
+    /// Since when the gang has held a GPU without a break.
+    since: Time,
+    /// When the first of its members was revoked.
+    revoked: Option<Time>,
+    /// No member had failed to drain before: the end of the turn says how long a hand-over takes.
+    is_measured: bool,
 }
 
 impl Gangs {
@@ -32,6 +49,7 @@ impl Gangs {
         members.remove(&client);
         if members.is_empty() {
             self.members.remove(&gang);
+            self.hand_overs.remove(&gang);
         }
     }
 
@@ -61,22 +79,79 @@ impl Gangs {
         self.members.len() > 1
     }
 
-    /// Begins a gang's turn at `since`, or moves its beginning back to that.
-    pub fn begin_turn(&mut self, gang: Gang, since: Time) {
-        let turn = self.turns.entry(gang).or_insert(since);
-        *turn = since.min(*turn);
+    /// Begins a gang's turn at `since`, or moves its beginning back to that. `is_measured`: all members of an earlier turn
+    /// have drained.
+    pub fn begin_turn(&mut self, gang: Gang, since: Time, is_measured: bool) {
+        let turn = self.turns.entry(gang).or_insert(Turn { since, revoked: None, is_measured });
+        turn.since = since.min(turn.since);
     }
 
-    pub fn end_turn(&mut self, gang: Gang) {
-        self.turns.remove(&gang);
+    /// Records that a member was revoked.
+    pub fn revoked(&mut self, now: Time, gang: Gang) {
+        if let Some(turn) = self.turns.get_mut(&gang) {
+            turn.revoked.get_or_insert(now);
+        }
+    }
+
+    /// Records that no member needs to release what it holds after all.
+    pub fn goes_on(&mut self, gang: Gang) {
+        if let Some(turn) = self.turns.get_mut(&gang) {
+            turn.revoked = None;
+        }
+    }
+
+    /// Ends a gang's turn. `drained`: no member holds anything any more.
+    pub fn end_turn(&mut self, now: Time, gang: Gang, drained: bool) {
+        let turn = self.turns.remove(&gang).filter(|turn| turn.is_measured && drained);
+        if let Some(revoked) = turn.and_then(|turn| turn.revoked).filter(|_| self.members.contains_key(&gang)) {
+            let took = now.saturating_sub(revoked);
+            let before = self.hand_overs.get(&gang).copied().unwrap_or(took);
+            self.hand_overs.insert(gang, before / 4 * 3 + took / 4);
+        }
     }
 
     pub fn turn_since(&self, gang: Gang) -> Option<Time> {
-        self.turns.get(&gang).copied()
+        self.turns.get(&gang).map(|turn| turn.since)
     }
 
     /// Gangs that have a turn, and since when.
     pub fn turns(&self) -> impl Iterator<Item = (Gang, Time)> {
-        self.turns.iter().map(|(gang, since)| (*gang, *since))
+        self.turns.iter().map(|(gang, turn)| (*gang, turn.since))
+    }
+
+    /// How long a hand-over by a gang is expected to take. Meanwhile members that have not drained may spin for those
+    /// that have.
+    pub fn hand_over(&self, gang: Gang) -> Duration {
+        self.hand_overs.get(&gang).copied().unwrap_or(FIRST_HAND_OVER)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hand_over_lasts_until_the_last_member_has_drained() {
+        let ms = Duration::from_millis;
+        let (gang, mut gangs) = (Gang::Group(crate::api::GroupId(1)), Gangs::default());
+        gangs.join(ClientId(1), gang);
+        assert_eq!(gangs.hand_over(gang), FIRST_HAND_OVER);
+        let mut turn = |is_measured, revoked: &[u64], goes_on: bool, ended: u64, drained| {
+            gangs.begin_turn(gang, ms(1000), is_measured);
+            revoked.iter().for_each(|at| gangs.revoked(ms(1000 + at), gang));
+            if goes_on {
+                gangs.goes_on(gang);
+            }
+            gangs.end_turn(ms(1000 + ended), gang, drained);
+            gangs.hand_over(gang)
+        };
+        assert_eq!(turn(true, &[], false, 7, true), FIRST_HAND_OVER, "it released what it had by itself");
+        assert_eq!(turn(true, &[10], true, 900, true), FIRST_HAND_OVER, "nobody wanted it after all");
+        assert_eq!(turn(true, &[10], false, 900, false), FIRST_HAND_OVER, "one has not drained at all");
+        assert_eq!(turn(false, &[10], false, 20, true), FIRST_HAND_OVER, "nor had it before");
+        assert_eq!(turn(true, &[10, 80], false, 90, true), ms(80));
+        assert_eq!(turn(true, &[10], false, 50, true), ms(70));
+        gangs.leave(ClientId(1));
+        assert_eq!(gangs.hand_over(gang), FIRST_HAND_OVER);
     }
 }

@@ -10,7 +10,7 @@
 //! - `queue`: requests and the queue of each GPU.
 //! - `hold`: a client's lock of a GPU, and statistics of earlier ones.
 //! - `gang`: clients that are granted and revoked together.
-//! - `drain_time`: the time that a client takes to finish its work and release the lock.
+//! - `drain_time`: the time that a client usually takes to finish its work and release the lock.
 
 mod class;
 pub(crate) mod drain_time;
@@ -230,15 +230,32 @@ impl Lock {
     /// Begins the turn of a gang that was granted a GPU at `since`, or moves its beginning back.
     pub fn begin_gang_turn(&mut self, entity: Entity, since: Time) {
         if let Some(gang) = entity.gang() {
-            self.gangs.begin_turn(gang, since);
+            let is_measured = self.holds_of_gang(gang).all(|(_, hold)| !hold.is_bypassed());
+            self.gangs.begin_turn(gang, since, is_measured);
         }
     }
 
     /// Ends the turn of a gang that no longer holds anything. Holds that are bypassed do not count.
-    pub fn end_gang_turn(&mut self, entity: Entity) {
+    pub fn end_gang_turn(&mut self, now: Time, entity: Entity) {
         let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
         if let Some(gang) = entity.gang().filter(is_over) {
-            self.gangs.end_turn(gang);
+            let drained = self.holds_of_gang(gang).next().is_none();
+            self.gangs.end_turn(now, gang, drained);
+        }
+    }
+
+    /// Records that a member of a gang was revoked.
+    pub fn gang_revoked(&mut self, now: Time, entity: Entity) {
+        if let Some(gang) = entity.gang() {
+            self.gangs.revoked(now, gang);
+        }
+    }
+
+    /// Records that members of a gang need not release what they hold after all, unless others still have to.
+    pub fn gang_goes_on(&mut self, entity: Entity) {
+        let goes_on = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.revoked.is_none());
+        if let Some(gang) = entity.gang().filter(goes_on) {
+            self.gangs.goes_on(gang);
         }
     }
 

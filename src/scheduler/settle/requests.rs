@@ -349,6 +349,9 @@ impl Machine {
     pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
+            if let Some(entity) = self.lock.hold(client, *id).map(|hold| hold.entity) {
+                self.lock.gang_revoked(now, entity);
+            }
             self.change_hold(client, *id, |hold| {
                 hold.revoked = Some(Revoked {
                     first: hold.revoked.map_or(now, |revoked| revoked.first),
@@ -415,7 +418,7 @@ impl Machine {
         }
         self.charge_service(client, id, &hold, waited);
         self.touch_conflicting_gangs(hold.entity);
-        self.lock.end_gang_turn(hold.entity);
+        self.lock.end_gang_turn(now, hold.entity);
         let is_undrained = |entity: &Entity| {
             self.lock.request(*entity).is_some_and(|request| request.blocked == Some(Blocked::Undrained))
         };

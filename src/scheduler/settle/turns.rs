@@ -14,9 +14,6 @@ use std::time::Duration;
 /// A holder is told again of bytes that it is likely to lose when they have grown by this much.
 const PREPARE_STEP: u64 = 256 << 20;
 
-/// A gang's turn lasts at least this many drains of the gang: its other members spin meanwhile.
-const DRAINS_PER_TURN: u32 = 5;
-
 /// The state that is common to all holders of a GPU.
 struct Holders {
     /// Holders exclude each other.
@@ -186,8 +183,7 @@ impl Machine {
             _ => self.settings.time_quantum,
         };
         let gang = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
-        let least = gang.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
-        let turn = turn.max(least.min(self.settings.time_quantum));
+        let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id)));
         // To revoke a holder that would be granted again at once would only cost a drain.
         let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
         let stays = other.and_then(|other| self.precedes_until(client, id, other)).unwrap_or_default();

@@ -79,7 +79,7 @@ impl Machine {
             }
             self.lock_changed(client, id);
         }
-        self.lock.end_gang_turn(self.lock.entity(client));
+        self.lock.end_gang_turn(now, self.lock.entity(client));
         if changed && let Some(entity) = waiting {
             if stopped {
                 self.wait_until_it_runs(entity, client);
@@ -170,6 +170,7 @@ impl Machine {
             self.change_hold(client, *id, |hold| hold.revoked = None);
         }
         if !unwanted.is_empty() {
+            self.lock.gang_goes_on(self.lock.entity(client));
             self.touch_conflicting_gangs(self.lock.entity(client)); // no GPU is kept any more to let it drain
             self.touch_gang_peers(client);
         }
@@ -207,7 +208,7 @@ impl Machine {
         }
         self.effects.command(Command::Undrainable { client, gpus });
         let entity = self.lock.entity(client);
-        self.lock.end_gang_turn(entity);
+        self.lock.end_gang_turn(self.now, entity);
         self.touch_conflicting_gangs(entity);
         if let Some(entity) = self.lock.waiting(client)
             && self.lock.request(entity).is_some_and(|r| r.blocked.is_none())

@@ -183,3 +183,54 @@ fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
         assert_eq!(t.say(Event::Stopped { client: client(1), stopped: false }), both);
     }
 }
+
+/// In `auto`, a gang of clients 1 and 2, which have the GPU, and client 3, which does not want it yet. Each fills it.
+fn with_a_gang_in_auto(time_quantum: Duration, max_wait: Duration) -> Talk {
+    let mut t = Talk::new(Settings { max_wait, ..settings(AntiThrash::Auto, time_quantum) });
+    let fills_the_gpu = |n| Event::Utilization { client: client(n), gpu: gpu(0), permille: 1000 };
+    t.join(3, 0);
+    t.request(3);
+    t.say(fills_the_gpu(3));
+    t.release(3, ReleaseReason::Idle);
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.request(n);
+    }
+    t.after(ms(5));
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+    t.say(fills_the_gpu(1));
+    t.say(fills_the_gpu(2));
+    t
+}
+
+#[test]
+fn a_turn_of_a_gang_is_33_times_as_long_as_its_hand_over() {
+    let mut t = with_a_gang_in_auto(Duration::from_secs(5), Duration::ZERO);
+    // A hand-over is taken to last 50 ms until one has been measured.
+    t.request(3);
+    assert_eq!(t.after(ms(1649)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)]);
+    t.after(ms(10));
+    t.release(1, ReleaseReason::Revoked);
+    t.after(ms(2));
+    assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)], "after 12 ms");
+    t.request(1);
+    t.request(2);
+    t.release(3, ReleaseReason::Idle);
+    t.after(ms(5));
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+    t.request(3);
+    assert_eq!(t.after(ms(395)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)]);
+}
+
+#[test]
+fn a_turn_of_a_gang_exceeds_neither_the_time_quantum_nor_max_wait() {
+    for (time_quantum, max_wait) in [(ms(700), Duration::ZERO), (ms(5000), ms(700))] {
+        let mut t = with_a_gang_in_auto(time_quantum, max_wait);
+        t.request(3);
+        assert_eq!(t.after(ms(699)), [], "{time_quantum:?}, {max_wait:?}");
+        assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)], "{time_quantum:?}, {max_wait:?}");
+    }
+}
