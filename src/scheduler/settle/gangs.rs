@@ -62,6 +62,14 @@ impl Machine {
         self.lock.gangs().hand_over(gang).saturating_mul(HAND_OVERS_PER_TURN).min(self.settings.time_quantum).min(most)
     }
 
+    /// How long a holder may be idle for the sake of its gang: the others may spin for it, and to hand the GPU over costs
+    /// them as much. 0: it is in none, or no other member holds a GPU.
+    pub(super) fn gang_grace(&self, hold: &Hold) -> Duration {
+        let gang = hold.entity.gang().filter(|gang| self.lock.gangs().is_job(*gang));
+        let gang = gang.filter(|gang| self.lock.holds_of_gang(*gang).nth(1).is_some());
+        gang.map_or(Duration::ZERO, |gang| self.lock.gangs().hand_over(gang).min(self.settings.time_quantum))
+    }
+
     /// Checks all members after one requested a GPU: another may need it in order to drain.
     pub(crate) fn check_gang_peers(&mut self, entity: Entity) {
         let Some(gang) = entity.gang().filter(|gang| self.lock.gangs().is_job(*gang)) else { return };

@@ -121,6 +121,7 @@ impl Machine {
             None if !all.awaited => (false, all.waiters, all.grace),
             _ => (true, 1, SHORTEST_GRACE),
         };
+        let grace = grace.max(self.gang_grace(hold));
         let hold = self.lock.hold_mut(client, id)?;
         hold.run_clock(now, wanted);
         let told = hold.told.unwrap_or((0, grace));

@@ -207,8 +207,8 @@ fn with_a_gang_in_auto(time_quantum: Duration, max_wait: Duration) -> Talk {
 #[test]
 fn a_turn_of_a_gang_is_33_times_as_long_as_its_hand_over() {
     let mut t = with_a_gang_in_auto(Duration::from_secs(5), Duration::ZERO);
-    // A hand-over is taken to last 50 ms until one has been measured.
-    t.request(3);
+    // A hand-over is taken to last 50 ms until one has been measured. So long a member may be idle, too.
+    assert_eq!(t.request(3), [contended(1, 1, ms(50)), contended(2, 1, ms(50))]);
     assert_eq!(t.after(ms(1649)), []);
     assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)]);
     t.after(ms(10));
@@ -220,7 +220,7 @@ fn a_turn_of_a_gang_is_33_times_as_long_as_its_hand_over() {
     t.release(3, ReleaseReason::Idle);
     t.after(ms(5));
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
-    t.request(3);
+    assert_eq!(t.request(3), [contended(1, 1, ms(12)), contended(2, 1, ms(12))]);
     assert_eq!(t.after(ms(395)), []);
     assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)]);
 }
