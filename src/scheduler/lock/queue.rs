@@ -5,6 +5,7 @@ use crate::{
     api::*,
     entity::{Entity, ShareOwner},
 };
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request of an entity for the locks of one or several GPUs.
@@ -56,11 +57,12 @@ pub(crate) enum Blocked {
     Behind(GpuId),
 }
 
-/// The position of a request in queues: by class, then by finish tag or arrival (`at`), then, among the requests of one
-/// owner, by `rank`. The smallest is served first.
+/// The position of a request in queues: by class, then those of a gang that has its turn, then by finish tag or arrival
+/// (`at`), then, among the requests of one owner, by `rank`. The smallest is served first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct QueueKey {
     pub class: Class,
+    pub has_turn: Reverse<bool>,
     pub at: Time,
     pub rank: Time,
     pub number: u64,

@@ -118,18 +118,25 @@ impl Machine {
         }
     }
 
-    /// Since when a gang has had its turn, if its other members precede all requests that came later: for the time
-    /// quantum, and for as long again if a revoked member cannot drain, which may need them. `None`: they do not.
-    pub(crate) fn precedes_since(&self, entity: Entity) -> Option<Time> {
-        let gang = entity.gang()?;
-        let since = self.lock.gangs().turn_since(gang)?;
+    /// Whether a gang has its turn, in which its other members precede all requests of their class: for the time quantum,
+    /// and for as long again if a revoked member cannot drain, which may need them. A gang that has waited for longer would
+    /// only stand in their way, since it waits for all of them to drain.
+    pub(crate) fn has_turn(&self, entity: Entity) -> bool {
+        let turn = entity.gang().and_then(|gang| Some((gang, self.lock.gangs().turn_since(gang)?)));
+        let Some((gang, since)) = turn else { return false };
         let had = self.now.saturating_sub(since);
         let drains = || self.lock.holds_of_gang(gang).filter(|(_, hold)| hold.drains());
-        let may = match drains().next().is_some() {
+        match drains().next().is_some() {
             true => had < self.settings.time_quantum * 2 && drains().any(|(_, hold)| hold.may_need_others()),
             false => had < self.settings.time_quantum,
-        };
-        may.then_some(since)
+        }
+    }
+
+    /// When a gang may no longer have its turn because of the time that passes. `None`: it has none.
+    pub(crate) fn turn_passes_at(&self, entity: Entity) -> Option<Time> {
+        let since = self.lock.gangs().turn_since(entity.gang()?)?;
+        let ends = [1, 2].map(|quanta| since.saturating_add(self.settings.time_quantum.saturating_mul(quanta)));
+        ends.into_iter().find(|at| *at > self.now)
     }
 
     /// Whether a member was revoked and is about to drain. Until it has, no member is granted anything.

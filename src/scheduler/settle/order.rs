@@ -8,6 +8,7 @@ use crate::{
     memory::Access,
     policy::{self, Precedence, Waiter},
 };
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -235,6 +236,9 @@ impl Machine {
         let waiter =
             Waiter { burst: self.histories.of(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
         let is_same_owner = self.owner_of(other) == Some(owner);
+        if key.has_turn.0 {
+            return None;
+        }
         if is_same_owner && self.other_owner_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
         }
@@ -275,8 +279,7 @@ impl Machine {
         let keys = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
         // A gang has the last of its members' classes and the latest of their times.
         let key = keys.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
-        let at = self.precedes_since(entity).map_or(key.at, |since| since.min(key.at));
-        Some(QueueKey { at, ..key })
+        Some(QueueKey { has_turn: Reverse(self.has_turn(entity)), ..key })
     }
 
     /// Moves a queued request to its present position.

@@ -10,6 +10,7 @@ use crate::{
     timers::Wake,
 };
 use std::cell::OnceCell;
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -49,7 +50,11 @@ impl Machine {
             let (key, ages, aged) = key.unwrap_or_else(|| {
                 let (rank, ages) = self.rank(client, &wants, now);
                 let (number, joined) = (self.effects.number(), self.joined(client, &wants));
-                (QueueKey { class: Class::default(), at: rank, rank, number, joined }, ages, false)
+                (
+                    QueueKey { class: Class::default(), has_turn: Reverse(false), at: rank, rank, number, joined },
+                    ages,
+                    false,
+                )
             });
             request = Some(Request::new(key, ages, aged));
         }
@@ -110,7 +115,7 @@ impl Machine {
             return self.block(entity, Blocked::Behind(*behind));
         }
         let Some(request) = self.lock.request(entity) else { return };
-        let changes = self.position_changes_at(entity);
+        let changes = self.position_changes_at(entity).into_iter().chain(self.turn_passes_at(entity));
         let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
         let owner = self.owner_of(entity);
         self.lock.join_queues(&mut self.effects, entity, owner);
@@ -419,6 +424,7 @@ impl Machine {
         self.charge_service(client, id, &hold, waited);
         self.touch_conflicting_gangs(hold.entity);
         self.lock.end_gang_turn(now, hold.entity);
+        self.requeue(hold.entity);
         let is_undrained = |entity: &Entity| {
             self.lock.request(*entity).is_some_and(|request| request.blocked == Some(Blocked::Undrained))
         };

@@ -234,3 +234,30 @@ fn a_turn_of_a_gang_exceeds_neither_the_time_quantum_nor_max_wait() {
         assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)], "{time_quantum:?}, {max_wait:?}");
     }
 }
+
+/// The other one would wait for the gang to drain, and the gang for it.
+#[test]
+fn whoever_comes_back_while_its_gang_has_its_turn_goes_before_all_others() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    }
+    t.join(3, 0);
+    t.join(4, 0);
+    t.request(4);
+    t.request(1);
+    t.request(2);
+    t.after(ms(10));
+    t.request(3);
+    t.after(ms(10));
+    assert_eq!(t.release(4, ReleaseReason::Idle)[..2], [grant(1), grant(2)]);
+    t.after(ms(900));
+    t.release(1, ReleaseReason::Idle);
+    assert_eq!(t.request(1)[..1], [grant(1)]);
+    t.release(1, ReleaseReason::Idle);
+    t.after(ms(100));
+    assert_eq!(t.state(2), LockState::Revoking, "the turn is over");
+    assert_eq!(t.request(1), []);
+    assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)]);
+}
