@@ -65,6 +65,11 @@ pub(crate) struct Hold {
     /// The first request that waits, and the most that moving memory for it was expected to take: less is left of that
     /// while memory of other clients leaves during the turn.
     pub exchange: Option<(Entity, Duration)>,
+    /// When the turn ends, by itself, while others wait for this holder; other GPUs may give it longer. `None`: they do not
+    /// wait, or that is not known.
+    pub ends: Option<Time>,
+    /// It was granted the GPU before that request, which was the first, until that time.
+    pub backfills: Option<(Entity, Time)>,
     /// The waiters and the grace that the holder was last told.
     pub told: Option<(u32, Duration)>,
     /// The bytes that the holder was told to prepare to evict.
@@ -108,6 +113,8 @@ impl Hold {
             waited: Duration::ZERO,
             waited_since: None,
             exchange: None,
+            ends: None,
+            backfills: None,
             told: None,
             prepared: 0,
             revoked: None,

@@ -178,6 +178,13 @@ impl Lock {
         (whose == entity).then_some(since)
     }
 
+    /// Records the first request of a GPU if it waits for other GPUs as well, and when this one lets it in. If that has
+    /// changed, returns the request that was the first before.
+    pub fn note_opening(&mut self, id: GpuId, opens: Option<(Entity, Option<Time>)>) -> Option<Option<Entity>> {
+        let line = self.gpus.get_mut(&id).filter(|line| line.opens != opens)?;
+        Some(std::mem::replace(&mut line.opens, opens).map(|(entity, _)| entity))
+    }
+
     // Gangs.
 
     pub fn gang(&self, client: ClientId) -> Option<Gang> {

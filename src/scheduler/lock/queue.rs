@@ -86,6 +86,8 @@ pub(super) struct Line {
     pub blocked_by_pinned: BTreeSet<Entity>,
     /// The GPU is idle, since then, because memory of this entity, which is next, is still being moved in.
     pub idle_for: Option<(Entity, Time)>,
+    /// The first request, if it waits for other GPUs as well, and when this one lets it in, as far as is known.
+    pub opens: Option<(Entity, Option<Time>)>,
     /// The last holder, if it was preempted.
     pub preempted: Option<ClientId>,
 }

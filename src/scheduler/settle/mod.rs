@@ -13,10 +13,12 @@
 //! The lock:
 //! - `requests`: from request to release. `order`: the order of queues.
 //! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
+//! - `backfill`: what runs on a GPU while its first request waits for other GPUs.
 //! - `gangs`, `gang_conflict`: clients that run together or not at all.
 //! - `unresponsive`: clients that do not answer. `traffic`: clients that thrash, by the traffic between GPU and host.
 
 mod ahead;
+mod backfill;
 mod contexts;
 mod corun;
 mod credit;
@@ -110,6 +112,7 @@ impl Machine {
 
         // The lock: turns that end, and messages to holders.
         let turn = self.update_turns(id, &pressure);
+        self.note_opening(id);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
         let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
         self.effects.wake(Wake::Gpu(id), next);

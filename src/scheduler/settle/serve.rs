@@ -86,6 +86,9 @@ impl Machine {
                 self.block(entity, Blocked::Behind(id));
                 continue;
             }
+            if short == 0 && pressure.short == 0 && reserved_ahead == 0 && self.backfill(id, entity) {
+                continue;
+            }
             self.lock.note_idle_for(self.now, id, entity, lacking > 0 && !locked);
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);

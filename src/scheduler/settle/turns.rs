@@ -108,6 +108,9 @@ impl Machine {
         }
         let hold = self.lock.hold(client, id)?;
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
+        let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
+        let is_equal = pressure.first.is_none_or(|first| self.shares().precedence(first, client) == Precedence::Equal);
+        let ends = ends.max(self.first_waits_until(id, pressure).filter(|_| is_equal).unwrap_or_default());
         let capped = self.shares().capped_at(client, id);
         let helps = self.helps_to_drain(hold);
         // Of holders that may not go on together, all but the first have to go; so does a gang that conflicts with an
@@ -124,6 +127,7 @@ impl Machine {
         let grace = grace.max(self.gang_grace(hold));
         let hold = self.lock.hold_mut(client, id)?;
         hold.run_clock(now, wanted);
+        hold.ends = own_end;
         let told = hold.told.unwrap_or((0, grace));
         let tell = match (told.0 > 0, tells) {
             (false, true) => Some((waiters, grace)),
@@ -192,6 +196,12 @@ impl Machine {
         // Turns of other members of its gang count as the same turn.
         let gang_since = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));
         let gang_ends = gang_since.map(|since| since.saturating_add(turn));
-        Some(gang_ends.map_or(ends, |at| at.min(ends)))
+        let ends = gang_ends.map_or(ends, |at| at.min(ends));
+        let backfills = hold.backfills.filter(|(first, _)| pressure.first == Some(*first));
+        Some(match backfills.map(|(_, until)| until) {
+            Some(until) if equal && !pressure.overdue => until,
+            Some(until) => until.min(ends),
+            None => ends,
+        })
     }
 }

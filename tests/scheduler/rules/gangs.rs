@@ -18,7 +18,8 @@ fn requests_are_served_in_their_order_and_sets_whole() {
     let ask = |t: &mut Talk, n, set| t.say(Event::Requested { client: client(n), gpus: set });
     assert_eq!(ask(&mut t, 1, gpus([0])), [grant(1)]);
     ask(&mut t, 2, gpus([0, 1]));
-    assert_eq!(ask(&mut t, 3, gpus([1])), [], "GPU 1 is free, but kept for 2");
+    t.after(ms(900));
+    assert_eq!(ask(&mut t, 3, gpus([1])), [], "GPU 1 is free, but kept for 2, whose turn begins soon");
     let both = |n| Command::Grant { client: client(n), gpus: gpus([0, 1]) };
     let commands = t.release(1, ReleaseReason::Idle);
     assert!(commands.contains(&both(2)), "{commands:?}");

@@ -2,6 +2,7 @@
 //! (`World`), or message by message (`Talk`).
 
 mod absent;
+mod backfill;
 mod contexts;
 mod corun;
 mod eviction;

@@ -1,0 +1,112 @@
+//! Backfilling: a GPU is used by others while the first request there still waits for other GPUs. Its holders go on until
+//! the turns that end last on those have ended, and requests for this GPU alone, which stand behind the first and whose
+//! memory is there, are granted until then.
+//!
+//! Each GPU has a time at which its holders let the first request in, from their turns alone: not from how much longer
+//! they go on because other GPUs are not free yet. What is granted by backfilling ends at the latest of these times, and
+//! so never moves it: the first request waits no longer than for the turns that it would wait for anyway, a drain, and, where the
+//! other GPUs have no such time, [`SLOT`]. Nothing is prolonged for those: a request in whose way the holder is may be what the
+//! other GPUs wait for.
+
+use super::Pressure;
+use crate::{
+    api::*,
+    lock::{Entity, Hold},
+    machine::Machine,
+    memory::{Access, Account},
+};
+use std::time::Duration;
+
+/// The least time for which a request is granted, and the time where it is not known how long the first one waits.
+const SLOT: Duration = Duration::from_millis(150);
+/// No more requests than this are looked at behind the first one.
+const LOOKS: usize = 16;
+
+impl Machine {
+    /// When a GPU lets its first request in, from the turns of its holders; 0: it would be granted this GPU now.
+    /// `None`: that is not known.
+    fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
+        if self.access(id) == Access::Asleep || self.lock.first(id) != Some(first) {
+            return None;
+        }
+        if self.is_admissible(first, id) {
+            return Some(Time::ZERO);
+        }
+        let in_the_way = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed() && hold.entity != first);
+        let ends = |hold: &Hold| if hold.revoked.is_some() { Some(Time::ZERO) } else { hold.ends };
+        in_the_way.map(|(_, hold)| ends(hold)).try_fold(Time::ZERO, |latest, ends| Some(latest.max(ends?)))
+    }
+
+    /// Whether the first request of a GPU waits for others as well.
+    fn wants_others(&self, id: GpuId, first: Entity) -> bool {
+        self.settings.anti_thrash != AntiThrash::Off
+            && self.lock.request(first).is_some_and(|request| request.wants.values().flatten().any(|gpu| *gpu != id))
+    }
+
+    /// When the last of the other GPUs lets a request in that is the first of this one. `None`: that is not known.
+    fn others_open_at(&self, id: GpuId, first: Entity) -> Option<Time> {
+        let request = self.lock.request(first)?;
+        let others = request.wants.values().flatten().filter(|gpu| **gpu != id && self.access(**gpu) != Access::Gone);
+        others.map(|gpu| self.opens_at(*gpu, first)).try_fold(Time::ZERO, |latest, opens| Some(latest.max(opens?)))
+    }
+
+    /// Marks the other GPUs that the first request wants, and that one wanted which was the first before, after the time at
+    /// which this GPU lets it in has changed.
+    pub(super) fn note_opening(&mut self, id: GpuId) {
+        let first = self.lock.first(id).filter(|first| self.wants_others(id, *first));
+        let opens = first.map(|first| (first, self.opens_at(id, first)));
+        let Some(before) = self.lock.note_opening(id, opens) else { return };
+        for entity in [before, first].into_iter().flatten() {
+            let gpus = self.lock.request(entity).map(|request| request.gpus()).unwrap_or_default();
+            self.effects.touch_all(gpus.into_iter().filter(|gpu| *gpu != id));
+        }
+    }
+
+    /// Until when the holders of a GPU may go on because its first request waits for others. Its memory begins to move
+    /// before that.
+    pub(super) fn first_waits_until(&self, id: GpuId, pressure: &Pressure) -> Option<Time> {
+        let first = pressure.first.filter(|first| !pressure.overdue && self.lock.first(id) == Some(*first))?;
+        if !self.wants_others(id, first) {
+            return None;
+        }
+        let moves = pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.arrives);
+        Some(self.others_open_at(id, first)?.saturating_sub(moves))
+    }
+
+    /// Grants a request for this GPU alone that stands behind the first one, while that waits for other GPUs. Returns
+    /// whether there was one.
+    pub(super) fn backfill(&mut self, id: GpuId, first: Entity) -> bool {
+        // Where rules divide the time, requests of all classes would have to be told apart.
+        if !self.wants_others(id, first) || self.shares().have_classes() || self.access(id) != Access::Turns {
+            return false;
+        }
+        let until = self.others_open_at(id, first).unwrap_or_else(|| self.now.saturating_add(SLOT));
+        if until < self.now.saturating_add(SLOT) {
+            return false;
+        }
+        let behind = self.lock.queue(id).skip(1).take(LOOKS).filter_map(|(_, entity)| match entity {
+            Entity::Solo(client) => Some(client),
+            Entity::Gang(_) => None,
+        });
+        let Some(client) = behind.into_iter().find(|client| self.may_backfill(*client, id, until)) else {
+            return false;
+        };
+        self.grant(Entity::Solo(client));
+        if let Some(hold) = self.lock.hold_mut(client, id) {
+            hold.backfills = Some((first, until));
+        }
+        true
+    }
+
+    /// Whether a waiting client may run on a GPU before the first request until then: it wants only that GPU, is expected to
+    /// be done by then, and all of its memory is there.
+    fn may_backfill(&self, client: ClientId, id: GpuId, until: Time) -> bool {
+        let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
+        let fits = |account: &Account| account.report.demand <= account.allowance;
+        self.lock.wants(client).is_some_and(|gpus| gpus.len() == 1)
+            && self.histories.of(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
+            && self.lock.of(client, id).is_some_and(|lock| !lock.slow_to_drain)
+            && self.account(client, id).is_some_and(fits)
+            && self.is_admissible(Entity::Solo(client), id)
+    }
+}

@@ -1,0 +1,114 @@
+//! A GPU is used by others while the first request there waits for other GPUs.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+/// Two GPUs, and five clients that need no memory.
+fn two_gpus(anti_thrash: AntiThrash) -> Talk {
+    let mut t = Talk::in_mode(anti_thrash);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in 1..=5 {
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
+        for at in [0, 1] {
+            t.say(Event::Attached { client: client(n), gpu: gpu(at), engine: Engine::Swap });
+        }
+    }
+    t
+}
+
+fn ask<const N: usize>(t: &mut Talk, n: u64, at: [u64; N]) -> Vec<Command> {
+    t.say(Event::Requested { client: client(n), gpus: gpus(at) })
+}
+
+fn leave(t: &mut Talk, n: u64, at: u64, reason: ReleaseReason) -> Vec<Command> {
+    t.say(Event::Released { client: client(n), gpus: gpus([at]), reason, busy: Duration::ZERO })
+}
+
+fn granted(n: u64, at: u64) -> Command {
+    Command::Grant { client: client(n), gpus: gpus([at]) }
+}
+
+fn revoked(n: u64, at: u64) -> Command {
+    Command::Revoke { client: client(n), gpus: gpus([at]) }
+}
+
+#[test]
+fn a_holder_goes_on_until_the_first_request_has_its_other_gpu() {
+    let mut t = two_gpus(AntiThrash::On);
+    ask(&mut t, 1, [0]);
+    ask(&mut t, 2, [1]);
+    // Somebody waits for 400 ms of the turn on the first GPU.
+    ask(&mut t, 4, [0]);
+    t.after(ms(400));
+    t.say(Event::Cancelled { client: client(4), gpus: gpus([0]) });
+    ask(&mut t, 3, [0, 1]);
+    assert_eq!(t.after(ms(600)), []);
+    assert_eq!(t.after(ms(399)), []);
+    assert_eq!(t.after(ms(1)), [revoked(1, 0), revoked(2, 1)]);
+    leave(&mut t, 1, 0, ReleaseReason::Revoked);
+    let both = Command::Grant { client: client(3), gpus: gpus([0, 1]) };
+    assert_eq!(leave(&mut t, 2, 1, ReleaseReason::Revoked)[..1], [both]);
+}
+
+#[test]
+fn a_holder_goes_on_no_longer_than_the_first_request_waits_for_others() {
+    let mut t = two_gpus(AntiThrash::On);
+    ask(&mut t, 1, [0]);
+    ask(&mut t, 2, [1]);
+    ask(&mut t, 4, [0]);
+    t.after(ms(400));
+    t.say(Event::Cancelled { client: client(4), gpus: gpus([0]) });
+    ask(&mut t, 3, [0, 1]);
+    t.after(ms(700));
+    assert_eq!(t.attachment(1).state, LockState::Holding, "its turn is over");
+    assert_eq!(leave(&mut t, 2, 1, ReleaseReason::Idle)[..1], [revoked(1, 0)]);
+}
+
+#[test]
+fn requests_for_a_free_gpu_alone_are_granted_until_the_first_has_its_others() {
+    let mut t = two_gpus(AntiThrash::On);
+    ask(&mut t, 1, [0]);
+    ask(&mut t, 3, [0, 1]);
+    t.after(ms(100));
+    assert_eq!(ask(&mut t, 2, [1])[..1], [granted(2, 1)]);
+    assert_eq!(ask(&mut t, 4, [0, 1]), [], "it wants what the first one waits for");
+    t.after(ms(700));
+    assert_eq!(leave(&mut t, 2, 1, ReleaseReason::Idle), []);
+    assert_eq!(ask(&mut t, 5, [1])[..1], [granted(5, 1)], "for 200 ms");
+    assert_eq!(t.after(ms(199)), []);
+    assert_eq!(t.after(ms(1)), [revoked(1, 0), revoked(5, 1)]);
+    assert_eq!(leave(&mut t, 5, 1, ReleaseReason::Revoked), []);
+    assert_eq!(ask(&mut t, 2, [1]), [], "the other GPU is about to be free");
+}
+
+#[test]
+fn no_holder_goes_on_for_a_request_that_others_precede_elsewhere() {
+    let mut t = two_gpus(AntiThrash::On);
+    ask(&mut t, 1, [0]);
+    ask(&mut t, 2, [1]);
+    ask(&mut t, 5, [1]);
+    ask(&mut t, 3, [0, 1]);
+    assert_eq!(t.after(ms(1000)), [revoked(1, 0), revoked(2, 1)]);
+    leave(&mut t, 1, 0, ReleaseReason::Revoked);
+    // The GPU is lent for 150 ms at a time.
+    assert_eq!(ask(&mut t, 4, [0])[..1], [granted(4, 0)]);
+    assert_eq!(t.after(ms(149)), []);
+    assert_eq!(t.after(ms(1)), [revoked(4, 0)]);
+}
+
+#[test]
+fn nobody_whose_memory_would_have_to_move_is_let_in_before_the_first() {
+    let mut t = two_gpus(AntiThrash::On);
+    t.report(3, 8 * GIB, 0, 0);
+    t.map(3);
+    ask(&mut t, 1, [1]);
+    ask(&mut t, 3, [0, 1]);
+    t.report(2, 12 * GIB, 0, 0);
+    t.map(2);
+    t.request(2);
+    assert_eq!(t.state(2), LockState::Waiting, "8 GiB of it are there");
+    t.request(4);
+    assert_eq!(t.state(4), LockState::Holding, "this one needs none");
+}
