@@ -1,6 +1,6 @@
 //! Co-running: holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half
 //! of it by taking turns; programs that keep it busy lose some of it by running at once. A client reports its
-//! utilization, which it can measure only while it is the only holder. A report is believed for a while; then the
+//! utilization, which it can measure only while no other client, or only others of its gang, hold the lock. A report is believed for a while; then the
 //! clients take short turns again, long enough to measure anew.
 
 use crate::{api::*, lock::Entity, machine::Machine, policy::utilization::FULL};
@@ -8,8 +8,10 @@ use crate::{api::*, lock::Entity, machine::Machine, policy::utilization::FULL};
 impl Machine {
     /// Takes a client's report of its utilization. More than there is means that it wants the GPU alone.
     pub(crate) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
-        let alone = self.lock.holders(id).count() == 1 && self.lock.hold(client, id).is_some();
-        let is_measured = permille > FULL || alone;
+        // What members of its gang do beside it can only make it seem to use more.
+        let entity = self.lock.hold(client, id).map(|hold| hold.entity);
+        let is_alone = entity.is_some() && self.lock.holds_on(id).all(|(_, hold)| Some(hold.entity) == entity);
+        let is_measured = permille > FULL || is_alone;
         let Some(history) = self.histories.of_mut(client, id).filter(|_| is_measured) else { return };
         history.utilization.reported(permille);
         self.touch(id);

@@ -5,6 +5,7 @@ use crate::{
     api::*,
     lock::{Blocked, ClientLock, Entity, Gang, Hold},
     machine::Machine,
+    policy::{Waiter, utilization::MEASURED},
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -53,8 +54,12 @@ impl Machine {
     }
 
     /// The least that a gang's turn on a GPU lasts, so that hand-overs cost little, as far as the time quantum and
-    /// `max-wait` allow.
-    pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId) -> Duration {
+    /// `max-wait` allow. A turn to measure is short: perhaps they can all run together.
+    pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId, waiter: Option<Waiter>) -> Duration {
+        let measures = |waiter: Waiter| !waiter.evicts && (waiter.unmeasured || !waiter.holders_measured);
+        if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
+            return MEASURED.min(self.settings.time_quantum);
+        }
         let most = match self.settings.max_wait {
             Duration::ZERO => Duration::MAX,
             most => most / self.lock.queue_length(id).max(1),

@@ -188,7 +188,7 @@ impl Machine {
             _ => self.settings.time_quantum,
         };
         let gang = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
-        let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id)));
+        let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id, pressure.waiter)));
         // To revoke a holder that would be granted again at once would only cost a drain.
         let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
         let stays = other.and_then(|other| self.precedes_until(client, id, other)).unwrap_or_default();

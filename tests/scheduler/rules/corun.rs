@@ -145,3 +145,37 @@ fn a_third_who_needs_the_gpu_alone_gets_it_from_both() {
     t.map(2);
     assert_eq!(t.state(3), LockState::Holding);
 }
+
+/// What members of one gang do at the same time does not keep them from being measured: it counts for more, not for less.
+#[test]
+fn gangs_that_leave_the_gpu_idle_run_together() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for (n, gang) in [(1, 8), (2, 8), (3, 9), (4, 9)] {
+        t.say(Event::Connected { client: client(n), gang, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    }
+    let request = |t: &mut Talk, two: [u64; 2]| {
+        for n in two {
+            t.request(n);
+        }
+        t.after(ms(5));
+    };
+    let reports = |t: &mut Talk, two: [u64; 2], permille: u32| {
+        for n in two {
+            t.say(Event::Utilization { client: client(n), gpu: gpu(0), permille });
+        }
+    };
+    request(&mut t, [1, 2]);
+    reports(&mut t, [1, 2], 100);
+    request(&mut t, [3, 4]);
+    assert_eq!(t.after(ms(144)), []);
+    assert_eq!(t.after(ms(1))[..2], [revoke(1), revoke(2)], "a turn to measure is short");
+    for n in [1, 2] {
+        t.release(n, ReleaseReason::Revoked);
+    }
+    request(&mut t, [1, 2]);
+    assert_eq!([1, 2, 3, 4].map(|n| t.state(n) == LockState::Holding), [false, false, true, true]);
+    reports(&mut t, [3, 4], 300);
+    assert_eq!([1, 2, 3, 4].map(|n| t.state(n)), [LockState::Holding; 4]);
+    assert_eq!(t.after(Duration::from_secs(9)), []);
+}
