@@ -14,7 +14,7 @@ messages! {
         1 (handshake) => Hello {
             min_version: u16,
             max_version: u16,
-            /// Reserved, 0.
+            /// [`ASLEEP`], or 0.
             flags: u32,
             /// The id that [`Welcome`](crate::SchedulerMessage::Welcome) gave on an earlier connection of this process, or 0.
             resume: u64,
@@ -122,6 +122,16 @@ messages! {
         /// an earlier scheduler granted.
         20 (since 3) => Held { gpus: SlotSet },
 
+        /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): nothing of the client enters the driver until
+        /// [`Awake`](crate::SchedulerMessage::Awake).
+        22 (since 7) => SleepReady {},
+
+        /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): the client stays awake.
+        23 (since 7) => SleepRefused { why: SleepRefusal },
+
+        /// A thread of a client that is asleep, or prepared to be, waits to enter the driver. Sent once for each sleep.
+        24 (since 7) => Wake {},
+
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 (since 3) => VisibleDevices { text: Text<PART> },
 
@@ -206,6 +216,33 @@ byte_enum! {
         NoManaged = 5,
         /// The GPU supports neither.
         Neither = 6,
+    }
+}
+
+/// A flag of [`Hello`](ClientMessage::Hello): the client has been told to sleep by another scheduler, and is prepared or asleep.
+pub const ASLEEP: u32 = 1;
+
+byte_enum! {
+    /// Why a client cannot sleep.
+    pub enum SleepRefusal {
+        /// It has work, or threads that cannot be told to be outside of the driver.
+        Busy = 0,
+        /// It uses managed memory, which the driver does not checkpoint.
+        Managed = 1,
+        /// It shares memory with other processes.
+        Ipc = 2,
+        /// Its GPUs reach each other's memory.
+        Peers = 3,
+        /// It has memory that cannot leave the GPU.
+        Immovable = 4,
+        /// Other devices may reach its memory.
+        Rdma = 5,
+        /// Its work passes no gate.
+        UnseenWork = 6,
+        /// A stream is being captured.
+        Capture = 7,
+        /// It is in a gang.
+        Gang = 8,
     }
 }
 

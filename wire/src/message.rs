@@ -25,6 +25,7 @@ macro_rules! messages {
                 match self { $(
                     Self::$variant { $($field),* } => {
                         let version = messages!(@version version $($handshake $($since)?)?);
+                        #[allow(unused_mut)] // where there are no fields
                         let mut packet = $crate::codec::Packet::new($crate::header::Header { version, kind: $kind });
                         $( if messages!(@has version $($fsince)?) { $field.put(&mut packet); } )*
                         packet.finish()

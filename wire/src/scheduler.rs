@@ -98,6 +98,14 @@ messages! {
         /// [`Limit`](Self::Limit) applies instead.
         80 (since 4) => MemoryMax { uuid: Uuid, bytes: u64 },
 
+        /// The client is about to be taken off its GPUs. It is to evict all memory and to enter the driver no more, until
+        /// [`Awake`](Self::Awake). Answered by [`SleepReady`](crate::ClientMessage::SleepReady) or
+        /// [`SleepRefused`](crate::ClientMessage::SleepRefused).
+        81 (since 7) => PrepareSleep {},
+
+        /// The client is on its GPUs, or stays there after all.
+        82 (since 7) => Awake {},
+
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the process is to see as number `at`
         /// of `of`.
         90 (since 3) => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },

@@ -243,6 +243,10 @@ impl Session {
                 self.env_limit = Some((limit, text));
                 ClientAction::Incomplete
             }
+            // No client is asked to sleep yet.
+            ClientMessage::SleepReady {} | ClientMessage::SleepRefused { .. } | ClientMessage::Wake {} => {
+                ClientAction::Incomplete
+            }
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {
                     return Err(Violation::Bytes { field: "bytes", bytes });
