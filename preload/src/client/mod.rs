@@ -3,9 +3,10 @@
 //! - [`thread`]: that thread. It makes the connection, carries out the scheduler's messages and moves memory.
 //! - [`turn`]: one GPU lock, from grant to release. `nvshare-idle-gap` decides when to release it early; [`utilization`]
 //!   measures how busy the client keeps the GPU.
-//! - [`offline`]: how clients share a GPU without a scheduler.
+//! - [`exit`]: the end of the process. [`offline`]: how clients share a GPU without a scheduler.
 //! - [`placement`]: the GPUs that this process sees.
 
+mod exit;
 pub mod offline;
 #[cfg(not(test))]
 mod panic;
@@ -16,6 +17,7 @@ pub mod utilization;
 
 use crate::{
     connection,
+    driver::presence,
     env::{settings, trace::trace},
     gate::{self, barrier, epoch, threads},
     gpu,
@@ -39,14 +41,14 @@ pub fn cancel_placement() {
 /// and there is none; the next `cuInit` tries again.
 ///
 /// `resolve_hooks` looks up the real function of every hook. A first look-up takes the loader's lock, which a thread of the
-/// program may hold while it waits at a gate.
-pub fn start(resolve_hooks: impl FnOnce()) -> bool {
+/// program may hold while it waits at a gate. `shut_driver` shuts all ways into the driver, or opens them.
+pub fn start(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> bool {
     static STARTED: Once = Once::new();
-    settings::get().disabled || STARTED.run(|| start_once(resolve_hooks))
+    settings::get().disabled || STARTED.run(|| start_once(resolve_hooks, shut_driver))
 }
 
-fn start_once(resolve_hooks: impl FnOnce()) -> bool {
-    static AT_FORK: AtomicBool = AtomicBool::new(false);
+fn start_once(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> bool {
+    static REGISTERED: AtomicBool = AtomicBool::new(false);
     if settings::get().memory_max_is_unread {
         trace!(
             "NVSHARE_MEMORY_MAX is ignored: it is neither a size of at least 2M, such as 8G, nor a percentage, such as 25%"
@@ -54,10 +56,11 @@ fn start_once(resolve_hooks: impl FnOnce()) -> bool {
     }
     barrier::init();
     threads::init();
-    if !AT_FORK.swap(true, Ordering::SeqCst) {
+    if !REGISTERED.swap(true, Ordering::SeqCst) {
+        exit::watch();
         c::at_fork_in_child(in_child);
     }
-    match thread::start(resolve_hooks) {
+    match thread::start(resolve_hooks, shut_driver) {
         Start::Started => gate::set_active(true),
         Start::NoThread => connection::set_connection(None), // nothing would read from it
         Start::NoScheduler => return false,
@@ -68,6 +71,7 @@ fn start_once(resolve_hooks: impl FnOnce()) -> bool {
 /// Gates nothing and moves nothing from now on: the library has failed.
 #[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
 pub fn give_up() {
+    presence::come_back(); // where another process has taken it off its GPUs, threads wait in the driver
     gate::set_active(false);
     epoch::end();
     gpu::open_all();
@@ -75,6 +79,7 @@ pub fn give_up() {
 
 /// Runs in the child of a fork. A CUDA context does not survive a fork, and the connection is the parent's.
 extern "C" fn in_child() {
+    presence::in_child();
     gate::set_active(false);
     epoch::end();
     connection::close_in_child();

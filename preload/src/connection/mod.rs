@@ -14,6 +14,7 @@ pub use wakeup::wake;
 
 use crate::{
     connection::socket::Socket,
+    driver::presence,
     env::trace::trace,
     sys::{
         file::InheritedDescriptor,
@@ -42,6 +43,10 @@ pub struct Connection {
 /// Sends one message without waiting. `false` if it was not sent: either the scheduler does not read at the moment, and the
 /// caller tries again later, or the connection is lost, which the client's thread finds out by itself.
 pub fn send(message: &ClientMessage) -> bool {
+    use ClientMessage::{Open, Request, RequestLimit, Reserve};
+    if matches!(message, Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }) {
+        presence::want(); // a thread is about to wait for the answer
+    }
     if !is_connected() {
         return false;
     }

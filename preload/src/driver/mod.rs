@@ -3,24 +3,22 @@
 //! A [`Function`] is looked up on first use. One that this driver lacks returns `CUDA_ERROR_NOT_FOUND`, as a look-up by the
 //! driver would.
 //!
+//! [`entry`]: each way into the driver, which is shut while [`presence`] says that the process is off its GPUs.
+//!
 //! [`redirect`] leads those to the hooks who would find the driver's functions themselves.
 
 pub mod context;
+pub mod entry;
 pub mod library;
+pub mod presence;
 pub mod redirect;
 pub mod types;
 
 use crate::{
-    driver::{library::Library, types::*},
+    driver::{entry::Entry, library::Library, types::*},
     sys::c,
 };
-use core::{
-    ffi::{CStr, c_char, c_void},
-    sync::atomic::{AtomicUsize, Ordering},
-};
-
-/// Looked up and not found. No function has this address, or a lower one; 0 is one that was not looked up.
-const MISSING: usize = 1;
+use core::ffi::{CStr, c_char, c_void};
 
 static LIBRARY: Library = Library::new(c"libcuda.so.1");
 
@@ -61,7 +59,7 @@ const MAX_NAME: usize = 64;
 /// it in every program.
 #[derive(Debug)]
 pub struct Function {
-    address: AtomicUsize,
+    entry: Entry,
     name: [u8; MAX_NAME],
 }
 
@@ -71,35 +69,44 @@ impl Function {
         let mut own = [0; MAX_NAME];
         let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
         head.copy_from_slice(name.to_bytes_with_nul());
-        Self { address: AtomicUsize::new(0), name: own }
+        Self { entry: Entry::new(), name: own }
     }
 
     pub fn name(&self) -> &CStr {
         CStr::from_bytes_until_nul(&self.name).unwrap_or(c"")
     }
 
-    /// The address of the real function; `None` if this driver does not have it.
-    #[inline]
-    pub fn address(&self) -> Option<usize> {
-        self.known().or_else(|| self.look_up())
+    pub fn entry(&self) -> &Entry {
+        &self.entry
     }
 
-    /// The same, if it has been looked up.
+    /// The address of the real function, to call it; `None` if this driver does not have it. Waits while the process is off its
+    /// GPUs.
+    #[inline]
+    pub fn address(&self) -> Option<usize> {
+        self.known().or_else(|| self.enter())
+    }
+
+    /// The same, if it has been looked up and there is nothing to wait for.
     #[inline(always)]
     pub fn known(&self) -> Option<usize> {
-        let address = self.address.load(Ordering::Relaxed);
-        (address > MISSING).then_some(address)
+        self.entry.open()
     }
 
     #[cold]
-    fn look_up(&self) -> Option<usize> {
-        if self.address.load(Ordering::Relaxed) == MISSING {
-            return None;
-        }
-        let address = library::export(LIBRARY.load()?, self.name()).unwrap_or(0);
-        self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
-        (address != 0).then_some(address)
+    fn enter(&self) -> Option<usize> {
+        self.entry.enter(|| export(self.name()))
     }
+
+    /// The address of the real function, for comparisons. Never waits.
+    pub fn find(&self) -> Option<usize> {
+        self.entry.find(|| export(self.name()))
+    }
+}
+
+/// The address of what the driver exports by this name. Loads the driver.
+pub fn export(name: &CStr) -> Option<usize> {
+    library::export(LIBRARY.load()?, name)
 }
 
 /// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that name in
@@ -108,7 +115,14 @@ macro_rules! functions {
     ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
         /// Looks up all of them, so that no later call has to.
         pub fn resolve_all() {
-            $( address::$name.address(); )*
+            each_function(|function| {
+                function.find();
+            });
+        }
+
+        /// All of them.
+        pub fn each_function(f: impl Fn(&Function)) {
+            $( f(&address::$name); )*
         }
 
         /// The addresses of the real functions.

@@ -213,7 +213,7 @@ fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
 /// Looks up the real function of every hook.
 fn resolve_hooks() {
     hooks::all().for_each(|hook| {
-        hook.real.address();
+        hook.real.find();
     });
 }
 
@@ -228,7 +228,7 @@ hooks! { real, flavour;
             crate::sys::errno::preserved(client::cancel_placement);
             return result;
         }
-        if crate::sys::errno::preserved(|| client::start(resolve_hooks)) { result } else { ERROR_SYSTEM_NOT_READY }
+        if crate::sys::errno::preserved(|| client::start(resolve_hooks, hooks::shut_driver)) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- look-ups ----

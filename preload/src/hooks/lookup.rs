@@ -3,11 +3,11 @@
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
 //! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can ask, and for
 //! all 459 look-ups of a PyTorch program with 580). So whatever variant a program is given, it gets the hook of just that
-//! variant, and one that this library does not know is [`unknown`].
+//! variant, or its entry if it is [`passed`], and one that this library does not know is [`unknown`].
 
 use crate::{
     driver::{self, types::*},
-    hooks::{self, deepbind, nvml, unknown},
+    hooks::{self, deepbind, nvml, passed, unknown},
     sys::{
         c,
         sync::{OnceLock, Rank},
@@ -216,11 +216,11 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
     )
 }
 
-/// Whether a hook has this name of the driver.
+/// Whether this library exports this name of the driver.
 unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
     // SAFETY: the name that `dlsym` was called with, which it has found to begin with `cu`.
     let name = unsafe { CStr::from_ptr(name) };
-    hooks::all().any(|hook| hook.real.name() == name)
+    hooks::all().any(|hook| hook.real.name() == name) || passed::has(name)
 }
 
 /// `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
@@ -232,7 +232,9 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
         return found;
     }
     let is_nowhere = |hook: hooks::Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
-    if hooks::all().any(is_nowhere) {
+    let entry_of_nothing =
+        || passed::exported_at(found as usize).is_some_and(|entry| !(is_loaded && passed::is_there(entry)));
+    if hooks::all().any(is_nowhere) || entry_of_nothing() {
         // Without the driver these names do not exist, nor does one that this driver lacks, unless a library behind this one
         // defines them. They were found only because this library exports them.
         return c::real_dlsym(libc::RTLD_NEXT, name);
@@ -248,7 +250,8 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
 /// What the program is given for a function that the driver exports.
 fn answer(real: *mut c_void) -> *mut c_void {
     let hook = hook_of(real);
-    if hook != real || hooks::is_hook(real as usize) { hook } else { unknown::guarded(real) }
+    let is_known = hook != real || hooks::is_hook(real as usize) || passed::exported_at(real as usize).is_some();
+    if is_known || passed::never_blocks(real as usize) { hook } else { unknown::guarded(real) }
 }
 
 /// The same for a name of NVML that has a hook.
@@ -264,7 +267,7 @@ unsafe extern "C" fn dlsym_of_nvml(handle: *mut c_void, name: *const c_char) -> 
     nvml::hook_of(found)
 }
 
-/// The hook of a real function, or the function itself.
+/// The hook or the entry of a real function, or the function itself.
 pub fn hook_of(real: *mut c_void) -> *mut c_void {
     let Some(table) = table() else { return real };
     match table.binary_search_by_key(&(real as usize), |(real, _)| *real) {
@@ -273,14 +276,16 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
     }
 }
 
-/// Pairs of real address and hook, sorted. Made when the driver is loaded; `None` before.
+/// Pairs of real address and hook or entry, sorted. Made when the driver is loaded; `None` before.
 pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new(Rank::HookTable);
     if TABLE.get().is_none() {
         driver::loaded()?;
         // Outside the cell: a look-up takes the loader's lock, which a thread that waits for the cell may hold.
-        let mut table: Vec<_> = hooks::all().filter_map(|h| Some((h.real.address()?, h.hook as usize))).collect();
-        table.sort_unstable();
+        let mut table: Vec<_> = hooks::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
+        table.extend(passed::pairs());
+        table.sort_by_key(|(real, _)| *real);
+        table.dedup_by_key(|(real, _)| *real); // of two names of one function the one with a hook counts
         let _ = TABLE.set(table);
     }
     TABLE.get().map(Vec::as_slice)

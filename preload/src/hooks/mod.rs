@@ -13,15 +13,17 @@
 //! - [`ipc`]: memory shared with other processes.
 //! - [`deepbind`]: libraries that would not find the hooks.
 //! - [`interop`]: other APIs, whose work passes no hook.
-//! - [`unknown`]: functions of which nothing is known.
+//! - [`passed`]: functions with which this library has nothing to do. [`unknown`]: those of which nothing is known. [`detour`]:
+//!   what comes before either.
 //!
-//! All other functions pass through unchanged; `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
+//! `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
 
 mod address_info;
 pub mod binding;
 pub mod context;
 pub mod copies;
 pub mod deepbind;
+mod detour;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
@@ -30,6 +32,7 @@ mod mappings;
 pub mod memory;
 pub mod memory_info;
 pub mod nvml;
+mod passed;
 mod peer_access;
 pub mod pinned;
 pub mod reservation;
@@ -39,7 +42,7 @@ mod unknown;
 pub mod vmm;
 
 use crate::driver::{
-    Function,
+    self, Function,
     types::{CUstream, STREAM_PER_THREAD},
 };
 use core::ffi::CStr;
@@ -82,7 +85,7 @@ impl Hooks {
 impl Hook {
     /// Whether the driver has this function. Loads the driver.
     pub fn is_there(&self) -> bool {
-        self.real.address().is_some()
+        self.real.find().is_some()
     }
 }
 
@@ -101,6 +104,14 @@ pub fn all() -> impl Iterator<Item = Hook> {
         memory_info::hooks(),
     ];
     files.into_iter().flat_map(Hooks::iter)
+}
+
+/// Shuts every way into the driver, for the program and for this library, or opens all again
+/// ([`entry`](crate::driver::entry)).
+pub fn shut_driver(shut: bool) {
+    driver::each_function(|function| function.entry().set_shut(shut));
+    all().for_each(|hook| hook.real.entry().set_shut(shut));
+    passed::ways().iter().for_each(|way| way.set_shut(shut));
 }
 
 /// Whether this is the address of a hook.

@@ -131,6 +131,14 @@ pub fn at_fork_in_child(call: extern "C" fn()) {
     unsafe { __register_atfork(None, None, Some(call), core::ptr::null_mut()) };
 }
 
+/// Registers a function that runs when the program exits, before those that were registered earlier.
+pub fn at_exit(call: extern "C" fn(*mut c_void)) {
+    if let Some(register) = __cxa_atexit() {
+        // SAFETY: as above.
+        unsafe { register(call, core::ptr::null_mut(), core::ptr::null_mut()) };
+    }
+}
+
 /// Declares functions that are looked up on first use; `None` if the process does not have the function.
 macro_rules! late {
     ($( $name:ident ( $($type:ty),* ) -> $result:ty; )*) => { $(
@@ -162,6 +170,7 @@ late! {
         *mut libc::pthread_t, *const libc::pthread_attr_t, extern "C" fn(*mut c_void) -> *mut c_void, *mut c_void
     ) -> c_int;
     pthread_key_create(*mut libc::pthread_key_t, Option<unsafe extern "C" fn(*mut c_void)>) -> c_int;
+    __cxa_atexit(extern "C" fn(*mut c_void), *mut c_void, *mut c_void) -> c_int;
     pthread_setspecific(libc::pthread_key_t, *const c_void) -> c_int;
 }
 

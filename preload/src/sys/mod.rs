@@ -16,5 +16,6 @@ pub mod lock_file;
 pub mod once;
 mod rank;
 pub mod sync;
+pub mod tasks;
 pub mod thread;
 pub mod time;

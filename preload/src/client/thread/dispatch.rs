@@ -93,6 +93,8 @@ impl ClientThread {
                 shared::answered(ticket, outcome, bytes, chunk, descriptors)
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
+            SchedulerMessage::PrepareSleep {} => self.prepare_sleep(),
+            SchedulerMessage::Awake {} => self.wake_up(),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}
             // Too late: the driver has already read `CUDA_VISIBLE_DEVICES`.

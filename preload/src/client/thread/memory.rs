@@ -54,7 +54,8 @@ impl ClientThread {
             wait = wait.min(CHORE_INTERVAL);
         }
         let (account, can_restore) = (guard.account, guard.can_restore());
-        let leaves = account.mapped + account.pinned > account.allowance && self.turn(gpu).is_over();
+        let is_surplus = account.mapped + account.pinned > account.allowance || self.is_preparing_sleep();
+        let leaves = is_surplus && self.turn(gpu).is_over();
         // Under the lock of the space: no thread can make memory lacking between the test and the opening.
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
@@ -75,13 +76,14 @@ impl ClientThread {
         account: &Account,
         can_restore: bool,
     ) -> (Goal, Duration) {
-        if account.mapped + account.pinned > account.allowance {
+        let target = if self.is_preparing_sleep() { 0 } else { account.allowance.saturating_sub(account.pinned) };
+        if account.mapped > target || account.mapped + account.pinned > account.allowance {
             if account.unevictable {
                 give_up_eviction(gpu, space);
                 return (Goal::Idle, Duration::MAX);
             }
             return match self.may_evict(gpu) {
-                Ok(()) => (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX),
+                Ok(()) => (Goal::Evict { target }, Duration::MAX),
                 Err(Some(again)) => (Goal::Idle, again),
                 Err(None) => {
                     give_up_eviction(gpu, space);
@@ -93,7 +95,7 @@ impl ClientThread {
         *self.idle_check(gpu) = IdleCheck::default();
         let now = Instant::now();
         match self.restore_at.filter(|at| now < *at) {
-            _ if !can_restore => (Goal::Idle, Duration::MAX),
+            _ if !can_restore || self.is_preparing_sleep() => (Goal::Idle, Duration::MAX),
             Some(at) => (Goal::Idle, at - now),
             None => (Goal::Restore, Duration::MAX),
         }

@@ -4,12 +4,13 @@
 //! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
 //!
 //! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory;
-//!   `idle_check`: not before the driver confirms that nothing runs.
+//!   `idle_check`: not before the driver confirms that nothing runs. `sleep`: being taken off the GPUs.
 
 mod dispatch;
 mod idle_check;
 mod memory;
 mod session;
+mod sleep;
 
 pub use session::hello;
 
@@ -36,6 +37,7 @@ use core::{
     time::Duration,
 };
 use idle_check::IdleCheck;
+use sleep::Sleep;
 
 /// The longest wait for a scheduler that went away. After that the client runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -55,12 +57,12 @@ const MESSAGES_AT_ONCE: u32 = 256;
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
 /// Starts the thread. The first attempt to connect comes before that, so that the program's first launch is already gated.
-pub fn start(resolve_hooks: impl FnOnce()) -> Start {
+pub fn start(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> Start {
     // A first look-up takes the loader's lock, which a thread of the program may hold while it waits at a gate.
     driver::resolve_all();
     resolve_hooks();
     wakeup::init();
-    let mut thread = ClientThread::new();
+    let mut thread = ClientThread::new(shut_driver);
     thread.connect();
     if !connection::is_connected() {
         if settings::get().required {
@@ -104,10 +106,13 @@ struct ClientThread {
     restore_at: Option<Instant>,
     /// Since when an eviction has waited for host memory.
     host_full: Option<Instant>,
+    sleep: Sleep,
+    /// Shuts all ways into the driver, or opens them.
+    shut_driver: fn(bool),
 }
 
 impl ClientThread {
-    fn new() -> Self {
+    fn new(shut_driver: fn(bool)) -> Self {
         let now = Instant::now();
         Self {
             turns: Vec::new(),
@@ -123,6 +128,8 @@ impl ClientThread {
             reported: false,
             restore_at: None,
             host_full: None,
+            sleep: Sleep::default(),
+            shut_driver,
         }
     }
 
@@ -131,7 +138,7 @@ impl ClientThread {
         // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         loop {
-            let mut timeout = self.step();
+            let mut timeout = if self.is_off_its_gpus() { self.step_asleep() } else { self.step() };
             let woken = wakeup::receiver();
             if woken.is_none() {
                 timeout = timeout.min(CHORE_INTERVAL);
@@ -142,8 +149,12 @@ impl ClientThread {
             for _ in 0..MESSAGES_AT_ONCE {
                 let Some(socket) = &self.socket else { break };
                 match socket.receive(self.version) {
+                    Ok(Some((message, descriptors))) if self.is_off_its_gpus() => {
+                        self.receive_asleep(message, descriptors)
+                    }
                     Ok(Some((message, descriptors))) => self.handle(message, descriptors),
                     Ok(None) => break,
+                    Err(why) if self.is_off_its_gpus() => self.disconnected_asleep(&why),
                     Err(why) => self.disconnected(&why),
                 }
             }
@@ -181,7 +192,7 @@ impl ClientThread {
             wait = wait.min(self.turn(gpu).step(gpu));
             wait = wait.min(self.service(gpu));
         }
-        wait
+        wait.min(self.step_preparation())
     }
 
     fn turn(&mut self, gpu: &Gpu) -> &mut Turn {

@@ -3,7 +3,8 @@
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
     client::placement,
-    connection::{self, Connection, handshake, outbox},
+    connection::{self, Connection, handshake, outbox, socket::Socket},
+    driver::presence,
     env::{
         settings,
         trace::{self, trace},
@@ -14,7 +15,7 @@ use crate::{
 };
 use alloc::{string::ToString, sync::Arc};
 use core::{sync::atomic::Ordering, time::Duration};
-use nvshare_wire::{ClientMessage, Text, version};
+use nvshare_wire::{ClientMessage, Text, client::ASLEEP, version};
 
 /// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
 const STEADY: Duration = Duration::from_millis(50);
@@ -29,17 +30,19 @@ impl ClientThread {
     pub(super) fn connect(&mut self) {
         let connected = placement::take_connection();
         let connected = connected.unwrap_or_else(|| handshake::connect(&hello()));
-        let (socket, version, id) = match connected {
-            Ok(connected) => connected,
+        match connected {
+            Ok((socket, version, id)) => self.connected(Arc::new(socket), version, id),
             Err(why) => {
                 trace!("no scheduler: {why}");
                 self.offline_reason = why;
-                return;
             }
-        };
+        }
+    }
+
+    /// A scheduler has accepted this client.
+    pub(super) fn connected(&mut self, socket: Arc<Socket>, version: u16, id: u64) {
         trace!("client {id}, protocol version {version}");
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
-        let socket = Arc::new(socket);
         self.socket = Some(socket.clone());
         shared::announce_exporter(version);
         connection::set_connection(Some(Connection { socket, version }));
@@ -60,13 +63,19 @@ impl ClientThread {
 
     /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
     pub(super) fn resume(&mut self) {
+        if self.greet_successor() { self.tell_successor() } else { self.disconnected("it does not read") }
+    }
+
+    /// Introduces this process to a scheduler that has taken over the connection. `false` if that cannot be sent.
+    pub(super) fn greet_successor(&mut self) -> bool {
         trace!("a new scheduler has taken over the connection");
-        let Some(socket) = self.socket.clone() else { return };
+        let Some(socket) = self.socket.clone() else { return true };
         // Unread messages of earlier times keep the socket full until the new scheduler discards them.
-        if !(socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version))
-        {
-            return self.disconnected("it does not read");
-        }
+        socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
+    }
+
+    /// Tells it about the GPUs, once it has been greeted.
+    pub(super) fn tell_successor(&mut self) {
         // The new scheduler discards no message from here on.
         shared::announce_exporter(self.version);
         let mut held = 0;
@@ -126,7 +135,8 @@ pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,
         max_version: version::MAX,
-        flags: 0,
+        // By the time that a preparation is not over, the connection is known.
+        flags: if presence::is_away() { ASLEEP } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,
         library: Text::new(env!("CARGO_PKG_VERSION")),

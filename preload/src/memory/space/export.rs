@@ -25,6 +25,11 @@ pub enum Export {
 }
 
 impl Space {
+    /// Whether other processes can open any of it.
+    pub fn has_exported(&self) -> bool {
+        self.ranges.values().any(|range| range.exported.is_some())
+    }
+
     /// Exports the range of the allocation at this address: pins it, if all of it is on the GPU and its chunks `can_share`.
     /// `new` makes a name for a range that has none.
     pub fn export(

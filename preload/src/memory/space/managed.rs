@@ -57,6 +57,11 @@ impl Space {
         Ok(base)
     }
 
+    /// Whether there is any, of the program's own.
+    pub fn has_managed(&self) -> bool {
+        self.allocations.values().any(|allocation| allocation.managed)
+    }
+
     pub(super) fn engine_of_range(&self, base: u64) -> &'static dyn Engine {
         let flags = self.ranges.get(&base).and_then(|range| range.chunks.first()).map(|chunk| chunk.flags);
         flags.map_or(self.engine, |flags| self.engine_of(flags))

@@ -62,6 +62,11 @@ struct Open {
     references: u32,
 }
 
+/// Whether this process has opened memory of others.
+pub fn has_imports() -> bool {
+    ANY_IMPORTS.load(Ordering::SeqCst)
+}
+
 /// Tells the scheduler, which has just been told of that GPU, what this client has open there.
 pub fn introduce(gpu: &Gpu) {
     // Locked until it is queued: the message about a range that is closed meanwhile must come later.

@@ -20,7 +20,7 @@ mod question;
 
 pub use export::{Attempt, answer, export, is_offered};
 pub use handle::{IpcHandle, is_ours};
-pub use imports::{adopt, close, drop_context, find, introduce, unmap_closed};
+pub use imports::{adopt, close, drop_context, find, has_imports, introduce, unmap_closed};
 pub use opening::open;
 pub use question::answered;
 

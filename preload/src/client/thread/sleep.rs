@@ -1,0 +1,265 @@
+//! Sleep: the process is taken off its GPUs by another one, until a thread of the program wants to enter the driver.
+//!
+//! It is prepared in three steps, each of which is undone when a thread comes: the gates are shut and all memory leaves; the ways
+//! into the driver are shut ([`presence`]); threads that were just about to enter have had the time to. From then on this thread
+//! takes no lock that a thread of the program may hold while it waits, and makes no call of the driver, until the scheduler says that the
+//! process is awake. What arrives meanwhile is carried out afterwards.
+
+use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
+use crate::{
+    client::exit,
+    connection::{self, Connection, handshake, socket::Socket},
+    driver::{presence, redirect},
+    env::{settings, trace::trace},
+    gate::barrier,
+    gpu::{self, Gpu},
+    memory::foreign_devices,
+    registry::shared,
+    sys::{
+        tasks::{self, Task},
+        time::Instant,
+    },
+    work::capture,
+};
+use alloc::{string::String, sync::Arc, vec::Vec};
+use core::time::Duration;
+use nvshare_wire::{
+    ClientMessage, SchedulerMessage,
+    client::{Engine, SleepRefusal},
+};
+use rustix::fd::OwnedFd;
+
+/// The interval between looks at what a preparation waits for.
+const LOOK: Duration = Duration::from_millis(1);
+/// The longest preparation: an eviction of a whole GPU over a slow link.
+const MOST: Duration = Duration::from_secs(30);
+/// The longest wait for threads that may be about to enter the driver.
+const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
+
+#[derive(Debug, Default)]
+pub(super) enum Sleep {
+    #[default]
+    Awake,
+    /// Memory leaves.
+    Preparing { since: Instant },
+    /// The ways into the driver are shut. These threads may have found one before.
+    Leaving { since: Instant, on_their_way: Vec<Task> },
+    /// Nothing enters the driver.
+    Prepared(Prepared),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Prepared {
+    /// The scheduler has been told that the process is prepared, and that it is wanted.
+    told: bool,
+    asked: bool,
+    /// What came since.
+    messages: Vec<(SchedulerMessage, Vec<OwnedFd>)>,
+    /// Why the connection was lost, and one that was made since.
+    lost: Option<String>,
+    connected: Option<(Arc<Socket>, u16, u64)>,
+    /// When to try to make one.
+    next_try: Option<Instant>,
+    /// A successor has taken over the connection and been greeted.
+    has_successor: bool,
+}
+
+impl ClientThread {
+    pub(super) fn is_preparing_sleep(&self) -> bool {
+        matches!(self.sleep, Sleep::Preparing { .. })
+    }
+
+    /// Whether the ways into the driver are shut.
+    pub(super) fn is_off_its_gpus(&self) -> bool {
+        matches!(self.sleep, Sleep::Leaving { .. } | Sleep::Prepared(_))
+    }
+
+    pub(super) fn prepare_sleep(&mut self) {
+        match &mut self.sleep {
+            Sleep::Awake => self.sleep = Sleep::Preparing { since: Instant::now() },
+            Sleep::Preparing { .. } | Sleep::Leaving { .. } => {}
+            Sleep::Prepared(prepared) => prepared.told = false,
+        }
+    }
+
+    /// While memory leaves. Returns the time until the next look.
+    pub(super) fn step_preparation(&mut self) -> Duration {
+        let Sleep::Preparing { since } = self.sleep else { return Duration::MAX };
+        let late = (since.elapsed() > MOST).then_some(SleepRefusal::Busy);
+        if let Some(why) = self.why_not().or(late) {
+            self.stay_awake(why);
+            return Duration::ZERO;
+        }
+        gpu::attached().for_each(|gpu| self.turn(gpu).release_early(gpu));
+        if gpu::attached().all(|gpu| self.has_left(gpu)) {
+            presence::leave(connection::wake);
+            (self.shut_driver)(true);
+            barrier::heavy();
+            self.sleep = match tasks::on_their_way() {
+                Some(on_their_way) => Sleep::Leaving { since: Instant::now(), on_their_way },
+                None => return self.stay_awake(SleepRefusal::Busy),
+            };
+        }
+        LOOK
+    }
+
+    /// Whether all memory is off this GPU, and no work runs there or can start.
+    fn has_left(&mut self, gpu: &'static Gpu) -> bool {
+        let is_empty = |account: crate::memory::account::Account| account.mapped == 0 && account.in_flight == 0;
+        self.turn(gpu).is_over()
+            && gpu.is_drained()
+            && gpu.account().is_none_or(is_empty)
+            && !gpu.is_unreported()
+            && gpu.moving.lock().is_idle()
+    }
+
+    /// Why this process cannot sleep now.
+    fn why_not(&mut self) -> Option<SleepRefusal> {
+        if settings::get().gang != 0 {
+            return Some(SleepRefusal::Gang);
+        }
+        if capture::any() {
+            return Some(SleepRefusal::Capture);
+        }
+        if exit::has_begun() {
+            return Some(SleepRefusal::Busy);
+        }
+        for gpu in gpu::attached() {
+            let Some(space) = gpu.space() else { return Some(SleepRefusal::Immovable) };
+            let (account, engine, has_managed, is_exported) = {
+                let space = space.lock();
+                (space.account, space.engine().kind(), space.has_managed(), space.has_exported())
+            };
+            let reasons = [
+                (account.unevictable, SleepRefusal::UnseenWork),
+                (engine != Engine::Swap || has_managed, SleepRefusal::Managed),
+                (gpu.peers().next().is_some(), SleepRefusal::Peers),
+                (is_exported || shared::has_imports(), SleepRefusal::Ipc),
+                (account.pinned > 0, SleepRefusal::Immovable),
+                (gpu.gate.waiting() > 0 || self.turn(gpu).is_contended(), SleepRefusal::Busy),
+            ];
+            if let Some((_, why)) = reasons.into_iter().find(|(is_so, _)| *is_so) {
+                return Some(why);
+            }
+        }
+        if redirect::was_refused() {
+            return Some(SleepRefusal::UnseenWork);
+        }
+        foreign_devices::may_reach_memory().then_some(SleepRefusal::Rdma)
+    }
+
+    /// Undoes a preparation, and says why.
+    fn stay_awake(&mut self, why: SleepRefusal) -> Duration {
+        trace!("cannot sleep: {why:?}");
+        self.undo();
+        connection::send(&ClientMessage::SleepRefused { why });
+        Duration::ZERO
+    }
+
+    /// Threads may enter the driver, from now on.
+    fn undo(&mut self) {
+        if presence::is_away() {
+            (self.shut_driver)(false);
+            presence::come_back();
+        }
+        self.sleep = Sleep::Awake;
+    }
+
+    /// In the place of [`step`](Self::step) while the ways into the driver are shut.
+    pub(super) fn step_asleep(&mut self) -> Duration {
+        if let Sleep::Leaving { since, on_their_way } = &mut self.sleep {
+            on_their_way.retain(|task| !task.has_moved_on());
+            let is_quiet = gpu::attached().all(Gpu::is_quiet);
+            if presence::is_wanted() || since.elapsed() > MOST_ON_THEIR_WAY {
+                return self.stay_awake(SleepRefusal::Busy);
+            }
+            if !(is_quiet && on_their_way.is_empty()) {
+                return LOOK;
+            }
+            self.sleep = Sleep::Prepared(Prepared::default());
+        }
+        let Sleep::Prepared(prepared) = &mut self.sleep else { return Duration::ZERO };
+        let mut wait = Duration::from_secs(3600);
+        if let Some(next_try) = prepared.next_try {
+            if Instant::now() >= next_try {
+                prepared.next_try = Some(Instant::now() + RETRY_LATE);
+                if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
+                    let socket = Arc::new(socket);
+                    connection::set_connection(Some(Connection { socket: socket.clone(), version }));
+                    (self.socket, self.version) = (Some(socket.clone()), version);
+                    (prepared.connected, prepared.next_try) = (Some((socket, version, id)), None);
+                    (prepared.told, prepared.asked) = (true, false); // its greeting says it
+                }
+            }
+            wait = RETRY_SOON;
+        }
+        // These wait for an answer that is carried out once the process is awake.
+        if gpu::attached().any(|gpu| gpu.gate.waiting() > 0) {
+            presence::want();
+        }
+        if connection::is_connected() {
+            let send_once = |message: &ClientMessage, done: &mut bool| *done = *done || connection::send(message);
+            send_once(&ClientMessage::SleepReady {}, &mut prepared.told);
+            if presence::is_wanted() {
+                send_once(&ClientMessage::Wake {}, &mut prepared.asked);
+            }
+            if !prepared.told || (presence::is_wanted() && !prepared.asked) {
+                wait = RETRY_SOON;
+            }
+        }
+        wait
+    }
+
+    /// A message while the ways into the driver are shut.
+    pub(super) fn receive_asleep(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
+        match (&mut self.sleep, message) {
+            (_, SchedulerMessage::Awake {}) => self.wake_up(),
+            (_, SchedulerMessage::PrepareSleep {}) => self.prepare_sleep(),
+            (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
+                // It is told of the rest once the process is awake. What its predecessor has sent is of no use.
+                prepared.messages.clear();
+                (prepared.has_successor, prepared.told, prepared.asked) = (true, true, false);
+                if !self.greet_successor() {
+                    self.disconnected_asleep("it does not read");
+                }
+            }
+            (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
+            // It has not been said that the process is prepared, so nobody has locked it.
+            (_, message) => {
+                self.stay_awake(SleepRefusal::Busy);
+                self.handle(message, descriptors);
+            }
+        }
+    }
+
+    /// The process is on its GPUs again, or stays there.
+    pub(super) fn wake_up(&mut self) {
+        let before = core::mem::take(&mut self.sleep);
+        self.undo();
+        let Sleep::Prepared(Prepared { messages, lost, connected, has_successor, .. }) = before else { return };
+        if let Some(why) = lost {
+            self.disconnected(&why);
+        }
+        if let Some((socket, version, id)) = connected {
+            self.connected(socket, version, id);
+        } else if has_successor {
+            self.tell_successor();
+        }
+        messages.into_iter().for_each(|(message, descriptors)| self.handle(message, descriptors));
+    }
+
+    /// The connection is lost while the ways into the driver are shut.
+    pub(super) fn disconnected_asleep(&mut self, why: &str) {
+        let Sleep::Prepared(prepared) = &mut self.sleep else {
+            self.undo();
+            return self.disconnected(why);
+        };
+        trace!("lost the scheduler while asleep: {why}");
+        self.socket = None;
+        connection::set_connection(None);
+        prepared.messages.clear();
+        (prepared.connected, prepared.has_successor) = (None, false);
+        prepared.lost = Some(why.into());
+        prepared.next_try = Some(Instant::now());
+    }
+}

@@ -1,0 +1,85 @@
+//! A way into the driver: the address of one of its functions, where a caller finds it. While the process is off its GPUs the ways
+//! are shut: whoever takes one finds no address, and so comes to [`Entry::enter`], which waits. It costs nothing to ask at any
+//! other time, since a caller has to look whether the function is known anyway.
+
+use super::presence;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+/// Looked up and not found. No function has this address, or a lower one; 0 is one that was not looked up.
+pub const MISSING: usize = 1;
+
+/// Set while it is shut. No address of a program has this bit.
+const SHUT: usize = 1 << (usize::BITS - 1);
+
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct Entry(AtomicUsize);
+
+impl Entry {
+    pub const fn new() -> Self {
+        Self(AtomicUsize::new(0))
+    }
+
+    /// The address of the function, if it is known and the entry is not shut.
+    #[inline(always)]
+    pub fn open(&self) -> Option<usize> {
+        let address = self.0.load(Ordering::Relaxed);
+        (address as isize > MISSING as isize).then_some(address) // a shut one is negative
+    }
+
+    /// The address of the function, which the caller may call now; `None` if the driver has none. `look_up` finds it.
+    #[cold]
+    pub fn enter(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
+        let address = self.find(look_up)?;
+        if self.0.load(Ordering::SeqCst) & SHUT != 0 {
+            presence::wait();
+        }
+        Some(address)
+    }
+
+    /// The address of the function, shut or not.
+    pub fn find(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
+        match self.0.load(Ordering::SeqCst) & !SHUT {
+            0 => {
+                let found = look_up();
+                // One that was shut meanwhile is looked up again.
+                let _ = self.0.compare_exchange(0, found.unwrap_or(MISSING), Ordering::SeqCst, Ordering::SeqCst);
+                found
+            }
+            MISSING => None,
+            address => Some(address),
+        }
+    }
+
+    pub fn set_shut(&self, shut: bool) {
+        if shut {
+            self.0.fetch_or(SHUT, Ordering::SeqCst)
+        } else {
+            self.0.fetch_and(!SHUT, Ordering::SeqCst)
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shut_entry_is_known_and_not_open() {
+        let entry = Entry::new();
+        assert_eq!((entry.open(), entry.find(|| Some(4096)), entry.open()), (None, Some(4096), Some(4096)));
+        entry.set_shut(true);
+        assert_eq!((entry.open(), entry.find(|| None)), (None, Some(4096)));
+        entry.set_shut(false);
+        assert_eq!(entry.open(), Some(4096));
+    }
+
+    #[test]
+    fn what_is_looked_up_while_it_is_shut_stays_shut() {
+        let entry = Entry::new();
+        entry.set_shut(true);
+        assert_eq!((entry.find(|| Some(4096)), entry.open()), (Some(4096), None));
+        entry.set_shut(false);
+        assert_eq!((entry.open(), entry.find(|| None), entry.find(|| Some(1))), (None, None, None), "missing for good");
+    }
+}

@@ -1,0 +1,167 @@
+//! Functions of the driver that are passed: this library has nothing to do with them, but while the process is off its GPUs whoever
+//! calls one has to wait outside of the driver ([`crate::driver::presence`]). So a program is given an *entry* for each, which jumps
+//! to the function as long as its way is open. That is one load and a comparison, and keeps all registers and the stack.
+//!
+//! A few functions never block in the driver, and have no entry; `build.rs` lists them.
+
+use crate::{
+    driver::{
+        self,
+        entry::{Entry, MISSING},
+        library,
+        types::*,
+    },
+    hooks::detour::detour,
+    sys::{
+        errno,
+        sync::{OnceLock, Rank},
+    },
+};
+use alloc::vec::Vec;
+use core::ffi::CStr;
+
+/// Names of functions that pass, each with a NUL behind it: first those with entries, in their order, then those without. No
+/// pointers, so that loading them costs nothing.
+static NAMES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/passed-names"));
+
+/// The distance between two entries, in bytes.
+const STRIDE: usize = 32;
+
+fn names() -> impl Iterator<Item = &'static CStr> {
+    NAMES.split_inclusive(|byte| *byte == 0).filter_map(|name| CStr::from_bytes_with_nul(name).ok())
+}
+
+/// Declares the entries and exports each by the name of its function.
+macro_rules! entries {
+    ($( $name:ident $index:literal )*) => {
+        const ENTRIES: usize = [$( $index ),*].len();
+
+        /// The way to the function of each entry.
+        static WAYS: [Entry; ENTRIES] = [const { Entry::new() }; ENTRIES];
+
+        /// Not a function, but the entries, one behind the other.
+        #[cfg(target_arch = "x86_64")]
+        #[unsafe(naked)]
+        unsafe extern "C" fn entries() {
+            core::arch::naked_asm!(
+                $(
+                    ".balign {stride}",
+                    concat!("mov r11, qword ptr [rip + {ways} + 8 * ", $index, "]"), // the register is free at a call
+                    "cmp r11, {missing}",
+                    "jle 2f",
+                    "jmp r11",
+                    "2:",
+                    concat!("mov r11d, ", $index),
+                    "jmp {enter}",
+                )*
+                stride = const STRIDE,
+                missing = const MISSING,
+                ways = sym WAYS,
+                enter = sym enter,
+            )
+        }
+
+        #[cfg(target_arch = "aarch64")]
+        #[unsafe(naked)]
+        unsafe extern "C" fn entries() {
+            core::arch::naked_asm!(
+                $(
+                    ".balign {stride}",
+                    concat!("adrp x16, {ways} + 8 * ", $index), // as above
+                    concat!("ldr x16, [x16, #:lo12:{ways} + 8 * ", $index, "]"),
+                    "cmp x16, #{missing}",
+                    "b.le 2f",
+                    "br x16",
+                    "2:",
+                    concat!("mov w16, #", $index),
+                    "b {enter}",
+                )*
+                stride = const STRIDE,
+                missing = const MISSING,
+                ways = sym WAYS,
+                enter = sym enter,
+            )
+        }
+
+        /// Not a function, but the distance of each exported name from where it is written here, see [`hooks::Hooks`].
+        #[unsafe(naked)]
+        unsafe extern "C" fn exports() {
+            core::arch::naked_asm!($( concat!(".long {", stringify!($name), "} - .") ),*, $( $name = sym exported::$name ),*)
+        }
+
+        mod exported {
+            use super::{STRIDE, entries};
+            $(
+                #[allow(non_snake_case)]
+                #[cfg_attr(not(test), unsafe(no_mangle))]
+                #[unsafe(naked)]
+                pub unsafe extern "C" fn $name() {
+                    #[cfg(target_arch = "x86_64")]
+                    core::arch::naked_asm!("jmp {entries} + {at}", entries = sym entries, at = const $index * STRIDE);
+                    #[cfg(target_arch = "aarch64")]
+                    core::arch::naked_asm!("b {entries} + {at}", entries = sym entries, at = const $index * STRIDE);
+                }
+            )*
+        }
+    };
+}
+
+include!(concat!(env!("OUT_DIR"), "/passed-entries.rs"));
+
+detour!(enter, entering);
+
+/// Called where the way of an entry is not open. Returns where to go on.
+extern "C" fn entering(entry: usize) -> usize {
+    let way = WAYS.get(entry).zip(names().nth(entry));
+    let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| driver::export(name))));
+    function.unwrap_or(missing as *const () as usize)
+}
+
+/// In the place of a function that this driver lacks.
+extern "C" fn missing() -> CUresult {
+    ERROR_NOT_FOUND
+}
+
+/// Every way.
+pub fn ways() -> &'static [Entry] {
+    &WAYS
+}
+
+/// Pairs of the addresses of a function that this driver has and of its entry. Looks up all functions.
+pub fn pairs() -> impl Iterator<Item = (usize, usize)> {
+    let known = WAYS.iter().zip(names()).enumerate();
+    known.filter_map(|(index, (way, name))| Some((way.find(|| driver::export(name))?, entry_at(index))))
+}
+
+fn entry_at(index: usize) -> usize {
+    entries as *const () as usize + index * STRIDE
+}
+
+/// Whether this library exports an entry by this name.
+pub fn has(name: &CStr) -> bool {
+    names().take(ENTRIES).any(|known| known == name)
+}
+
+/// The number of the entry that this library exports at this address.
+pub fn exported_at(address: usize) -> Option<usize> {
+    let list = exports as *const i32;
+    (0..ENTRIES).find(|index| {
+        let place = list.wrapping_add(*index);
+        // SAFETY: within the list.
+        (place as usize).wrapping_add_signed(unsafe { place.read() } as isize) == address
+    })
+}
+
+/// Whether the driver has the function of this entry. Loads the driver.
+pub fn is_there(entry: usize) -> bool {
+    let way = WAYS.get(entry).zip(names().nth(entry));
+    way.is_some_and(|(way, name)| way.find(|| driver::export(name)).is_some())
+}
+
+/// Whether this function of the driver passes without an entry. Unknown before the driver is loaded.
+pub fn never_blocks(function: usize) -> bool {
+    static ADDRESSES: OnceLock<Vec<usize>> = OnceLock::new(Rank::PassedFunctions);
+    let Some(driver) = driver::loaded() else { return true };
+    let find = || names().skip(ENTRIES).filter_map(|name| library::export(driver, name)).collect();
+    ADDRESSES.get_or_init(find).contains(&function)
+}

@@ -1,0 +1,106 @@
+//! The threads of this process as the kernel sees them.
+
+use alloc::{format, vec::Vec};
+use core::mem::MaybeUninit;
+use rustix::{
+    fs::{CWD, Mode, OFlags, RawDir, open, openat},
+    io::read,
+    thread::gettid,
+};
+
+/// A thread that was in the middle of something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Task {
+    id: i32,
+    /// The processor time that it had used, in clock ticks.
+    used: u64,
+}
+
+/// The threads of the process, except the calling one, that were not asleep in a system call. `None` if that cannot be found out.
+pub fn on_their_way() -> Option<Vec<Task>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = open(c"/proc/self/task", flags, Mode::empty()).ok()?;
+    let mut buffer = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(&folder, &mut buffer);
+    let own = gettid().as_raw_nonzero().get();
+    let mut tasks = Vec::new();
+    while let Some(entry) = entries.next() {
+        let name = entry.ok()?;
+        let Some(id) = name.file_name().to_str().ok().and_then(|name| name.parse().ok()) else { continue };
+        tasks.extend(state(id).filter(|(task, is_asleep)| task.id != own && !is_asleep).map(|(task, _)| task));
+    }
+    Some(tasks)
+}
+
+impl Task {
+    /// Whether it has come so far since that it is at another place: it sleeps in a system call, it has used processor time, or it
+    /// has ended.
+    pub fn has_moved_on(&self) -> bool {
+        state(self.id).is_none_or(|(now, is_asleep)| is_asleep || now.used > self.used)
+    }
+}
+
+/// A thread, and whether it sleeps in a system call. `None` if it has ended.
+fn state(id: i32) -> Option<(Task, bool)> {
+    let file =
+        openat(CWD, format!("/proc/self/task/{id}/stat"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
+    let mut text = [0; 512];
+    let len = read(&file, &mut text).ok()?;
+    parse(id, text.get(..len)?)
+}
+
+fn parse(id: i32, text: &[u8]) -> Option<(Task, bool)> {
+    // The name may have spaces and brackets in it, what follows has neither.
+    let end = text.iter().rposition(|byte| *byte == b')')?;
+    let mut fields = text.get(end + 2..)?.split(|byte| *byte == b' ');
+    let state = fields.next()?;
+    let number = |field: &[u8]| core::str::from_utf8(field).ok()?.parse::<u64>().ok();
+    let used = number(fields.nth(10)?)? + number(fields.next()?)?;
+    // A thread that waits for a page is in state D, and may be anywhere; an ended one, Z or X, is nowhere.
+    Some((Task { id, used }, matches!(state, b"S" | b"Z" | b"X")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+        time::Duration,
+    };
+
+    #[test]
+    fn a_line_of_the_kernel_is_read() {
+        let line = b"42 (a) R (b)) R 1 42 42 0 -1 4194304 9 0 0 0 70 30 0 0 20 0 1 0 5 1 1";
+        assert_eq!(parse(42, line), Some((Task { id: 42, used: 100 }, false)));
+        assert_eq!(parse(42, b"42 (x) S 1 42 42 0 -1 4194304 9 0 0 0 7 3 0"), Some((Task { id: 42, used: 10 }, true)));
+        assert_eq!(parse(42, b""), None);
+    }
+
+    #[test]
+    fn a_thread_that_runs_moves_on_and_one_that_sleeps_is_not_listed() {
+        static END: AtomicBool = AtomicBool::new(false);
+        let busy = thread::spawn(|| {
+            while !END.load(Ordering::Relaxed) {
+                core::hint::spin_loop()
+            }
+        });
+        let asleep = thread::spawn(|| {
+            while !END.load(Ordering::Relaxed) {
+                thread::sleep(Duration::from_millis(500))
+            }
+        });
+        let seen = loop {
+            let seen = on_their_way().expect("/proc is there");
+            if !seen.is_empty() {
+                break seen;
+            }
+        };
+        while !seen.iter().all(Task::has_moved_on) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        END.store(true, Ordering::Relaxed);
+        busy.join().unwrap();
+        asleep.join().unwrap();
+    }
+}
