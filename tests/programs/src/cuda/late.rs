@@ -183,6 +183,14 @@ pub struct LaunchParams {
 /// `CUstreamCallback`
 pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
 
+/// `CUcheckpointLockArgs`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct LockArgs {
+    pub timeout_ms: u32,
+    pub reserved: [u32; 15],
+}
+
 macro_rules! late {
     ($($symbol:ident($($arg:ident: $type:ty),*);)*) => {$(
         /// The driver's function of that name.
@@ -240,6 +248,10 @@ late! {
     cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *const u32, jit_values: *const usize, jit_count: u32, options: *const u32, values: *const usize, count: u32);
     cuFuncLoad(function: usize);
     cuLibraryGetKernel(kernel: *mut usize, library: usize, name: *const u8);
+    cuCheckpointProcessLock(pid: i32, args: *const LockArgs);
+    cuCheckpointProcessCheckpoint(pid: i32, args: *const u64);
+    cuCheckpointProcessRestore(pid: i32, args: *const u64);
+    cuCheckpointProcessUnlock(pid: i32, args: *const u64);
     cuLaunchCooperativeKernelMultiDevice(list: *const LaunchParams, count: u32, flags: u32);
     cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);
     cuMemcpyPeerAsync(to: u64, to_context: usize, from: u64, from_context: usize, len: usize, stream: usize);

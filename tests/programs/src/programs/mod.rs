@@ -5,6 +5,7 @@ mod across;
 mod binds;
 mod bursts;
 mod captures;
+mod checkpoints;
 mod churn;
 mod contexts;
 mod cross;
@@ -25,6 +26,7 @@ mod leaves;
 mod link;
 mod maps;
 mod mix;
+mod naps;
 mod nulls;
 mod open_captures;
 mod oversub;
@@ -58,6 +60,16 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "contexts",
         contexts::run,
         "--mem 16M --rounds 8 --pause-ms 50: retain and release the primary context, go on in another, verify",
+    ),
+    (
+        "checkpoints",
+        checkpoints::run,
+        "--pid N --to asleep|awake --timeout-ms 2000: takes a process off its GPUs, or puts it back",
+    ),
+    (
+        "naps",
+        naps::run,
+        "--mem 16M --seconds 5 --pause-ms 20: threads that launch, ask and allocate, with pauses; verify",
     ),
     ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
     ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),

@@ -1,0 +1,256 @@
+//! Programs that are taken off the GPU by a scheduler that the test plays, and by another process.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvshare_wire::{ClientMessage, SchedulerMessage, client::SleepRefusal, version};
+use test_support::machine::*;
+
+use crate::fake::{Fake, MEMORY, TICK, machine};
+
+/// How a preparation ended.
+#[derive(Debug, PartialEq, Eq)]
+enum Prepared {
+    Ready,
+    Refused(SleepRefusal),
+}
+
+impl Fake<'_> {
+    /// Answers what a program asks for, and returns what concerns sleep.
+    fn next_of_sleep(&mut self) -> Option<ClientMessage> {
+        self.return_if_away();
+        if self.accept() {
+            self.welcome(version::MAX);
+        }
+        while let Some(message) = self.receive() {
+            match message {
+                ClientMessage::Attach { slot, .. } => self.provide(slot),
+                ClientMessage::Request { gpus } => self.say(SchedulerMessage::Grant { gpus }),
+                ClientMessage::SleepReady {} | ClientMessage::SleepRefused { .. } | ClientMessage::Wake {} => {
+                    return Some(message);
+                }
+                _ => {}
+            }
+        }
+        thread::sleep(TICK);
+        None
+    }
+
+    fn prepare(&mut self, program: &mut Program) -> Prepared {
+        self.say(SchedulerMessage::PrepareSleep {});
+        wait_for("an answer", || {
+            assert_eq!(program.poll(), None, "`{}` ended", program.name);
+            match self.next_of_sleep()? {
+                ClientMessage::SleepReady {} => Some(Prepared::Ready),
+                ClientMessage::SleepRefused { why } => Some(Prepared::Refused(why)),
+                other => panic!("{other:?}"),
+            }
+        })
+    }
+
+    fn wait_for_wake(&mut self) {
+        wait_for("a wish to be woken", || match self.next_of_sleep()? {
+            ClientMessage::Wake {} => Some(()),
+            other => panic!("{other:?}"),
+        });
+    }
+
+    /// Serves until the program is prepared, however often it refuses.
+    fn prepare_at_last(&mut self, program: &mut Program) {
+        wait_for("it to be prepared", || match self.prepare(program) {
+            Prepared::Ready => Some(()),
+            Prepared::Refused(why) => {
+                assert_eq!(why, SleepRefusal::Busy);
+                self.serve_for(Duration::from_millis(5));
+                None
+            }
+        });
+    }
+
+    fn serve_for(&mut self, time: Duration) {
+        let begin = Instant::now();
+        while begin.elapsed() < time {
+            self.next_of_sleep();
+        }
+    }
+}
+
+/// Takes the program off the GPU, or puts it back. `false` if the driver did not do it.
+fn checkpoint(machine: &Machine, program: &Program, to: &str) -> bool {
+    let words = format!("checkpoints --pid {} --to {to}", program.pid());
+    machine.program(&words).without_nvshare().start().wait().success()
+}
+
+fn naps(machine: &Machine, words: &str, lookup: &str) -> Program {
+    machine.program(&format!("naps --mem 8M {words}")).env("CUDA_LOOKUP", lookup).start()
+}
+
+/// The program sleeps and wakes as often as it can until it ends, with right results.
+fn sleeps_often(lookup: &str) {
+    const TIMES: u32 = 34;
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 100", lookup);
+    fake.serve_until_granted(&mut program);
+    for _ in 0..TIMES {
+        fake.prepare_at_last(&mut program);
+        assert!(checkpoint(&machine, &program, "asleep"), "it was locked");
+        fake.wait_for_wake();
+        assert!(checkpoint(&machine, &program, "awake"), "it is back");
+        fake.say(SchedulerMessage::Awake {});
+        fake.serve_for(Duration::from_millis(20));
+    }
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+#[test]
+fn a_program_linked_to_the_driver_sleeps_often() {
+    sleeps_often("link");
+}
+
+#[test]
+fn one_that_looks_names_up_sleeps_often() {
+    sleeps_often("dlsym");
+}
+
+#[test]
+fn one_that_asks_the_driver_for_names_sleeps_often() {
+    sleeps_often("getproc");
+}
+
+/// A program that makes no call while it sleeps is killed, and nothing of it is left.
+#[test]
+fn one_that_is_killed_asleep_leaves_nothing() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 400", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    assert!(checkpoint(&machine, &program, "asleep"));
+    program.kill();
+    wait_for("the memory", || (machine.free() >= 2 * MEMORY).then_some(()));
+}
+
+/// Threads that wait go on when the scheduler says that it did not happen after all.
+#[test]
+fn one_that_was_prepared_in_vain_goes_on() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 3 --pause-ms 50", "link");
+    fake.serve_until_granted(&mut program);
+    for _ in 0..5 {
+        fake.prepare_at_last(&mut program);
+        fake.wait_for_wake();
+        fake.say(SchedulerMessage::Awake {});
+        fake.serve_for(Duration::from_millis(50));
+    }
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+/// The scheduler is gone while it sleeps; the next one is told, wakes it, and learns the rest then.
+#[test]
+fn the_next_scheduler_wakes_it() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 3 --pause-ms 200", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    assert!(checkpoint(&machine, &program, "asleep"));
+    fake.vanish();
+    thread::sleep(Duration::from_secs(1));
+    fake.return_if_away();
+    wait_for("it to return", || fake.accept().then_some(()));
+    let hello = wait_for("a greeting", || fake.receive());
+    assert!(matches!(hello, ClientMessage::Hello { flags: nvshare_wire::client::ASLEEP, .. }), "{hello:?}");
+    fake.welcome(version::MAX);
+    fake.wait_for_wake();
+    assert!(checkpoint(&machine, &program, "awake"));
+    fake.say(SchedulerMessage::Awake {});
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+/// A program that ends by itself while it sleeps is woken for that.
+#[test]
+fn an_exit_wakes_it() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 300 --exit 7", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    program.signal(libc::SIGUSR1);
+    fake.wait_for_wake();
+    fake.say(SchedulerMessage::Awake {});
+    fake.serve_to_the_end(&mut program);
+    assert_eq!(program.wait().code(), Some(7));
+}
+
+/// The same where nobody is there to wake it.
+#[test]
+fn an_exit_does_not_wait_for_ever() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 300 --exit 7", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    program.signal(libc::SIGUSR1);
+    fake.wait_for_wake();
+    fake.vanish();
+    assert_eq!(program.wait().code(), Some(7));
+}
+
+/// Starts a program that cannot sleep once it has said `ready`, and checks why.
+fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusal) {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = machine.program(words);
+    if let Some((name, value)) = environment {
+        program = program.env(name, value);
+    }
+    let mut program = program.start();
+    fake.serve_until_granted(&mut program);
+    let begin = Instant::now();
+    loop {
+        match fake.prepare(&mut program) {
+            Prepared::Refused(why) if why == expected => return,
+            answer => assert!(begin.elapsed() < PATIENCE, "`{words}`: {answer:?}"),
+        }
+        fake.say(SchedulerMessage::Awake {});
+        fake.serve_for(Duration::from_millis(2));
+    }
+}
+
+const WORK: &str = "mix --mem 8M --chunks 2 --reps 2 --rounds 1000000 --cpu-ms 5";
+
+#[test]
+fn one_with_managed_memory_refuses() {
+    refuses(&format!("{WORK} --kind managed"), None, SleepRefusal::Managed);
+}
+
+#[test]
+fn one_whose_engine_is_managed_refuses() {
+    refuses(WORK, Some(("NVSHARE_ENGINE", "managed")), SleepRefusal::Managed);
+}
+
+#[test]
+fn one_without_an_engine_refuses() {
+    refuses(WORK, Some(("NVSHARE_ENGINE", "none")), SleepRefusal::Immovable);
+}
+
+#[test]
+fn one_with_memory_of_the_driver_refuses() {
+    refuses(&format!("{WORK} --kind async"), None, SleepRefusal::Immovable);
+}
+
+#[test]
+fn one_in_a_gang_refuses() {
+    refuses(WORK, Some(("NVSHARE_GANG", "pair")), SleepRefusal::Gang);
+}
+
+#[test]
+fn one_that_works_refuses() {
+    refuses("mix --mem 8M --reps 2 --rounds 1000000", None, SleepRefusal::Busy);
+}

@@ -1,0 +1,107 @@
+//! Threads that launch, that ask about events, and that allocate, each with pauses: a program that is idle often and never for long.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{self, Buffer, Gpu, Kind, Stream, cu},
+    report::Report,
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let (memory, pause) = (args.size("mem", "16M") as usize, args.milliseconds("pause-ms", "20"));
+    let end = Instant::now() + Duration::from_secs_f64(args.number("seconds", "5"));
+    // SAFETY: the handler only sets a flag.
+    unsafe { libc::signal(libc::SIGUSR1, told as extern "C" fn(i32) as usize) };
+    if args.given("exit") {
+        let code = args.number("exit", "0") as i32;
+        thread::spawn(move || {
+            while !has_ended(end) {
+                thread::sleep(pause / 10);
+            }
+            std::process::exit(code)
+        });
+    }
+    let gpu = Gpu::open(0)?;
+    let each: [fn(&Gpu, usize, Duration, Instant) -> Outcome; 3] = [launch, ask, allocate];
+    let threads = each.map(|work| {
+        let gpu: Arc<Gpu> = gpu.clone();
+        thread::spawn(move || {
+            gpu.enter()
+                .map_err(Into::into)
+                .and_then(|()| work(&gpu, memory, pause, end))
+                .map_err(|e: Box<dyn std::error::Error>| e.to_string())
+        })
+    });
+    for thread in threads {
+        thread.join().map_err(|_| "a thread panicked")??;
+    }
+    report.integer("threads", each.len() as u64);
+    Ok(())
+}
+
+static TOLD: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn told(_: i32) {
+    TOLD.store(true, Ordering::SeqCst);
+}
+
+/// Whether the time is over, or a signal has come.
+fn has_ended(end: Instant) -> bool {
+    TOLD.load(Ordering::SeqCst) || Instant::now() >= end
+}
+
+fn launch(gpu: &Gpu, memory: usize, pause: Duration, end: Instant) -> Outcome {
+    let (stream, buffer) = (Stream::new()?, Buffer::new(Kind::Alloc, memory)?);
+    gpu.fill(buffer.at, buffer.count(), 1, stream.0)?;
+    let mut rounds = 1;
+    while !has_ended(end) {
+        gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
+        rounds += 1;
+        stream.synchronise()?;
+        expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * rounds)?;
+        thread::sleep(pause);
+    }
+    Ok(())
+}
+
+/// Calls that no library has to do with.
+fn ask(_: &Gpu, _: usize, pause: Duration, end: Instant) -> Outcome {
+    let mut event = 0;
+    cu!(cuEventCreate(&mut event, 2))?;
+    while !has_ended(end) {
+        let mut name = [0; 64];
+        cu!(cuEventRecord(event, 0))?;
+        cu!(cuDeviceGetName(name.as_mut_ptr(), 64, 0))?;
+        cu!(cuEventSynchronize(event))?;
+        thread::sleep(pause * 2);
+    }
+    cu!(cuEventDestroy_v2(event))?;
+    Ok(())
+}
+
+fn allocate(gpu: &Gpu, memory: usize, pause: Duration, end: Instant) -> Outcome {
+    let mut value = 0;
+    while !has_ended(end) {
+        value += 1;
+        let stream = Stream::new()?;
+        let buffers = (0..3).map(|_| Buffer::new(Kind::Alloc, memory / 8)).collect::<cuda::Result<Vec<_>>>()?;
+        for buffer in &buffers {
+            gpu.fill(buffer.at, buffer.count(), value, stream.0)?;
+        }
+        stream.synchronise()?;
+        for buffer in buffers {
+            expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * u64::from(value))?;
+            buffer.free()?;
+        }
+        thread::sleep(pause * 3);
+    }
+    Ok(())
+}
