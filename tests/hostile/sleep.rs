@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::SleepRefusal, version};
 use test_support::machine::*;
 
-use crate::fake::{Fake, MEMORY, TICK, machine};
+use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
 
 /// How a preparation ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -170,6 +170,37 @@ fn the_next_scheduler_wakes_it() {
     assert!(checkpoint(&machine, &program, "awake"));
     fake.say(SchedulerMessage::Awake {});
     fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+/// The scheduler is gone for good after it was prepared, and nobody has locked it.
+#[test]
+fn one_that_nobody_has_locked_goes_on_by_itself() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 100", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    fake.wait_for_wake();
+    fake.vanish();
+    program.signal(libc::SIGUSR1);
+    program.finish();
+}
+
+/// The same for one that was off the GPU: it goes on when somebody puts it back, and not before.
+#[test]
+fn one_that_is_put_back_by_others_goes_on() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 100", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    assert!(checkpoint(&machine, &program, "asleep"));
+    fake.wait_for_wake();
+    fake.vanish();
+    program.signal(libc::SIGUSR1);
+    stays_for(&mut program, Duration::from_secs(12));
+    assert!(checkpoint(&machine, &program, "awake"));
     program.finish();
 }
 

@@ -109,6 +109,26 @@ pub fn export(name: &CStr) -> Option<usize> {
     library::export(LIBRARY.load()?, name)
 }
 
+/// Asks the driver for something that it has to look up, although the process may be off its GPUs: it answers once it is not.
+///
+/// # Safety
+/// The context is one that exists, or NULL.
+pub unsafe fn ask_past_shut_ways(context: CUcontext) {
+    let (mut free, mut total) = (0_usize, 0_usize);
+    let [push, ask] = [&address::cuCtxPushCurrent_v2, &address::cuMemGetInfo_v2].map(Function::find);
+    // SAFETY: the driver's exports of these names have these signatures, and the places are valid.
+    unsafe {
+        if let Some(push) = push {
+            core::mem::transmute::<usize, unsafe extern "C" fn(CUcontext) -> CUresult>(push)(context);
+        }
+        if let Some(ask) = ask {
+            core::mem::transmute::<usize, unsafe extern "C" fn(*mut Size, *mut Size) -> CUresult>(ask)(
+                &mut free, &mut total,
+            );
+        }
+    }
+}
+
 /// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that name in
 /// this module that calls the real one.
 macro_rules! functions {

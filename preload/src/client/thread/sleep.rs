@@ -9,9 +9,9 @@ use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::exit,
     connection::{self, Connection, handshake, socket::Socket},
-    driver::{presence, redirect},
+    driver::{self, presence, redirect, types::CUcontext},
     env::{settings, trace::trace},
-    gate::barrier,
+    gate::{barrier, threads},
     gpu::{self, Gpu},
     memory::foreign_devices,
     registry::shared,
@@ -22,7 +22,10 @@ use crate::{
     work::capture,
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
-use core::time::Duration;
+use core::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 use nvshare_wire::{
     ClientMessage, SchedulerMessage,
     client::{Engine, SleepRefusal},
@@ -35,6 +38,9 @@ const LOOK: Duration = Duration::from_millis(1);
 const MOST: Duration = Duration::from_secs(30);
 /// The longest wait for threads that may be about to enter the driver.
 const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
+
+/// The longest wait for a scheduler that went away while the process was asleep, before the driver is tried.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 pub(super) enum Sleep {
@@ -60,6 +66,9 @@ pub(super) struct Prepared {
     connected: Option<(Arc<Socket>, u16, u64)>,
     /// When to try to make one.
     next_try: Option<Instant>,
+    lost_at: Option<Instant>,
+    /// A thread calls the driver.
+    is_tried: bool,
     /// A successor has taken over the connection and been greeted.
     has_successor: bool,
 }
@@ -192,6 +201,15 @@ impl ClientThread {
                 }
             }
             wait = RETRY_SOON;
+            // The scheduler may have gone before anybody locked the process, or somebody else may put it back.
+            if !prepared.is_tried && prepared.lost_at.is_some_and(|lost| lost.elapsed() >= RETURN_TIMEOUT) {
+                prepared.is_tried = try_driver();
+            }
+            if prepared.is_tried && has_answered() {
+                trace!("the process is on its GPUs, and no scheduler says so");
+                self.wake_up();
+                return Duration::ZERO;
+            }
         }
         // These wait for an answer that is carried out once the process is awake.
         if gpu::attached().any(|gpu| gpu.gate.waiting() > 0) {
@@ -261,5 +279,25 @@ impl ClientThread {
         (prepared.connected, prepared.has_successor) = (None, false);
         prepared.lost = Some(why.into());
         prepared.next_try = Some(Instant::now());
+        prepared.lost_at = Some(Instant::now());
     }
+}
+
+static ANSWERED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a call that [`try_driver`] has begun has returned.
+fn has_answered() -> bool {
+    ANSWERED.load(Ordering::SeqCst)
+}
+
+/// Calls the driver, in a thread that waits there for as long as the process is locked. `false` if there is no thread for it.
+fn try_driver() -> bool {
+    ANSWERED.store(false, Ordering::SeqCst);
+    let primary = gpu::attached().find_map(Gpu::primary).unwrap_or(core::ptr::null_mut()) as usize;
+    threads::spawn(c"nvshare-try", move || {
+        // SAFETY: a context that the program has retained, or NULL, in a thread of its own.
+        unsafe { driver::ask_past_shut_ways(primary as CUcontext) };
+        ANSWERED.store(true, Ordering::SeqCst);
+        connection::wake();
+    })
 }
