@@ -63,6 +63,7 @@ impl ClientThread {
 
     /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
     pub(super) fn resume(&mut self) {
+        self.forget_preparation();
         if self.greet_successor() { self.tell_successor() } else { self.disconnected("it does not read") }
     }
 
@@ -102,6 +103,7 @@ impl ClientThread {
 
     pub(super) fn disconnected(&mut self, why: &str) {
         trace!("lost the scheduler: {why}");
+        self.forget_preparation();
         self.socket = None;
         connection::set_connection(None);
         let now = Instant::now();

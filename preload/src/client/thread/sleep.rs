@@ -91,6 +91,13 @@ impl ClientThread {
         }
     }
 
+    /// The scheduler that has asked for it is gone, and the ways into the driver are open.
+    pub(super) fn forget_preparation(&mut self) {
+        if self.is_preparing_sleep() {
+            self.sleep = Sleep::Awake;
+        }
+    }
+
     /// While memory leaves. Returns the time until the next look.
     pub(super) fn step_preparation(&mut self) -> Duration {
         let Sleep::Preparing { since } = self.sleep else { return Duration::MAX };

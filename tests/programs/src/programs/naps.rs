@@ -15,6 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// What a thread does, with so much memory, with such pauses, until then.
+type Work = fn(&Gpu, usize, Duration, Instant) -> Outcome;
+
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, pause) = (args.size("mem", "16M") as usize, args.milliseconds("pause-ms", "20"));
     let end = Instant::now() + Duration::from_secs_f64(args.number("seconds", "5"));
@@ -30,7 +33,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         });
     }
     let gpu = Gpu::open(0)?;
-    let each: [fn(&Gpu, usize, Duration, Instant) -> Outcome; 3] = [launch, ask, allocate];
+    let each: [Work; 3] = [launch, ask, allocate];
     let threads = each.map(|work| {
         let gpu: Arc<Gpu> = gpu.clone();
         thread::spawn(move || {
