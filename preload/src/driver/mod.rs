@@ -109,21 +109,23 @@ pub fn export(name: &CStr) -> Option<usize> {
     library::export(LIBRARY.load()?, name)
 }
 
-/// Asks the driver for something that it has to look up, although the process may be off its GPUs: it answers once it is not.
+/// Makes a call although the ways may be shut, which returns once no other process has locked this one. Most queries return at any
+/// time, that of a limit does not [H100, driver 580].
 ///
 /// # Safety
 /// The context is one that exists, or NULL.
-pub unsafe fn ask_past_shut_ways(context: CUcontext) {
-    let (mut free, mut total) = (0_usize, 0_usize);
-    let [push, ask] = [&address::cuCtxPushCurrent_v2, &address::cuMemGetInfo_v2].map(Function::find);
-    // SAFETY: the driver's exports of these names have these signatures, and the places are valid.
+pub unsafe fn wait_while_locked(context: CUcontext) {
+    const STACK_SIZE: u32 = 0;
+    let mut value: Size = 0;
+    let (push, ask) = (address::cuCtxPushCurrent_v2.find(), export(c"cuCtxGetLimit"));
+    // SAFETY: the driver's exports of these names have these signatures, and the place is valid.
     unsafe {
         if let Some(push) = push {
             core::mem::transmute::<usize, unsafe extern "C" fn(CUcontext) -> CUresult>(push)(context);
         }
         if let Some(ask) = ask {
-            core::mem::transmute::<usize, unsafe extern "C" fn(*mut Size, *mut Size) -> CUresult>(ask)(
-                &mut free, &mut total,
+            core::mem::transmute::<usize, unsafe extern "C" fn(*mut Size, u32) -> CUresult>(ask)(
+                &mut value, STACK_SIZE,
             );
         }
     }

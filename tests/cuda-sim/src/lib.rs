@@ -70,7 +70,7 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
         if !early && (!device::initialised() || cuda_sim_gpus::after_fork()) {
             return Err(Error::NOT_INITIALIZED);
         }
-        let _inside = if early { None } else { Some(checkpoint::pass()?) };
+        let _inside = if early { None } else { Some(checkpoint::pass(symbol)?) };
         if meant_to_fail(symbol) {
             return Err(Error(cuda_sim_gpus::Config::get().fail_as));
         }

@@ -303,7 +303,7 @@ fn try_driver() -> bool {
     let primary = gpu::attached().find_map(Gpu::primary).unwrap_or(core::ptr::null_mut()) as usize;
     threads::spawn(c"nvshare-try", move || {
         // SAFETY: a context that the program has retained, or NULL, in a thread of its own.
-        unsafe { driver::ask_past_shut_ways(primary as CUcontext) };
+        unsafe { driver::wait_while_locked(primary as CUcontext) };
         ANSWERED.store(true, Ordering::SeqCst);
         connection::wake();
     })
