@@ -215,7 +215,7 @@ fn a_restore_without_room_is_final() {
     with_target("checkpoint::a_restore_without_room_is_final", |mut target| {
         assert_eq!(cu("cuInit", &[0]), 0);
         assert_eq!((target.lock(0), target.call("Checkpoint")), (0, 0));
-        target.tell("sync");
+        target.tell("alloc");
         let stranger = Stranger { bytes: 100 << 20, pid: None };
         trouble::set_strangers(&simulated_machine(), 0, &[stranger]).expect("a file");
         assert_eq!((target.call("Restore"), target.state(), used(0)), (OUT_OF_MEMORY, FAILED, 100));
