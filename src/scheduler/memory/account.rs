@@ -73,9 +73,18 @@ pub(crate) struct Account {
     /// Allowances that the client may still be acting on, newest last. Each is smaller than the one before it, because
     /// an earlier and smaller one never decides how much can be mapped.
     steps: VecDeque<(u32, u64)>,
-    /// The most that a client which did not answer for long may still map when it goes on, though it is no longer charged
-    /// for that, until it acknowledges this allowance.
-    lapsed: Option<(u32, u64)>,
+    lapsed: Option<Lapsed>,
+}
+
+/// The allowance of a client that did not answer for long. It is no longer charged for that, but may still act on it when it goes on,
+/// until it acknowledges a newer one.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+struct Lapsed {
+    /// The allowance to acknowledge.
+    seq: u32,
+    bytes: u64,
+    /// When it reported again for the first time. What it had claimed before says nothing of what it maps now.
+    spoke: Option<Time>,
 }
 
 impl Account {
@@ -123,7 +132,10 @@ impl Account {
             self.reported.get_or_insert(now);
         }
         report.ack = report.ack.min(self.seq).max(self.report.ack);
-        self.lapsed.take_if(|(seq, _)| *seq <= report.ack);
+        self.lapsed.take_if(|lapsed| lapsed.seq <= report.ack);
+        if let Some(lapsed) = &mut self.lapsed {
+            lapsed.spoke.get_or_insert(now);
+        }
         (report.mapped, report.pinned) = self.believed();
         if let Some(eviction) = self.eviction.as_mut().filter(|_| report.mapped < self.report.mapped) {
             eviction.progress = now;
@@ -152,7 +164,7 @@ impl Account {
 
     /// The highest allowance that the client may be acting on, whether or not it is charged for it.
     fn ever_allowed(&self) -> u64 {
-        self.lapsed.map_or(0, |(_, bytes)| bytes).max(self.allowed())
+        self.lapsed.map_or(0, |lapsed| lapsed.bytes).max(self.allowed())
     }
 
     /// The mapped and the pinned bytes that are believed. The client may have mapped its allowance since it was last
@@ -160,7 +172,8 @@ impl Account {
     fn believed(&self) -> (u64, u64) {
         let (mapped, pinned) = self.claimed;
         let verified = self.verified().unwrap_or(MOST);
-        (mapped.min(verified.max(self.frees.high(self.ever_allowed()))), pinned.min(verified))
+        let lapsed = self.lapsed.filter(|lapsed| lapsed.spoke.is_some()).map_or(0, |lapsed| lapsed.bytes);
+        (mapped.min(verified.max(self.frees.high(self.allowed().max(lapsed)))), pinned.min(verified))
     }
 
     /// The most that is believed on the strength of the last measurement: the measured bytes, plus a sixteenth (at most
@@ -218,6 +231,9 @@ impl Account {
             self.found = Some(found.most);
             self.is_checked |= self.claimed.0 > 0;
             self.refuted = self.claimed;
+            // An honest client claims nothing that it has not mapped.
+            let is_refuted = self.verified().is_some_and(|most| self.claimed.0 > most);
+            self.lapsed.take_if(|lapsed| is_refuted && lapsed.spoke.is_some_and(|at| at <= begun));
             self.seen = self.seen.max(found.most.min(self.report.mapped));
         }
         (self.report.mapped, self.report.pinned) = self.believed();
@@ -234,7 +250,7 @@ impl Account {
 
     /// Lowers the charge to the allowance and what the client has. If it maps more after all, that fails or is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
-        self.lapsed = Some((self.seq, self.ever_allowed()));
+        self.lapsed = Some(Lapsed { seq: self.seq, bytes: self.ever_allowed(), spoke: None });
         self.steps.clear();
         self.steps.push_back((self.seq, self.allowance));
         let before = std::mem::replace(&mut self.charge, self.allowance.max(self.report.mapped));
