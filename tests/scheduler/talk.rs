@@ -160,11 +160,6 @@ pub fn contended(n: u64, waiters: u32, grace: Duration) -> Command {
     Command::Contended { client: client(n), gpus: gpus([0]), waiters, grace }
 }
 
-/// Where the host has plenty of memory, on a GPU that offers so much.
-pub fn limit(n: u64, bytes: u64, seq: u32) -> Command {
-    Command::Limit { client: client(n), gpu: gpu(0), bytes, seq, most: bytes, spare: u64::MAX, max: None }
-}
-
 pub fn denied(n: u64, bytes: u64, why: Denial) -> Command {
     Command::Denied { client: client(n), gpu: gpu(0), bytes, why }
 }

@@ -55,8 +55,8 @@ pub enum Command {
     /// The highest demand that the client may reach on this GPU, `bytes`: sent after `Attached`, whenever the limit
     /// changes, and in answer to [`Event::LimitRequested`]. The client acknowledges it by `limit_ack` of a later
     /// report; until then a lowered limit counts as before. `seq` counts up from 1 for each client and GPU. `most` is
-    /// the highest value that the limit can take, `spare` the bytes of empty host memory that the client may keep, and
-    /// `max` the lowest limit that rules and the client's environment set.
+    /// the highest value that the limit can take once all contexts are measured, `spare` the bytes of empty host memory
+    /// that the client may keep, and `max` the lowest limit that rules and the client's environment set.
     Limit { client: ClientId, gpu: GpuId, bytes: u64, seq: u32, most: u64, spare: u64, max: Option<u64> },
     /// Denies the limit of [`Event::LimitRequested`]; with 0 bytes, the context of [`Event::Attached`]; with
     /// [`Denial::Unmappable`], the demand that the driver repeatedly failed to map. Whatever waits for it in the client

@@ -151,6 +151,10 @@ impl Machine {
 
     /// Handles a client's request for a higher limit.
     pub(super) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+        let now = self.now;
+        if let Some(memory) = self.memory_of_mut(client, id) {
+            memory.used.get_or_insert(now); // allocations are made in a context
+        }
         if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
             self.measure(id);
         }

@@ -49,6 +49,11 @@ impl GpuMemory {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
+    /// The same without room for contexts that are not measured yet.
+    fn usable_as_measured(&self, settings: &Settings) -> u64 {
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.measured.unwrap_or(0))
+    }
+
     /// Bytes set aside for contexts and other programs.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
@@ -80,6 +85,10 @@ impl Capacities for GpuCapacities<'_> {
 
     fn offer(&self, gpu: GpuId) -> u64 {
         self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable(self.settings).min(MOST))
+    }
+
+    fn offer_as_measured(&self, gpu: GpuId) -> u64 {
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable_as_measured(self.settings).min(MOST))
     }
 
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64> {

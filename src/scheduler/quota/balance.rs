@@ -180,7 +180,8 @@ impl Quota {
         let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id) else { return };
         let (bytes, seq) = (*bytes, *seq);
         let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
-        let (most, max) = (cx.gpus.offer(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
+        // A request beyond the offer waits until contexts are measured, so the client may make it.
+        let (most, max) = (cx.gpus.offer_as_measured(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
     }
 

@@ -1,15 +1,21 @@
 //! Limit requests that are held until a fresh measurement: those beyond the room that the last one showed, or beyond
 //! what a rule allows beside a context of unknown size. Other programs may have freed memory, and the context may be
-//! small.
+//! small. Those that only the room set aside for contexts that are still coming speaks against are held until these are
+//! measured.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
+/// How long a client that was admitted, and has not used its context yet, may still be creating it: the driver creates
+/// one after the other, and some take more than a second.
+pub(crate) const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 /// How long a request is held for a measurement.
 const SAMPLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// A context can be measured once no memory has moved for this long.
 const AT_REST: Duration = Duration::from_millis(100);
+/// How often contexts that are still coming are looked for, while a request waits for them.
+const CONTEXTS_LOOK: Duration = Duration::from_millis(100);
 
 /// A request that is held for a measurement.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
@@ -17,6 +23,8 @@ pub(super) struct HeldRequest {
     bytes: u64,
     /// The measurement has to begin no sooner than this.
     since: Time,
+    /// It waits for contexts of other clients since then. `None`: it does not.
+    for_contexts: Option<Time>,
 }
 
 impl Quota {
@@ -25,9 +33,32 @@ impl Quota {
     pub(super) fn hold_for_room(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let may_fit = cx.gpus.offer_at_best(id).is_some_and(|best| bytes <= best);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| may_fit) {
-            gpu.held_requests.insert(client, HeldRequest { bytes, since: cx.now });
+            gpu.held_requests.insert(client, HeldRequest { bytes, since: cx.now, for_contexts: None });
         }
         may_fit
+    }
+
+    /// Holds a request further that a measurement did not admit, and that would fit if the contexts that are still coming
+    /// were small. Returns `false` if it would not, or has waited for them long enough.
+    pub(super) fn hold_for_contexts(
+        &mut self,
+        cx: Context,
+        fx: &mut Effects,
+        client: ClientId,
+        id: GpuId,
+        before: HeldRequest,
+    ) -> bool {
+        let first = before.for_contexts.unwrap_or(cx.now);
+        let waits = before.bytes <= cx.gpus.offer_as_measured(id) && cx.now < first + CONTEXT_APPEARS;
+        if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| waits) {
+            let held = HeldRequest { since: cx.now + CONTEXTS_LOOK, for_contexts: Some(first), ..before };
+            gpu.held_requests.insert(client, held);
+            if before.for_contexts.is_none() {
+                // So that it does not give up.
+                fx.command(Command::Waiting { client, gpus: GpuSet::from([id]), why: WaitReason::Memory });
+            }
+        }
+        waits
     }
 
     /// Holds a request of a client with a memory limit whose context counts towards that and has not been measured.
@@ -40,7 +71,7 @@ impl Quota {
         // A request that replaces another waits no longer than that one.
         let since = cx.now + AT_REST;
         let since = gpu.held_requests.get(&client).map_or(since, |before| before.since.min(since));
-        gpu.held_requests.insert(client, HeldRequest { bytes, since });
+        gpu.held_requests.insert(client, HeldRequest { bytes, since, for_contexts: None });
         true
     }
 
@@ -53,7 +84,7 @@ impl Quota {
         let answered: Vec<(ClientId, HeldRequest)> = answered.map(|(client, held)| (*client, *held)).collect();
         gpu.held_requests.retain(|_, held| held.since > begun);
         for (client, held) in answered {
-            self.decide_request(cx, fx, client, id, held.bytes, false);
+            self.decide_request(cx, fx, client, id, held.bytes, Some(held));
         }
         self.schedule_samples(cx, fx, id)
     }

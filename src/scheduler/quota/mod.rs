@@ -28,6 +28,7 @@ mod request;
 mod solver;
 
 pub(crate) use balance::FIRST_LIMIT_TIMEOUT;
+pub(crate) use held::CONTEXT_APPEARS;
 pub(crate) use limit::Limit;
 
 use crate::{api::*, effects::Effects, rules::Rules};
@@ -45,6 +46,8 @@ pub(crate) trait Capacities {
     fn total(&self, gpu: GpuId) -> u64;
     /// Bytes of the GPU that limits can count on.
     fn offer(&self, gpu: GpuId) -> u64;
+    /// The same if contexts that are not measured yet took nothing: what certainly is not there is left out, and no guess.
+    fn offer_as_measured(&self, gpu: GpuId) -> u64;
     /// Bytes that limits could count on if no other program used the GPU. `None`: nothing is measured.
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
     /// Bytes that a context counts for until it has been measured.

@@ -7,6 +7,7 @@
 
 use super::{
     Context, Quota,
+    held::HeldRequest,
     limit::Wanted,
     solver::{At, QuotaProblem, Target},
 };
@@ -54,11 +55,11 @@ impl Quota {
     /// Takes a client's request for a limit of `bytes`. Returns whether a measurement has to begin now for it.
     #[must_use]
     pub fn request(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId, bytes: u64) -> bool {
-        self.decide_request(cx, fx, client, id, bytes, true)
+        self.decide_request(cx, fx, client, id, bytes, None)
     }
 
-    /// Decides on a request. `may_hold`: one that exceeds the present room is denied only after another measurement.
-    /// Returns whether a measurement has to begin now.
+    /// Decides on a request. One that exceeds the present room is denied only after another measurement, for which it was
+    /// `held`, and not while only a guess speaks against it. Returns whether a measurement has to begin now.
     pub(super) fn decide_request(
         &mut self,
         cx: Context,
@@ -66,7 +67,7 @@ impl Quota {
         client: ClientId,
         id: GpuId,
         bytes: u64,
-        may_hold: bool,
+        held: Option<HeldRequest>,
     ) -> bool {
         let number = fx.number();
         let Some(limit) = self.limit(client, id) else { return false };
@@ -78,7 +79,7 @@ impl Quota {
         let never = if bytes <= limit.limit.max(limit.demand()) {
             self.tell(cx, fx, client, id);
             return false;
-        } else if may_hold && self.hold_for_context(cx, client, id, bytes) {
+        } else if held.is_none() && self.hold_for_context(cx, client, id, bytes) {
             return self.schedule_samples(cx, fx, id);
         } else if is_beyond(self.env_bound(cx, client, id)) || is_beyond(cx.rules.env_swap_max(client)) {
             Some(Denial::EnvLimit)
@@ -87,7 +88,11 @@ impl Quota {
         } else if is_beyond(cx.rules.swap_max(client)) {
             Some(Denial::SwapMax)
         } else if bytes > cx.gpus.offer(id) {
-            if may_hold && self.hold_for_room(cx, client, id, bytes) {
+            let is_held = match held {
+                None => self.hold_for_room(cx, client, id, bytes),
+                Some(before) => self.hold_for_contexts(cx, fx, client, id, before),
+            };
+            if is_held {
                 return self.schedule_samples(cx, fx, id);
             }
             Some(Denial::NoRoom)

@@ -7,13 +7,9 @@ use crate::{
     lock::Gang,
     machine::Machine,
     memory::{Access, context_queue::PendingContext},
-    quota::FIRST_LIMIT_TIMEOUT,
+    quota::{CONTEXT_APPEARS, FIRST_LIMIT_TIMEOUT},
 };
 use std::time::Duration;
-
-/// How long a client that was admitted, and has not used its context yet, may still be creating it: the driver creates
-/// one after the other, and some take more than a second.
-const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 
 /// How long a client is deferred before it is told that there is no room for its context, unless its rule has
 /// allocations wait.

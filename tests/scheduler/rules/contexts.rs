@@ -3,6 +3,7 @@
 use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 #[test]
@@ -166,4 +167,67 @@ fn a_context_is_put_aside_until_it_was_measured() {
     t.now += Duration::from_secs(10);
     t.measured(GIB);
     assert_eq!(capacity(&t), 15 * GIB);
+}
+
+/// Eight programs that start at once beside a stranger. Their contexts are small, and each counts for 1 GiB until it is
+/// measured: together they seem to leave nothing. Client 1 is the first to allocate, and is measured.
+fn eight_at_once(bytes: u64) -> (Talk, Vec<Command>) {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.measured(9 * GIB);
+    let mut admitted: Vec<u64> = (1..=8).flat_map(|n| attached(&arrive(&mut t, n, 0))).collect();
+    admitted.extend(attached(&t.after(Duration::from_secs(2))));
+    assert_eq!(admitted, [1, 2, 3, 4, 5, 6, 7, 8]);
+    (1..=8).for_each(|n| drop(t.report(n, 0, 0, 0)));
+    assert_eq!(t.wish(1, bytes), [Command::Measure { gpu: gpu(0) }]);
+    let commands = look(&mut t, 9 * GIB + 300 * MIB);
+    (t, commands)
+}
+
+/// A measurement of the GPU and its clients.
+fn look(t: &mut Talk, overhead: u64) -> Vec<Command> {
+    let mut commands = t.measured(overhead);
+    let found = (1..=8).map(|n| (client(n), exactly(0))).collect();
+    commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found }));
+    commands
+}
+
+fn denials(commands: &[Command]) -> usize {
+    commands.iter().filter(|command| matches!(command, Command::Denied { .. })).count()
+}
+
+#[test]
+fn an_allocation_is_not_refused_because_contexts_that_are_coming_are_guessed() {
+    let (mut t, commands) = eight_at_once(800 * MIB);
+    assert_eq!(commands, [waiting(1, WaitReason::Memory)], "the library gives up unless it is told to wait");
+    for n in 2..=8 {
+        assert_eq!(denials(&t.wish(n, 800 * MIB)), 0);
+    }
+    let mut commands = t.after(ms(100));
+    commands.extend(look(&mut t, 9 * GIB + 8 * 300 * MIB));
+    commands.extend(t.after(Duration::from_secs(30)));
+    assert_eq!(denials(&commands), 0, "{commands:?}");
+    for n in 1..=8 {
+        assert!(t.attachment(n).limit >= 800 * MIB, "client {n}");
+    }
+}
+
+#[test]
+fn an_allocation_is_refused_for_what_was_measured() {
+    let (_, commands) = eight_at_once(7 * GIB);
+    assert_eq!(commands, [denied(1, 7 * GIB, Denial::NoRoom)], "however small the other contexts are");
+    let (mut t, _) = eight_at_once(800 * MIB);
+    t.after(ms(100));
+    assert_eq!(look(&mut t, 15 * GIB + 512 * MIB), [denied(1, 800 * MIB, Denial::NoRoom)]);
+}
+
+#[test]
+fn an_allocation_waits_for_contexts_no_longer_than_they_may_take_to_appear() {
+    let (mut t, _) = eight_at_once(800 * MIB);
+    let begun = t.now;
+    while t.now < begun + Duration::from_secs(10) {
+        let mut commands = t.after(ms(100));
+        // Something moves all the time, so that the overhead is not known.
+        commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found: BTreeMap::new() }));
+        assert_eq!(denials(&commands) > 0, t.now >= begun + Duration::from_secs(10), "{:?}", t.now - begun);
+    }
 }
