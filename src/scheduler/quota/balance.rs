@@ -3,6 +3,7 @@
 
 use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
 use crate::{api::*, effects::Effects, timers::Wake};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// How long a client that attaches waits for others to acknowledge lower limits before it gets a lower limit itself.
@@ -55,6 +56,13 @@ impl Quota {
 
     /// Computes limits again: lowers those above their target, and raises others as far as there is room.
     pub fn balance(&mut self, cx: Context, fx: &mut Effects) {
+        let freed = self.host.take_freed();
+        if freed && !self.host.is_out_of_date() && self.requests.is_empty() && cx.rules.are_none() {
+            return self.raise(cx, fx);
+        }
+        if freed {
+            self.host.mark_all_changed();
+        }
         let mut joined = self.host.take_joined();
         let (changed, was_scarce) = self.host.take_changed();
         let budget = self.host.budget();
@@ -87,11 +95,30 @@ impl Quota {
                 self.approach(cx, fx, target, lower);
             }
         }
-        if self.host.is_scarce() || was_scarce || !cx.rules.are_none() {
-            self.finish_requests(cx, fx, &targets);
-        }
+        let is_below = |target: &&Target| self.limit(target.client, target.gpu).is_some_and(Limit::is_below_target);
+        self.rising = match self.host.is_scarce() {
+            true => targets.iter().filter(is_below).map(|target| (target.gpu, target.client)).collect(),
+            false => BTreeSet::new(),
+        };
+        self.finish_requests(cx, fx);
         // Clients that attach wait to be told.
         fx.touch_all(ids.union(&joined).copied().filter(|id| cx.gpus.is_attaching(*id)));
+    }
+
+    /// Raises limits further towards their targets, which are what they were: where no client waits for memory and no rule
+    /// bounds it, what is computed follows from demands alone, not from what is acknowledged.
+    fn raise(&mut self, cx: Context, fx: &mut Effects) {
+        let targets = self.rising.iter().filter_map(|(id, client)| {
+            let bytes = self.limit(*client, *id)?.target;
+            Some(Target { client: *client, gpu: *id, bytes, exact: false, bound: None })
+        });
+        for target in targets.collect::<Vec<_>>() {
+            self.approach(cx, fx, &target, false);
+            if !self.limit(target.client, target.gpu).is_some_and(Limit::is_below_target) {
+                self.rising.remove(&(target.gpu, target.client));
+            }
+        }
+        fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
 
     /// The targets of clients without limits, where host memory suffices: all that their GPU offers.
@@ -169,10 +196,11 @@ impl Quota {
         fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
     }
 
-    /// Whether a client that attaches has a limit that is close to its target.
+    /// Whether a client that attaches has a limit that is close to its target, or as high as it can be: no other has a
+    /// lower one to acknowledge.
     pub fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
-        let is_there = |limit: &Limit| limit.seq > 0 && limit.limit.saturating_add(LIMIT_STEP) >= limit.target;
-        self.limit(client, id).is_some_and(is_there)
+        let is_there = self.limit(client, id).is_some_and(|limit| limit.seq > 0 && !limit.is_below_target());
+        is_there || (self.falling.is_empty() && !self.has_changed())
     }
 
     /// Sends a client its limit.

@@ -22,6 +22,10 @@ pub(super) struct Host {
     /// rules, the limits of others stay.
     joined: BTreeSet<GpuId>,
     all_changed: bool,
+    /// Committed bytes have changed while memory is scarce: limits can rise further.
+    freed: bool,
+    /// A demand has changed since limits were last computed. That alone is no reason to compute them again.
+    demand_changed: bool,
 }
 
 impl Host {
@@ -62,13 +66,24 @@ impl Host {
     pub fn take_changed(&mut self) -> (Option<BTreeSet<GpuId>>, bool) {
         let changed = std::mem::take(&mut self.changed);
         let all = std::mem::take(&mut self.all_changed);
+        self.demand_changed = false;
         let scarce = self.would_be_scarce();
         let before = std::mem::replace(&mut self.scarce, scarce);
         ((!all).then_some(changed), before)
     }
 
     pub fn has_changed(&self) -> bool {
-        self.all_changed || !self.changed.is_empty() || !self.joined.is_empty()
+        self.freed || self.all_changed || !self.changed.is_empty() || !self.joined.is_empty()
+    }
+
+    /// Whether limits have to be computed again, not only raised towards what was computed.
+    pub fn is_out_of_date(&self) -> bool {
+        self.all_changed || self.demand_changed || !self.changed.is_empty() || !self.joined.is_empty()
+    }
+
+    /// Whether committed bytes have changed while memory is scarce.
+    pub fn take_freed(&mut self) -> bool {
+        std::mem::take(&mut self.freed)
     }
 
     pub fn mark_changed(&mut self, id: GpuId) {
@@ -83,13 +98,19 @@ impl Host {
         self.all_changed = true;
     }
 
-    /// Marks all limits, if one waits for memory, after a demand fell.
-    pub fn demand_fell(&mut self) {
+    /// Marks all limits after a demand changed, if one waits for memory.
+    pub fn demand_changed(&mut self) {
+        self.demand_changed = true;
         self.all_changed |= self.scarce && self.awaited;
     }
 
-    /// Marks all limits, while memory is scarce, after committed bytes fell or a demand exceeded them.
-    pub fn committed_fell(&mut self) {
+    /// Marks all limits, while memory is scarce: a client that acknowledged nothing answers again.
+    pub fn answers_again(&mut self) {
         self.all_changed |= self.scarce;
+    }
+
+    /// Has limits rise further, while memory is scarce, after committed bytes fell, or a demand exceeded them.
+    pub fn committed_changed(&mut self) {
+        self.freed |= self.scarce;
     }
 }

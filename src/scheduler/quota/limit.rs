@@ -3,6 +3,7 @@
 //! *Committed* is the highest demand that the client can have at this moment, whatever messages are in flight: a limit
 //! that was lowered counts until the client has acknowledged the new one.
 
+use super::LIMIT_STEP;
 use crate::api::{Denial, Time};
 use std::collections::VecDeque;
 
@@ -49,6 +50,11 @@ impl Limit {
 
     pub fn demand(&self) -> u64 {
         self.demand
+    }
+
+    /// Whether the limit is to rise further, by more than is not worth a message.
+    pub fn is_below_target(&self) -> bool {
+        self.limit.saturating_add(LIMIT_STEP) < self.target
     }
 
     /// Whether the client acknowledges limits, so that a lower one can be sent.

@@ -33,8 +33,10 @@ pub(crate) use limit::Limit;
 
 use crate::{api::*, effects::Effects, rules::Rules};
 use ahead::Ahead;
+use balance::ACK_TIMEOUT;
 use held::HeldRequest;
 use host::Host;
+use limit::Wanted;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A new limit is sent when it differs by more than this, the driver's own granularity.
@@ -72,6 +74,12 @@ pub(crate) struct Quota {
     ahead: Ahead,
     /// Clients whose process is stopped: they acknowledge nothing.
     stopped: BTreeSet<ClientId>,
+    /// Limits that clients have requested, and that are neither granted nor denied.
+    requests: BTreeSet<(GpuId, ClientId)>,
+    /// Limits below their target, while host memory is scarce: they rise as others acknowledge lower ones.
+    rising: BTreeSet<(GpuId, ClientId)>,
+    /// Limits that were lowered, and that their clients have not acknowledged.
+    falling: BTreeSet<(GpuId, ClientId)>,
 }
 
 /// The limits on one GPU, and their sums.
@@ -162,6 +170,9 @@ impl Quota {
         gpu.fresh.remove(&client);
         gpu.demands.remove(&(entry.limit.demand(), client));
         gpu.summed_for = None;
+        self.requests.remove(&(id, client));
+        self.rising.remove(&(id, client));
+        self.falling.remove(&(id, client));
         self.ahead.forget((client, id));
     }
 
@@ -173,7 +184,7 @@ impl Quota {
         if is_stopped {
             self.stopped.insert(client);
         } else if self.stopped.remove(&client) {
-            self.host.committed_fell(); // it can acknowledge lower limits again
+            self.host.answers_again();
         }
     }
 
@@ -198,8 +209,10 @@ impl Quota {
 
     /// Takes a client's report of its demand, and of the newest limit in effect.
     pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
+        let Some(limit) = self.limit(client, id) else { return };
+        let (committed, needed, was_unresponsive) =
+            (limit.committed(), limit.demand(), self.is_unresponsive(cx, client, limit));
         let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return };
-        let (committed, needed) = (limit.committed(), limit.demand());
         let fell = limit.reported(cx.now, ack, demand);
         let (rose, needs_another) = (limit.committed() > committed, demand != needed);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
@@ -209,15 +222,18 @@ impl Quota {
             }
             gpu.summed_for = None;
         }
+        if needs_another {
+            self.host.demand_changed();
+        }
         if fell || rose {
             self.recommit(cx, client, id);
-            self.host.committed_fell();
-            self.mark_bounded_changed(cx, client, id);
-        } else if needs_another {
-            self.host.demand_fell();
-            if self.is_awaited(cx, client, id) {
-                self.mark_bounded_changed(cx, client, id);
+            self.host.committed_changed();
+            if was_unresponsive {
+                self.host.answers_again();
             }
+            self.mark_bounded_changed(cx, client, id);
+        } else if needs_another && self.is_awaited(cx, client, id) {
+            self.mark_bounded_changed(cx, client, id);
         }
     }
 
@@ -265,11 +281,34 @@ impl Quota {
         })
     }
 
+    /// Whether a client does not acknowledge lower limits, and so gives nothing back.
+    fn is_unresponsive(&self, cx: Context, client: ClientId, limit: &Limit) -> bool {
+        self.stopped.contains(&client)
+            || !limit.is_responsive()
+            || limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT)
+    }
+
+    /// Records the limit that a client has requested; `None`: the request has ended.
+    fn set_wanted(&mut self, client: ClientId, id: GpuId, wanted: Option<Wanted>) {
+        let Some(entry) = self.entry_mut(client, id) else { return };
+        entry.limit.wanted = wanted;
+        if wanted.is_some() {
+            self.requests.insert((id, client));
+        } else {
+            self.requests.remove(&(id, client));
+        }
+    }
+
     /// Brings the sums up to date with one client's limit.
     fn recommit(&mut self, cx: Context, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let Some(limit) = gpu.clients.get_mut(&client).map(|entry| &mut entry.limit) else { return };
         let committed = limit.committed();
+        if committed > limit.limit.max(limit.demand()) {
+            self.falling.insert((id, client));
+        } else {
+            self.falling.remove(&(id, client));
+        }
         let before = std::mem::replace(&mut limit.counted, committed);
         gpu.count(cx.rules.group(client), before, committed);
         self.count_in_host(cx, id);

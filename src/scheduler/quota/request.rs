@@ -9,7 +9,7 @@ use super::{
     Context, Quota,
     held::HeldRequest,
     limit::Wanted,
-    solver::{At, QuotaProblem, Target},
+    solver::{At, QuotaProblem},
 };
 use crate::{api::*, effects::Effects};
 use std::cmp::Reverse;
@@ -71,6 +71,7 @@ impl Quota {
     ) -> bool {
         let number = fx.number();
         let Some(limit) = self.limit(client, id) else { return false };
+        let before = limit.wanted;
         // Other members may free memory, but the client's own context stays.
         let context = self.context(cx, client, id);
         let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(context));
@@ -99,14 +100,13 @@ impl Quota {
         } else {
             None
         };
-        let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return false };
         if let Some(why) = never {
-            limit.wanted = None;
+            self.set_wanted(client, id, None);
             fx.command(Command::Denied { client, gpu: id, bytes, why });
         } else {
             // A client that repeats a request keeps its position.
             let fresh = Wanted { bytes, since: cx.now, number, held: None };
-            limit.wanted = Some(limit.wanted.map_or(fresh, |before| Wanted { bytes, ..before }));
+            self.set_wanted(client, id, Some(before.map_or(fresh, |before| Wanted { bytes, ..before })));
             self.host.mark_all_changed();
         }
         false
@@ -162,18 +162,16 @@ impl Quota {
     }
 
     /// Ends requests that are met, or have waited for too long.
-    pub(super) fn finish_requests(&mut self, cx: Context, fx: &mut Effects, solved: &[Target]) {
-        let requests = solved.iter().filter_map(|target| {
-            let limit = self.limit(target.client, target.gpu)?;
-            Some((target.client, target.gpu, limit.wanted?, limit.limit, limit.target))
+    pub(super) fn finish_requests(&mut self, cx: Context, fx: &mut Effects) {
+        let requests = self.requests.iter().filter_map(|(id, client)| {
+            let limit = self.limit(*client, *id)?;
+            Some((*client, *id, limit.wanted?, limit.limit, limit.target))
         });
         for (client, id, wanted, limit, target) in requests.collect::<Vec<_>>() {
             let until = wanted.since + LIMIT_REQUEST_TIMEOUT;
             let waits = cx.rules.waits_for_memory(client);
             if wanted.bytes <= limit {
-                if let Some(entry) = self.entry_mut(client, id) {
-                    entry.limit.wanted = None;
-                }
+                self.set_wanted(client, id, None);
             } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
                 continue; // other clients can still free memory, or only have to acknowledge a lower limit
             } else if until <= cx.now {
@@ -211,7 +209,8 @@ impl Quota {
     }
 
     fn deny(&mut self, fx: &mut Effects, client: ClientId, id: GpuId, why: Denial) {
-        let Some(wanted) = self.entry_mut(client, id).and_then(|entry| entry.limit.wanted.take()) else { return };
+        let Some(wanted) = self.limit(client, id).and_then(|limit| limit.wanted) else { return };
+        self.set_wanted(client, id, None);
         fx.command(Command::Denied { client, gpu: id, bytes: wanted.bytes, why });
     }
 }

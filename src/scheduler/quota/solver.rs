@@ -2,7 +2,7 @@
 //! groups: max-min fairness by water-filling. The water level is the *slack* that every client has beyond its demand;
 //! a search finds it, since the use of host memory grows with it. `balance` brings limits there.
 
-use super::{Context, Quota, balance::ACK_TIMEOUT, request::LimitRequest};
+use super::{Context, Quota, request::LimitRequest};
 use crate::{api::*, effects::Effects};
 use std::collections::BTreeMap;
 
@@ -267,10 +267,7 @@ impl Quota {
                     continue;
                 }
                 let at = At { gpu: problem.gpus.len(), quota: quotas.len() };
-                // A client that does not answer gives nothing back.
-                let unresponsive = self.stopped.contains(&client)
-                    || !limit.is_responsive()
-                    || limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT);
+                let unresponsive = self.is_unresponsive(cx, client, limit);
                 let floor = if unresponsive { limit.committed() } else { limit.demand() };
                 let group = cx.rules.group(client);
                 if let Some(wanted) = limit.wanted {
