@@ -182,7 +182,7 @@ impl Machine {
             state: self.state(client, id),
         });
         let blocked = self.lock.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
-        let entities = self.lock.queue(id).map(|(_, entity)| entity).chain(blocked);
+        let entities = self.whole_queue(id).into_iter().chain(blocked);
         let mut waiters = Vec::new();
         for request in entities.filter_map(|entity| self.lock.request(entity)) {
             let blocked = request.blocked.map(|why| match why {

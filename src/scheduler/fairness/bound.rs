@@ -120,7 +120,7 @@ impl<'a> Shares<'a> {
     /// When the class of an owner that waits for a GPU or holds it will change, if nothing else happens. `None`: not
     /// within a period.
     pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
-        let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
+        let waiting = self.lock.queued(id).flat_map(|entity| self.lock.clients_of(entity));
         let owners: BTreeSet<ShareOwner> =
             waiting.chain(self.lock.holders(id)).filter_map(|client| self.owner(client)).collect();
         let changes = owners.into_iter().filter(|owner| is_watched(self.share(*owner))).filter_map(|owner| {

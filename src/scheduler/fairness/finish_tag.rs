@@ -144,12 +144,13 @@ impl Shares<'_> {
     /// wants the GPU: time that was used meanwhile is not charged.
     pub fn finish_tags_before(&self, client: ClientId, id: GpuId) -> (Time, Time) {
         let Some(owner) = self.owner(client) else { return Default::default() };
-        let waiting = || self.lock.waiting_on(id).chain(self.lock.preempted(id));
+        let preempted = self.lock.preempted(id);
         let tag = |owner: ShareOwner, is_wanted: bool| {
             self.state.finish_tag(owner, id).filter(|_| is_wanted).unwrap_or_default()
         };
-        let by_others = waiting().any(|other| self.owner(other).is_some_and(|other| other != owner));
-        let by_any = waiting().any(|other| other != client);
+        let owners = self.lock.owners_waiting(id).chain(preempted.and_then(|other| self.owner(other)));
+        let by_others = owners.into_iter().any(|other| other != owner);
+        let by_any = self.lock.waiting_on(id).chain(preempted).any(|other| other != client);
         (tag(owner, by_others), tag(ShareOwner::Client(client), by_any))
     }
 

@@ -171,7 +171,7 @@ impl<'a> Shares<'a> {
     /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that waits there or holds it.
     fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let tenants = || {
-            let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
+            let waiting = self.lock.queued(id).flat_map(|entity| self.lock.clients_of(entity));
             let clients = waiting.chain(self.lock.holders(id));
             let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
             let tenants: BTreeSet<TenantId> =

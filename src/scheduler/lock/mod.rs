@@ -25,7 +25,7 @@ pub(crate) use queue::{Blocked, QueueKey, Request};
 
 use crate::{api::*, effects::Effects};
 use gang::Gangs;
-use queue::Line;
+use queue::{Line, OwnRequests};
 use std::collections::BTreeMap;
 
 /// The locks of all GPUs.
@@ -317,13 +317,22 @@ impl Lock {
         wants.filter(move |(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client)
     }
 
-    /// The queue of a GPU, in the order in which requests are served.
+    /// The queue of a GPU, in the order in which requests are served, without those that stand behind another one of their
+    /// owner.
     pub fn queue(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
         self.gpus.get(&id).into_iter().flat_map(|line| &line.queue).map(|(key, entity)| (key, *entity))
     }
 
-    pub fn queued(&self, id: GpuId) -> Vec<Entity> {
-        self.queue(id).map(|(_, entity)| entity).collect()
+    /// All requests in the queue of a GPU, in no particular order.
+    pub fn queued(&self, id: GpuId) -> impl Iterator<Item = Entity> {
+        self.gpus.get(&id).into_iter().flat_map(|line| line.owners.values()).flat_map(OwnRequests::all)
+    }
+
+    /// Requests that stand behind another one of their owner, and the key of that one; those of one owner in their order.
+    pub fn behind_first(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
+        let owners = self.gpus.get(&id).into_iter().flat_map(|line| line.owners.values());
+        let first = owners.filter_map(|own| Some((own, own.first.as_ref().map(|(key, _)| key)?)));
+        first.flat_map(|(own, key)| own.behind_first.iter().map(move |(.., entity)| (key, *entity)))
     }
 
     pub fn first(&self, id: GpuId) -> Option<Entity> {
@@ -331,12 +340,12 @@ impl Lock {
     }
 
     pub fn queue_length(&self, id: GpuId) -> u32 {
-        self.gpus.get(&id).map_or(0, |line| line.queue.len() as u32)
+        self.gpus.get(&id).map_or(0, |line| line.length)
     }
 
-    /// The first client of each request in the queue.
+    /// The first client of each request in the queue, in no particular order.
     pub fn waiting_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
-        self.queue(id).filter_map(|(_, entity)| self.first_client(entity))
+        self.queued(id).filter_map(|entity| self.first_client(entity))
     }
 
     /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
@@ -361,28 +370,23 @@ impl Lock {
 
     /// The queued requests of an owner, in no particular order.
     pub fn queued_of(&self, id: GpuId, owner: ShareOwner) -> impl Iterator<Item = Entity> {
-        let all = self.gpus.get(&id).and_then(|line| line.owners.get(&owner));
-        all.into_iter().flatten().copied()
+        self.own_requests(id, owner).into_iter().flat_map(OwnRequests::all)
     }
 
-    /// Sets the owner of a request's turns, which may have changed while it is queued.
-    pub fn set_owner(&mut self, entity: Entity, owner: Option<ShareOwner>) {
-        let Some(request) = self.requests.get_mut(&entity).filter(|request| request.owner != owner) else { return };
-        let queued = |id: &&GpuId| self.gpus.get(*id).is_some_and(|line| line.queue.contains(&(request.key, entity)));
-        let ids: Vec<GpuId> = request.wants.values().flatten().filter(queued).copied().collect();
-        let before = std::mem::replace(&mut request.owner, owner);
-        for id in &ids {
-            if let Some(line) = self.gpus.get_mut(id) {
-                line.leave_owner(before, entity);
-                line.join(request, entity);
-            }
-        }
+    /// The same, without those that stand behind the first.
+    pub fn first_of(&self, id: GpuId, owner: ShareOwner) -> impl Iterator<Item = Entity> {
+        self.own_requests(id, owner).into_iter().flat_map(OwnRequests::in_queue)
     }
 
-    /// Puts a request into the queues of the GPUs that it wants. `owner`: that of its turns.
-    pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>) {
-        self.set_owner(entity, owner);
-        let Some(request) = self.requests.get(&entity) else { return };
+    fn own_requests(&self, id: GpuId, owner: ShareOwner) -> Option<&OwnRequests> {
+        self.gpus.get(&id)?.owners.get(&owner)
+    }
+
+    /// Puts a request, which is in no queue or is where it belongs, into the queues of the GPUs that it wants. `owner`: that of
+    /// its turns. `by_rank`: see [`Request::by_rank`].
+    pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>, by_rank: bool) {
+        let Some(request) = self.requests.get_mut(&entity) else { return };
+        (request.owner, request.by_rank) = (owner, by_rank);
         for id in request.wants.values().flatten() {
             if let Some(line) = self.gpus.get_mut(id) {
                 line.join(request, entity);
@@ -393,19 +397,29 @@ impl Lock {
         }
     }
 
-    /// Takes a request out of the queues.
-    pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) {
-        let Some(request) = self.requests.get(&entity) else { return };
+    /// Takes a request out of the queues. Returns the GPU on which others of its owner may have stood behind it, the owner,
+    /// and its key.
+    pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) -> Option<(GpuId, ShareOwner, QueueKey)> {
+        let request = self.requests.get(&entity)?;
+        let mut first_on = None;
         for id in request.wants.values().flatten() {
             if let Some(line) = self.gpus.get_mut(id) {
                 line.blocked_by_pinned.remove(&entity);
                 line.behind.remove(&entity);
-                if line.leave(request, entity) {
+                let (was_queued, was_first) = line.leave(request, entity);
+                if was_queued {
                     fx.touch(*id);
                 }
+                first_on = first_on.or(was_first.then_some(*id));
             }
         }
         fx.wake(crate::timers::Wake::Entity(entity), None);
+        Some((first_on?, request.owner?, request.key))
+    }
+
+    /// Takes the next of an owner's requests that stand behind its first out of the queue, if that has left.
+    pub fn take_next_of(&mut self, id: GpuId, owner: ShareOwner) -> Option<Entity> {
+        self.gpus.get_mut(&id)?.take_next(owner)
     }
 
     /// Sets why a request, which is in no queue, is blocked.

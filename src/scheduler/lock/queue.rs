@@ -25,6 +25,9 @@ pub(crate) struct Request {
     pub blocked: Option<Blocked>,
     /// The owner of its turns, while it is queued.
     pub owner: Option<ShareOwner>,
+    /// Among the requests of its owner for a GPU, its position follows from its rank and number alone: whatever the owner
+    /// has used concerns all of them alike. So all but the first of such requests stand behind that one.
+    pub by_rank: bool,
     /// The reason for waiting that its clients were last told.
     #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
@@ -33,7 +36,7 @@ pub(crate) struct Request {
 impl Request {
     pub fn new(key: QueueKey, ages: Option<Time>, aged: bool) -> Self {
         let (since, wants) = (BTreeMap::new(), BTreeMap::new());
-        Self { key, since, wants, gathers: None, ages, aged, blocked: None, owner: None, told: None }
+        Self { key, since, wants, gathers: None, ages, aged, blocked: None, owner: None, by_rank: false, told: None }
     }
 
     /// All GPUs that its members want.
@@ -73,11 +76,13 @@ pub(crate) struct QueueKey {
 /// The queue of a GPU, and its holders.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Line {
-    /// Requests that want this GPU, in the order in which they are served.
+    /// Requests that want this GPU, in the order in which they are served, without those that stand behind another one.
     pub queue: BTreeSet<(QueueKey, Entity)>,
-    /// The same requests by the owner of their turns.
+    /// All of them, by the owner of their turns.
     #[serde(with = "crate::encoding::pairs")]
-    pub owners: BTreeMap<ShareOwner, BTreeSet<Entity>>,
+    pub owners: BTreeMap<ShareOwner, OwnRequests>,
+    /// How many they are.
+    pub length: u32,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
     /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
@@ -92,27 +97,87 @@ pub(super) struct Line {
     pub preempted: Option<ClientId>,
 }
 
+/// The requests of one owner in the queue of a GPU. What an owner has used moves all of them: were each in the queue, a turn of an
+/// owner with a thousand clients would move a thousand requests.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(super) struct OwnRequests {
+    /// The first of those that are ordered by rank. It is in the queue.
+    pub first: Option<(QueueKey, Entity)>,
+    /// The others, by rank and number. They are not in the queue.
+    pub behind_first: BTreeSet<(Time, u64, Entity)>,
+    /// Requests that have positions of their own. They are in the queue.
+    pub others: BTreeSet<Entity>,
+}
+
+impl OwnRequests {
+    pub fn in_queue(&self) -> impl Iterator<Item = Entity> {
+        self.others.iter().copied().chain(self.first.map(|(_, entity)| entity))
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = Entity> {
+        self.in_queue().chain(self.behind_first.iter().map(|(.., entity)| *entity))
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_none() && self.others.is_empty() && self.behind_first.is_empty()
+    }
+}
+
 impl Line {
+    /// Adds a request, unless it is there already.
     pub fn join(&mut self, request: &Request, entity: Entity) {
-        self.queue.insert((request.key, entity));
-        if let Some(owner) = request.owner {
-            self.owners.entry(owner).or_default().insert(entity);
-        }
+        let new = (request.key, entity);
+        let own = request.owner.map(|owner| self.owners.entry(owner).or_default());
+        let is_new = match own {
+            Some(own) if request.by_rank => {
+                let position = |(key, entity): (QueueKey, Entity)| (key.rank, key.number, entity);
+                match own.first {
+                    Some(first) if position(first) < position(new) => own.behind_first.insert(position(new)),
+                    Some(first) if first == new => false,
+                    first => {
+                        if let Some(first) = first {
+                            self.queue.remove(&first);
+                            own.behind_first.insert(position(first));
+                        }
+                        own.first = Some(new);
+                        self.queue.insert(new)
+                    }
+                }
+            }
+            own => {
+                if let Some(own) = own {
+                    own.others.insert(entity);
+                }
+                self.queue.insert(new)
+            }
+        };
+        self.length += u32::from(is_new);
     }
 
-    /// Returns whether it was queued.
-    pub fn leave(&mut self, request: &Request, entity: Entity) -> bool {
-        self.leave_owner(request.owner, entity);
-        self.queue.remove(&(request.key, entity))
-    }
-
-    pub fn leave_owner(&mut self, owner: Option<ShareOwner>, entity: Entity) {
-        let Some(owner) = owner else { return };
-        if let Some(all) = self.owners.get_mut(&owner) {
-            all.remove(&entity);
-            if all.is_empty() {
+    /// Takes a request out. Returns whether it was there, and whether it was the first of its owner.
+    pub fn leave(&mut self, request: &Request, entity: Entity) -> (bool, bool) {
+        let key = request.key;
+        let (mut was_queued, mut was_first) = (self.queue.remove(&(key, entity)), false);
+        if let Some((owner, own)) = request.owner.and_then(|owner| Some((owner, self.owners.get_mut(&owner)?))) {
+            own.others.remove(&entity);
+            was_queued |= own.behind_first.remove(&(key.rank, key.number, entity));
+            was_first = own.first.take_if(|(_, first)| *first == entity).is_some();
+            if own.is_empty() {
                 self.owners.remove(&owner);
             }
         }
+        self.length -= u32::from(was_queued);
+        (was_queued, was_first)
+    }
+
+    /// Takes out the next of an owner's requests that stand behind its first, if that has left.
+    pub fn take_next(&mut self, owner: ShareOwner) -> Option<Entity> {
+        let own = self.owners.get_mut(&owner).filter(|own| own.first.is_none())?;
+        let (.., next) = own.behind_first.pop_first()?;
+        if own.is_empty() {
+            self.owners.remove(&owner);
+        }
+        self.length -= 1;
+        Some(next)
     }
 }

@@ -84,7 +84,8 @@ impl Machine {
         if until < self.now.saturating_add(SLOT) {
             return false;
         }
-        let behind = self.lock.queue(id).skip(1).take(LOOKS).filter_map(|(_, entity)| match entity {
+        let behind = self.lock.queue(id).skip(1).chain(self.lock.behind_first(id));
+        let behind = behind.take(LOOKS).filter_map(|(_, entity)| match entity {
             Entity::Solo(client) => Some(client),
             Entity::Gang(_) => None,
         });

@@ -63,7 +63,7 @@ impl Machine {
     /// Idle clients with bytes that can leave, in the order of eviction, where that depends on the queue.
     fn victims_by_queue(&self, id: GpuId) -> Vec<ClientId> {
         let idle = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.ledger.eviction_order());
-        let before: BTreeMap<Entity, u32> = self.lock.queue(id).map(|(_, entity)| entity).zip(0..).collect();
+        let before: BTreeMap<Entity, u32> = self.whole_queue(id).into_iter().zip(0..).collect();
         let expected_idle = |(last_run, client): (Time, ClientId)| {
             let entity = self.lock.waiting(client);
             let before = entity.and_then(|entity| before.get(&entity).copied());

@@ -120,7 +120,7 @@ impl Machine {
 
     /// Grants all requests for a GPU that is gone, as far as they have what they want on others.
     fn let_through(&mut self, id: GpuId) {
-        for entity in self.lock.queued(id) {
+        for entity in self.whole_queue(id) {
             for member in self.lock.members(entity, id) {
                 self.credit(member, id, 0);
             }

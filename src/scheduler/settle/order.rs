@@ -182,22 +182,27 @@ impl Machine {
 
     /// Has the queues follow a change of a client's owner.
     pub(crate) fn owner_changed(&mut self, client: ClientId) {
-        if let Some(entity) = self.lock.waiting(client) {
-            let owner = self.owner_of(entity);
-            self.lock.set_owner(entity, owner);
+        let Some(entity) = self.lock.waiting(client) else { return };
+        let is_queued = self.lock.request(entity).is_some_and(|request| request.blocked.is_none());
+        if is_queued {
+            self.dequeue(entity);
+            self.join_queues(entity);
         }
     }
 
-    /// Whether the queue by owners is the one that the requests' clients make now: for assertions.
+    /// Whether the queue by owners is the one that the requests' clients make now, and no request goes before the one that it
+    /// stands behind: for assertions.
     pub(crate) fn owners_are_current(&self, id: GpuId) -> bool {
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
-        for (_, entity) in self.lock.queue(id) {
+        for entity in self.lock.queued(id) {
             if let Some(owner) = self.owner_of(entity) {
                 owners.entry(owner).or_default().insert(entity);
             }
         }
         self.lock.owners_waiting(id).eq(owners.keys().copied())
-            && owners.iter().all(|(owner, all)| self.lock.queued_of(id, *owner).eq(all.iter().copied()))
+            && owners.iter().all(|(owner, all)| self.lock.queued_of(id, *owner).collect::<BTreeSet<_>>() == *all)
+            && self.lock.queue(id).all(|(key, entity)| self.lock.request(entity).is_some_and(|own| own.key == *key))
+            && self.whole_queue(id).first().copied() == self.lock.first(id)
     }
 
     /// Charges a client's owners for a hold that ended, `waited` of which was contended: their finish tags rise, and
@@ -211,7 +216,7 @@ impl Machine {
         let (is_charged, keep) = (!tags.is_empty(), self.owners_with_one_key(id));
         self.fairness.set_finish_tags(self.now, id, &keep, tags);
         if is_charged {
-            let mut own: Vec<Entity> = self.lock.queued_of(id, owner).collect();
+            let mut own: Vec<Entity> = self.lock.first_of(id, owner).collect();
             own.sort_unstable_by_key(|entity| self.lock.request(*entity).map(|request| request.key));
             own.into_iter().for_each(|entity| self.requeue(entity));
         }
@@ -222,7 +227,8 @@ impl Machine {
         let ahead = self.shares().virtual_time_lead(id, client);
         if !ahead.is_zero() {
             self.fairness.advance_virtual_time(id, ahead);
-            self.lock.queued(id).into_iter().for_each(|entity| self.requeue(entity));
+            let queue: Vec<Entity> = self.lock.queue(id).map(|(_, entity)| entity).collect();
+            queue.into_iter().for_each(|entity| self.requeue(entity));
         }
         self.shares().finish_tags_before(client, id)
     }
@@ -280,6 +286,21 @@ impl Machine {
         // A gang has the last of its members' classes and the latest of their times.
         let key = keys.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
         Some(QueueKey { has_turn: Reverse(self.has_turn(entity)), ..key })
+    }
+
+    /// All requests in the queue of a GPU, in the order in which they would be served if nothing changed.
+    pub(crate) fn whole_queue(&self, id: GpuId) -> Vec<Entity> {
+        let behind =
+            self.lock.behind_first(id).filter_map(|(first, entity)| Some((self.key_behind(first, entity)?, entity)));
+        let mut queue: Vec<_> = self.lock.queue(id).map(|(key, entity)| (*key, entity)).chain(behind).collect();
+        queue.sort_unstable();
+        queue.into_iter().map(|(_, entity)| entity).collect()
+    }
+
+    /// The key of a request that stands behind another one of its owner, whose key is `first`. That may count what the
+    /// owner had used until a time that has passed, which is forgotten elsewhere.
+    pub(crate) fn key_behind(&self, first: &QueueKey, entity: Entity) -> Option<QueueKey> {
+        self.current_key(entity).map(|key| QueueKey { at: key.at.max(first.at), ..key })
     }
 
     /// Moves a queued request to its present position.
@@ -347,7 +368,7 @@ impl Machine {
             return None;
         }
         let is_watched = |entity: &Entity| self.lock.clients_of(*entity).any(|client| self.shares().is_watched(client));
-        let queue: Vec<Entity> = self.lock.queued(id).into_iter().filter(is_watched).collect();
+        let queue: Vec<Entity> = self.lock.queued(id).filter(is_watched).collect();
         for entity in queue {
             match self.shares().request_capped_until(entity) {
                 Some(until) => self.block(entity, Blocked::Until(until)),

@@ -77,55 +77,83 @@ impl Machine {
 
     /// Puts a request into the queues of its GPUs, unless it would only delay others there.
     pub(crate) fn enqueue(&mut self, entity: Entity) {
-        let Some(request) = self.lock.request(entity) else { return };
-        if request.blocked == Some(Blocked::Stopped) {
-            return; // it is queued again when all of its members run
+        if self.join_queues(entity) {
+            self.admit_if_needless(entity);
+        }
+    }
+
+    /// The same, without granting it at once. Returns whether it is queued.
+    pub(crate) fn join_queues(&mut self, entity: Entity) -> bool {
+        if self.lock.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Stopped)) {
+            return false; // it is queued again when all of its members run
         }
         self.age(entity);
-        let Some(request) = self.lock.request(entity) else { return };
+        if let Some(why) = self.stays_out(entity) {
+            self.block(entity, why);
+            return false;
+        }
+        let Some(request) = self.lock.request(entity) else { return false };
+        let changes = self.position_changes_at(entity).into_iter().chain(self.turn_passes_at(entity));
+        let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
+        let (owner, by_rank) = (self.owner_of(entity), self.is_by_rank(entity));
+        self.lock.join_queues(&mut self.effects, entity, owner, by_rank);
+        self.touch_conflicting_gangs(entity);
+        self.effects.wake(Wake::Entity(entity), next);
+        true
+    }
+
+    /// Why a request would only delay others in queues. Splits off members that would. `None`: it is to be queued.
+    fn stays_out(&mut self, entity: Entity) -> Option<Blocked> {
         // A client that waits for itself must not delay others. The other members of its gang go on without it: it may
         // need them in order to drain.
         let undrained = self.undrained(entity);
         if !undrained.is_empty() {
-            if undrained.len() == request.wants.len() {
-                return self.block(entity, Blocked::Undrained);
+            if undrained.len() == self.lock.request(entity)?.wants.len() {
+                return Some(Blocked::Undrained);
             }
             self.split(entity, &undrained);
         }
         if let Some(until) = self.shares().request_capped_until(entity) {
-            return self.block(entity, Blocked::Until(until));
+            return Some(Blocked::Until(until));
         }
-        let Some(request) = self.lock.request(entity) else { return };
         // A request that would take bytes on other GPUs, and could not use them, stays out.
-        let ids = request.gpus();
+        let ids = self.lock.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
             let members = self.lock.members(entity, **id);
             members.len() == 1 && !self.has_room(entity, **id, &members)
         });
         if let Some(full) = full {
-            return self.block(entity, Blocked::Pinned(*full));
+            return Some(Blocked::Pinned(*full));
         }
         let key = self.current_key(entity);
-        let Some(request) = self.lock.request_mut(entity) else { return };
+        let request = self.lock.request_mut(entity)?;
         if request.blocked.take().is_some() {
             request.key = key.unwrap_or(request.key);
         }
         // Holders of other GPUs are not revoked for a request that has to wait here.
-        if let Some(behind) = ids.iter().find(|id| self.waits_behind(entity, **id)) {
-            return self.block(entity, Blocked::Behind(*behind));
-        }
-        let Some(request) = self.lock.request(entity) else { return };
-        let changes = self.position_changes_at(entity).into_iter().chain(self.turn_passes_at(entity));
-        let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
-        let owner = self.owner_of(entity);
-        self.lock.join_queues(&mut self.effects, entity, owner);
-        self.touch_conflicting_gangs(entity);
-        self.effects.wake(Wake::Entity(entity), next);
-        self.admit_if_needless(entity);
+        ids.into_iter().find(|id| self.waits_behind(entity, *id)).map(Blocked::Behind)
     }
 
+    /// Takes a request out of the queues. The next that stood behind it is looked at as if it came now.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
-        self.lock.leave_queues(&mut self.effects, entity);
+        let Some((id, owner, first)) = self.lock.leave_queues(&mut self.effects, entity) else { return };
+        while let Some(next) = self.lock.take_next_of(id, owner) {
+            let key = self.key_behind(&first, next);
+            if let Some((request, key)) = self.lock.request_mut(next).zip(key) {
+                request.key = key;
+            }
+            self.join_queues(next);
+        }
+    }
+
+    /// Whether a request's position among those of its owner follows from its rank alone: its client wants one GPU, is in no
+    /// gang, and its environment sets nothing. Without turns, requests do not wait for each other.
+    fn is_by_rank(&self, entity: Entity) -> bool {
+        let Entity::Solo(client) = entity else { return false };
+        self.settings.anti_thrash != AntiThrash::Off
+            && self.rules.env(client).is_none()
+            && self.lock.gang_peers(client).next().is_none()
+            && self.lock.wants(client).is_some_and(|gpus| gpus.len() == 1)
     }
 
     /// Takes a request out of the queues until something changes. It then reserves no bytes and delays no other

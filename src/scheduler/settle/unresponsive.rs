@@ -48,7 +48,7 @@ impl Machine {
             revoked.again = Some(now + revoked.backoff);
             revoked.backoff = (revoked.backoff * 2).min(STUCK.1);
             self.touch(*id);
-            for entity in self.lock.queued(*id) {
+            for entity in self.whole_queue(*id) {
                 self.report_wait(entity, WaitReason::HolderStuck);
             }
         }
