@@ -26,7 +26,7 @@ const DAEMON: [&str; 13] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
 /// the state machine, then what needs more than one of them.
-const SCHEDULER: [&str; 16] = [
+const SCHEDULER: [&str; 17] = [
     "encoding",
     "api",
     "entity",
@@ -40,6 +40,7 @@ const SCHEDULER: [&str; 16] = [
     "memory",
     "placement",
     "thrash",
+    "sleep",
     "machine",
     "settle",
     "view",

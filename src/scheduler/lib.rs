@@ -15,6 +15,7 @@
 //!   service.
 //! - `placement`: the choice of a GPU for programs that do not choose one.
 //! - [`thrash`]: detects programs that push each other's memory off a GPU.
+//! - `sleep`: which clients are off their GPUs, and how far each has got on the way there or back.
 //! - `entity`: what is queued and granted as one: a client or a gang.
 //! - `rules`: what rules and environments say about each client.
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
@@ -35,6 +36,7 @@ mod policy;
 mod quota;
 mod rules;
 mod settle;
+mod sleep;
 pub mod thrash;
 mod timers;
 pub mod view;

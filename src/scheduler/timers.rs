@@ -27,6 +27,8 @@ pub(crate) enum Wake {
     Ahead(ClientId, GpuId),
     /// Clients that thrashed may run together again, or no traffic has been measured for too long.
     Thrash(GpuId),
+    /// The client has not prepared to sleep in time, or what failed is tried again.
+    Sleep(ClientId),
 }
 
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]

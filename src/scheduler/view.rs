@@ -188,7 +188,7 @@ impl Machine {
             let blocked = request.blocked.map(|why| match why {
                 Blocked::Pinned(_) => WaitReason::Pinned,
                 Blocked::Undrained => WaitReason::HolderStuck,
-                Blocked::Until(_) | Blocked::Stopped | Blocked::Behind(_) => WaitReason::Queue,
+                Blocked::Until(_) | Blocked::Absent | Blocked::Behind(_) => WaitReason::Queue,
             });
             for (client, _) in request.wants.iter().filter(|(_, gpus)| gpus.contains(&id)) {
                 let since = request.since.get(client).copied().unwrap_or_default();

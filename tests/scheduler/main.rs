@@ -13,6 +13,7 @@ mod presence;
 mod properties;
 mod rules;
 mod shares;
+mod sleep;
 mod talk;
 mod thrash;
 mod thrash_traces;

@@ -8,7 +8,9 @@ use tracing::debug;
 
 use super::state::Core;
 use crate::daemon::transport::peer;
-use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
+use crate::scheduler::{
+    ClientId, Command, Denial, Event, GpuId, GpuSet, SleepObstacle, SleepOutcome, Time, WaitReason,
+};
 use crate::sys::clock;
 
 /// The shortest time between two ticks, so that a mistake in the machine cannot take a whole CPU.
@@ -133,6 +135,22 @@ impl Core {
             Command::Unplaced { client, why } => {
                 self.placement_failed(client, &why);
                 return None;
+            }
+            Command::PrepareSleep { client } => {
+                if self.clients.get(&client)?.session.version < version::SLEEP {
+                    return Some(Event::SleepRefused { client, why: SleepObstacle::UnseenWork });
+                }
+                (client, SchedulerMessage::PrepareSleep {})
+            }
+            Command::Awake { client } => {
+                if self.clients.get(&client)?.session.version < version::SLEEP {
+                    return None;
+                }
+                (client, SchedulerMessage::Awake {})
+            }
+            // Nothing calls the helper yet, so the process runs. Nobody is told to sleep either.
+            Command::Checkpoint { client, .. } => {
+                return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
             }
             Command::Undrainable { .. }
             | Command::EvictionBlocked { .. }

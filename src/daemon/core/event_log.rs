@@ -187,6 +187,15 @@ impl Core {
                     identity.name
                 );
             }
+            Command::PrepareSleep { client } => {
+                debug!(client = client.0, "prepare-sleep");
+                self.trace(now, *client, None, "prepare-sleep", None);
+            }
+            Command::Awake { client } => {
+                debug!(client = client.0, "awake");
+                self.trace(now, *client, None, "awake", None);
+            }
+            Command::Checkpoint { client, operation } => debug!(client = client.0, ?operation, "checkpoint"),
             Command::Thrashing { gpu, begins, demand } => self.log_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
             Command::Attached { .. }

@@ -4,13 +4,13 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::client::{EngineReason, GpuKind, SleepRefusal};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 
 use crate::config::rules::variable;
-use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
+use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstacle};
 
 /// Larger numbers of bytes are rejected: no such memory exists, and sums of them could overflow.
 const MAX_BYTES: u64 = 1 << 50;
@@ -243,10 +243,11 @@ impl Session {
                 self.env_limit = Some((limit, text));
                 ClientAction::Incomplete
             }
-            // No client is asked to sleep yet.
-            ClientMessage::SleepReady {} | ClientMessage::SleepRefused { .. } | ClientMessage::Wake {} => {
-                ClientAction::Incomplete
+            ClientMessage::SleepReady {} => ClientAction::Event(Event::SleepReady { client }),
+            ClientMessage::SleepRefused { why } => {
+                ClientAction::Event(Event::SleepRefused { client, why: obstacle(why) })
             }
+            ClientMessage::Wake {} => ClientAction::Event(Event::WakeRequested { client }),
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {
                     return Err(Violation::Bytes { field: "bytes", bytes });
@@ -303,5 +304,18 @@ impl Session {
             return Err(Violation::NoGpu { message });
         }
         (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).map(|slot| self.gpu(slot)).collect()
+    }
+}
+fn obstacle(why: SleepRefusal) -> SleepObstacle {
+    match why {
+        SleepRefusal::Busy => SleepObstacle::Busy,
+        SleepRefusal::Managed => SleepObstacle::Managed,
+        SleepRefusal::Ipc => SleepObstacle::Ipc,
+        SleepRefusal::Peers => SleepObstacle::Peers,
+        SleepRefusal::Immovable => SleepObstacle::Immovable,
+        SleepRefusal::Rdma => SleepObstacle::Rdma,
+        SleepRefusal::UnseenWork => SleepObstacle::UnseenWork,
+        SleepRefusal::Capture => SleepObstacle::Capture,
+        SleepRefusal::Gang => SleepObstacle::Gang,
     }
 }

@@ -40,8 +40,8 @@ pub enum EvictionBlock {
     Unfreed,
 }
 
-/// A command to the daemon. The daemon sends most of them to `client` as messages of the wire protocol; `Probe` and
-/// `Measure` ask the daemon itself for a look; the last four only record a change for the log.
+/// A command to the daemon. The daemon sends most of them to `client` as messages of the wire protocol; `Probe`,
+/// `Measure` and `Checkpoint` ask the daemon itself; some only record a change for the log.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Command {
@@ -105,4 +105,13 @@ pub enum Command {
     MappingFailed { client: ClientId, gpu: GpuId, bytes: u64, failures: u32 },
     /// For the log: this holder cannot drain. From now on other clients are admitted beside it.
     Undrainable { client: ClientId, gpus: GpuSet },
+
+    /// The client is to evict all memory, and to enter the driver no more until `Awake`. It answers with
+    /// [`Event::SleepReady`] or [`Event::SleepRefused`].
+    PrepareSleep { client: ClientId },
+    /// The client is on its GPUs, or stays there.
+    Awake { client: ClientId },
+    /// The daemon is to have the checkpoint helper do this with the client's process, and to answer with
+    /// [`Event::Checkpointed`] in bounded time, whatever becomes of the helper.
+    Checkpoint { client: ClientId, operation: SleepOperation },
 }

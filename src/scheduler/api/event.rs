@@ -160,4 +160,19 @@ pub enum Event {
     /// From the daemon: the kernel says that the client's process is stopped (SIGSTOP, a debugger), or runs again.
     /// Answers `Command::Probe`.
     Stopped { client: ClientId, stopped: bool },
+
+    /// From the daemon: the client is to leave its GPUs, its contexts included, if it can: until it wants to enter the driver,
+    /// or (`paused`) until `Resumed`. It is held off its GPUs until then, even if it cannot sleep.
+    SleepWanted { client: ClientId, paused: bool },
+    /// From the daemon: the client is to run again.
+    Resumed { client: ClientId },
+    /// From the client: it has evicted its memory, and nothing of it enters the driver until `Command::Awake`. Answers
+    /// `Command::PrepareSleep`.
+    SleepReady { client: ClientId },
+    /// From the client: it stays awake. Answers `Command::PrepareSleep`.
+    SleepRefused { client: ClientId, why: SleepObstacle },
+    /// From the client: a thread of it waits to enter the driver.
+    WakeRequested { client: ClientId },
+    /// From the daemon: the checkpoint helper has left the client's process so. Answers `Command::Checkpoint`.
+    Checkpointed { client: ClientId, outcome: SleepOutcome },
 }

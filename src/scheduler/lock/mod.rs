@@ -439,7 +439,7 @@ impl Lock {
                     fx.touch(id);
                 }
             }
-            Blocked::Until(_) | Blocked::Stopped | Blocked::Undrained => {}
+            Blocked::Until(_) | Blocked::Absent | Blocked::Undrained => {}
         }
     }
 

@@ -50,8 +50,9 @@ impl Request {
 pub(crate) enum Blocked {
     /// It must wait until then: its mapping failed, or its owner has used its maximum.
     Until(Time),
-    /// The process of a member is stopped.
-    Stopped,
+    /// The process of a member is stopped, or a member is held off its GPUs.
+    #[serde(alias = "Stopped")] // in older recordings
+    Absent,
     /// It wants a lock that the client still holds, was asked to release, and cannot drain.
     Undrained,
     /// Unevictable memory on that GPU leaves too little room.

@@ -42,6 +42,7 @@ impl Machine {
         self.places.leave(id, |client| self.clients.contains_key(client));
         self.clients.remove(&id);
         self.effects.wake(Wake::Client(id), None);
+        self.forget_sleep(id);
     }
 
     /// Applies new rules to these clients.

@@ -14,6 +14,7 @@ use crate::{
     policy::{self, Histories, Policy},
     quota::Quota,
     rules::Rules,
+    sleep::Sleep,
     thrash::Detector,
     timers::Wake,
 };
@@ -45,6 +46,8 @@ pub struct Machine {
     pub(crate) places: Placements,
     pub(crate) histories: Histories,
     pub(crate) thrash: BTreeMap<GpuId, Detector>,
+    #[serde(default)]
+    pub(crate) sleep: Sleep,
     pub(crate) effects: Effects,
     /// The machine is about to sleep.
     pub(crate) asleep: bool,
@@ -76,6 +79,7 @@ impl Machine {
             places: Placements::default(),
             histories: Histories::default(),
             thrash: BTreeMap::new(),
+            sleep: Sleep::default(),
             effects: Effects::default(),
             asleep: false,
         }
@@ -117,6 +121,7 @@ impl Machine {
                 Wake::Limits => self.quota.mark_all_changed(),
                 Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
                 Wake::Thrash(gpu) => self.look_at_traffic(gpu),
+                Wake::Sleep(client) => self.look_at_sleep(client),
             }
         }
         loop {
@@ -189,6 +194,7 @@ impl Machine {
             Event::Released { client, gpus, reason, busy } => {
                 self.alive(client);
                 self.released(client, &gpus, reason, busy);
+                self.try_sleep(client);
             }
             Event::Held { client, gpus } => {
                 self.alive(client);
@@ -199,6 +205,21 @@ impl Machine {
                 self.stuck(client, &gpus, reason);
             }
             Event::Stopped { client, stopped } => self.stopped(client, stopped),
+            Event::SleepWanted { client, paused } => self.want_sleep(client, paused),
+            Event::Resumed { client } => self.wake(client, true),
+            Event::SleepReady { client } => {
+                self.alive(client);
+                self.sleep_ready(client);
+            }
+            Event::SleepRefused { client, why } => {
+                self.alive(client);
+                self.sleep_refused(client, why);
+            }
+            Event::WakeRequested { client } => {
+                self.alive(client);
+                self.wake(client, false);
+            }
+            Event::Checkpointed { client, outcome } => self.checkpointed(client, outcome),
         }
     }
 

@@ -62,7 +62,16 @@ impl GpuMemory {
     /// The overhead if the GPU were large enough for it: capacity cannot fall below 0 and would hide the rest.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
-        self.measured.unwrap_or(0).saturating_add(contexts)
+        let returning = self.returning.map_or(0, |returning| returning.bytes);
+        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(returning)
+    }
+
+    /// Bytes that the contexts of clients that are asleep will need, without those that are set aside already. They can be
+    /// lent, but not promised.
+    fn away(&self) -> u64 {
+        let returning = self.returning.map(|returning| returning.client);
+        let away = self.clients.iter().filter(|(client, _)| Some(**client) != returning).filter_map(|(_, m)| m.away);
+        away.fold(0, u64::saturating_add)
     }
 
     /// Bytes that are neither charged nor reserved.
@@ -84,7 +93,7 @@ impl Capacities for GpuCapacities<'_> {
     }
 
     fn offer(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable(self.settings).min(MOST))
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable(self.settings).saturating_sub(gpu.away()).min(MOST))
     }
 
     fn offer_as_measured(&self, gpu: GpuId) -> u64 {

@@ -147,6 +147,11 @@ impl Ledger {
         self.evicting
     }
 
+    /// Unverified frees of all clients.
+    pub fn unverified(&self) -> u64 {
+        self.all_unverified
+    }
+
     /// Unverified frees of clients of other tenants than `tenant`.
     pub fn unverified_for(&self, tenant: TenantId) -> u64 {
         self.all_unverified - self.unverified.get(&tenant).copied().unwrap_or(0)

@@ -8,6 +8,7 @@
 //! - `shortfall`: mappings that failed although the ledger had room for them.
 //! - `context_queue`: clients that wait to create a context.
 //! - `reservation`: room for the driver's own allocations.
+//! - `returning`: room for the context of a client that wakes up.
 //! - `rate`: the speed at which memory moves.
 //!
 //! These are data. `settle` decides which client gains or loses bytes.
@@ -18,6 +19,7 @@ pub(crate) mod context_queue;
 pub(crate) mod ledger;
 pub(crate) mod rate;
 pub(crate) mod reservation;
+pub(crate) mod returning;
 pub(crate) mod shortfall;
 pub(crate) mod verification;
 
@@ -28,6 +30,7 @@ use context_queue::ContextQueue;
 use ledger::Ledger;
 use rate::Rates;
 use reservation::Reservation;
+use returning::Returning;
 use shortfall::{Failures, Trial};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -74,6 +77,9 @@ pub(crate) struct GpuMemory {
     pub capacity: u64,
     /// Whether a holder or the first request in the queue lacks bytes. Bytes that become free are theirs.
     pub lacking: bool,
+    /// The client that is about to be restored here.
+    #[serde(default)]
+    pub returning: Option<Returning>,
     pub rates: Rates,
 }
 
@@ -85,6 +91,9 @@ pub(crate) struct ClientMemory {
     /// When the client was told that it may create its context, and when it first did something that needs one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
+    /// The client is asleep, and its context will need so many bytes again.
+    #[serde(default)]
+    pub away: Option<u64>,
     pub failures: Failures,
     /// Why the client cannot evict, and after how long it is then asked again.
     pub eviction_block: Option<EvictionBlock>,
@@ -113,6 +122,7 @@ impl GpuMemory {
             reservations: Vec::new(),
             capacity: 0,
             lacking: false,
+            returning: None,
             rates: Rates::default(),
         }
     }
@@ -136,6 +146,7 @@ impl GpuMemory {
         self.unmeasured.remove(&client);
         self.reservations.retain(|reservation| !reservation.is_of(client));
         self.contexts.remove(client);
+        self.returning.take_if(|returning| returning.client == client);
     }
 
     /// Bytes that clients have on the GPU, as far as is known.
@@ -151,6 +162,7 @@ impl ClientMemory {
             engine,
             attached: None,
             used: None,
+            away: None,
             failures: Failures::default(),
             eviction_block: None,
             eviction_backoff: Duration::ZERO,

@@ -247,6 +247,11 @@ impl Quota {
         }
     }
 
+    /// The size of a client's context, once that was measured.
+    pub fn measured_context(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.entry(client, id)?.context
+    }
+
     pub fn host_memory(&mut self, bytes: u64) {
         self.host.found(bytes);
     }

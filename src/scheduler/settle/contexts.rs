@@ -18,10 +18,16 @@ const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a client that attaches waits for room. Then it is admitted in any case, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// How long a restore may take, from when there is room for it. Then clients that attach wait no longer for its end.
+const RESTORE: Duration = Duration::from_secs(10);
+
 impl Machine {
     /// Whether a client's context existed, all of it, by `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
         let Some(memory) = self.memory_of(client, id) else { return false };
+        if memory.away.is_some() {
+            return false;
+        }
         let since = memory.attached.map(|allowed| {
             let at_last = allowed.saturating_add(CONTEXT_APPEARS);
             memory.used.map_or(at_last, |used| used.max(allowed).min(at_last))
@@ -43,7 +49,9 @@ impl Machine {
             needs_nothing && self.lock.waiting(pending.client).is_none()
         };
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
+        let returning = gpu.returning.map_or(0, |returning| returning.bytes);
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.context_bytes(&self.settings, unmeasured));
+        let taken = taken.saturating_add(returning);
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
         let waits_with = |gang: Gang| gpu.contexts.iter().any(|pending| self.lock.gang(pending.client) == Some(gang));
         let is_kept_from_running = |client: ClientId| {
@@ -82,7 +90,9 @@ impl Machine {
                 self.notify_deferred(id);
                 return self.refuse_contexts(id);
             };
-            let deadline = since + ATTACH_TIMEOUT;
+            // Nobody is let in without room while a restore is under way: it would fail for good.
+            let restored = gpu.returning.and_then(|returning| returning.restored).map(|since| since + RESTORE);
+            let deadline = restored.map_or(since + ATTACH_TIMEOUT, |restored| restored.max(since + ATTACH_TIMEOUT));
             // Capacity sets aside the contexts of all waiting clients; those behind this one do not exist yet.
             let behind = gpu.context_bytes(&self.settings, behind);
             let unverified = self.request_verification(client, id);

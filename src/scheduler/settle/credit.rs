@@ -44,7 +44,8 @@ impl Machine {
     /// The bytes that a client must be allowed in order to run on a GPU: its demand and its shortfall, up to the
     /// capacity.
     pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some(gpu) = self.memory.get(&id).filter(|_| !self.faults_in(client, id)) else { return 0 };
+        let is_off = self.sleep.is_held_off(client) && self.lock.hold(client, id).is_none();
+        let Some(gpu) = self.memory.get(&id).filter(|_| !is_off && !self.faults_in(client, id)) else { return 0 };
         gpu.ledger
             .account(client)
             .map_or(0, |account| account.report.demand)

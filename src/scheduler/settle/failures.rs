@@ -69,7 +69,7 @@ impl Machine {
         let until = request.wants.get(&client).map_or(now, |gpus| self.delayed_until(client, gpus));
         let blocked = request.blocked;
         if until > now {
-            if !matches!(blocked, Some(Blocked::Stopped)) {
+            if !matches!(blocked, Some(Blocked::Absent)) {
                 self.block(entity, Blocked::Until(until));
             }
         } else if matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity) {

@@ -24,8 +24,8 @@ impl Machine {
     pub(crate) fn gathers_until(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;
         let is_missing = |client: &ClientId| {
-            let is_stopped = self.clients.get(client).is_none_or(|state| state.stopped);
-            self.lock.waiting(*client).is_none() && !self.lock.holds_any(*client) && !is_stopped
+            let is_absent = !self.clients.contains_key(client) || self.is_absent(*client);
+            self.lock.waiting(*client).is_none() && !self.lock.holds_any(*client) && !is_absent
         };
         let had_lately = |client: ClientId| {
             let last = self.lock.all_of(client).map(|(_, lock)| lock.last_run).max();

@@ -86,6 +86,7 @@ impl Machine {
         if self.with_quota(|quota, cx, fx| quota.answer_held(cx, fx, id, begun)) {
             self.measure(id);
         }
+        self.returning_measured(id, begun, free);
         self.explain_failures(id, begun, free, found);
         self.touch(id);
     }

@@ -8,6 +8,7 @@
 //! - `serve`: bytes for holders, then for the queue, and grants.
 //! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
 //! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
+//! - `sleep`: clients that leave their GPUs altogether, and room for them to come back.
 //! - `ahead`: host memory for what may have to leave. `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
 //!
 //! The lock:
@@ -33,6 +34,7 @@ mod protection;
 mod requests;
 mod reservations;
 mod serve;
+mod sleep;
 mod traffic;
 mod turns;
 mod unresponsive;
@@ -85,6 +87,7 @@ impl Machine {
         let reclassified = self.reclassify(id);
         if self.access(id) == Access::Gone {
             self.let_through(id);
+            self.serve_returning(id);
             let next = self.answer_attaching(id);
             return self.effects.wake(Wake::Gpu(id), next);
         }
@@ -105,6 +108,7 @@ impl Machine {
         if let Some(gpu) = self.memory.get_mut(&id) {
             gpu.lacking = !is_enough;
         }
+        let returning = self.serve_returning(id);
         let attaching = self.answer_attaching(id);
         if is_enough {
             self.credit_ahead(id);
@@ -114,7 +118,7 @@ impl Machine {
         let turn = self.update_turns(id, &pressure);
         self.note_opening(id);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
-        let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
+        let next = [attaching, returning, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
         self.effects.wake(Wake::Gpu(id), next);
     }
 

@@ -17,13 +17,15 @@ use std::time::Duration;
 impl Machine {
     /// Handles a client's request, which replaces its earlier one.
     pub(crate) fn request(&mut self, client: ClientId, gpus: GpuSet) {
-        let Some(state) = self.clients.get(&client) else { return };
+        if !self.clients.contains_key(&client) {
+            return;
+        }
         // It need not wait for locks that it holds; a lock that was revoked has to be released first.
         let is_wanted = |gpu: &GpuId| {
             self.lock.of(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
         };
         let wants: GpuSet = gpus.into_iter().filter(is_wanted).collect();
-        let (entity, stopped) = (self.lock.entity(client), state.stopped);
+        let (entity, is_absent) = (self.lock.entity(client), self.is_absent(client));
         let not_before = self.delayed_until(client, &wants);
         // A request that replaces another keeps its key.
         let before = self.lock.waiting(client).and_then(|entity| self.lock.request(entity));
@@ -65,7 +67,7 @@ impl Machine {
             // A member that asks late does not make the others wait longer.
             request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
         }
-        if stopped {
+        if is_absent {
             self.wait_until_it_runs(entity, client);
         } else if not_before > self.now {
             self.block(entity, Blocked::Until(not_before));
@@ -84,7 +86,7 @@ impl Machine {
 
     /// The same, without granting it at once. Returns whether it is queued.
     pub(crate) fn join_queues(&mut self, entity: Entity) -> bool {
-        if self.lock.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Stopped)) {
+        if self.lock.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Absent)) {
             return false; // it is queued again when all of its members run
         }
         self.age(entity);
@@ -167,7 +169,7 @@ impl Machine {
             }
             Blocked::Pinned(_) => self.report_wait(entity, WaitReason::Pinned),
             Blocked::Undrained => self.report_wait(entity, WaitReason::HolderStuck),
-            Blocked::Until(_) | Blocked::Behind(_) | Blocked::Stopped => {}
+            Blocked::Until(_) | Blocked::Behind(_) | Blocked::Absent => {}
         }
     }
 
@@ -187,7 +189,7 @@ impl Machine {
         let Some(blocked) = self.lock.request(entity).map(|request| request.blocked) else { return };
         match blocked {
             Some(Blocked::Until(at)) if self.is_delayed(entity) => self.block(entity, Blocked::Until(at)),
-            Some(Blocked::Stopped) if self.any_stopped(entity) => {}
+            Some(Blocked::Absent) if self.any_absent(entity) => {}
             _ => {
                 self.unblock(entity);
                 self.enqueue(entity);
@@ -208,8 +210,13 @@ impl Machine {
         wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
     }
 
-    pub(crate) fn any_stopped(&self, entity: Entity) -> bool {
-        self.lock.clients_of(entity).filter_map(|client| self.clients.get(&client)).any(|state| state.stopped)
+    /// Whether a client can use no lock: its process is stopped, or it is held off its GPUs.
+    pub(crate) fn is_absent(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(|state| state.stopped) || self.sleep.is_held_off(client)
+    }
+
+    pub(crate) fn any_absent(&self, entity: Entity) -> bool {
+        self.lock.clients_of(entity).any(|client| self.is_absent(client))
     }
 
     pub(crate) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
@@ -471,9 +478,9 @@ impl Machine {
                 continue;
             }
             let key = QueueKey { number, ..request.key };
-            let is_stopped = self.clients.get(client).is_some_and(|state| state.stopped);
+            let is_absent = self.is_absent(*client);
             let alone = Request {
-                blocked: is_stopped.then_some(Blocked::Stopped),
+                blocked: is_absent.then_some(Blocked::Absent),
                 ..Request::new(key, request.ages, request.aged)
             };
             let Some((since, gpus)) = self.lock.take_from_request(*client) else { continue };

@@ -83,7 +83,7 @@ impl Machine {
         if changed && let Some(entity) = waiting {
             if stopped {
                 self.wait_until_it_runs(entity, client);
-            } else if !self.any_stopped(entity) {
+            } else if !self.any_absent(entity) {
                 self.unblock(entity);
                 self.enqueue(entity);
                 self.update_entity(client);
@@ -100,7 +100,7 @@ impl Machine {
             self.split(entity, &[client]);
             self.enqueue(entity);
         } else {
-            self.block(entity, Blocked::Stopped);
+            self.block(entity, Blocked::Absent);
         }
     }
 
@@ -230,6 +230,6 @@ impl Machine {
             || (exclusive && self.lock.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
         // It may also want the lock again itself, and has to release it first.
-        others || is_in_the_way() || is_spent || self.lock.waits_for(client, id)
+        others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.lock.waits_for(client, id)
     }
 }

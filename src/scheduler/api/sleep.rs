@@ -1,0 +1,84 @@
+//! Sleep: a client that is taken off its GPUs, its contexts included.
+
+/// What the checkpoint helper is asked to do with a client's process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SleepOperation {
+    /// Lock it and checkpoint it.
+    Sleep,
+    /// Restore it and unlock it.
+    Wake,
+    /// Find out whether it runs, and unlock it if it is locked and still on its GPUs.
+    Settle,
+}
+
+/// In which state the helper left the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SleepOutcome {
+    Runs,
+    Asleep,
+    /// It never runs again: its restore failed for good, or it has ended.
+    Lost,
+    /// The helper died, took too long, or could not find out.
+    Unknown,
+}
+
+/// Why a client cannot sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SleepObstacle {
+    /// It has work, or threads that cannot be told to be outside of the driver.
+    Busy,
+    /// It uses managed memory, which the driver does not checkpoint.
+    Managed,
+    /// It shares memory with other processes.
+    Ipc,
+    /// Its GPUs reach each other's memory.
+    Peers,
+    /// It has memory that cannot leave the GPU.
+    Immovable,
+    /// Other devices may reach its memory.
+    Rdma,
+    /// Its work passes no gate.
+    UnseenWork,
+    /// A stream is being captured.
+    Capture,
+    /// It is in a gang.
+    Gang,
+    /// It has no context, or waits for one.
+    NoContext,
+    /// Memory in use on its GPUs is not measured, so it could not be known when there is room for it again.
+    Unmeasured,
+    /// It has not answered.
+    Silent,
+    /// The checkpoint failed.
+    Failed,
+}
+
+/// How far a client has got on its way off its GPUs, or back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SleepPhase {
+    Awake,
+    /// It evicts its memory, and stops entering the driver.
+    Preparing,
+    Checkpointing,
+    Asleep,
+    /// It waits for room on its GPUs.
+    Waking,
+    Restoring,
+    /// It is being found out whether it runs.
+    Settling,
+    /// It never runs again.
+    Lost,
+}
+
+/// What is known of a client's sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SleepView {
+    pub phase: SleepPhase,
+    /// It is held off its GPUs until it is resumed, asleep or not.
+    pub paused: bool,
+    /// Why it could not sleep when it last was to.
+    pub obstacle: Option<SleepObstacle>,
+}

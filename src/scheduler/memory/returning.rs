@@ -1,0 +1,73 @@
+//! Room for the context of a client that wakes up. A restore that runs out of memory is final, so it begins only when the room
+//! has been kept for it, and measured to be free after that.
+
+use crate::api::{ClientId, Time};
+
+/// The client that is to be restored on a GPU. At most one at a time is, so what is measured to be free is free for it.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Returning {
+    pub client: ClientId,
+    /// Bytes set aside for its context.
+    pub bytes: u64,
+    /// Since when nothing else is charged for these bytes. `None`: others still have some of them.
+    pub secured: Option<Time>,
+    /// They have been measured to be free since then.
+    pub is_measured: bool,
+    /// Since when the client is being restored.
+    pub restored: Option<Time>,
+    /// When a measurement was last asked for.
+    pub asked: Option<Time>,
+}
+
+impl Returning {
+    pub fn new(client: ClientId, bytes: u64) -> Self {
+        Self { client, bytes, secured: None, is_measured: false, restored: None, asked: None }
+    }
+
+    /// Others have some of the bytes, or nobody has.
+    pub fn set_secured(&mut self, now: Time, is_secured: bool) {
+        if is_secured {
+            if self.secured.is_none() {
+                (self.secured, self.asked) = (Some(now), None);
+            }
+        } else {
+            (self.secured, self.is_measured) = (None, false);
+        }
+    }
+
+    /// Takes a measurement that began no earlier than `begun`. `free`: bytes that nobody has or may map; `None`: unknown, so
+    /// what is known of everybody has to do.
+    pub fn measured(&mut self, begun: Time, free: Option<u64>) {
+        if self.secured.is_some_and(|since| since <= begun) {
+            self.is_measured = free.is_none_or(|free| free >= self.bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn at(ms: u64) -> Time {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn only_a_measurement_that_began_with_the_room_secured_counts() {
+        let mut returning = Returning::new(ClientId(1), 100);
+        let mut measured = |secured: Option<(u64, bool)>, begun, free| {
+            if let Some((now, is_secured)) = secured {
+                returning.set_secured(at(now), is_secured);
+            }
+            returning.measured(at(begun), free);
+            returning.is_measured
+        };
+        assert!(!measured(None, 4, Some(200)), "others may have it");
+        assert!(!measured(Some((10, true)), 9, Some(200)), "it began before");
+        assert!(!measured(None, 12, Some(99)), "it is not there");
+        assert!(measured(None, 14, Some(100)));
+        assert!(measured(None, 16, None));
+        assert!(!measured(Some((18, false)), 19, Some(200)), "others have some of it again");
+    }
+}

@@ -1,0 +1,326 @@
+//! Clients that leave their GPUs altogether, and come back: `sleep` says how far each has got; here is what that means for the
+//! lock, for memory and for contexts.
+//!
+//! A client that is held off its GPUs is given no lock and no bytes; one that is paused is first asked for the locks that it
+//! has, like any holder. It comes back when there is room for its contexts on all of its GPUs, which others make by evicting. One
+//! client at a time comes back to a GPU, in the order in which they wake.
+
+use crate::{
+    api::*, lock::Entity, machine::Machine, memory::Access, memory::returning::Returning, sleep::Step, timers::Wake,
+};
+use std::time::Duration;
+
+/// The interval of measurements that a wake waits for.
+const MEASURE: Duration = Duration::from_secs(1);
+/// What a restore needs beside the context that was measured: at most this, and no more than this part of a GPU.
+const SLACK: u64 = 64 << 20;
+const SLACK_PART: u64 = 64;
+
+impl Machine {
+    /// What is known of a client's sleep.
+    pub fn sleep_of(&self, client: ClientId) -> SleepView {
+        self.sleep.view(client)
+    }
+
+    fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
+        self.lock.all_of(client).map(|(id, _)| id).collect()
+    }
+
+    pub(crate) fn want_sleep(&mut self, client: ClientId, paused: bool) {
+        if !self.clients.contains_key(&client) {
+            return;
+        }
+        self.sleep.want(client, paused);
+        self.hold_off(client);
+        self.try_sleep(client);
+        self.return_next(client);
+    }
+
+    /// Keeps a client that is held off from running: its request waits, and the locks that it has are revoked.
+    fn hold_off(&mut self, client: ClientId) {
+        if !self.sleep.is_held_off(client) {
+            return;
+        }
+        if let Some(entity) = self.lock.waiting(client) {
+            self.wait_until_it_runs(entity, client);
+        }
+        if self.sleep.is_paused(client) {
+            for id in self.gpus_of(client) {
+                self.revoke(client, id);
+            }
+        }
+    }
+
+    /// Prepares a client that is to sleep, if it can.
+    pub(crate) fn try_sleep(&mut self, client: ClientId) {
+        if !self.sleep.is_to_prepare(client) {
+            return;
+        }
+        let is_paused = self.sleep.is_paused(client);
+        if is_paused && self.lock.holds_any(client) {
+            return; // looked at again when it has released them
+        }
+        if is_paused {
+            self.take_all(client);
+        }
+        if let Some(why) = self.obstacle(client) {
+            self.sleep.cannot_prepare(self.now, client, why);
+            return self.schedule_sleep(client);
+        }
+        let step = self.sleep.prepare(self.now, client);
+        self.hold_off(client);
+        self.take_all(client);
+        self.take_step(client, step);
+    }
+
+    /// Why a client cannot sleep, as far as that is known without asking it.
+    fn obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
+        if !matches!(self.lock.entity(client), Entity::Solo(_)) {
+            return Some(SleepObstacle::Gang);
+        }
+        if self.lock.holds_any(client) || (self.lock.waiting(client).is_some() && !self.sleep.is_paused(client)) {
+            return Some(SleepObstacle::Busy);
+        }
+        let gpus = self.gpus_of(client);
+        if gpus.is_empty() {
+            return Some(SleepObstacle::NoContext);
+        }
+        gpus.into_iter().find_map(|id| {
+            let (gpu, memory) = (self.memory.get(&id)?, self.memory_of(client, id)?);
+            let obstacles = [
+                (memory.attached.is_none(), SleepObstacle::NoContext),
+                (memory.engine != Engine::Swap, SleepObstacle::Managed),
+                (gpu.measured.is_none() || !gpu.verifies, SleepObstacle::Unmeasured),
+                (gpu.access != Access::Turns, SleepObstacle::Busy),
+            ];
+            obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why)
+        })
+    }
+
+    /// Takes all memory of a client back.
+    fn take_all(&mut self, client: ClientId) {
+        for id in self.gpus_of(client) {
+            if self.account(client, id).is_some_and(|account| account.evictable() > 0) {
+                let pinned = self.account(client, id).map_or(0, |account| account.report.pinned);
+                self.allow(client, id, pinned);
+            }
+        }
+        self.check(client);
+    }
+
+    pub(crate) fn sleep_ready(&mut self, client: ClientId) {
+        let is_there = |id: &GpuId| self.account(client, *id).is_some_and(|account| account.charge > 0);
+        let obstacle = self.gpus_of(client).iter().any(is_there).then_some(SleepObstacle::Immovable);
+        let step = self.sleep.ready(self.now, client, obstacle);
+        self.take_step(client, step);
+    }
+
+    pub(crate) fn sleep_refused(&mut self, client: ClientId, why: SleepObstacle) {
+        let step = self.sleep.refused(self.now, client, why);
+        self.take_step(client, step);
+    }
+
+    pub(crate) fn wake(&mut self, client: ClientId, resumed: bool) {
+        let number = self.effects.number();
+        let step = self.sleep.wake(client, resumed, number);
+        self.take_step(client, step);
+    }
+
+    pub(crate) fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) {
+        let number = self.effects.number();
+        let step = self.sleep.answered(self.now, client, outcome, number);
+        self.take_step(client, step);
+    }
+
+    pub(crate) fn look_at_sleep(&mut self, client: ClientId) {
+        let number = self.effects.number();
+        let step = self.sleep.look(self.now, client, number);
+        self.take_step(client, step);
+    }
+
+    fn take_step(&mut self, client: ClientId, step: Step) {
+        match step {
+            Step::Nothing => {}
+            Step::Prepare => self.effects.command(Command::PrepareSleep { client }),
+            Step::Call(operation) => self.effects.command(Command::Checkpoint { client, operation }),
+            Step::Sleeps | Step::Wakes => self.has_left(client),
+            Step::Runs => {
+                self.has_come_back(client);
+                self.effects.command(Command::Awake { client });
+                self.may_run(client);
+            }
+            Step::Stays => self.may_run(client),
+            Step::IsLost => {
+                self.has_left(client);
+                for id in self.gpus_of(client) {
+                    if let Some(memory) = self.memory_of_mut(client, id) {
+                        memory.away = Some(0); // it will need nothing
+                    }
+                    self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
+                }
+            }
+        }
+        self.return_next(client);
+        self.try_sleep(client);
+        self.schedule_sleep(client);
+    }
+
+    fn schedule_sleep(&mut self, client: ClientId) {
+        self.effects.wake(Wake::Sleep(client), self.sleep.due(client));
+    }
+
+    /// Nothing of a client is on its GPUs any more.
+    fn has_left(&mut self, client: ClientId) {
+        self.quota.set_stopped(client, true); // it reads no message
+        for id in self.gpus_of(client) {
+            let bytes = self.context_of(client, id);
+            let Some(gpu) = self.memory.get_mut(&id) else { continue };
+            gpu.unmeasured.remove(&client);
+            gpu.returning.take_if(|returning| returning.client == client);
+            if let Some(memory) = gpu.clients.get_mut(&client) {
+                memory.away.get_or_insert(bytes);
+            }
+            self.measure(id);
+            self.touch(id);
+        }
+    }
+
+    /// A client is on its GPUs.
+    fn has_come_back(&mut self, client: ClientId) {
+        let (now, is_stopped) = (self.now, self.clients.get(&client).is_some_and(|state| state.stopped));
+        self.quota.set_stopped(client, is_stopped);
+        for id in self.gpus_of(client) {
+            let Some(gpu) = self.memory.get_mut(&id) else { continue };
+            gpu.returning.take_if(|returning| returning.client == client);
+            if let Some(memory) = gpu.clients.get_mut(&client)
+                && memory.away.take().is_some()
+            {
+                (memory.attached, memory.used) = (Some(now), Some(now));
+                gpu.unmeasured.insert(client);
+            }
+            self.touch(id);
+        }
+    }
+
+    /// Lets a client take locks again, unless it is held off.
+    fn may_run(&mut self, client: ClientId) {
+        if let Some(entity) = self.lock.waiting(client)
+            && !self.any_absent(entity)
+        {
+            self.unblock(entity);
+            self.enqueue(entity);
+            self.update_entity(client);
+        }
+        for id in self.gpus_of(client) {
+            self.touch(id);
+        }
+    }
+
+    pub(crate) fn forget_sleep(&mut self, client: ClientId) {
+        self.sleep.forget(client);
+        self.effects.wake(Wake::Sleep(client), None);
+        self.return_next(client);
+    }
+
+    /// Bytes that a restore needs for a client's context on a GPU.
+    fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
+        let Some(gpu) = self.memory.get(&id) else { return 0 };
+        let measured = self.quota.measured_context(client, id).unwrap_or(0);
+        let slack = SLACK.min(gpu.total / SLACK_PART);
+        measured.max(gpu.context_bytes(&self.settings, 1)).saturating_add(slack)
+    }
+
+    /// Sets room aside for clients that wake, in their order; those behind one that waits for the same GPU wait for it.
+    /// `changed`: whose state may have changed.
+    fn return_next(&mut self, changed: ClientId) {
+        let waking = self.sleep.waking();
+        let is_waking = waking.contains(&changed);
+        for id in self.gpus_of(changed) {
+            // One that is to sleep on after all gives up what was set aside.
+            if !is_waking
+                && self.sleep.is_away(changed)
+                && let Some(gpu) = self.memory.get_mut(&id)
+                && gpu.returning.take_if(|returning| returning.client == changed).is_some()
+            {
+                self.touch(id);
+            }
+        }
+        let mut taken = GpuSet::new();
+        for client in waking {
+            let ids = self.gpus_of(client);
+            let others = |id: &GpuId| {
+                let returning = self.memory.get(id).and_then(|gpu| gpu.returning);
+                taken.contains(id) || returning.is_some_and(|returning| returning.client != client)
+            };
+            let is_next = !ids.iter().any(others);
+            taken.extend(ids.iter().copied());
+            if !is_next {
+                continue;
+            }
+            for id in &ids {
+                let bytes = self.memory_of(client, *id).and_then(|memory| memory.away);
+                let bytes = bytes.unwrap_or_else(|| self.context_of(client, *id));
+                let Some(gpu) = self.memory.get_mut(id).filter(|gpu| gpu.returning.is_none()) else { continue };
+                gpu.returning = Some(Returning::new(client, bytes));
+                self.touch(*id);
+            }
+        }
+    }
+
+    /// Has a client restored once there is room for it on all of its GPUs. Returns when to look again.
+    pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
+        let now = self.now;
+        let gpu = self.memory.get(&id)?;
+        let Returning { client, restored: None, .. } = gpu.returning? else { return None };
+        let is_gone = gpu.access == Access::Gone; // the driver's error is to reach it
+        let has_room = gpu.access == Access::Turns
+            && gpu.trial.is_none()
+            && !gpu.incomplete
+            && gpu.ledger.unverified() == 0
+            && gpu.ledger.charged() <= gpu.usable(&self.settings)
+            && gpu.overhead_wanted(&self.settings) <= gpu.total.saturating_sub(gpu.reserve(&self.settings));
+        let gpu = self.memory.get_mut(&id)?;
+        let returning = gpu.returning.as_mut()?;
+        returning.set_secured(now, has_room || is_gone);
+        if is_gone {
+            returning.is_measured = true;
+        }
+        let mut next = None;
+        if !returning.is_measured {
+            let due = returning.asked.map_or(now, |asked| asked + MEASURE);
+            if due <= now {
+                returning.asked = Some(now);
+                gpu.measurement_requested = false; // the answer may never come, or says what was before
+                self.measure(id);
+            }
+            next = Some(due.max(now + MEASURE));
+        }
+        let is_ready = |id: &GpuId| {
+            let returning = self.memory.get(id).and_then(|gpu| gpu.returning);
+            returning.is_some_and(|returning| returning.client == client && returning.is_measured)
+        };
+        let ids = self.gpus_of(client);
+        if ids.iter().all(is_ready) {
+            for id in &ids {
+                if let Some(returning) = self.memory.get_mut(id).and_then(|gpu| gpu.returning.as_mut()) {
+                    returning.restored = Some(now);
+                }
+            }
+            let step = self.sleep.has_room(client);
+            self.take_step(client, step);
+        }
+        next
+    }
+
+    /// Takes a measurement for the client that is to be restored on a GPU.
+    pub(super) fn returning_measured(&mut self, id: GpuId, begun: Time, free: Option<u64>) {
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        // What others may map at any time is not free for it.
+        let promised = gpu.ledger.charged().saturating_sub(gpu.in_use());
+        let others = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
+        let taken = promised.saturating_add(gpu.context_bytes(&self.settings, others));
+        if let Some(returning) = gpu.returning.as_mut() {
+            returning.measured(begun, free.map(|free| free.saturating_sub(taken)));
+        }
+    }
+}

@@ -1,0 +1,470 @@
+//! Which clients are off their GPUs, and how far each has got on the way there or back:
+//! awake → preparing → checkpointing → asleep → waking → restoring → awake.
+//!
+//! - A client's preparation ends with its own answer. It is told to be awake only after that, so no answer can be taken for
+//!   one to a later request. From a client that has not answered in time nothing is asked until it has.
+//! - A call of the checkpoint helper ends with the daemon's answer, which always comes. If that does not say in which state the
+//!   process is, the helper is asked to settle it, again and again: a process counts as awake, or as asleep, only when it is
+//!   known to be.
+
+use crate::api::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How long a client may take to prepare: longer than the library itself waits.
+const PREPARATION: Duration = Duration::from_secs(40);
+/// What failed is tried again after the first of these times, then after twice as long each time, up to the second.
+const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+enum State {
+    Awake,
+    Preparing,
+    Checkpointing,
+    Asleep,
+    /// It waits for room; the lowest number first.
+    Waking(u64),
+    Restoring,
+    /// It is not known whether the process runs. `asked`: the helper is finding it out.
+    Settling {
+        asked: bool,
+    },
+    Lost,
+}
+
+/// What follows from an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    Nothing,
+    Prepare,
+    /// The helper is to be called.
+    Call(SleepOperation),
+    /// The client is off its GPUs, and stays there.
+    Sleeps,
+    /// The client is off its GPUs, and waits for room to come back.
+    Wakes,
+    /// The client runs. It is told so, because it has prepared.
+    Runs,
+    /// The client runs, and knows.
+    Stays,
+    /// The client never runs again.
+    IsLost,
+}
+
+/// A client that is not awake, is to sleep, or could not.
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+struct Entry {
+    state: State,
+    /// It is to sleep.
+    is_wanted: bool,
+    /// It is held off its GPUs until it is resumed; otherwise until it wants to enter the driver.
+    is_paused: bool,
+    /// It has not answered a preparation that was given up.
+    owes_answer: bool,
+    obstacle: Option<SleepObstacle>,
+    backoff: Duration,
+    /// When to look again.
+    due: Option<Time>,
+}
+
+impl Entry {
+    fn new() -> Self {
+        Self {
+            state: State::Awake,
+            is_wanted: false,
+            is_paused: false,
+            owes_answer: false,
+            obstacle: None,
+            backoff: Duration::ZERO,
+            due: None,
+        }
+    }
+
+    fn retry(&mut self, now: Time) {
+        self.backoff = (self.backoff * 2).clamp(AGAIN.0, AGAIN.1);
+        self.due = Some(now + self.backoff);
+    }
+
+    /// The client stays awake for this reason. One that is paused is asked again later.
+    fn cannot(&mut self, now: Time, why: SleepObstacle) {
+        (self.state, self.obstacle) = (State::Awake, Some(why));
+        self.is_wanted &= self.is_paused;
+        self.due = None;
+        if self.is_wanted {
+            self.retry(now);
+        }
+    }
+
+    fn runs(&mut self) {
+        (self.state, self.due, self.backoff) = (State::Awake, None, Duration::ZERO);
+    }
+
+    fn is_asleep(&mut self, number: u64) -> Step {
+        (self.due, self.backoff) = (None, Duration::ZERO);
+        if self.is_wanted {
+            (self.state, self.obstacle) = (State::Asleep, None);
+            return Step::Sleeps;
+        }
+        self.state = State::Waking(number);
+        Step::Wakes
+    }
+}
+
+/// The clients that are not simply awake.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Sleep {
+    clients: BTreeMap<ClientId, Entry>,
+}
+
+impl Sleep {
+    fn state_of(&self, client: ClientId) -> State {
+        self.clients.get(&client).map_or(State::Awake, |entry| entry.state)
+    }
+
+    pub fn forget(&mut self, client: ClientId) {
+        self.clients.remove(&client);
+    }
+
+    /// Whether a client may not run: it is paused, or not awake.
+    pub fn is_held_off(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(|entry| entry.is_paused || entry.state != State::Awake)
+    }
+
+    /// Whether nothing of the client is on its GPUs, as far as is known.
+    pub fn is_away(&self, client: ClientId) -> bool {
+        matches!(self.state_of(client), State::Asleep | State::Waking(_) | State::Lost)
+    }
+
+    pub fn is_paused(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(|entry| entry.is_paused)
+    }
+
+    /// Whether a client that is awake is to be prepared as soon as it can be.
+    pub fn is_to_prepare(&self, client: ClientId) -> bool {
+        let is_to =
+            |entry: &Entry| entry.state == State::Awake && entry.is_wanted && !entry.owes_answer && entry.due.is_none();
+        self.clients.get(&client).is_some_and(is_to)
+    }
+
+    /// Clients that wait for room, in the order in which they get it.
+    pub fn waking(&self) -> Vec<ClientId> {
+        let number = |(client, entry): (&ClientId, &Entry)| match entry.state {
+            State::Waking(number) => Some((number, *client)),
+            _ => None,
+        };
+        let mut waking: Vec<(u64, ClientId)> = self.clients.iter().filter_map(number).collect();
+        waking.sort_unstable();
+        waking.into_iter().map(|(_, client)| client).collect()
+    }
+
+    /// When a client is to be looked at again.
+    pub fn due(&self, client: ClientId) -> Option<Time> {
+        self.clients.get(&client)?.due
+    }
+
+    pub fn view(&self, client: ClientId) -> SleepView {
+        let entry = self.clients.get(&client);
+        let phase = match self.state_of(client) {
+            State::Awake => SleepPhase::Awake,
+            State::Preparing => SleepPhase::Preparing,
+            State::Checkpointing => SleepPhase::Checkpointing,
+            State::Asleep => SleepPhase::Asleep,
+            State::Waking(_) => SleepPhase::Waking,
+            State::Restoring => SleepPhase::Restoring,
+            State::Settling { .. } => SleepPhase::Settling,
+            State::Lost => SleepPhase::Lost,
+        };
+        SleepView {
+            phase,
+            paused: entry.is_some_and(|entry| entry.is_paused),
+            obstacle: entry.and_then(|entry| entry.obstacle),
+        }
+    }
+
+    /// The client is to sleep; `paused`: until it is resumed.
+    pub fn want(&mut self, client: ClientId, paused: bool) {
+        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        entry.is_wanted = true;
+        entry.is_paused |= paused;
+        if let State::Waking(_) = entry.state {
+            entry.state = State::Asleep;
+        }
+    }
+
+    /// The client is to run; `resumed`: also if it is paused. `number` counts up.
+    pub fn wake(&mut self, client: ClientId, resumed: bool, number: u64) -> Step {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| resumed || !entry.is_paused) else {
+            return Step::Nothing;
+        };
+        (entry.is_wanted, entry.is_paused) = (false, false);
+        match entry.state {
+            State::Asleep => entry.is_asleep(number),
+            State::Awake => {
+                entry.due = None;
+                Step::Stays
+            }
+            _ => Step::Nothing, // it goes on from there
+        }
+    }
+
+    /// A client that is to sleep has been found able to.
+    pub fn prepare(&mut self, now: Time, client: ClientId) -> Step {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Awake) else {
+            return Step::Nothing;
+        };
+        (entry.state, entry.due) = (State::Preparing, Some(now + PREPARATION));
+        Step::Prepare
+    }
+
+    /// A client that is awake cannot be prepared now.
+    pub fn cannot_prepare(&mut self, now: Time, client: ClientId, why: SleepObstacle) {
+        if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Awake) {
+            entry.cannot(now, why);
+        }
+    }
+
+    /// The client has prepared. `obstacle`: why it cannot sleep all the same.
+    pub fn ready(&mut self, now: Time, client: ClientId, obstacle: Option<SleepObstacle>) -> Step {
+        let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
+        entry.owes_answer = false;
+        if entry.state != State::Preparing {
+            return Step::Nothing; // it has been told meanwhile that it is awake
+        }
+        match obstacle {
+            Some(why) => entry.cannot(now, why),
+            None if entry.is_wanted => {
+                (entry.state, entry.due) = (State::Checkpointing, None);
+                return Step::Call(SleepOperation::Sleep);
+            }
+            None => entry.runs(),
+        }
+        Step::Runs
+    }
+
+    /// The client has not prepared, and is awake.
+    pub fn refused(&mut self, now: Time, client: ClientId, why: SleepObstacle) -> Step {
+        let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
+        entry.owes_answer = false;
+        if entry.state != State::Preparing {
+            return Step::Nothing;
+        }
+        entry.cannot(now, why);
+        Step::Stays
+    }
+
+    /// There is room for a client that wakes.
+    pub fn has_room(&mut self, client: ClientId) -> Step {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| matches!(entry.state, State::Waking(_))) else {
+            return Step::Nothing;
+        };
+        entry.state = State::Restoring;
+        Step::Call(SleepOperation::Wake)
+    }
+
+    /// The helper has answered.
+    pub fn answered(&mut self, now: Time, client: ClientId, outcome: SleepOutcome, number: u64) -> Step {
+        let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
+        let is_awaited =
+            matches!(entry.state, State::Checkpointing | State::Restoring | State::Settling { asked: true });
+        if !is_awaited {
+            return Step::Nothing;
+        }
+        match outcome {
+            SleepOutcome::Runs => {
+                match entry.is_wanted {
+                    true => entry.cannot(now, SleepObstacle::Failed),
+                    false => entry.runs(),
+                }
+                Step::Runs
+            }
+            // A restore that failed without being final is tried again, but not at once.
+            SleepOutcome::Asleep if entry.state == State::Restoring && !entry.is_wanted => {
+                entry.state = State::Asleep;
+                entry.retry(now);
+                Step::Sleeps
+            }
+            SleepOutcome::Asleep => entry.is_asleep(number),
+            SleepOutcome::Unknown => {
+                entry.state = State::Settling { asked: false };
+                entry.retry(now);
+                Step::Nothing
+            }
+            SleepOutcome::Lost => {
+                (entry.state, entry.due) = (State::Lost, None);
+                Step::IsLost
+            }
+        }
+    }
+
+    /// The time at which a client was to be looked at has come.
+    pub fn look(&mut self, now: Time, client: ClientId, number: u64) -> Step {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.due.is_some_and(|due| due <= now)) else {
+            return Step::Nothing;
+        };
+        entry.due = None;
+        match entry.state {
+            State::Preparing => {
+                entry.owes_answer = true;
+                entry.cannot(now, SleepObstacle::Silent);
+                Step::Runs
+            }
+            State::Settling { asked: false } => {
+                entry.state = State::Settling { asked: true };
+                Step::Call(SleepOperation::Settle)
+            }
+            State::Asleep if !entry.is_wanted => {
+                entry.state = State::Waking(number);
+                Step::Wakes
+            }
+            _ => Step::Nothing,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use SleepOperation::{Settle, Sleep as Checkpoint, Wake};
+
+    const A: ClientId = ClientId(1);
+    const B: ClientId = ClientId(2);
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    fn phase(sleep: &Sleep) -> SleepPhase {
+        sleep.view(A).phase
+    }
+
+    /// A client that has been put to sleep.
+    fn asleep(paused: bool) -> Sleep {
+        let mut sleep = Sleep::default();
+        sleep.want(A, paused);
+        assert!(sleep.is_to_prepare(A));
+        assert_eq!(sleep.prepare(at(0), A), Step::Prepare);
+        assert_eq!(sleep.ready(at(1), A, None), Step::Call(Checkpoint));
+        assert_eq!(sleep.answered(at(2), A, SleepOutcome::Asleep, 1), Step::Sleeps);
+        assert!(sleep.is_away(A) && sleep.is_held_off(A));
+        sleep
+    }
+
+    #[test]
+    fn a_client_sleeps_until_it_wants_to_run() {
+        let mut sleep = asleep(false);
+        assert_eq!(sleep.wake(A, false, 2), Step::Wakes);
+        assert_eq!((sleep.waking(), sleep.has_room(A)), (vec![A], Step::Call(Wake)));
+        assert_eq!(sleep.answered(at(4), A, SleepOutcome::Runs, 3), Step::Runs);
+        assert!(!sleep.is_held_off(A) && sleep.due(A).is_none());
+        assert_eq!(sleep.view(A), SleepView { phase: SleepPhase::Awake, paused: false, obstacle: None });
+    }
+
+    #[test]
+    fn one_that_is_paused_sleeps_until_it_is_resumed() {
+        let mut sleep = asleep(true);
+        assert_eq!(sleep.wake(A, false, 2), Step::Nothing);
+        assert_eq!(phase(&sleep), SleepPhase::Asleep);
+        assert_eq!(sleep.wake(A, true, 3), Step::Wakes);
+        sleep.want(A, true);
+        assert_eq!((phase(&sleep), sleep.waking()), (SleepPhase::Asleep, vec![]), "it has not begun to come back");
+    }
+
+    #[test]
+    fn each_state_leads_back() {
+        let mut sleep = Sleep::default();
+        sleep.want(A, true);
+        assert_eq!(sleep.wake(A, true, 1), Step::Stays, "nothing has begun");
+        sleep.want(A, true);
+        sleep.prepare(at(0), A);
+        assert_eq!(sleep.wake(A, true, 2), Step::Nothing, "its answer is on its way");
+        assert_eq!(sleep.ready(at(1), A, None), Step::Runs);
+        sleep.want(A, true);
+        sleep.prepare(at(2), A);
+        sleep.ready(at(3), A, None);
+        assert_eq!(sleep.wake(A, true, 3), Step::Nothing, "a checkpoint cannot be taken back");
+        assert_eq!(sleep.answered(at(4), A, SleepOutcome::Asleep, 4), Step::Wakes);
+    }
+
+    #[test]
+    fn one_that_is_paused_while_it_comes_back_goes_again() {
+        let mut sleep = asleep(false);
+        sleep.wake(A, false, 2);
+        sleep.has_room(A);
+        sleep.want(A, true);
+        assert_eq!(sleep.answered(at(4), A, SleepOutcome::Runs, 3), Step::Runs);
+        assert!(!sleep.is_to_prepare(A) && sleep.is_held_off(A) && sleep.due(A) == Some(at(5)));
+        assert_eq!(sleep.look(at(5), A, 4), Step::Nothing);
+        assert!(sleep.is_to_prepare(A));
+    }
+
+    #[test]
+    fn a_refusal_is_asked_for_again_only_of_one_that_is_paused() {
+        for paused in [false, true] {
+            let mut sleep = Sleep::default();
+            sleep.want(A, paused);
+            sleep.prepare(at(0), A);
+            assert_eq!(sleep.refused(at(1), A, SleepObstacle::Managed), Step::Stays);
+            assert_eq!(sleep.view(A).obstacle, Some(SleepObstacle::Managed));
+            assert_eq!((sleep.is_to_prepare(A), sleep.due(A)), (false, paused.then_some(at(2))), "not at once");
+            assert_eq!(sleep.look(at(2), A, 1), Step::Nothing);
+            assert_eq!((sleep.is_to_prepare(A), sleep.is_held_off(A)), (paused, paused));
+        }
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_not_one_to_a_later_request() {
+        let mut sleep = Sleep::default();
+        sleep.want(A, true);
+        sleep.prepare(at(0), A);
+        assert_eq!(sleep.look(at(39), A, 1), Step::Nothing);
+        assert_eq!(sleep.look(at(40), A, 1), Step::Runs);
+        assert!(!sleep.is_to_prepare(A), "it owes an answer");
+        assert_eq!(sleep.look(at(41), A, 1), Step::Nothing);
+        assert!(!sleep.is_to_prepare(A), "it still does");
+        assert_eq!(sleep.ready(at(50), A, None), Step::Nothing);
+        assert!(sleep.is_to_prepare(A));
+        assert_eq!(sleep.prepare(at(50), A), Step::Prepare);
+    }
+
+    #[test]
+    fn what_a_helper_leaves_is_settled_until_it_is_known() {
+        let mut sleep = Sleep::default();
+        sleep.want(A, false);
+        sleep.prepare(at(0), A);
+        sleep.ready(at(0), A, None);
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Unknown, 1), Step::Nothing);
+        assert!(sleep.is_held_off(A) && !sleep.is_away(A));
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Runs, 1), Step::Nothing, "nobody was asked");
+        assert_eq!(sleep.look(at(2), A, 1), Step::Call(Settle));
+        assert_eq!(sleep.answered(at(3), A, SleepOutcome::Unknown, 1), Step::Nothing);
+        assert_eq!((sleep.look(at(4), A, 1), sleep.look(at(5), A, 1)), (Step::Nothing, Step::Call(Settle)));
+        assert_eq!(sleep.answered(at(6), A, SleepOutcome::Runs, 1), Step::Runs);
+        assert_eq!(sleep.view(A).obstacle, Some(SleepObstacle::Failed));
+    }
+
+    #[test]
+    fn a_restore_that_failed_is_tried_again_unless_that_was_final() {
+        let mut sleep = asleep(false);
+        sleep.wake(A, false, 2);
+        sleep.has_room(A);
+        assert_eq!(sleep.answered(at(10), A, SleepOutcome::Asleep, 3), Step::Sleeps);
+        assert_eq!((phase(&sleep), sleep.look(at(11), A, 4)), (SleepPhase::Asleep, Step::Wakes));
+        sleep.has_room(A);
+        assert_eq!(sleep.answered(at(12), A, SleepOutcome::Lost, 5), Step::IsLost);
+        assert_eq!((sleep.wake(A, true, 6), phase(&sleep)), (Step::Nothing, SleepPhase::Lost));
+    }
+
+    #[test]
+    fn who_wakes_first_has_room_first() {
+        let mut sleep = asleep(false);
+        sleep.want(B, false);
+        sleep.prepare(at(0), B);
+        sleep.ready(at(0), B, None);
+        sleep.answered(at(0), B, SleepOutcome::Asleep, 2);
+        sleep.wake(B, false, 3);
+        sleep.wake(A, false, 4);
+        assert_eq!(sleep.waking(), [B, A]);
+        sleep.forget(B);
+        assert_eq!((sleep.waking(), sleep.is_held_off(B)), (vec![A], false));
+    }
+}

@@ -1,0 +1,262 @@
+//! Clients that leave their GPUs altogether and come back, message by message.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+const CONTEXT: u64 = 512 * MIB;
+
+/// Two clients on a GPU where memory is measured, each with a context. The first has all of its memory there.
+struct Scene {
+    t: Talk,
+    /// Whose contexts are there.
+    contexts: Vec<u64>,
+    free: Option<u64>,
+}
+
+impl Scene {
+    fn new(demands: &[u64]) -> Self {
+        let t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
+        let mut scene = Self { t, contexts: Vec::new(), free: None };
+        scene.measure();
+        for (n, demand) in (1..).zip(demands) {
+            scene.t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+            scene.t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+            scene.contexts.push(n);
+            scene.t.report(n, *demand, 0, 0);
+            scene.t.request(n);
+            (1..=n).for_each(|n| drop(scene.t.map(n)));
+            scene.measure();
+            scene.t.map(n);
+            scene.t.release(n, ReleaseReason::Idle);
+        }
+        scene
+    }
+
+    /// What is on the GPU is measured now, and is what clients report.
+    fn measure(&mut self) -> Vec<Command> {
+        self.t.now += ms(1);
+        let begun = self.t.now;
+        let mut commands = self.t.measured(self.contexts.len() as u64 * CONTEXT);
+        // Somebody has to be found, or nobody is taken to be measured at all.
+        let there = self.t.machine.clients();
+        let found = there.iter().map(|c| (c.client, c.attachments.first().map_or(0, |a| a.mapped)));
+        let mut found: std::collections::BTreeMap<ClientId, Found> =
+            found.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
+        found.entry(client(0)).or_insert(Found { least: 0, most: 0 });
+        commands.extend(self.t.say(Event::Measured { gpu: gpu(0), begun, free: self.free, found }));
+        commands
+    }
+
+    fn phase(&self, n: u64) -> SleepPhase {
+        self.t.machine.sleep_of(client(n)).phase
+    }
+
+    fn ready(&mut self, n: u64) -> Vec<Command> {
+        self.t.say(Event::SleepReady { client: client(n) })
+    }
+
+    fn helper(&mut self, n: u64, outcome: SleepOutcome) -> Vec<Command> {
+        self.t.say(Event::Checkpointed { client: client(n), outcome })
+    }
+
+    fn pause(&mut self, n: u64) -> Vec<Command> {
+        self.t.say(Event::SleepWanted { client: client(n), paused: true })
+    }
+
+    fn resume(&mut self, n: u64) -> Vec<Command> {
+        self.t.say(Event::Resumed { client: client(n) })
+    }
+
+    /// Client 1 is off the GPU, until it is resumed.
+    fn paused(demands: &[u64]) -> Self {
+        let mut scene = Self::new(demands);
+        let commands = scene.pause(1);
+        assert_eq!(scene.t.attachment(1).allowance, 0);
+        assert_eq!(commands.last(), Some(&Command::PrepareSleep { client: client(1) }));
+        scene.t.map(1);
+        assert_eq!(scene.ready(1), [checkpoint(1, SleepOperation::Sleep)]);
+        scene.contexts.retain(|n| *n != 1);
+        scene.helper(1, SleepOutcome::Asleep);
+        assert_eq!(scene.phase(1), SleepPhase::Asleep);
+        scene
+    }
+
+    fn capacity(&self) -> u64 {
+        self.t.machine.gpus()[0].capacity
+    }
+}
+
+fn checkpoint(n: u64, operation: SleepOperation) -> Command {
+    Command::Checkpoint { client: client(n), operation }
+}
+
+fn awake(n: u64) -> Command {
+    Command::Awake { client: client(n) }
+}
+
+#[test]
+fn what_a_sleeper_had_is_free_once_that_is_measured() {
+    let mut scene = Scene::paused(&[4 * GIB, GIB]);
+    assert_eq!(scene.t.attachment(1).charge, 0);
+    assert_eq!(scene.capacity(), 16 * GIB - 2 * CONTEXT, "the newest measurement still has its context");
+    scene.measure();
+    assert_eq!(scene.capacity(), 16 * GIB - CONTEXT);
+    let limit = scene.t.attachment(2).limit;
+    assert!(limit <= 16 * GIB - 2 * CONTEXT, "what its context will need is not promised to others: {limit}");
+}
+
+#[test]
+fn one_that_is_paused_runs_only_after_it_is_resumed() {
+    let mut scene = Scene::paused(&[4 * GIB, GIB]);
+    scene.measure();
+    assert_eq!(scene.t.say(Event::WakeRequested { client: client(1) }), []);
+    scene.t.request(1);
+    assert_eq!(scene.t.after(Duration::from_secs(600)), []);
+    assert_eq!((scene.phase(1), scene.t.state(1)), (SleepPhase::Asleep, LockState::Waiting));
+    let commands = scene.resume(1);
+    assert!(commands.contains(&Command::Measure { gpu: gpu(0) }), "{commands:?}");
+    assert_eq!(scene.phase(1), SleepPhase::Waking);
+    assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
+    scene.contexts.push(1);
+    let commands = scene.helper(1, SleepOutcome::Runs);
+    let at = |command: Command| commands.iter().position(|c| *c == command).unwrap_or_else(|| panic!("{commands:?}"));
+    assert!(at(awake(1)) < at(grant(1)));
+    assert_eq!(allowances(&commands), [(1, 4 * GIB)]);
+}
+
+#[test]
+fn a_restore_waits_until_others_have_made_room_and_that_is_measured() {
+    let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
+    scene.measure();
+    // The other has the whole GPU but for its own context.
+    scene.t.request(2);
+    scene.t.map(2);
+    scene.t.release(2, ReleaseReason::Idle);
+    assert_eq!(scene.t.attachment(2).mapped, 15 * GIB);
+    let commands = scene.resume(1);
+    let left = allowances(&commands).last().copied().expect("it is to evict");
+    assert!(left.0 == 2 && left.1 <= 16 * GIB - 2 * CONTEXT, "{commands:?}");
+    assert_eq!(scene.measure(), [], "it is still there");
+    scene.t.map(2);
+    assert_eq!(scene.measure(), [Command::Measure { gpu: gpu(0) }], "this one only says that it has left");
+    assert_eq!(scene.phase(1), SleepPhase::Waking, "nothing was measured since");
+    scene.free = Some(CONTEXT / 2);
+    assert_eq!(scene.measure(), [], "somebody else has it");
+    assert_eq!(scene.t.after(Duration::from_secs(1)), [Command::Measure { gpu: gpu(0) }]);
+    scene.free = Some(2 * CONTEXT);
+    assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
+}
+
+#[test]
+fn nobody_is_let_in_without_room_during_a_restore() {
+    let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
+    scene.measure();
+    scene.t.request(2);
+    scene.t.map(2);
+    scene.resume(1);
+    let commands = scene.t.after(Duration::from_secs(2));
+    assert!(commands.contains(&revoke(2)) || scene.t.state(2) == LockState::Revoking, "{commands:?}");
+    scene.t.release(2, ReleaseReason::Revoked);
+    scene.t.map(2);
+    assert_eq!(scene.measure(), [Command::Measure { gpu: gpu(0) }], "this one only says that it is free now");
+    assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
+    // The other needs less from now on, but has not freed anything yet.
+    let mapped = scene.t.attachment(2).mapped;
+    scene.t.report(2, 10 * GIB, mapped, 0);
+    scene.t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(3) });
+    scene.t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
+    let attached = Command::Attached { client: client(3), gpu: gpu(0) };
+    assert!(!scene.t.after(Duration::from_secs(3)).contains(&attached));
+    scene.contexts.push(1);
+    scene.helper(1, SleepOutcome::Runs);
+    let commands = scene.t.after(Duration::from_secs(1));
+    assert!(commands.contains(&attached) || scene.t.attachment(3).attached, "{commands:?}");
+}
+
+#[test]
+fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
+    let mut scene = Scene::new(&[4 * GIB, GIB]);
+    scene.t.request(1);
+    assert_eq!(scene.pause(1), [revoke(1)]);
+    scene.t.request(1);
+    let commands = scene.t.release(1, ReleaseReason::Revoked);
+    assert!(commands.contains(&Command::PrepareSleep { client: client(1) }), "{commands:?}");
+    assert!(!commands.contains(&grant(1)), "{commands:?}");
+    // It has threads that wait, so it cannot sleep; it is held off all the same, and asked again.
+    scene.t.map(1);
+    scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
+    assert_eq!(scene.t.attachment(1).allowance, 0);
+    assert_eq!(scene.t.after(Duration::from_secs(1)), [Command::PrepareSleep { client: client(1) }]);
+    scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
+    assert_eq!(scene.t.machine.sleep_of(client(1)).obstacle, Some(SleepObstacle::Busy));
+    assert!(scene.resume(1).contains(&grant(1)));
+    assert_eq!(scene.t.after(Duration::from_secs(60)), []);
+}
+
+#[test]
+fn one_that_has_work_is_not_made_to_sleep() {
+    let mut scene = Scene::new(&[4 * GIB, GIB]);
+    scene.t.request(1);
+    assert_eq!(scene.t.say(Event::SleepWanted { client: client(1), paused: false }), []);
+    let view = SleepView { phase: SleepPhase::Awake, paused: false, obstacle: Some(SleepObstacle::Busy) };
+    assert_eq!(scene.t.machine.sleep_of(client(1)), view);
+    scene.t.release(1, ReleaseReason::Idle);
+    assert_eq!(scene.t.after(Duration::from_secs(600)), []);
+}
+
+#[test]
+fn nobody_sleeps_where_room_could_not_be_measured() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.say(Event::SleepWanted { client: client(1), paused: false });
+    assert_eq!(t.machine.sleep_of(client(1)).obstacle, Some(SleepObstacle::Unmeasured));
+}
+
+#[test]
+fn a_helper_that_dies_leaves_the_client_as_it_is_found() {
+    let mut scene = Scene::new(&[4 * GIB, GIB]);
+    scene.t.say(Event::SleepWanted { client: client(1), paused: false });
+    scene.t.map(1);
+    scene.ready(1);
+    assert_eq!(scene.helper(1, SleepOutcome::Unknown), []);
+    assert_eq!(scene.t.after(Duration::from_secs(1)), [checkpoint(1, SleepOperation::Settle)]);
+    assert_eq!(scene.helper(1, SleepOutcome::Runs), [awake(1)]);
+    assert!(scene.t.request(1).contains(&grant(1)));
+}
+
+#[test]
+fn a_client_that_ends_asleep_or_on_its_way_back_leaves_nothing() {
+    for wakes in [false, true] {
+        let mut scene = Scene::paused(&[4 * GIB, GIB]);
+        scene.measure();
+        if wakes {
+            scene.resume(1);
+            assert_eq!(scene.phase(1), SleepPhase::Waking);
+        }
+        scene.t.say(Event::Disconnected { client: client(1) });
+        scene.measure();
+        assert_eq!(scene.capacity(), 16 * GIB - CONTEXT);
+        assert_eq!(scene.t.attachment(2).limit, 16 * GIB - CONTEXT);
+        assert_eq!(scene.helper(1, SleepOutcome::Asleep), []);
+        assert_eq!(scene.t.after(Duration::from_secs(60)), []);
+    }
+}
+
+#[test]
+fn answers_that_nobody_asked_for_change_nothing() {
+    let mut scene = Scene::new(&[GIB, GIB]);
+    let all = [
+        Event::SleepReady { client: client(1) },
+        Event::SleepRefused { client: client(1), why: SleepObstacle::Busy },
+        Event::WakeRequested { client: client(1) },
+        Event::Resumed { client: client(1) },
+        Event::Checkpointed { client: client(1), outcome: SleepOutcome::Lost },
+        Event::SleepWanted { client: client(9), paused: true },
+    ];
+    for event in all {
+        assert_eq!(scene.t.say(event), []);
+    }
+    assert_eq!(scene.phase(1), SleepPhase::Awake);
+}
