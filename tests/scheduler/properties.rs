@@ -188,6 +188,33 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
+    /// Clients are taken off their GPUs and put back, whatever fails of that; everybody is served, and no restore runs out of
+    /// memory.
+    #[test]
+    fn who_is_put_to_sleep_is_served_all_the_same(
+        seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..10, unruly in unruly(), until in 500u64..20_000,
+        odds in (1u64..6, 2u64..12, 2u64..6, 2u64..6),
+    ) {
+        let settings = Settings { context: 256 * MIB, ..settings_of(mode, ms(500)) };
+        let mut world = World::new(settings.clone(), seed);
+        for n in 0..gpus {
+            world.add_gpu(gpu(n), TOTAL, 512 * MIB);
+        }
+        for _ in 0..clients {
+            let plan = plan(&mut world.rng, gpus, unruly);
+            // Together with the contexts of all it fits.
+            world.add(Plan { demand: plan.demand.min(8 * GIB), cpu: plan.cpu * 4, ..plan });
+        }
+        let (refused, silent, failed, died) = odds;
+        world.put_to_sleep(Sleeps { until: ms(until), refused: refused + 1, silent, failed, died });
+        // A helper that fails is tried again after up to 30 s.
+        let bound = bound(&world, ms(500)) * 4 + ms(until) + Duration::from_secs(200 * clients);
+        world.most_steps = 600_000;
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+        world.check_replay(settings);
+    }
+
     /// Sleep in between loses nobody, and nobody runs before it.
     #[test]
     fn sleep_midway(

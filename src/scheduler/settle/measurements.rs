@@ -22,10 +22,14 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Bytes of other tenants' clients that are unverified for this client.
+    /// Bytes of other tenants' clients that are unverified for this client. During a restore those of its own tenant are as well:
+    /// if they are still there, what takes their place is missing for the restore.
     pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
-        let tenant = self.clients.get(&client).map(|c| c.tenant);
-        tenant.zip(self.memory.get(&id)).map_or(0, |(tenant, gpu)| gpu.ledger.unverified_for(tenant))
+        let Some((state, gpu)) = self.clients.get(&client).zip(self.memory.get(&id)) else { return 0 };
+        match gpu.returning {
+            Some(returning) if returning.restored.is_some() => gpu.ledger.unverified(),
+            _ => gpu.ledger.unverified_for(state.tenant),
+        }
     }
 
     /// Bytes that are free for a client: not charged, reserved or unverified.

@@ -33,9 +33,16 @@ impl World {
                     share.is_some_and(|share| share.max < 100) || plan.is_some_and(|p| p.own.time_max < 100);
                 // With the memory of one that is stopped, nobody may have room to wait in line.
                 let is_asleep = self.overdrawn.values().any(|until| *until == Time::MAX);
+                let is_paused = self.machine.sleep_of(*client).paused;
                 let is_stopped = self.models.get(client).is_some_and(|m| m.stopped);
                 assert!(
-                    reason || is_capped || is_stopped || is_asleep || self.grows() || self.now < self.tolerant,
+                    reason
+                        || is_capped
+                        || is_stopped
+                        || is_asleep
+                        || is_paused
+                        || self.grows()
+                        || self.now < self.tolerant,
                     "{command:?} for an empty queue"
                 );
             }
@@ -80,7 +87,11 @@ impl World {
             let allowed = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
             let charge = |client| charges.get(&(client, *gpu)).copied().unwrap_or(0);
             let earlier = before.get(&(*client, *gpu)).copied().unwrap_or(0);
-            if *bytes <= allowed || charge(*client) <= earlier || self.overdrawn.contains_key(gpu) {
+            if *bytes <= allowed
+                || charge(*client) <= earlier
+                || self.overdrawn.contains_key(gpu)
+                || self.sleeps.is_some()
+            {
                 continue;
             }
             let tenant = self.models[client].plan.tenant;
@@ -112,7 +123,7 @@ impl World {
             } else if view.charged <= view.capacity && mapped <= view.charged {
                 self.overdrawn.retain(|gpu, until| *gpu != id || self.now <= *until);
             }
-            let overdrawn = self.overdrawn.contains_key(&id);
+            let overdrawn = self.sleeps.is_some() || self.overdrawn.contains_key(&id);
             let fits = view.charged <= view.capacity || lied || self.physical || overdrawn;
             assert!(fits, "{id:?}: {} charged of {}", view.charged, view.capacity);
             in_host += demand.saturating_sub(view.capacity);

@@ -1,6 +1,6 @@
 //! A simulated program and its client, which answers as the library does: what the program does, and how it misbehaves.
 
-use crate::{world::Happening, *};
+use crate::{sleep::Sleeper, world::Happening, *};
 use nvshare_simulated_client::{Client, Effect, Memory, Setup, Way};
 use std::collections::VecDeque;
 
@@ -33,6 +33,7 @@ pub struct Model {
     pub(crate) stuck: u32,
     pub(crate) inbox: VecDeque<Command>,
     pub(crate) stopped: bool,
+    pub(crate) sleeper: Sleeper,
     pub(crate) epoch: u64,
     /// Start to end of each burst, waiting included.
     pub bursts: Vec<(Time, Time)>,
@@ -54,6 +55,7 @@ impl Model {
             stuck: plan.stuck,
             inbox: VecDeque::new(),
             stopped: false,
+            sleeper: Sleeper::default(),
             epoch: 0,
             bursts: Vec::new(),
             waits: Vec::new(),
@@ -124,10 +126,11 @@ impl World {
         m.hidden.clear();
         // Killed while it was stopped: nobody reads these any more.
         m.stopped = false;
+        m.sleeper = Sleeper::default();
         m.inbox.clear();
         self.queue.retain(|_, w| match w {
             Happening::FromClient(c, _) | Happening::ToClient(c, _) | Happening::Wakes(c, _) => *c != id,
-            Happening::Moved(c, ..) => *c != id,
+            Happening::Moved(c, ..) | Happening::Helps(c, _) | Happening::Prepares(c) => *c != id,
             _ => true,
         });
         if self.connected.contains(&id) {
@@ -137,7 +140,11 @@ impl World {
 
     pub(crate) fn receive(&mut self, id: ClientId, command: Command) {
         let now = self.now;
-        let Some(m) = self.models.get_mut(&id) else { return };
+        let command = match self.sleeps {
+            Some(_) => self.receive_asleep(id, command),
+            None => Some(command),
+        };
+        let (Some(command), Some(m)) = (command, self.models.get_mut(&id)) else { return };
         match &command {
             Command::Limit { gpu, bytes, seq, .. } => {
                 let memory = m.client.memory(*gpu).unwrap();

@@ -6,6 +6,7 @@ mod checks;
 mod client;
 mod decisions;
 mod plan;
+mod sleep;
 mod trouble;
 mod world;
 
@@ -13,6 +14,7 @@ pub use client::Model;
 pub use decisions::Decisions;
 pub use nvshare_simulated_client::addressee;
 pub use plan::{ENDLESS, Lie, Plan};
+pub use sleep::Sleeps;
 pub use trouble::Trouble;
 pub use world::World;
 

@@ -1,6 +1,6 @@
 //! A world in virtual time: the machine, its clients, and the messages between them, which keep their order and take a little time.
 
-use crate::{client::Phase, *};
+use crate::{client::Phase, sleep::Stage, *};
 use nvshare_simulated_client::{Timer, Way};
 use std::collections::BTreeSet;
 
@@ -29,6 +29,12 @@ pub(crate) enum Happening {
     Sample,
     /// It is time to say what moves.
     Traffic,
+    /// Somebody is told to sleep, or to run.
+    SleepSomebody,
+    /// A client looks whether it is prepared.
+    Prepares(ClientId),
+    /// The checkpoint helper is done with a process.
+    Helps(ClientId, SleepOperation),
 }
 
 #[derive(Debug)]
@@ -58,6 +64,8 @@ pub struct World {
     pub(crate) overdrawn: BTreeMap<GpuId, Time>,
     /// Mapping fails where there is no room, whatever the machine believes.
     pub physical: bool,
+    /// How clients are put to sleep.
+    pub(crate) sleeps: Option<Sleeps>,
     /// What ails each GPU, where mapping can fail.
     pub troubles: BTreeMap<GpuId, Trouble>,
     /// Until when there is trouble, and by how many bytes each measurement is wrong at most, also afterwards.
@@ -99,6 +107,7 @@ impl World {
             tolerant: Time::ZERO,
             overdrawn: BTreeMap::new(),
             physical: false,
+            sleeps: None,
             troubles: BTreeMap::new(),
             troubled: Time::ZERO,
             error: 0,
@@ -287,8 +296,11 @@ impl World {
         | Happening::WorkEnds(id, _)
         | Happening::Wakes(id, _)
         | Happening::Moved(id, ..) = what
-            && self.models.get(&id).is_some_and(|m| m.stopped)
+            && self.models.get(&id).is_some_and(|m| m.stopped || m.sleeper.stage == Stage::Prepared)
         {
+            if let Happening::PhaseBegins(_) = what {
+                self.wants_driver(id);
+            }
             return self.at(now + ms(100), what);
         }
         match what {
@@ -307,6 +319,7 @@ impl World {
                         let stopped = model.stopped;
                         self.feed(Event::Stopped { client: id, stopped });
                     }
+                    Command::Checkpoint { operation, .. } => self.call_helper(id, operation),
                     _ if model.stopped => model.inbox.push_back(command),
                     _ => self.receive(id, command),
                 }
@@ -355,11 +368,18 @@ impl World {
                     self.models.iter().filter(|(id, m)| m.plan.gpus.contains(&gpu) && self.connected.contains(id));
                 let found = there.map(|(id, m)| (*id, exactly(m.has(gpu)))).collect();
                 let at = self.now + Duration::from_micros(self.rng.below(2000));
+                if self.sleeps.is_some() {
+                    let bytes = self.overhead_now(gpu);
+                    self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, complete: true }));
+                }
                 if self.physical {
                     return self.read_wrongly(gpu, begun, at, found);
                 }
                 self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free: None, found }));
             }
+            Happening::SleepSomebody => self.sleep_somebody(),
+            Happening::Prepares(id) => self.prepares(id),
+            Happening::Helps(id, operation) => self.helps(id, operation),
             Happening::Kill(id) => {
                 if self.connected.contains(&id) {
                     self.gone(id);

@@ -1,0 +1,181 @@
+//! Clients that are put to sleep and woken: libraries that prepare, refuse or never answer, a helper that fails or dies, and
+//! what must hold meanwhile: only a process that is prepared is checkpointed, and a restore never runs out of memory.
+
+use crate::{client::Phase, world::Happening, *};
+use std::collections::VecDeque;
+
+/// The longest preparation of the library.
+const MOST: Duration = Duration::from_secs(30);
+
+/// A client's process, and its library's part in its sleep.
+#[derive(Debug, Default)]
+pub(crate) struct Sleeper {
+    pub(crate) stage: Stage,
+    /// Nothing of the process is on its GPUs.
+    pub(crate) is_off: bool,
+    /// It has asked to be woken.
+    asked: bool,
+    /// What arrived since it was prepared.
+    kept: VecDeque<Command>,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    #[default]
+    Awake,
+    Preparing {
+        since: Time,
+    },
+    Prepared,
+}
+
+/// How often things go wrong: one in so many.
+#[derive(Debug, Clone, Copy)]
+pub struct Sleeps {
+    /// Nobody is told to sleep after this.
+    pub until: Time,
+    pub refused: u64,
+    pub silent: u64,
+    pub failed: u64,
+    pub died: u64,
+}
+
+impl World {
+    /// From now on clients are put to sleep, paused and resumed at random, and their contexts take so many bytes.
+    pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
+        self.sleeps = Some(sleeps);
+        self.measure();
+        self.at(self.now, Happening::SleepSomebody);
+    }
+
+    /// Bytes of everything on a GPU that is no client's memory: those of contexts are there from when the client may make
+    /// them.
+    pub(crate) fn overhead_now(&self, gpu: GpuId) -> u64 {
+        let context = self.machine.settings().context;
+        let has_context = |id: &ClientId| {
+            self.machine
+                .client(*id)
+                .is_some_and(|c| c.attachments.iter().any(|attachment| attachment.gpu == gpu && attachment.attached))
+        };
+        let there = self.models.iter().filter(|(id, m)| !m.sleeper.is_off && has_context(id));
+        self.overheads[&gpu] + there.count() as u64 * context
+    }
+
+    pub(crate) fn sleep_somebody(&mut self) {
+        let Some(sleeps) = self.sleeps else { return };
+        let connected: Vec<ClientId> = self.connected.iter().copied().collect();
+        if self.now >= sleeps.until {
+            return connected.into_iter().for_each(|client| self.feed(Event::Resumed { client }));
+        }
+        let client = match connected.len() as u64 {
+            0 => ClientId(0),
+            count => connected[self.rng.below(count) as usize],
+        };
+        match self.rng.below(4) {
+            0 => self.feed(Event::Resumed { client }),
+            1 => self.feed(Event::SleepWanted { client, paused: true }),
+            _ => self.feed(Event::SleepWanted { client, paused: false }),
+        }
+        let next = self.now + self.rng.between(ms(1), ms(700));
+        self.at(next, Happening::SleepSomebody);
+    }
+
+    /// What a client does with a command, if that concerns its sleep or waits for the end of it.
+    pub(crate) fn receive_asleep(&mut self, id: ClientId, command: Command) -> Option<Command> {
+        let now = self.now;
+        let sleeps = self.sleeps?;
+        let m = self.models.get_mut(&id)?;
+        match command {
+            Command::PrepareSleep { client } => {
+                assert_eq!(m.sleeper.stage, Stage::Awake, "{id:?} is to prepare twice");
+                if self.rng.one_in(sleeps.refused) {
+                    self.say(id, Event::SleepRefused { client, why: SleepObstacle::Busy });
+                } else if !self.rng.one_in(sleeps.silent) {
+                    m.sleeper.stage = Stage::Preparing { since: now };
+                    self.at(now, Happening::Prepares(id));
+                }
+                None
+            }
+            Command::Awake { .. } => {
+                assert!(!m.sleeper.is_off, "{id:?} is told that it is awake, and is not");
+                let kept = std::mem::take(&mut m.sleeper).kept;
+                kept.into_iter().for_each(|command| self.receive(id, command));
+                None
+            }
+            Command::Grant { .. } if m.sleeper.stage == Stage::Prepared => panic!("{command:?} to one that is asleep"),
+            command if m.sleeper.stage == Stage::Prepared => {
+                m.sleeper.kept.push_back(command);
+                None
+            }
+            command => Some(command),
+        }
+    }
+
+    /// A client that prepares looks whether its memory has left.
+    pub(crate) fn prepares(&mut self, id: ClientId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let Stage::Preparing { since } = m.sleeper.stage else { return };
+        if m.stopped {
+            return self.at(now + ms(100), Happening::Prepares(id));
+        }
+        let is_empty = m.plan.gpus.iter().all(|gpu| m.mapped(*gpu) == 0);
+        if m.phase == Phase::Gpu || now > since + MOST {
+            m.sleeper.stage = Stage::Awake;
+            self.say(id, Event::SleepRefused { client: id, why: SleepObstacle::Busy });
+        } else if is_empty {
+            m.sleeper.stage = Stage::Prepared;
+            self.say(id, Event::SleepReady { client: id });
+        } else {
+            self.at(now + ms(5), Happening::Prepares(id));
+        }
+    }
+
+    /// A thread of a client that is prepared wants to enter the driver.
+    pub(crate) fn wants_driver(&mut self, id: ClientId) {
+        let Some(m) = self.models.get_mut(&id).filter(|m| !m.sleeper.asked) else { return };
+        m.sleeper.asked = true;
+        self.say(id, Event::WakeRequested { client: id });
+    }
+
+    /// The helper has been called: it answers, in a while.
+    pub(crate) fn call_helper(&mut self, id: ClientId, operation: SleepOperation) {
+        let Some(m) = self.models.get(&id) else { return };
+        assert!(m.sleeper.stage == Stage::Prepared, "{operation:?} of {id:?}, which is {:?}", m.sleeper);
+        let at = self.now + self.rng.between(ms(1), ms(3000));
+        self.at(at, Happening::Helps(id, operation));
+    }
+
+    pub(crate) fn helps(&mut self, id: ClientId, operation: SleepOperation) {
+        let Some(sleeps) = self.sleeps.filter(|_| self.connected.contains(&id)) else { return };
+        let (fails, dies) = (self.rng.one_in(sleeps.failed), self.rng.one_in(sleeps.died));
+        let was_off = self.models.get(&id).is_some_and(|m| m.sleeper.is_off);
+        let is_off = match operation {
+            SleepOperation::Sleep => !fails || was_off,
+            SleepOperation::Wake => fails && was_off,
+            SleepOperation::Settle => was_off,
+        };
+        if was_off && !is_off {
+            self.check_room(id);
+        }
+        let Some(m) = self.models.get_mut(&id) else { return };
+        m.sleeper.is_off = is_off;
+        let outcome = match is_off {
+            _ if dies => SleepOutcome::Unknown,
+            true => SleepOutcome::Asleep,
+            false => SleepOutcome::Runs,
+        };
+        self.feed(Event::Checkpointed { client: id, outcome });
+    }
+
+    /// A restore that runs out of memory is final.
+    fn check_room(&self, id: ClientId) {
+        for gpu in &self.models[&id].plan.gpus {
+            let there = self.models.iter().filter(|(id, m)| m.plan.gpus.contains(gpu) && self.connected.contains(id));
+            let memory: u64 = there.map(|(_, m)| m.has(*gpu)).sum();
+            let all = self.overhead_now(*gpu) + self.machine.settings().context + memory;
+            let total = self.totals[gpu];
+            assert!(all <= total, "{id:?} is restored to {gpu:?} with {all} of {total} in use at {:?}", self.now);
+        }
+    }
+}
