@@ -57,6 +57,7 @@ fn cost(others: u64, wait: bool) -> (Duration, Duration) {
         context: 0,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
+        sleep_after: None,
     });
     let mut now = Duration::from_secs(100);
     machine.handle(now, Event::GpuFound { gpu: GPU, total: 80 << 30 });

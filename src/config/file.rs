@@ -257,6 +257,7 @@ mod tests {
                 context: 1 << 20,
                 time_period: Duration::from_secs(20),
                 placement: Placement::Pack,
+                sleep_after: None,
             },
             max_clients_per_tenant: 9,
             log_level: LogLevel::Debug,

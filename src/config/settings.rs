@@ -36,6 +36,7 @@ pub fn defaults() -> Settings {
         context: 600 << 20,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
+        sleep_after: None,
     }
 }
 

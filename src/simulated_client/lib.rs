@@ -95,7 +95,7 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Reserved { client, .. }
         | Command::Prepare { client, .. }
         | Command::Probe { client }
-        | Command::PrepareSleep { client }
+        | Command::PrepareSleep { client, .. }
         | Command::Awake { client }
         | Command::Checkpoint { client, .. }
         | Command::Placed { client, .. }

@@ -26,12 +26,14 @@ pub struct Fake<'a> {
     pub seq: u32,
     /// Has said that the program may have less memory than there is.
     pub stingy: bool,
+    /// Grants no lock.
+    pub grants_nothing: bool,
 }
 
 impl<'a> Fake<'a> {
     pub fn new(machine: &'a Machine) -> Self {
         let listener = Some(Listener::new(&machine.socket()));
-        Self { machine, listener, connection: None, has_answered: false, seq: 0, stingy: false }
+        Self { machine, listener, connection: None, has_answered: false, seq: 0, stingy: false, grants_nothing: false }
     }
 
     /// Nobody is there any more.

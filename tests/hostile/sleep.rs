@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, SchedulerMessage, client::SleepRefusal, version};
+use nvshare_wire::{ClientMessage, SchedulerMessage, client::SleepRefusal, scheduler::PAUSED, version};
 use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
@@ -25,7 +25,7 @@ impl Fake<'_> {
         while let Some(message) = self.receive() {
             match message {
                 ClientMessage::Attach { slot, .. } => self.provide(slot),
-                ClientMessage::Request { gpus } => self.say(SchedulerMessage::Grant { gpus }),
+                ClientMessage::Request { gpus } if !self.grants_nothing => self.say(SchedulerMessage::Grant { gpus }),
                 ClientMessage::SleepReady {} | ClientMessage::SleepRefused { .. } | ClientMessage::Wake {} => {
                     return Some(message);
                 }
@@ -37,7 +37,11 @@ impl Fake<'_> {
     }
 
     fn prepare(&mut self, program: &mut Program) -> Prepared {
-        self.say(SchedulerMessage::PrepareSleep {});
+        self.prepare_with(0, program)
+    }
+
+    fn prepare_with(&mut self, flags: u32, program: &mut Program) -> Prepared {
+        self.say(SchedulerMessage::PrepareSleep { flags });
         wait_for("an answer", || {
             assert_eq!(program.poll(), None, "`{}` ended", program.name);
             match self.next_of_sleep()? {
@@ -166,6 +170,9 @@ fn the_next_scheduler_wakes_it() {
     let hello = wait_for("a greeting", || fake.receive());
     assert!(matches!(hello, ClientMessage::Hello { flags: nvshare_wire::client::ASLEEP, .. }), "{hello:?}");
     fake.welcome(version::MAX);
+    let attach = wait_for("its GPU", || fake.receive());
+    assert!(matches!(attach, ClientMessage::Attach { slot: 0, .. }), "{attach:?}");
+    fake.provide(0);
     fake.wait_for_wake();
     assert!(checkpoint(&machine, &program, "awake"));
     fake.say(SchedulerMessage::Awake {});
@@ -231,6 +238,69 @@ fn an_exit_does_not_wait_for_ever() {
     fake.wait_for_wake();
     fake.vanish();
     assert_eq!(program.wait().code(), Some(7));
+}
+
+/// One that is paused sleeps although threads of it wait, at the gate and before the driver.
+#[test]
+fn one_that_is_paused_sleeps_although_it_has_work() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 0", "link");
+    fake.serve_until_granted(&mut program);
+    fake.grants_nothing = true;
+    fake.say(SchedulerMessage::Revoke { gpus: 1 });
+    wait_for("threads at the gate", || {
+        fake.next_of_sleep();
+        program.stderr().trim_end().lines().rev().take(40).any(|line| line.contains("→ Request {")).then_some(())
+    });
+    assert_eq!(fake.prepare(&mut program), Prepared::Refused(SleepRefusal::Busy));
+    fake.say(SchedulerMessage::Allowance { slot: 0, seq: fake.seq + 1, bytes: 0 });
+    assert_eq!(fake.prepare_with(PAUSED, &mut program), Prepared::Ready);
+    assert!(checkpoint(&machine, &program, "asleep"));
+    fake.wait_for_wake();
+    assert!(checkpoint(&machine, &program, "awake"));
+    fake.grants_nothing = false;
+    fake.say(SchedulerMessage::Awake {});
+    fake.say(SchedulerMessage::Allowance { slot: 0, seq: fake.seq + 2, bytes: MEMORY });
+    fake.say(SchedulerMessage::Grant { gpus: 1 });
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+/// A message that arrives while it prepares changes nothing of that, and is carried out.
+#[test]
+fn messages_do_not_keep_it_awake() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 400", "link");
+    fake.serve_until_granted(&mut program);
+    let is_ready = |fake: &mut Fake, program: &mut Program| {
+        fake.say(SchedulerMessage::PrepareSleep { flags: 0 });
+        for n in 1..200 {
+            let (seq, bytes) = (fake.seq + n, MEMORY - u64::from(n) * 4096);
+            fake.say(SchedulerMessage::Limit { slot: 0, bytes, seq, most: MEMORY, spare: u64::MAX, max: 0 });
+        }
+        fake.seq += 200;
+        wait_for("an answer", || {
+            assert_eq!(program.poll(), None);
+            match fake.next_of_sleep()? {
+                ClientMessage::SleepReady {} => Some(true),
+                ClientMessage::SleepRefused { why: SleepRefusal::Busy } => Some(false),
+                other => panic!("{other:?}"),
+            }
+        })
+    };
+    wait_for("it to be prepared", || is_ready(&mut fake, &mut program).then_some(()));
+    assert!(checkpoint(&machine, &program, "asleep"));
+    fake.wait_for_wake();
+    assert!(checkpoint(&machine, &program, "awake"));
+    fake.say(SchedulerMessage::Awake {});
+    let (slot, seq) = (0, fake.seq + 1);
+    fake.say(SchedulerMessage::Limit { slot, bytes: MEMORY, seq, most: MEMORY, spare: u64::MAX, max: 0 });
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
 }
 
 /// Starts a program that cannot sleep once it has said `ready`, and checks why.

@@ -193,9 +193,10 @@ proptest! {
     #[test]
     fn who_is_put_to_sleep_is_served_all_the_same(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..10, unruly in unruly(), until in 500u64..20_000,
-        odds in (1u64..6, 2u64..12, 2u64..6, 2u64..6),
+        odds in (1u64..6, 2u64..12, 2u64..6, 2u64..6), after in prop::option::of(10u64..5000),
     ) {
-        let settings = Settings { context: 256 * MIB, ..settings_of(mode, ms(500)) };
+        let sleep_after = after.map(ms);
+        let settings = Settings { context: 256 * MIB, sleep_after, ..settings_of(mode, ms(500)) };
         let mut world = World::new(settings.clone(), seed);
         for n in 0..gpus {
             world.add_gpu(gpu(n), TOTAL, 512 * MIB);
@@ -276,6 +277,12 @@ fn event() -> impl Strategy<Value = Event> {
         Just(ReleaseReason::NoMemory),
         Just(ReleaseReason::Gone)
     ];
+    let outcome = prop_oneof![
+        Just(SleepOutcome::Runs),
+        Just(SleepOutcome::Asleep),
+        Just(SleepOutcome::Lost),
+        Just(SleepOutcome::Unknown)
+    ];
     let quantum = prop_oneof![1u64..5000, Just(u64::MAX)];
     let report = (prop_oneof![0u32..40, Just(u32::MAX)], bytes(), bytes(), bytes(), bytes()).prop_map(
         |(ack, demand, mapped, swapped, pinned)| MemoryReport { ack, demand, mapped, swapped, pinned, limit_ack: ack },
@@ -283,11 +290,19 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         1 => Just(Event::Tick),
         1 => (mode(), quantum, bytes(), bytes()).prop_map(|((anti_thrash, policy), q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None })
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None, sleep_after: Some(ms(q)) })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => g().prop_map(|gpu| Event::GpuGone { gpu }),
         1 => any::<bool>().prop_map(|asleep| Event::Sleep { asleep }),
+        1 => (g(), any::<bool>()).prop_map(|(gpu, present)| Event::OtherPrograms { gpu, present }),
+        1 => c().prop_map(|client| Event::FoundAsleep { client }),
+        2 => (c(), any::<bool>()).prop_map(|(client, paused)| Event::SleepWanted { client, paused }),
+        1 => c().prop_map(|client| Event::Resumed { client }),
+        2 => c().prop_map(|client| Event::SleepReady { client }),
+        1 => c().prop_map(|client| Event::SleepRefused { client, why: SleepObstacle::Busy }),
+        1 => c().prop_map(|client| Event::WakeRequested { client }),
+        3 => (c(), outcome).prop_map(|(client, outcome)| Event::Checkpointed { client, outcome }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
         1 => (g(), 0u64..100_000, bytes(), any::<bool>())
             .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, complete }),

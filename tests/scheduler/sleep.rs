@@ -74,7 +74,7 @@ impl Scene {
         let mut scene = Self::new(demands);
         let commands = scene.pause(1);
         assert_eq!(scene.t.attachment(1).allowance, 0);
-        assert_eq!(commands.last(), Some(&Command::PrepareSleep { client: client(1) }));
+        assert_eq!(commands.last(), Some(&Command::PrepareSleep { client: client(1), paused: true }));
         scene.t.map(1);
         assert_eq!(scene.ready(1), [checkpoint(1, SleepOperation::Sleep)]);
         scene.contexts.retain(|n| *n != 1);
@@ -182,13 +182,13 @@ fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
     assert_eq!(scene.pause(1), [revoke(1)]);
     scene.t.request(1);
     let commands = scene.t.release(1, ReleaseReason::Revoked);
-    assert!(commands.contains(&Command::PrepareSleep { client: client(1) }), "{commands:?}");
+    assert!(commands.contains(&Command::PrepareSleep { client: client(1), paused: true }), "{commands:?}");
     assert!(!commands.contains(&grant(1)), "{commands:?}");
     // It has threads that wait, so it cannot sleep; it is held off all the same, and asked again.
     scene.t.map(1);
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.attachment(1).allowance, 0);
-    assert_eq!(scene.t.after(Duration::from_secs(1)), [Command::PrepareSleep { client: client(1) }]);
+    assert_eq!(scene.t.after(Duration::from_secs(1)), [Command::PrepareSleep { client: client(1), paused: true }]);
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.machine.sleep_of(client(1)).obstacle, Some(SleepObstacle::Busy));
     assert!(scene.resume(1).contains(&grant(1)));
@@ -259,4 +259,152 @@ fn answers_that_nobody_asked_for_change_nothing() {
         assert_eq!(scene.t.say(event), []);
     }
     assert_eq!(scene.phase(1), SleepPhase::Awake);
+}
+
+/// Clients of an earlier scheduler say that they are asleep.
+mod found {
+    use super::*;
+
+    /// Client 1 has connected to a new scheduler, and says so. The other has most of the GPU.
+    fn found(demands: &[u64]) -> Scene {
+        let mut scene = Scene::new(demands);
+        let n = demands.len() as u64 + 1;
+        scene.t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+        let commands = scene.t.say(Event::FoundAsleep { client: client(n) });
+        assert_eq!(commands, [checkpoint(n, SleepOperation::Settle)]);
+        scene.t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        scene
+    }
+
+    #[test]
+    fn one_that_is_asleep_comes_back_when_it_asks_and_there_is_room() {
+        let mut scene = found(&[15 * GIB]);
+        scene.helper(2, SleepOutcome::Asleep);
+        scene.measure();
+        scene.t.after(Duration::from_secs(60));
+        assert_eq!((scene.phase(2), scene.capacity()), (SleepPhase::Asleep, 16 * GIB - CONTEXT));
+        scene.t.request(1);
+        scene.t.map(1);
+        scene.t.release(1, ReleaseReason::Idle);
+        assert_eq!(scene.t.attachment(1).mapped, 15 * GIB);
+        let commands = scene.t.say(Event::WakeRequested { client: client(2) });
+        let left = allowances(&commands).last().copied().expect("the other is to evict");
+        assert!(left.0 == 1 && left.1 <= 16 * GIB - 2 * CONTEXT, "{commands:?}");
+        scene.t.map(1);
+        scene.measure();
+        assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
+        scene.contexts.push(2);
+        assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
+        // From here on it is like one that has connected with a context.
+        scene.t.report(2, GIB, 0, 0);
+        scene.measure();
+        let commands = scene.t.after(Duration::from_secs(3));
+        assert!(scene.t.attachment(2).attached, "{commands:?}");
+        let commands = [scene.t.request(2), scene.t.map(1), scene.measure(), scene.t.map(2)].concat();
+        assert!(commands.contains(&grant(2)), "{commands:?}");
+    }
+
+    #[test]
+    fn one_that_was_only_prepared_goes_on() {
+        let mut scene = found(&[GIB]);
+        let commands = scene.helper(2, SleepOutcome::Runs);
+        assert!(commands.contains(&awake(2)), "{commands:?}");
+        scene.t.report(2, GIB, 0, 0);
+        assert!(scene.t.request(2).contains(&grant(2)));
+    }
+
+    #[test]
+    fn one_that_names_no_gpu_is_put_back_all_the_same() {
+        let mut scene = Scene::new(&[GIB]);
+        scene.t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(2) });
+        scene.t.say(Event::FoundAsleep { client: client(2) });
+        scene.t.say(Event::WakeRequested { client: client(2) });
+        assert_eq!(scene.helper(2, SleepOutcome::Asleep), [checkpoint(2, SleepOperation::Wake)]);
+        assert_eq!(scene.helper(2, SleepOutcome::Runs), [awake(2)]);
+    }
+}
+
+/// Clients that are idle for long where others lack room.
+mod idle {
+    use super::*;
+
+    const AFTER: Duration = Duration::from_secs(300);
+
+    /// Clients that have been idle since they came. Only they use the GPU.
+    fn idle(demands: &[u64]) -> Scene {
+        let mut scene = Scene::new(demands);
+        let settings = Settings { sleep_after: Some(AFTER), ..scene.t.machine.settings().clone() };
+        scene.t.say(Event::Configure(settings));
+        scene.t.say(Event::OtherPrograms { gpu: gpu(0), present: false });
+        scene.measure();
+        scene
+    }
+
+    fn prepares(n: u64) -> Command {
+        Command::PrepareSleep { client: client(n), paused: false }
+    }
+
+    #[test]
+    fn the_one_that_has_been_idle_for_longest_makes_room_until_all_others_fit() {
+        let mut scene = idle(&[5 * GIB; 5]);
+        assert!(
+            !scene.t.after(AFTER - Duration::from_secs(1)).iter().any(|c| matches!(c, Command::PrepareSleep { .. }))
+        );
+        let commands = scene.t.after(Duration::from_secs(1));
+        assert!(commands.contains(&prepares(1)), "{commands:?}");
+        scene.t.map(1);
+        scene.t.after(Duration::from_secs(1));
+        scene.ready(1);
+        scene.contexts.retain(|n| *n != 1);
+        let commands = scene.helper(1, SleepOutcome::Asleep);
+        assert!(!commands.contains(&prepares(2)), "it is measured first: {commands:?}");
+        let commands = scene.measure();
+        // 15 GiB of the three others are more than there is, and then 10 GiB of two are not.
+        assert!(commands.contains(&prepares(2)), "{commands:?}");
+        scene.t.map(2);
+        scene.ready(2);
+        scene.contexts.retain(|n| *n != 2);
+        scene.helper(2, SleepOutcome::Asleep);
+        scene.measure();
+        scene.measure();
+        scene.t.after(AFTER * 3);
+        assert!((3..6).all(|n| scene.phase(n) == SleepPhase::Awake));
+    }
+
+    #[test]
+    fn nobody_sleeps_where_all_fit_or_where_others_use_the_gpu() {
+        let mut scene = idle(&[4 * GIB, 4 * GIB]);
+        assert_eq!(scene.t.after(AFTER * 2), []);
+        let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
+        scene.t.say(Event::OtherPrograms { gpu: gpu(0), present: true });
+        scene.t.after(AFTER * 2);
+        assert!((1..4).all(|n| scene.phase(n) == SleepPhase::Awake));
+    }
+
+    #[test]
+    fn one_that_refuses_is_not_asked_again_soon_and_the_next_is() {
+        let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
+        assert!(scene.t.after(AFTER).contains(&prepares(1)));
+        let refusal = Event::SleepRefused { client: client(1), why: SleepObstacle::Busy };
+        assert!(scene.t.say(refusal).contains(&prepares(2)));
+    }
+
+    /// A client whose context would leave another too little waits, until one that is idle has gone for it.
+    #[test]
+    fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
+        let mut scene = idle(&[GIB, 15 * GIB]);
+        scene.t.request(2);
+        scene.t.map(2);
+        scene.t.after(AFTER);
+        let waits = Command::Waiting { client: client(3), gpus: GpuSet::from([gpu(0)]), why: WaitReason::Context };
+        scene.t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(3) });
+        let commands = scene.t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
+        assert!(commands.contains(&waits) && commands.contains(&prepares(1)), "{commands:?}");
+        scene.t.map(1);
+        scene.ready(1);
+        scene.contexts.retain(|n| *n != 1);
+        scene.helper(1, SleepOutcome::Asleep);
+        let commands = [scene.measure(), scene.t.after(Duration::from_secs(3))].concat();
+        assert!(commands.contains(&Command::Attached { client: client(3), gpu: gpu(0) }), "{commands:?}");
+    }
 }

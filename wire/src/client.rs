@@ -220,6 +220,8 @@ byte_enum! {
 }
 
 /// A flag of [`Hello`](ClientMessage::Hello): the client has been told to sleep by another scheduler, and is prepared or asleep.
+/// It then names its GPUs (`Attach`), but is told and tells no more of them before it is awake. After
+/// [`Resume`](crate::SchedulerMessage::Resume), `Held` with no GPU follows.
 pub const ASLEEP: u32 = 1;
 
 byte_enum! {

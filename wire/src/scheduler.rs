@@ -101,7 +101,10 @@ messages! {
         /// The client is about to be taken off its GPUs. It is to evict all memory and to enter the driver no more, until
         /// [`Awake`](Self::Awake). Answered by [`SleepReady`](crate::ClientMessage::SleepReady) or
         /// [`SleepRefused`](crate::ClientMessage::SleepRefused).
-        81 (since 7) => PrepareSleep {},
+        81 (since 7) => PrepareSleep {
+            /// [`PAUSED`], or 0.
+            flags: u32,
+        },
 
         /// The client is on its GPUs, or stays there after all.
         82 (since 7) => Awake {},
@@ -117,6 +120,9 @@ messages! {
         92 (since 4) => Remark { text: Text<REMARK> },
     }
 }
+
+/// A flag of [`PrepareSleep`](SchedulerMessage::PrepareSleep): the client is paused. Threads that wait are then no reason to stay.
+pub const PAUSED: u32 = 1;
 
 byte_enum! {
     /// Why a connection is refused.

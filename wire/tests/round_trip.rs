@@ -152,6 +152,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<(u32, u32, u64)>().prop_map(|(slot, seq, bytes)| Allowance { slot, seq, bytes }),
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
+        any::<u32>().prop_map(|flags| PrepareSleep { flags }),
         any::<(u64, u32, u32)>().prop_map(|(gpus, waiters, grace_us)| Contended { gpus, waiters, grace_us }),
         (any::<u64>(), why).prop_map(|(gpus, why)| Waiting { gpus, why }),
         (any::<(u64, u32, u64, u32)>(), secret()).prop_map(|((ticket, range, allocation, first), secret)| Export {

@@ -71,7 +71,7 @@ impl Gpu {
         }
         // From here on the scheduler grants the lock and the allowance.
         gpu.gate.close(closed::LOCK);
-        gpu.introduce(tell_imports);
+        gpu.introduce(false, tell_imports);
         gpu.wait_for_admission()
     }
 
@@ -92,7 +92,7 @@ impl Gpu {
         }
         if asks_anew {
             self.gate.close(closed::LOCK);
-            self.introduce(tell_imports);
+            self.introduce(false, tell_imports);
         }
         self.wait_for_admission()
     }
@@ -159,27 +159,20 @@ impl Gpu {
         self.info.get_or_init(learn).as_ref()
     }
 
-    /// Tells the scheduler about this GPU and the memory of this client there.
-    pub fn introduce(&self, tell_imports: TellImports) {
-        self.introduce_to(Space::reset_for_scheduler, tell_imports);
+    /// Tells the scheduler about this GPU and the memory of this client there. `is_named`: it knows of the GPU already.
+    pub fn introduce(&self, is_named: bool, tell_imports: TellImports) {
+        self.introduce_to(is_named, Space::reset_for_scheduler, tell_imports);
     }
 
     /// The same for a successor of the scheduler, on the same connection.
-    pub fn introduce_again(&self, tell_imports: TellImports) {
+    pub fn introduce_again(&self, is_named: bool, tell_imports: TellImports) {
         self.forget_introduction();
-        self.introduce_to(Space::reset_for_successor, tell_imports);
+        self.introduce_to(is_named, Space::reset_for_successor, tell_imports);
     }
 
-    fn introduce_to(&self, meet: fn(&mut Space), tell_imports: TellImports) {
-        let Some(info) = self.info() else { return };
-        let _one = self.introducing.lock();
-        if self.is_introduced() || self.is_refused() {
-            return;
-        }
-        if let Some(space) = self.space.get() {
-            meet(&mut space.lock());
-        }
-        let sent = connection::send(&ClientMessage::Attach {
+    /// The message by which the scheduler learns of this GPU. Takes no lock.
+    pub fn name(&self) -> Option<ClientMessage> {
+        self.info().map(|info| ClientMessage::Attach {
             slot: self.index,
             uuid: info.uuid,
             kind: wire::GpuKind::Gpu,
@@ -187,7 +180,18 @@ impl Gpu {
             total: info.total,
             name: info.name,
             reason: info.reason,
-        });
+        })
+    }
+
+    fn introduce_to(&self, is_named: bool, meet: fn(&mut Space), tell_imports: TellImports) {
+        let _one = self.introducing.lock();
+        if self.is_introduced() || self.is_refused() {
+            return;
+        }
+        if let Some(space) = self.space.get() {
+            meet(&mut space.lock());
+        }
+        let sent = is_named || self.name().is_some_and(|attach| connection::send(&attach));
         // If it could not be sent, the client's thread tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);

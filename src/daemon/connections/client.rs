@@ -6,6 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvshare_wire::client::ASLEEP;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, Text, WireError, version};
 use tokio::io::unix::AsyncFd;
@@ -80,7 +81,7 @@ pub(super) async fn serve(
         Ok(Err(violation)) => return connections.log_refused(&identity, format_args!("{DISCONNECTED}: {violation}")),
         Err(_) => return debug!(pid = identity.pid, "sent no Hello within {HELLO_TIMEOUT:?}"),
     };
-    let Hello { min, max, resume, gang, library } = hello;
+    let Hello { min, max, resume, is_asleep, gang, library } = hello;
     let slice = budget.slice().await;
     slice.spend(ARRIVAL_TOKENS);
     let Some(version) = version::negotiate(min, max) else {
@@ -111,6 +112,7 @@ pub(super) async fn serve(
         library,
         lock: None,
         reconnects,
+        is_asleep,
     };
     let client = core.borrow_mut().connect(arrival);
     slice.end().await;
@@ -193,6 +195,8 @@ pub struct Hello {
     pub max: u16,
     /// Its id on an earlier connection, or 0.
     pub resume: u64,
+    /// It has been told to sleep by an earlier scheduler.
+    pub is_asleep: bool,
     pub gang: u64,
     pub library: Text<32>,
 }
@@ -202,8 +206,8 @@ async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation>
     let mut buffer = [0; MAX_LEN];
     let Some(packet) = connection.receive(&mut buffer, &mut Vec::new()).await? else { return Ok(None) };
     match ClientMessage::decode(packet, 0) {
-        Ok(ClientMessage::Hello { min_version, max_version, flags: _, resume, gang, library }) => {
-            Ok(Some(Hello { min: min_version, max: max_version, resume, gang, library }))
+        Ok(ClientMessage::Hello { min_version: min, max_version: max, flags, resume, gang, library }) => {
+            Ok(Some(Hello { min, max, resume, is_asleep: flags & ASLEEP != 0, gang, library }))
         }
         Ok(_) | Err(WireError::Version { .. }) => Err(Violation::NotHello),
         Err(error) => Err(error.into()),

@@ -212,6 +212,7 @@ impl Record {
             library: "D-Bus".to_owned(),
             lock: Some(files.clone()),
             reconnects: false,
+            is_asleep: false,
         };
         Ok((arrival, Unattached { record: self, connection, client_end, files }))
     }

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvshare_wire::client::ASLEEP;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, SlotSet, version};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc;
@@ -169,11 +170,11 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
         // Descriptors belong to answers to the earlier daemon: they are closed.
         let packet = connection.receive(&mut buffer, &mut Vec::new()).await.ok()??;
         match ClientMessage::decode(packet, name.version) {
-            Ok(ClientMessage::Hello { min_version: min, max_version: max, flags: _, resume, gang, library }) => {
+            Ok(ClientMessage::Hello { min_version: min, max_version: max, flags, resume, gang, library }) => {
                 if resume != name.client || !(min..=max).contains(&name.version) {
                     return None;
                 }
-                hello = Some(Hello { min, max, resume, gang, library });
+                hello = Some(Hello { min, max, resume, is_asleep: flags & ASLEEP != 0, gang, library });
                 packets.clear();
             }
             Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, gpus)),
@@ -203,6 +204,7 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
             library: hello.library.as_str().to_owned(),
             lock: None,
             reconnects: true,
+            is_asleep: hello.is_asleep,
         };
         core.borrow_mut().resume(client, arrival, asked.name);
         for packet in std::mem::take(packets) {

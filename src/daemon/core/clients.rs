@@ -41,9 +41,13 @@ impl Core {
             let library = printable(&arrival.library);
             info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name} connected");
         }
+        let is_asleep = arrival.is_asleep;
         self.add_client(client, arrival, gang, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         self.apply(Event::Connected { client, gang, tenant: account });
+        if is_asleep {
+            self.apply(Event::FoundAsleep { client });
+        }
         self.apply_rule(client);
         self.find_place(client);
         client
@@ -57,11 +61,15 @@ impl Core {
             let library = printable(&arrival.library);
             info!(name: "client-resumed", client = client.0, pid, uid, unit, %tenant, library, "{called} continues");
         }
+        let is_asleep = arrival.is_asleep;
         self.add_client(client, arrival, gang, "resume");
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.stored_as = Some(name);
         }
         self.apply(Event::Connected { client, gang, tenant: account });
+        if is_asleep {
+            self.apply(Event::FoundAsleep { client });
+        }
         self.apply_rule(client);
     }
 
@@ -100,7 +108,8 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { connection, mut identity, version, gang: named, library, lock, reconnects } = arrival;
+        let Arrival { connection, mut identity, version, gang: named, library, lock, reconnects, is_asleep: _ } =
+            arrival;
         self.pods.name(&mut identity);
         let entry = Client {
             connection,

@@ -136,11 +136,11 @@ impl Core {
                 self.placement_failed(client, &why);
                 return None;
             }
-            Command::PrepareSleep { client } => {
+            Command::PrepareSleep { client, paused } => {
                 if self.clients.get(&client)?.session.version < version::SLEEP {
                     return Some(Event::SleepRefused { client, why: SleepObstacle::UnseenWork });
                 }
-                (client, SchedulerMessage::PrepareSleep {})
+                (client, SchedulerMessage::PrepareSleep { flags: if paused { wire::PAUSED } else { 0 } })
             }
             Command::Awake { client } => {
                 if self.clients.get(&client)?.session.version < version::SLEEP {

@@ -187,8 +187,8 @@ impl Core {
                     identity.name
                 );
             }
-            Command::PrepareSleep { client } => {
-                debug!(client = client.0, "prepare-sleep");
+            Command::PrepareSleep { client, paused } => {
+                debug!(client = client.0, paused, "prepare-sleep");
                 self.trace(now, *client, None, "prepare-sleep", None);
             }
             Command::Awake { client } => {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::state::Core;
-use crate::daemon::gpu::accounting::Attached;
+use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::host_memory::{HostUse, MemInfo};
 use crate::daemon::gpu::nvml::{Query, Report, Sample};
 use crate::scheduler::{Event, GpuId, Time};
@@ -95,6 +95,8 @@ impl Core {
         let processes = || sample.processes.iter().flat_map(BTreeMap::keys);
         let complete = settled || processes().all(|pid| clients.contains(pid) || departed.contains_key(pid));
         let is_own = |pid| !settled || departed.contains_key(&pid);
+        let is_known = |pid: &u32| clients.contains(pid) || departed.contains_key(pid);
+        let all_known = settled && processes().all(is_known);
         let guess = context.min(total / CONTEXT_DIVISOR);
         let overhead = match sample.steady {
             true => entry.accounting.sample(sample, &attached, guess, is_own),
@@ -108,6 +110,9 @@ impl Core {
         if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
+        // Where NVML lists no processes there may be others.
+        let present = !(all_known && basis == Basis::Processes);
+        self.apply(Event::OtherPrograms { gpu, present });
         self.apply(Event::ContextSizes { gpu, bytes: contexts });
         if let Some(bytes) = overhead {
             if before.0 != Some(bytes) {

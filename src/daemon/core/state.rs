@@ -183,6 +183,8 @@ pub struct Arrival {
     pub lock: Option<Rc<LockFiles>>,
     /// It was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
+    /// It has been told to sleep by an earlier scheduler.
+    pub is_asleep: bool,
 }
 
 /// State of a client on one GPU that the machine does not keep.

@@ -108,7 +108,8 @@ pub enum Command {
 
     /// The client is to evict all memory, and to enter the driver no more until `Awake`. It answers with
     /// [`Event::SleepReady`] or [`Event::SleepRefused`].
-    PrepareSleep { client: ClientId },
+    /// `paused`: threads of it that wait are no reason to refuse.
+    PrepareSleep { client: ClientId, paused: bool },
     /// The client is on its GPUs, or stays there.
     Awake { client: ClientId },
     /// The daemon is to have the checkpoint helper do this with the client's process, and to answer with

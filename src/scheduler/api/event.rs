@@ -161,9 +161,15 @@ pub enum Event {
     /// Answers `Command::Probe`.
     Stopped { client: ClientId, stopped: bool },
 
+    /// From the daemon: whether programs that are no clients use the GPU, or may. They do until this says otherwise.
+    OtherPrograms { gpu: GpuId, present: bool },
+
     /// From the daemon: the client is to leave its GPUs, its contexts included, if it can: until it wants to enter the driver,
     /// or (`paused`) until `Resumed`. It is held off its GPUs until then, even if it cannot sleep.
     SleepWanted { client: ClientId, paused: bool },
+    /// From the daemon: the client, which has just connected, says that it has been told to sleep by an earlier scheduler. Whether it
+    /// is off its GPUs is found out. It sleeps on until it wants to enter the driver.
+    FoundAsleep { client: ClientId },
     /// From the daemon: the client is to run again.
     Resumed { client: ClientId },
     /// From the client: it has evicted its memory, and nothing of it enters the driver until `Command::Awake`. Answers

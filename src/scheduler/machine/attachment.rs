@@ -27,6 +27,7 @@ impl Machine {
         self.lock.attach(now, client, id);
         self.histories.begin(now, client, id);
         self.touch(id);
+        self.attached_asleep(client);
     }
 
     /// Removes a client from a GPU: its memory, its hold and its requests.

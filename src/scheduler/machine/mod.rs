@@ -29,6 +29,7 @@ impl Settings {
     fn clamp(&mut self) {
         self.time_quantum = self.time_quantum.min(MAX_TIME);
         self.time_period = self.time_period.min(MAX_TIME / 100);
+        self.sleep_after = self.sleep_after.map(|after| after.min(MAX_TIME));
     }
 }
 
@@ -149,6 +150,7 @@ impl Machine {
             Event::ContextSizes { gpu, bytes } => {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
             }
+            Event::OtherPrograms { gpu, present } => self.other_programs(gpu, present),
             Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
             Event::HostAhead { bytes } => self.host_ahead(bytes),
@@ -206,6 +208,7 @@ impl Machine {
             }
             Event::Stopped { client, stopped } => self.stopped(client, stopped),
             Event::SleepWanted { client, paused } => self.want_sleep(client, paused),
+            Event::FoundAsleep { client } => self.found_asleep(client),
             Event::Resumed { client } => self.wake(client, true),
             Event::SleepReady { client } => {
                 self.alive(client);

@@ -77,6 +77,9 @@ pub(crate) struct GpuMemory {
     pub capacity: u64,
     /// Whether a holder or the first request in the queue lacks bytes. Bytes that become free are theirs.
     pub lacking: bool,
+    /// No program uses it that is no client.
+    #[serde(default)]
+    pub has_only_clients: bool,
     /// The client that is about to be restored here.
     #[serde(default)]
     pub returning: Option<Returning>,
@@ -122,6 +125,7 @@ impl GpuMemory {
             reservations: Vec::new(),
             capacity: 0,
             lacking: false,
+            has_only_clients: false,
             returning: None,
             rates: Rates::default(),
         }

@@ -16,6 +16,13 @@ impl Machine {
         self.touch(id);
     }
 
+    pub(crate) fn other_programs(&mut self, id: GpuId, present: bool) {
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        if std::mem::replace(&mut gpu.has_only_clients, !present) == present {
+            self.touch(id);
+        }
+    }
+
     pub(crate) fn link_found(&mut self, id: GpuId, rate: u64) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         gpu.rates.link_found(rate);

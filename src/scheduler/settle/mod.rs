@@ -110,6 +110,7 @@ impl Machine {
         }
         let returning = self.serve_returning(id);
         let attaching = self.answer_attaching(id);
+        let sleeping = self.sleep_idle(id);
         if is_enough {
             self.credit_ahead(id);
         }
@@ -118,7 +119,8 @@ impl Machine {
         let turn = self.update_turns(id, &pressure);
         self.note_opening(id);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
-        let next = [attaching, returning, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
+        let next =
+            [attaching, returning, sleeping, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
         self.effects.wake(Wake::Gpu(id), next);
     }
 

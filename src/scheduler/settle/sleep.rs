@@ -36,6 +36,58 @@ impl Machine {
         self.return_next(client);
     }
 
+    /// Puts to sleep the client that has been idle for longest and for long enough, where others lack room. Returns when the next
+    /// will have been.
+    pub(super) fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
+        let (client, due) = self.next_sleeper(id)?;
+        if self.now < due {
+            return Some(due);
+        }
+        self.want_sleep(client, false);
+        None // what follows changes the GPU
+    }
+
+    /// The next client to put to sleep on a GPU, and when. One after the other, since what one leaves may be enough, and that is
+    /// measured first.
+    fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
+        let after = self.settings.sleep_after?;
+        let gpu = self.memory.get(&id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
+        let lacks_contexts = self.lacks_contexts(id);
+        let demand = |client: &ClientId| match self.sleep.is_away(*client) {
+            true => 0,
+            false => gpu.ledger.account(*client).map_or(0, |account| account.report.demand),
+        };
+        let demands = gpu.clients.keys().fold(0u64, |sum, client| sum.saturating_add(demand(client)));
+        let usable = gpu.usable(&self.settings);
+        if !(lacks_contexts || demands > usable) || gpu.clients.keys().any(|client| self.sleep.is_leaving(*client)) {
+            return None;
+        }
+        let makes_room = |client: &ClientId| lacks_contexts || demands - demand(client) > usable;
+        let can = |client: &ClientId| !self.is_absent(*client) && self.obstacle(*client).is_none();
+        let due = |client: &ClientId| {
+            let idle = self.gpus_of(*client).into_iter().filter_map(|id| {
+                let used = self.memory_of(*client, id)?.used.unwrap_or_default();
+                Some(self.lock.of(*client, id)?.last_run.max(used))
+            });
+            idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after)
+        };
+        let candidates = gpu.clients.keys().filter(|client| makes_room(client) && can(client));
+        candidates.map(|client| (due(client), *client)).min().map(|(due, client)| (client, due))
+    }
+
+    /// Whether there is no room for contexts, and others could sleep for them.
+    pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
+        let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.has_only_clients && self.settings.sleep_after.is_some())
+        else {
+            return false;
+        };
+        let all = gpu.total.saturating_sub(gpu.reserve(&self.settings));
+        gpu.contexts.deferred() > 0
+            || (!gpu.contexts.is_empty()
+                && (gpu.overhead_wanted(&self.settings) > all
+                    || gpu.ledger.unevictable() > gpu.capacity(&self.settings)))
+    }
+
     /// Keeps a client that is held off from running: its request waits, and the locks that it has are revoked.
     fn hold_off(&mut self, client: ClientId) {
         if !self.sleep.is_held_off(client) {
@@ -110,7 +162,9 @@ impl Machine {
 
     pub(crate) fn sleep_ready(&mut self, client: ClientId) {
         let is_there = |id: &GpuId| self.account(client, *id).is_some_and(|account| account.charge > 0);
-        let obstacle = self.gpus_of(client).iter().any(is_there).then_some(SleepObstacle::Immovable);
+        let is_any_there = self.gpus_of(client).iter().any(is_there);
+        // It may have asked for a lock or attached another GPU since.
+        let obstacle = is_any_there.then_some(SleepObstacle::Immovable).or_else(|| self.obstacle(client));
         let step = self.sleep.ready(self.now, client, obstacle);
         self.take_step(client, step);
     }
@@ -118,6 +172,21 @@ impl Machine {
     pub(crate) fn sleep_refused(&mut self, client: ClientId, why: SleepObstacle) {
         let step = self.sleep.refused(self.now, client, why);
         self.take_step(client, step);
+    }
+
+    pub(crate) fn found_asleep(&mut self, client: ClientId) {
+        if self.clients.contains_key(&client) {
+            let step = self.sleep.found(client);
+            self.take_step(client, step);
+        }
+    }
+
+    /// A client has attached a GPU, which it may have left long ago.
+    pub(crate) fn attached_asleep(&mut self, client: ClientId) {
+        if self.sleep.is_away(client) {
+            self.has_left(client);
+            self.return_next(client);
+        }
     }
 
     pub(crate) fn wake(&mut self, client: ClientId, resumed: bool) {
@@ -141,7 +210,10 @@ impl Machine {
     fn take_step(&mut self, client: ClientId, step: Step) {
         match step {
             Step::Nothing => {}
-            Step::Prepare => self.effects.command(Command::PrepareSleep { client }),
+            Step::Prepare => {
+                let paused = self.sleep.is_paused(client);
+                self.effects.command(Command::PrepareSleep { client, paused });
+            }
             Step::Call(operation) => self.effects.command(Command::Checkpoint { client, operation }),
             Step::Sleeps | Step::Wakes => self.has_left(client),
             Step::Runs => {
@@ -176,6 +248,7 @@ impl Machine {
             let bytes = self.context_of(client, id);
             let Some(gpu) = self.memory.get_mut(&id) else { continue };
             gpu.unmeasured.remove(&client);
+            gpu.contexts.remove(client);
             gpu.returning.take_if(|returning| returning.client == client);
             if let Some(memory) = gpu.clients.get_mut(&client) {
                 memory.away.get_or_insert(bytes);
@@ -195,8 +268,12 @@ impl Machine {
             if let Some(memory) = gpu.clients.get_mut(&client)
                 && memory.away.take().is_some()
             {
-                (memory.attached, memory.used) = (Some(now), Some(now));
                 gpu.unmeasured.insert(client);
+                memory.used = Some(now);
+                match &mut memory.attached {
+                    Some(attached) => *attached = now,
+                    None => gpu.contexts.push(now, client), // it has been told of no limit by this scheduler
+                }
             }
             self.touch(id);
         }
@@ -248,6 +325,11 @@ impl Machine {
         let mut taken = GpuSet::new();
         for client in waking {
             let ids = self.gpus_of(client);
+            if ids.is_empty() {
+                let step = self.sleep.has_room(client);
+                self.take_step(client, step);
+                continue;
+            }
             let others = |id: &GpuId| {
                 let returning = self.memory.get(id).and_then(|gpu| gpu.returning);
                 taken.contains(id) || returning.is_some_and(|returning| returning.client != client)

@@ -21,7 +21,7 @@ struct Holders {
     /// They may go on together. `first`: the entity that stays if they may not.
     together: bool,
     first: Option<Entity>,
-    /// Requests outside the queue wait for one of a better class.
+    /// Requests outside the queue wait for one of a better class, or contexts for others that may go when they are idle.
     awaited: bool,
     /// The number of waiting requests, at least 1, and the grace to tell holders.
     waiters: u32,
@@ -64,7 +64,7 @@ impl Machine {
             // Whether one that is alone may go on is a question of its turn.
             together: self.lock.holders(id).nth(1).is_none() || self.may_stay(id),
             first: first.map(|hold| hold.entity),
-            awaited: self.lock.behind(id).next().is_some(),
+            awaited: self.lock.behind(id).next().is_some() || self.lacks_contexts(id),
             waiters: self.lock.queue_length(id).max(1),
             grace: self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
         }

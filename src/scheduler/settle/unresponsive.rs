@@ -61,7 +61,7 @@ impl Machine {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let changed = state.stopped != stopped;
         state.stopped = stopped;
-        self.quota.set_stopped(client, stopped);
+        self.quota.set_stopped(client, stopped || self.sleep.is_away(client));
         let gpus: Vec<GpuId> = self.lock.all_of(client).map(|(id, _)| id).collect();
         let (now, waiting) = (self.now, self.lock.waiting(client));
         for id in gpus {

@@ -62,6 +62,8 @@ struct Entry {
     /// It has not answered a preparation that was given up.
     owes_answer: bool,
     obstacle: Option<SleepObstacle>,
+    /// When it last could not sleep.
+    tried: Option<Time>,
     backoff: Duration,
     /// When to look again.
     due: Option<Time>,
@@ -75,6 +77,7 @@ impl Entry {
             is_paused: false,
             owes_answer: false,
             obstacle: None,
+            tried: None,
             backoff: Duration::ZERO,
             due: None,
         }
@@ -87,7 +90,7 @@ impl Entry {
 
     /// The client stays awake for this reason. One that is paused is asked again later.
     fn cannot(&mut self, now: Time, why: SleepObstacle) {
-        (self.state, self.obstacle) = (State::Awake, Some(why));
+        (self.state, self.obstacle, self.tried) = (State::Awake, Some(why), Some(now));
         self.is_wanted &= self.is_paused;
         self.due = None;
         if self.is_wanted {
@@ -133,6 +136,16 @@ impl Sleep {
     /// Whether nothing of the client is on its GPUs, as far as is known.
     pub fn is_away(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), State::Asleep | State::Waking(_) | State::Lost)
+    }
+
+    /// Whether a client is on its way off its GPUs, or may be.
+    pub fn is_leaving(&self, client: ClientId) -> bool {
+        matches!(self.state_of(client), State::Preparing | State::Checkpointing | State::Settling { .. })
+    }
+
+    /// When a client last could not sleep.
+    pub fn tried(&self, client: ClientId) -> Option<Time> {
+        self.clients.get(&client)?.tried
     }
 
     pub fn is_paused(&self, client: ClientId) -> bool {
@@ -189,6 +202,17 @@ impl Sleep {
         if let State::Waking(_) = entry.state {
             entry.state = State::Asleep;
         }
+    }
+
+    /// A client that an earlier scheduler has told to sleep has connected.
+    pub fn found(&mut self, client: ClientId) -> Step {
+        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        if entry.state != State::Awake {
+            return Step::Nothing;
+        }
+        entry.is_wanted = true;
+        entry.state = State::Settling { asked: true };
+        Step::Call(SleepOperation::Settle)
     }
 
     /// The client is to run; `resumed`: also if it is paused. `number` counts up.
@@ -367,6 +391,23 @@ mod tests {
         assert_eq!(sleep.wake(A, true, 3), Step::Wakes);
         sleep.want(A, true);
         assert_eq!((phase(&sleep), sleep.waking()), (SleepPhase::Asleep, vec![]), "it has not begun to come back");
+    }
+
+    #[test]
+    fn one_that_was_told_to_sleep_by_another_scheduler_is_as_it_is_found() {
+        let mut sleep = Sleep::default();
+        assert_eq!(sleep.found(A), Step::Call(Settle));
+        assert!(sleep.is_held_off(A) && !sleep.is_away(A));
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Asleep, 1), Step::Sleeps);
+        assert_eq!(sleep.wake(A, false, 2), Step::Wakes);
+        let mut sleep = Sleep::default();
+        sleep.found(A);
+        assert_eq!(sleep.wake(A, false, 1), Step::Nothing, "it is being found out");
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Asleep, 2), Step::Wakes);
+        let mut sleep = Sleep::default();
+        sleep.found(A);
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Runs, 1), Step::Runs);
+        assert!(!sleep.is_held_off(A) && !sleep.is_to_prepare(A));
     }
 
     #[test]

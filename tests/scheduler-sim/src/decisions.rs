@@ -84,7 +84,7 @@ fn numbers(command: &Command) -> Vec<u64> {
             vec![17, client.0, number(gpu), *bytes, u64::from(*failures)]
         }
         Command::Undrainable { client, gpus } => set(18, client, gpus),
-        Command::PrepareSleep { client } => vec![19, client.0],
+        Command::PrepareSleep { client, .. } => vec![19, client.0],
         Command::Awake { client } => vec![20, client.0],
         Command::Checkpoint { client, operation } => vec![21, client.0, *operation as u64],
     }

@@ -55,6 +55,7 @@ pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
         context: 0,
         time_period: PERIOD,
         placement: Placement::None,
+        sleep_after: None,
     }
 }
 

@@ -45,6 +45,8 @@ impl World {
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
         self.measure();
+        let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
+        gpus.into_iter().for_each(|gpu| self.feed(Event::OtherPrograms { gpu, present: false }));
         self.at(self.now, Happening::SleepSomebody);
     }
 
@@ -86,7 +88,7 @@ impl World {
         let sleeps = self.sleeps?;
         let m = self.models.get_mut(&id)?;
         match command {
-            Command::PrepareSleep { client } => {
+            Command::PrepareSleep { client, .. } => {
                 assert_eq!(m.sleeper.stage, Stage::Awake, "{id:?} is to prepare twice");
                 if self.rng.one_in(sleeps.refused) {
                     self.say(id, Event::SleepRefused { client, why: SleepObstacle::Busy });

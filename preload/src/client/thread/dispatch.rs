@@ -93,7 +93,7 @@ impl ClientThread {
                 shared::answered(ticket, outcome, bytes, chunk, descriptors)
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
-            SchedulerMessage::PrepareSleep {} => self.prepare_sleep(),
+            SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
             SchedulerMessage::Awake {} => self.wake_up(),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}

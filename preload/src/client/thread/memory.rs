@@ -37,7 +37,7 @@ impl ClientThread {
     pub(super) fn service(&mut self, gpu: &'static Gpu) -> Duration {
         gpu.work.warm_up_contexts();
         if connection::is_connected() {
-            gpu.introduce(shared::introduce); // in case it could not be sent at once
+            gpu.introduce(false, shared::introduce); // in case it could not be sent at once
         }
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = Duration::MAX;

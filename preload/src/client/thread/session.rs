@@ -15,7 +15,7 @@ use crate::{
 };
 use alloc::{string::ToString, sync::Arc};
 use core::{sync::atomic::Ordering, time::Duration};
-use nvshare_wire::{ClientMessage, Text, client::ASLEEP, version};
+use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
 /// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
 const STEADY: Duration = Duration::from_millis(50);
@@ -31,7 +31,7 @@ impl ClientThread {
         let connected = placement::take_connection();
         let connected = connected.unwrap_or_else(|| handshake::connect(&hello()));
         match connected {
-            Ok((socket, version, id)) => self.connected(Arc::new(socket), version, id),
+            Ok((socket, version, id)) => self.connected(Arc::new(socket), version, id, 0),
             Err(why) => {
                 trace!("no scheduler: {why}");
                 self.offline_reason = why;
@@ -39,8 +39,8 @@ impl ClientThread {
         }
     }
 
-    /// A scheduler has accepted this client.
-    pub(super) fn connected(&mut self, socket: Arc<Socket>, version: u16, id: u64) {
+    /// A scheduler has accepted this client. `named`: the GPUs that it has been told of already.
+    pub(super) fn connected(&mut self, socket: Arc<Socket>, version: u16, id: u64, named: SlotSet) {
         trace!("client {id}, protocol version {version}");
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
         self.socket = Some(socket.clone());
@@ -56,7 +56,7 @@ impl ClientThread {
             // This scheduler has granted no lock: running work is drained, and threads that have work ask anew.
             gpu.request_is_over();
             self.turn(gpu).abandon(gpu);
-            gpu.introduce(shared::introduce);
+            gpu.introduce(named & (1 << gpu.index) != 0, shared::introduce);
         }
         connection::begin_generation();
     }
@@ -64,7 +64,7 @@ impl ClientThread {
     /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
     pub(super) fn resume(&mut self) {
         self.forget_preparation();
-        if self.greet_successor() { self.tell_successor() } else { self.disconnected("it does not read") }
+        if self.greet_successor() { self.tell_successor(None) } else { self.disconnected("it does not read") }
     }
 
     /// Introduces this process to a scheduler that has taken over the connection. `false` if that cannot be sent.
@@ -75,13 +75,14 @@ impl ClientThread {
         socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
     }
 
-    /// Tells it about the GPUs, once it has been greeted.
-    pub(super) fn tell_successor(&mut self) {
+    /// Tells it about the GPUs, once it has been greeted. `named`: it has been told that this process is asleep, and of these
+    /// GPUs.
+    pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
         // The new scheduler discards no message from here on.
         shared::announce_exporter(self.version);
         let mut held = 0;
         for gpu in gpu::attached() {
-            gpu.introduce_again(shared::introduce);
+            gpu.introduce_again(named.unwrap_or(0) & (1 << gpu.index) != 0, shared::introduce);
             if !gpu.is_introduced() && !gpu.is_refused() {
                 return self.disconnected("it does not read");
             }
@@ -89,7 +90,9 @@ impl ClientThread {
             turn.contend(gpu, None);
             held |= u64::from(turn.has_lock()) << gpu.index;
         }
-        if !(outbox::flush() && connection::send(&ClientMessage::Held { gpus: held })) {
+        // One that was asleep held nothing.
+        let is_told = || named.is_some() || connection::send(&ClientMessage::Held { gpus: held });
+        if !(outbox::flush() && is_told()) {
             return self.disconnected("it does not read");
         }
         // Requests of other threads may have been discarded, so waiting threads make them again.

@@ -27,8 +27,10 @@ use core::{
     time::Duration,
 };
 use nvshare_wire::{
-    ClientMessage, SchedulerMessage,
+    ClientMessage, SchedulerMessage, SlotSet,
     client::{Engine, SleepRefusal},
+    scheduler::PAUSED,
+    version,
 };
 use rustix::fd::OwnedFd;
 
@@ -46,12 +48,25 @@ const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) enum Sleep {
     #[default]
     Awake,
-    /// Memory leaves.
-    Preparing { since: Instant },
-    /// The ways into the driver are shut. These threads may have found one before.
-    Leaving { since: Instant, on_their_way: Vec<Task> },
+    /// Memory leaves. `paused`: threads that wait are no reason to stay.
+    Preparing { since: Instant, paused: bool },
+    /// The ways into the driver are shut.
+    Leaving(Leaving),
     /// Nothing enters the driver.
     Prepared(Prepared),
+}
+
+/// A message with its descriptors.
+type Message = (SchedulerMessage, Vec<OwnedFd>);
+
+#[derive(Debug)]
+pub(super) struct Leaving {
+    since: Instant,
+    paused: bool,
+    /// Threads that may have found a way into the driver before.
+    on_their_way: Vec<Task>,
+    /// What came since.
+    messages: Vec<Message>,
 }
 
 #[derive(Debug, Default)]
@@ -60,7 +75,7 @@ pub(super) struct Prepared {
     told: bool,
     asked: bool,
     /// What came since.
-    messages: Vec<(SchedulerMessage, Vec<OwnedFd>)>,
+    messages: Vec<Message>,
     /// Why the connection was lost, and one that was made since.
     lost: Option<String>,
     connected: Option<(Arc<Socket>, u16, u64)>,
@@ -71,6 +86,8 @@ pub(super) struct Prepared {
     is_tried: bool,
     /// A successor has taken over the connection and been greeted.
     has_successor: bool,
+    /// The GPUs that the present scheduler has been told of since the one that asked for the sleep went away.
+    named: SlotSet,
 }
 
 impl ClientThread {
@@ -80,13 +97,15 @@ impl ClientThread {
 
     /// Whether the ways into the driver are shut.
     pub(super) fn is_off_its_gpus(&self) -> bool {
-        matches!(self.sleep, Sleep::Leaving { .. } | Sleep::Prepared(_))
+        matches!(self.sleep, Sleep::Leaving(_) | Sleep::Prepared(_))
     }
 
-    pub(super) fn prepare_sleep(&mut self) {
+    pub(super) fn prepare_sleep(&mut self, flags: u32) {
         match &mut self.sleep {
-            Sleep::Awake => self.sleep = Sleep::Preparing { since: Instant::now() },
-            Sleep::Preparing { .. } | Sleep::Leaving { .. } => {}
+            Sleep::Awake => {
+                self.sleep = Sleep::Preparing { since: Instant::now(), paused: flags & PAUSED != 0 };
+            }
+            Sleep::Preparing { .. } | Sleep::Leaving(_) => {}
             Sleep::Prepared(prepared) => prepared.told = false,
         }
     }
@@ -100,9 +119,9 @@ impl ClientThread {
 
     /// While memory leaves. Returns the time until the next look.
     pub(super) fn step_preparation(&mut self) -> Duration {
-        let Sleep::Preparing { since } = self.sleep else { return Duration::MAX };
+        let Sleep::Preparing { since, paused } = self.sleep else { return Duration::MAX };
         let late = (since.elapsed() > MOST).then_some(SleepRefusal::Busy);
-        if let Some(why) = self.why_not().or(late) {
+        if let Some(why) = self.why_not(paused).or(late) {
             self.stay_awake(why);
             return Duration::ZERO;
         }
@@ -112,7 +131,9 @@ impl ClientThread {
             (self.shut_driver)(true);
             barrier::heavy();
             self.sleep = match tasks::on_their_way() {
-                Some(on_their_way) => Sleep::Leaving { since: Instant::now(), on_their_way },
+                Some(on_their_way) => {
+                    Sleep::Leaving(Leaving { since: Instant::now(), paused, on_their_way, messages: Vec::new() })
+                }
                 None => return self.stay_awake(SleepRefusal::Busy),
             };
         }
@@ -129,8 +150,8 @@ impl ClientThread {
             && gpu.moving.lock().is_idle()
     }
 
-    /// Why this process cannot sleep now.
-    fn why_not(&mut self) -> Option<SleepRefusal> {
+    /// Why this process cannot sleep now. `paused`: its threads may wait until it is resumed.
+    fn why_not(&mut self, paused: bool) -> Option<SleepRefusal> {
         if settings::get().gang != 0 {
             return Some(SleepRefusal::Gang);
         }
@@ -152,7 +173,8 @@ impl ClientThread {
                 (gpu.peers().next().is_some(), SleepRefusal::Peers),
                 (is_exported || shared::has_imports(), SleepRefusal::Ipc),
                 (account.pinned > 0, SleepRefusal::Immovable),
-                (gpu.gate.waiting() > 0 || self.turn(gpu).is_contended(), SleepRefusal::Busy),
+                (!paused && gpu.gate.waiting() > 0, SleepRefusal::Busy),
+                (self.turn(gpu).is_contended(), SleepRefusal::Busy),
             ];
             if let Some((_, why)) = reasons.into_iter().find(|(is_so, _)| *is_so) {
                 return Some(why);
@@ -172,35 +194,44 @@ impl ClientThread {
         Duration::ZERO
     }
 
-    /// Threads may enter the driver, from now on.
+    /// Threads may enter the driver, from now on. What has come meanwhile is carried out.
     fn undo(&mut self) {
         if presence::is_away() {
             (self.shut_driver)(false);
             presence::come_back();
         }
-        self.sleep = Sleep::Awake;
+        if let Sleep::Leaving(Leaving { messages, .. }) = core::mem::take(&mut self.sleep) {
+            messages.into_iter().for_each(|(message, descriptors)| self.handle(message, descriptors));
+        }
     }
 
     /// In the place of [`step`](Self::step) while the ways into the driver are shut.
     pub(super) fn step_asleep(&mut self) -> Duration {
-        if let Sleep::Leaving { since, on_their_way } = &mut self.sleep {
-            on_their_way.retain(|task| !task.has_moved_on());
+        if let Sleep::Leaving(leaving) = &mut self.sleep {
+            leaving.on_their_way.retain(|task| !task.has_moved_on());
             let is_quiet = gpu::attached().all(Gpu::is_quiet);
-            if presence::is_wanted() || since.elapsed() > MOST_ON_THEIR_WAY {
+            let is_wanted = !leaving.paused && presence::is_wanted();
+            if is_wanted || leaving.since.elapsed() > MOST_ON_THEIR_WAY {
                 return self.stay_awake(SleepRefusal::Busy);
             }
-            if !(is_quiet && on_their_way.is_empty()) {
+            if !(is_quiet && leaving.on_their_way.is_empty()) {
                 return LOOK;
             }
-            self.sleep = Sleep::Prepared(Prepared::default());
+            let messages = core::mem::take(&mut leaving.messages);
+            self.sleep = Sleep::Prepared(Prepared { messages, ..Prepared::default() });
         }
         let Sleep::Prepared(prepared) = &mut self.sleep else { return Duration::ZERO };
         let mut wait = Duration::from_secs(3600);
         if let Some(next_try) = prepared.next_try {
             if Instant::now() >= next_try {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
-                if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
+                // One that is too old could not say that the process is back.
+                if let Ok((socket, version, id)) = handshake::connect(&session::hello())
+                    && version >= version::SLEEP
+                {
                     let socket = Arc::new(socket);
+                    // First, since other threads may send something about them.
+                    prepared.named = name_gpus(&socket, version);
                     connection::set_connection(Some(Connection { socket: socket.clone(), version }));
                     (self.socket, self.version) = (Some(socket.clone()), version);
                     (prepared.connected, prepared.next_try) = (Some((socket, version, id)), None);
@@ -239,36 +270,45 @@ impl ClientThread {
     pub(super) fn receive_asleep(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         match (&mut self.sleep, message) {
             (_, SchedulerMessage::Awake {}) => self.wake_up(),
-            (_, SchedulerMessage::PrepareSleep {}) => self.prepare_sleep(),
+            (_, SchedulerMessage::PrepareSleep { flags }) => self.prepare_sleep(flags),
             (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
                 // It is told of the rest once the process is awake. What its predecessor has sent is of no use.
                 prepared.messages.clear();
                 (prepared.has_successor, prepared.told, prepared.asked) = (true, true, false);
-                if !self.greet_successor() {
+                let is_greeted = self.greet_successor();
+                if let (Sleep::Prepared(prepared), Some(socket)) = (&mut self.sleep, &self.socket) {
+                    prepared.named = name_gpus(socket, self.version);
+                }
+                if !(is_greeted && connection::send(&ClientMessage::Held { gpus: 0 })) {
                     self.disconnected_asleep("it does not read");
                 }
             }
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
             // It has not been said that the process is prepared, so nobody has locked it.
-            (_, message) => {
+            (_, message @ SchedulerMessage::Resume { .. }) => {
                 self.stay_awake(SleepRefusal::Busy);
                 self.handle(message, descriptors);
             }
+            (Sleep::Leaving(leaving), message) => leaving.messages.push((message, descriptors)),
+            (_, message) => self.handle(message, descriptors),
         }
     }
 
     /// The process is on its GPUs again, or stays there.
     pub(super) fn wake_up(&mut self) {
-        let before = core::mem::take(&mut self.sleep);
+        let before = match &self.sleep {
+            Sleep::Prepared(_) => core::mem::take(&mut self.sleep),
+            _ => Sleep::Awake,
+        };
         self.undo();
-        let Sleep::Prepared(Prepared { messages, lost, connected, has_successor, .. }) = before else { return };
+        let Sleep::Prepared(Prepared { messages, lost, connected, has_successor, named, .. }) = before else { return };
         if let Some(why) = lost {
             self.disconnected(&why);
         }
         if let Some((socket, version, id)) = connected {
-            self.connected(socket, version, id);
+            self.connected(socket, version, id, named);
         } else if has_successor {
-            self.tell_successor();
+            self.tell_successor(Some(named));
         }
         messages.into_iter().for_each(|(message, descriptors)| self.handle(message, descriptors));
     }
@@ -288,6 +328,16 @@ impl ClientThread {
         prepared.next_try = Some(Instant::now());
         prepared.lost_at = Some(Instant::now());
     }
+}
+
+/// Names the GPUs to a scheduler that has been told that the process is asleep. It is told the rest once the process is awake.
+/// Returns those that it has been told of.
+fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
+    let send = |gpu: &Gpu| {
+        gpu.name().is_some_and(|attach| socket.wait_for_room() && socket.send(attach.encode(version).as_bytes()))
+    };
+    let named = gpu::attached().filter(|gpu| !gpu.is_refused() && send(gpu));
+    named.fold(0, |named, gpu| named | 1 << gpu.index)
 }
 
 static ANSWERED: AtomicBool = AtomicBool::new(false);
