@@ -9,7 +9,9 @@ use nvshare::ctl::arguments::{Arguments, Cdi, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, cdi, debug, driver, place, preload, replay, rules, run, simulate, timeline};
+use nvshare::ctl::{
+    CtlError, Target, cdi, debug, driver, pause, place, preload, replay, rules, run, simulate, timeline,
+};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -46,6 +48,8 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
+        Some(Verb::Pause { program }) => pause::pause(&target, &program),
+        Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Run { library, gpus, memory, command }) => {
             Err(run::run(library.as_deref(), place::GpuRequest { gpus, memory }, &command))
         }

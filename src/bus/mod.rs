@@ -8,7 +8,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
 use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
-use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState};
+use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState, SleepObstacle, SleepPhase, WakeReason};
 
 pub mod rules;
 pub mod status;
@@ -75,6 +75,12 @@ pub struct Client {
     /// Seconds since 1970.
     pub connected_since: f64,
     pub stopped: bool,
+    pub sleep: String,
+    pub paused: bool,
+    pub sleep_obstacle: String,
+    pub woken_by: String,
+    /// Seconds that its last wake took.
+    pub wake_time: Option<f64>,
     pub gpus: Vec<GpuUse>,
 }
 
@@ -136,6 +142,8 @@ pub trait Scheduler {
         options: HashMap<&str, Variant<'_>>,
     ) -> zbus::Result<LockFd>;
     fn terminate_lock(&self, client: u64) -> zbus::Result<()>;
+    fn pause(&self, pid: u32) -> zbus::Result<()>;
+    fn resume(&self, pid: u32) -> zbus::Result<()>;
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
@@ -249,6 +257,48 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
         EvictionBlock::Stopped => "it is stopped",
         EvictionBlock::Undrainable => "its work does not end",
         EvictionBlock::Unfreed => "NVML sees memory that it says it has freed",
+    }
+}
+
+/// The name of how far a client has got on its way off its GPUs, or back.
+pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
+    match phase {
+        SleepPhase::Awake => "awake",
+        SleepPhase::Preparing => "preparing",
+        SleepPhase::Checkpointing => "checkpointing",
+        SleepPhase::Asleep => "sleeping",
+        SleepPhase::Waking => "waking",
+        SleepPhase::Restoring => "restoring",
+        SleepPhase::Settling => "settling",
+        SleepPhase::Lost => "lost",
+    }
+}
+
+/// Why a client cannot sleep.
+pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
+    match obstacle {
+        SleepObstacle::Busy => "it has work, or threads that may be inside the driver",
+        SleepObstacle::Managed => "it has managed memory",
+        SleepObstacle::Ipc => "it shares memory with other processes",
+        SleepObstacle::Peers => "its GPUs reach each other's memory",
+        SleepObstacle::Immovable => "it has memory that cannot leave the GPU",
+        SleepObstacle::Rdma => "other devices may reach its memory",
+        SleepObstacle::UnseenWork => "it uses the driver in ways that the library does not see",
+        SleepObstacle::Capture => "it captures a stream",
+        SleepObstacle::Gang => "it is in a gang",
+        SleepObstacle::NoContext => "it has no context",
+        SleepObstacle::OldLibrary => "its library is too old",
+        SleepObstacle::Unmeasured => "NVML does not measure its GPU",
+        SleepObstacle::Silent => "it does not answer",
+        SleepObstacle::Failed => "the driver could not take it off the GPU",
+    }
+}
+
+/// What woke a client.
+pub fn wake_reason_name(reason: WakeReason) -> &'static str {
+    match reason {
+        WakeReason::Call => "call",
+        WakeReason::Resumed => "resume",
     }
 }
 

@@ -80,6 +80,11 @@ fn client_json(client: &Client) -> Value {
         "placed": client.placed,
         "connected-since": client.connected_since,
         "stopped": client.stopped,
+        "sleep": client.sleep,
+        "paused": client.paused,
+        "sleep-obstacle": client.sleep_obstacle,
+        "woken-by": client.woken_by,
+        "wake-time": client.wake_time,
         "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),
     })
 }

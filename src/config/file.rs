@@ -14,7 +14,7 @@ use super::paths::CONFIGURATION;
 use super::rules::{self, Origin, RawRule, Rule, Rules};
 use super::settings::{
     self, MemorySection, SchedulerSettings, read_anti_thrash, read_context, read_max_clients, read_max_wait,
-    read_placement, read_policy, read_reserve, read_time_period, read_time_quantum,
+    read_placement, read_policy, read_reserve, read_sleep_after, read_time_period, read_time_quantum,
 };
 use super::swap::{SwapMax, SwapSection};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
@@ -112,6 +112,7 @@ impl Config {
         Ok(Self {
             settings: Settings {
                 placement: all.placement.unwrap_or(default.settings.placement),
+                sleep_after: all.sleep_after.unwrap_or(default.settings.sleep_after),
                 ..scheduler.settings()
             },
             max_clients_per_tenant: all.max_clients_per_tenant.unwrap_or(default.max_clients_per_tenant),
@@ -162,6 +163,9 @@ struct File {
     policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_placement")]
     placement: Option<Placement>,
+    /// `Some(None)`: never.
+    #[serde(default, deserialize_with = "read_sleep_after")]
+    sleep_after: Option<Option<Duration>>,
     #[serde(default, deserialize_with = "read_max_clients")]
     max_clients_per_tenant: Option<u32>,
     #[serde(default, deserialize_with = "read_log_level")]
@@ -188,6 +192,7 @@ impl File {
             anti_thrash: self.anti_thrash.or(before.anti_thrash),
             policy: self.policy.or(before.policy),
             placement: self.placement.or(before.placement),
+            sleep_after: self.sleep_after.or(before.sleep_after),
             max_clients_per_tenant: self.max_clients_per_tenant.or(before.max_clients_per_tenant),
             log_level: self.log_level.or(before.log_level),
             keep_connections: self.keep_connections.or(before.keep_connections),
@@ -243,7 +248,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\n";
@@ -270,6 +275,10 @@ mod tests {
         assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));
         let number = Config::parse("time-quantum = 45", Path::new("x")).expect("a plain number");
         assert_eq!(number.settings.time_quantum, Duration::from_secs(45));
+        let after = |text: &str| Config::parse(text, Path::new("x")).map(|config| config.settings.sleep_after);
+        assert_eq!(after("sleep-after = \"1min\""), Ok(Some(Duration::from_secs(60))));
+        let wrong = after("sleep-after = \"2d\"").expect_err("too long").to_string();
+        assert!(wrong.contains("whole seconds from 1 to 86400"), "{wrong}");
     }
 
     #[test]
@@ -360,7 +369,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `rule`",
             ),
         ];
         for (text, expected) in cases {

@@ -20,6 +20,9 @@ pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
 /// Over how many whole seconds parts of the time of a GPU can be counted.
 pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
 
+/// After how many whole seconds idle programs can be put to sleep.
+pub const SLEEP_AFTER_SECONDS: RangeInclusive<u64> = 1..=86_400;
+
 /// For how many whole seconds the driver can be released.
 pub const RELEASE_SECONDS: RangeInclusive<u64> = 1..=3600;
 
@@ -36,7 +39,7 @@ pub fn defaults() -> Settings {
         context: 600 << 20,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
-        sleep_after: None,
+        sleep_after: Some(Duration::from_secs(300)),
     }
 }
 
@@ -116,6 +119,18 @@ pub fn read_max_wait<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Durati
 
 pub fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
     read_duration(from, "time-period", time_period)
+}
+
+/// `Some(None)`: never.
+pub fn read_sleep_after<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<Duration>>, D::Error> {
+    let scalar = Scalar::read(from, "sleep-after", "a duration in whole seconds, like \"5min\", or \"never\"")?;
+    let parsed = match scalar {
+        Scalar::Text(text) if text == "never" => return Ok(Some(None)),
+        Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
+        Scalar::Text(text) => units::parse_duration(&text),
+    };
+    let checked = parsed.and_then(|value| whole_seconds(value, "time until programs sleep", SLEEP_AFTER_SECONDS));
+    checked.map(|after| Some(Some(after))).map_err(|e| de::Error::custom(format!("sleep-after: {e}")))
 }
 
 fn read_duration<'de, D: Deserializer<'de>>(

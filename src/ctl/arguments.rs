@@ -87,6 +87,18 @@ pub enum Verb {
         #[arg(long = "for", value_name = "SECONDS", value_parser = parse_release, value_hint = ValueHint::Other, default_value = "60")]
         lasts: Duration,
     },
+    /// Take a running program off its GPUs altogether, until it is resumed
+    Pause {
+        /// Its process id, its systemd unit or its container, as `status` shows them
+        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        program: String,
+    },
+    /// Let a program go on that was paused
+    Resume {
+        /// Its process id, its systemd unit or its container, as `status` shows them
+        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        program: String,
+    },
     /// Run a command whose CUDA programs share GPUs
     Run {
         /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]

@@ -5,6 +5,7 @@
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`driver`]: having the driver released.
+//! - [`pause`]: taking programs off their GPUs, and resuming them.
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
@@ -22,6 +23,7 @@ pub mod driver;
 mod errors;
 pub mod lock;
 mod password;
+pub mod pause;
 pub mod place;
 pub mod preload;
 pub mod replay;

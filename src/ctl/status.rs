@@ -156,6 +156,9 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     for (place, client, usage) in rows {
         let state = match (usage.state.as_str(), place) {
             ("waiting", 1..usize::MAX) => format!("waiting #{place}"),
+            _ if client.paused && client.sleep == "sleeping" => "paused".to_owned(),
+            _ if client.sleep != "awake" && !client.sleep.is_empty() => client.sleep.clone(),
+            (state, _) if client.paused => format!("{state}, paused"),
             (state, _) if client.stopped => format!("{state}, stopped"),
             (state, _) => state.to_owned(),
         };
@@ -231,6 +234,21 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         }
         for remark in &client.environment_ignored {
             let _ = writeln!(out, "  Client {id}: {remark}.");
+        }
+    }
+    for client in clients.iter().filter(here) {
+        let (id, why) = (client.id, &client.sleep_obstacle);
+        if client.sleep == "lost" {
+            let _ = writeln!(out, "  Client {id} was off the GPU and cannot come back: it has to be killed.");
+        } else if !why.is_empty() {
+            let held = if client.paused { " is held off all the same" } else { "" };
+            let _ =
+                writeln!(out, "  Client {id}{held}{}cannot sleep: {why}.", if client.paused { ", but " } else { " " });
+        }
+        if let Some(took) = client.wake_time {
+            let took = units::duration(Duration::try_from_secs_f64(took).unwrap_or_default());
+            let by = if client.woken_by == "resume" { "it was resumed" } else { "it called the driver" };
+            let _ = writeln!(out, "  Client {id} was last woken because {by}, in {took}.");
         }
     }
     // Each gang once.

@@ -200,7 +200,7 @@ fn one_that_has_work_is_not_made_to_sleep() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
     scene.t.request(1);
     assert_eq!(scene.t.say(Event::SleepWanted { client: client(1), paused: false }), []);
-    let view = SleepView { phase: SleepPhase::Awake, paused: false, obstacle: Some(SleepObstacle::Busy) };
+    let view = SleepView { phase: SleepPhase::Awake, paused: false, obstacle: Some(SleepObstacle::Busy), woken: None };
     assert_eq!(scene.t.machine.sleep_of(client(1)), view);
     scene.t.release(1, ReleaseReason::Idle);
     assert_eq!(scene.t.after(Duration::from_secs(600)), []);

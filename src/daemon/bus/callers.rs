@@ -138,6 +138,15 @@ impl Caller<'_> {
         self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
 
+    /// # Errors
+    /// If the caller may not pause and resume programs of that user: its own it may.
+    pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
+        match user == self.uid {
+            true => self.is_of_the_host(what),
+            false => self.may_change(what, "").await,
+        }
+    }
+
     async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {
         self.is_of_the_host(what)?;
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);

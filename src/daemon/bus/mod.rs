@@ -59,6 +59,10 @@ pub enum Request {
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Ends the lock of that client, for an administrator.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
+    /// The user of the program with that process id.
+    UserOf(u32, oneshot::Sender<fdo::Result<u32>>),
+    /// Takes the program with that process id off its GPUs, until it is resumed (`false`).
+    Pause(u32, bool, oneshot::Sender<fdo::Result<()>>),
     /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
     /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.

@@ -92,6 +92,24 @@ impl Object {
         Ok(self.ask(|reply| Request::TerminateLock(client, reply)).await??)
     }
 
+    async fn pause(
+        &self,
+        pid: u32,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        self.set_paused(pid, true, &header, connection).await
+    }
+
+    async fn resume(
+        &self,
+        pid: u32,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        self.set_paused(pid, false, &header, connection).await
+    }
+
     #[zbus(out_args("rules"))]
     async fn list_rules(
         &self,
@@ -285,6 +303,21 @@ impl Object {
     ) -> Result<(), Failure> {
         self.callers.identify(header, connection).await?.may_change(what, "").await?;
         self.ask(|reply| Request::Set(change, reply)).await?
+    }
+
+    async fn set_paused(
+        &self,
+        pid: u32,
+        is_paused: bool,
+        header: &Header<'_>,
+        connection: &Connection,
+    ) -> Result<(), Failure> {
+        let what = format!("{} process {pid}", if is_paused { "pause" } else { "resume" });
+        let caller = self.callers.identify(Some(header), connection).await?;
+        caller.may_see_others()?;
+        let user = self.ask(|reply| Request::UserOf(pid, reply)).await??;
+        caller.may_pause(user, &what).await?;
+        Ok(self.ask(|reply| Request::Pause(pid, is_paused, reply)).await??)
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {

@@ -46,7 +46,7 @@ mod tests {
 
     use super::*;
     use crate::identity::Identity;
-    use crate::scheduler::ClientId;
+    use crate::scheduler::{ClientId, SleepPhase, SleepView};
 
     fn client(id: u64, name: &str) -> ClientView {
         let identity = Identity { pid: 100 + id as i32, name: name.into(), ..Identity::default() };
@@ -60,6 +60,7 @@ mod tests {
             placed: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,
             stopped: false,
+            sleep: SleepView { phase: SleepPhase::Awake, paused: false, obstacle: None, woken: None },
             uses: Vec::new(),
         }
     }

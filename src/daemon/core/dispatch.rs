@@ -138,7 +138,7 @@ impl Core {
             }
             Command::PrepareSleep { client, paused } => {
                 if self.clients.get(&client)?.session.version < version::SLEEP {
-                    return Some(Event::SleepRefused { client, why: SleepObstacle::UnseenWork });
+                    return Some(Event::SleepRefused { client, why: SleepObstacle::OldLibrary });
                 }
                 (client, SchedulerMessage::PrepareSleep { flags: if paused { wire::PAUSED } else { 0 } })
             }

@@ -11,7 +11,7 @@ use super::state::{Client, Core, Gpu};
 use crate::bus;
 use crate::daemon::gpu::accounting::Basis;
 use crate::identity::Identity;
-use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
+use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepView, Time};
 use crate::sys::clock;
 
 /// A client, for the D-Bus object, which leaves out what its caller may not see.
@@ -30,6 +30,7 @@ pub struct ClientView {
     pub placed: Vec<String>,
     pub connected: SystemTime,
     pub stopped: bool,
+    pub sleep: SleepView,
     pub uses: Vec<bus::GpuUse>,
 }
 
@@ -63,6 +64,11 @@ impl ClientView {
             placed: self.placed.clone(),
             connected_since: since.as_secs_f64(),
             stopped: self.stopped,
+            sleep: bus::sleep_phase_name(self.sleep.phase).into(),
+            paused: self.sleep.paused,
+            sleep_obstacle: self.sleep.obstacle.map_or("", bus::sleep_obstacle_name).into(),
+            woken_by: self.sleep.woken.map_or("", |woken| bus::wake_reason_name(woken.by)).into(),
+            wake_time: self.sleep.woken.map(|woken| woken.took.as_secs_f64()),
             gpus: self.uses.clone(),
         }
     }
@@ -135,6 +141,7 @@ impl Core {
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,
                 stopped: seen.stopped,
+                sleep: self.machine.sleep_of(seen.client),
                 uses: uses.collect(),
             })
         };

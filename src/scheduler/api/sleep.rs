@@ -1,5 +1,7 @@
 //! Sleep: a client that is taken off its GPUs, its contexts included.
 
+use std::time::Duration;
+
 /// What the checkpoint helper is asked to do with a client's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -48,6 +50,8 @@ pub enum SleepObstacle {
     Gang,
     /// It has no context, or waits for one.
     NoContext,
+    /// Its library is too old.
+    OldLibrary,
     /// Memory in use on its GPUs is not measured, so it could not be known when there is room for it again.
     Unmeasured,
     /// It has not answered.
@@ -81,4 +85,23 @@ pub struct SleepView {
     pub paused: bool,
     /// Why it could not sleep when it last was to.
     pub obstacle: Option<SleepObstacle>,
+    /// Its last wake, if it has slept.
+    pub woken: Option<Woken>,
+}
+
+/// How a client came back to its GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Woken {
+    pub by: WakeReason,
+    /// From when it was to wake until it was back.
+    pub took: Duration,
+}
+
+/// What wakes a client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WakeReason {
+    /// A thread of it called the driver.
+    Call,
+    Resumed,
 }

@@ -191,7 +191,7 @@ impl Machine {
 
     pub(crate) fn wake(&mut self, client: ClientId, resumed: bool) {
         let number = self.effects.number();
-        let step = self.sleep.wake(client, resumed, number);
+        let step = self.sleep.wake(self.now, client, resumed, number);
         self.take_step(client, step);
     }
 

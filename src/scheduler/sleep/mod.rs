@@ -64,6 +64,9 @@ struct Entry {
     obstacle: Option<SleepObstacle>,
     /// When it last could not sleep.
     tried: Option<Time>,
+    /// What wakes it, and since when it is to wake.
+    waking_for: Option<(WakeReason, Time)>,
+    woken: Option<Woken>,
     backoff: Duration,
     /// When to look again.
     due: Option<Time>,
@@ -78,6 +81,8 @@ impl Entry {
             owes_answer: false,
             obstacle: None,
             tried: None,
+            waking_for: None,
+            woken: None,
             backoff: Duration::ZERO,
             due: None,
         }
@@ -191,6 +196,7 @@ impl Sleep {
             phase,
             paused: entry.is_some_and(|entry| entry.is_paused),
             obstacle: entry.and_then(|entry| entry.obstacle),
+            woken: entry.and_then(|entry| entry.woken),
         }
     }
 
@@ -199,6 +205,7 @@ impl Sleep {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         entry.is_wanted = true;
         entry.is_paused |= paused;
+        entry.waking_for = None;
         if let State::Waking(_) = entry.state {
             entry.state = State::Asleep;
         }
@@ -216,11 +223,15 @@ impl Sleep {
     }
 
     /// The client is to run; `resumed`: also if it is paused. `number` counts up.
-    pub fn wake(&mut self, client: ClientId, resumed: bool, number: u64) -> Step {
+    pub fn wake(&mut self, now: Time, client: ClientId, resumed: bool, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| resumed || !entry.is_paused) else {
             return Step::Nothing;
         };
         (entry.is_wanted, entry.is_paused) = (false, false);
+        if entry.state != State::Awake {
+            let reason = if resumed { WakeReason::Resumed } else { WakeReason::Call };
+            entry.waking_for.get_or_insert((reason, now));
+        }
         match entry.state {
             State::Asleep => entry.is_asleep(number),
             State::Awake => {
@@ -299,6 +310,9 @@ impl Sleep {
                     true => entry.cannot(now, SleepObstacle::Failed),
                     false => entry.runs(),
                 }
+                if let Some((by, since)) = entry.waking_for.take() {
+                    entry.woken = Some(Woken { by, took: now.saturating_sub(since) });
+                }
                 Step::Runs
             }
             // A restore that failed without being final is tried again, but not at once.
@@ -376,19 +390,27 @@ mod tests {
     #[test]
     fn a_client_sleeps_until_it_wants_to_run() {
         let mut sleep = asleep(false);
-        assert_eq!(sleep.wake(A, false, 2), Step::Wakes);
+        assert_eq!(sleep.wake(at(10), A, false, 2), Step::Wakes);
         assert_eq!((sleep.waking(), sleep.has_room(A)), (vec![A], Step::Call(Wake)));
-        assert_eq!(sleep.answered(at(4), A, SleepOutcome::Runs, 3), Step::Runs);
+        assert_eq!(sleep.answered(at(12), A, SleepOutcome::Runs, 3), Step::Runs);
         assert!(!sleep.is_held_off(A) && sleep.due(A).is_none());
-        assert_eq!(sleep.view(A), SleepView { phase: SleepPhase::Awake, paused: false, obstacle: None });
+        assert_eq!(
+            sleep.view(A),
+            SleepView {
+                phase: SleepPhase::Awake,
+                paused: false,
+                obstacle: None,
+                woken: Some(Woken { by: WakeReason::Call, took: at(2) })
+            }
+        );
     }
 
     #[test]
     fn one_that_is_paused_sleeps_until_it_is_resumed() {
         let mut sleep = asleep(true);
-        assert_eq!(sleep.wake(A, false, 2), Step::Nothing);
+        assert_eq!(sleep.wake(at(10), A, false, 2), Step::Nothing);
         assert_eq!(phase(&sleep), SleepPhase::Asleep);
-        assert_eq!(sleep.wake(A, true, 3), Step::Wakes);
+        assert_eq!(sleep.wake(at(10), A, true, 3), Step::Wakes);
         sleep.want(A, true);
         assert_eq!((phase(&sleep), sleep.waking()), (SleepPhase::Asleep, vec![]), "it has not begun to come back");
     }
@@ -399,10 +421,10 @@ mod tests {
         assert_eq!(sleep.found(A), Step::Call(Settle));
         assert!(sleep.is_held_off(A) && !sleep.is_away(A));
         assert_eq!(sleep.answered(at(1), A, SleepOutcome::Asleep, 1), Step::Sleeps);
-        assert_eq!(sleep.wake(A, false, 2), Step::Wakes);
+        assert_eq!(sleep.wake(at(10), A, false, 2), Step::Wakes);
         let mut sleep = Sleep::default();
         sleep.found(A);
-        assert_eq!(sleep.wake(A, false, 1), Step::Nothing, "it is being found out");
+        assert_eq!(sleep.wake(at(10), A, false, 1), Step::Nothing, "it is being found out");
         assert_eq!(sleep.answered(at(1), A, SleepOutcome::Asleep, 2), Step::Wakes);
         let mut sleep = Sleep::default();
         sleep.found(A);
@@ -414,22 +436,22 @@ mod tests {
     fn each_state_leads_back() {
         let mut sleep = Sleep::default();
         sleep.want(A, true);
-        assert_eq!(sleep.wake(A, true, 1), Step::Stays, "nothing has begun");
+        assert_eq!(sleep.wake(at(10), A, true, 1), Step::Stays, "nothing has begun");
         sleep.want(A, true);
         sleep.prepare(at(0), A);
-        assert_eq!(sleep.wake(A, true, 2), Step::Nothing, "its answer is on its way");
+        assert_eq!(sleep.wake(at(10), A, true, 2), Step::Nothing, "its answer is on its way");
         assert_eq!(sleep.ready(at(1), A, None), Step::Runs);
         sleep.want(A, true);
         sleep.prepare(at(2), A);
         sleep.ready(at(3), A, None);
-        assert_eq!(sleep.wake(A, true, 3), Step::Nothing, "a checkpoint cannot be taken back");
+        assert_eq!(sleep.wake(at(10), A, true, 3), Step::Nothing, "a checkpoint cannot be taken back");
         assert_eq!(sleep.answered(at(4), A, SleepOutcome::Asleep, 4), Step::Wakes);
     }
 
     #[test]
     fn one_that_is_paused_while_it_comes_back_goes_again() {
         let mut sleep = asleep(false);
-        sleep.wake(A, false, 2);
+        sleep.wake(at(10), A, false, 2);
         sleep.has_room(A);
         sleep.want(A, true);
         assert_eq!(sleep.answered(at(4), A, SleepOutcome::Runs, 3), Step::Runs);
@@ -486,13 +508,13 @@ mod tests {
     #[test]
     fn a_restore_that_failed_is_tried_again_unless_that_was_final() {
         let mut sleep = asleep(false);
-        sleep.wake(A, false, 2);
+        sleep.wake(at(10), A, false, 2);
         sleep.has_room(A);
         assert_eq!(sleep.answered(at(10), A, SleepOutcome::Asleep, 3), Step::Sleeps);
         assert_eq!((phase(&sleep), sleep.look(at(11), A, 4)), (SleepPhase::Asleep, Step::Wakes));
         sleep.has_room(A);
         assert_eq!(sleep.answered(at(12), A, SleepOutcome::Lost, 5), Step::IsLost);
-        assert_eq!((sleep.wake(A, true, 6), phase(&sleep)), (Step::Nothing, SleepPhase::Lost));
+        assert_eq!((sleep.wake(at(10), A, true, 6), phase(&sleep)), (Step::Nothing, SleepPhase::Lost));
     }
 
     #[test]
@@ -502,8 +524,8 @@ mod tests {
         sleep.prepare(at(0), B);
         sleep.ready(at(0), B, None);
         sleep.answered(at(0), B, SleepOutcome::Asleep, 2);
-        sleep.wake(B, false, 3);
-        sleep.wake(A, false, 4);
+        sleep.wake(at(10), B, false, 3);
+        sleep.wake(at(10), A, false, 4);
         assert_eq!(sleep.waking(), [B, A]);
         sleep.forget(B);
         assert_eq!((sleep.waking(), sleep.is_held_off(B)), (vec![A], false));

@@ -1,0 +1,78 @@
+//! `nvsharectl pause` and `resume`: programs off their GPUs, and back.
+
+use super::{CtlError, Target, block_on, password};
+use crate::bus::Client;
+
+/// Takes programs off their GPUs until they are resumed.
+///
+/// # Errors
+/// If there is no such program, or the scheduler refuses.
+pub fn pause(target: &Target, program: &str) -> Result<(), CtlError> {
+    call(target, program, "Pause")
+}
+
+/// # Errors
+/// If there is no such program, or the scheduler refuses.
+pub fn resume(target: &Target, program: &str) -> Result<(), CtlError> {
+    call(target, program, "Resume")
+}
+
+fn call(target: &Target, program: &str, method: &str) -> Result<(), CtlError> {
+    block_on(async {
+        let scheduler = target.connect().await?;
+        let pids = match program.parse() {
+            Ok(pid) => vec![pid],
+            Err(_) => pids_of(&scheduler.list_clients().await?, program),
+        };
+        if pids.is_empty() {
+            return Err(CtlError::Failed(format!("no program under nvshare is in a unit or container {program:?}")));
+        }
+        for pid in pids {
+            password::call::<()>(&scheduler, method, &(pid,)).await?;
+        }
+        Ok(())
+    })
+}
+
+/// The processes of the programs of a unit or a container. A container may be named by the beginning of its id, of which
+/// [`Client`] has 12 digits, or by all of it.
+fn pids_of(clients: &[Client], program: &str) -> Vec<u32> {
+    let is_container = |container: &str| {
+        program.len() >= 4
+            && !container.is_empty()
+            && (container.starts_with(program) || program.starts_with(container))
+    };
+    let is_meant =
+        |client: &&Client| !program.is_empty() && (client.unit == program || is_container(&client.container));
+    let mut pids: Vec<u32> = clients.iter().filter(is_meant).map(|client| client.pid).filter(|pid| *pid > 0).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_by_unit_and_by_container() {
+        let client = |pid, unit: &str, container: &str| Client {
+            pid,
+            unit: unit.into(),
+            container: container.into(),
+            ..Client::default()
+        };
+        let clients = [
+            client(7, "jupyter.service", ""),
+            client(8, "jupyter.service", "0123456789ab"),
+            client(8, "jupyter.service", "0123456789ab"),
+            client(0, "other.service", "0123456789ab"),
+            client(9, "", ""),
+        ];
+        assert_eq!(pids_of(&clients, "jupyter.service"), [7, 8]);
+        assert_eq!(pids_of(&clients, "01234"), [8]);
+        assert_eq!(pids_of(&clients, "0123456789abcdef"), [8]);
+        assert!(pids_of(&clients, "012").is_empty(), "too short to mean one");
+        assert!(pids_of(&clients, "").is_empty());
+    }
+}
