@@ -30,7 +30,7 @@ pub enum Operation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     pub operation: Operation,
-    /// The user that the process must be of.
+    /// The user that a process which is to sleep must be of.
     pub uid: u32,
     /// How long to wait for calls and work of the process to end, in milliseconds; not 0, which would be for ever.
     pub lock_timeout_ms: u32,
@@ -97,6 +97,8 @@ pub enum Step {
     Checkpoint,
     Restore,
     Unlock,
+    /// The process is another user's: it is not taken off its GPUs.
+    User,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,7 +122,16 @@ impl Answer {
         let [VERSION, outcome, failed, _, error @ ..] = *packet else { return None };
         let outcomes = [Outcome::Runs, Outcome::Asleep, Outcome::Lost, Outcome::Gone, Outcome::Unknown];
         let outcome = *outcomes.get(usize::from(outcome))?;
-        let steps = [Step::None, Step::Driver, Step::State, Step::Lock, Step::Checkpoint, Step::Restore, Step::Unlock];
+        let steps = [
+            Step::None,
+            Step::Driver,
+            Step::State,
+            Step::Lock,
+            Step::Checkpoint,
+            Step::Restore,
+            Step::Unlock,
+            Step::User,
+        ];
         Some(Self { outcome, failed: *steps.get(usize::from(failed))?, error: u32::from_le_bytes(error) })
     }
 }

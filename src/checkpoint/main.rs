@@ -25,7 +25,7 @@ fn main() -> ExitCode {
         eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     };
-    let answer = match Process::of(pidfd, request.uid) {
+    let answer = match Process::of(pidfd) {
         Some(process) => perform(&request, &process, socket),
         None => Answer { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
     };
@@ -62,6 +62,8 @@ fn perform(request: &Request, process: &Process, socket: BorrowedFd<'_>) -> Answ
     };
     let calls = Calls { driver: &driver, process };
     let done = match request.operation {
+        Operation::Sleep if !process.is_of(request.uid) => Err(Failure(Step::User, SUCCESS)),
+        // One that has changed its user asleep is put back all the same.
         Operation::Sleep => calls.sleep(request.lock_timeout_ms, || has_hung_up(socket)),
         Operation::Wake => calls.wake(request),
         Operation::Settle => {

@@ -14,18 +14,25 @@ pub struct Process {
 }
 
 impl Process {
-    /// `None` if that is not a pidfd of a living process of that user, but of a thread for instance, or of a process that has
-    /// no number in this PID namespace.
-    pub fn of(pidfd: OwnedFd, uid: u32) -> Option<Self> {
+    /// `None` if that is not a pidfd of a living process, but of a thread for instance, or of a process that has no number in this
+    /// PID namespace.
+    pub fn of(pidfd: OwnedFd) -> Option<Self> {
         let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
         let pid =
             info.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok().filter(|pid| *pid > 0)?;
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let field = |name| status.lines().find_map(|line| line.strip_prefix(name));
-        let leader: i32 = field("Tgid:")?.trim().parse().ok()?;
-        let owner: u32 = field("Uid:")?.split_whitespace().next()?.parse().ok()?;
         let process = Self { pidfd, pid };
-        (leader == pid && owner == uid && process.lives()).then_some(process)
+        (process.status("Tgid:")? == i64::from(pid) && process.lives()).then_some(process)
+    }
+
+    pub fn is_of(&self, uid: u32) -> bool {
+        self.status("Uid:") == Some(uid.into())
+    }
+
+    /// The first number of a field.
+    fn status(&self, name: &str) -> Option<i64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
+        let field = status.lines().find_map(|line| line.strip_prefix(name))?;
+        field.split_whitespace().next()?.parse().ok()
     }
 
     pub fn lives(&self) -> bool {

@@ -306,9 +306,10 @@ fn a_process_that_is_killed_asleep_frees_everything() {
 #[test]
 fn only_a_process_of_the_user_is_meant() {
     let Some(sleeper) = start("only_a_process_of_the_user_is_meant") else { return };
-    let gone = |uid, pidfd| sleeper.helper_for(Operation::Sleep, uid, pidfd).answer().outcome == Outcome::Gone;
     let own = geteuid().as_raw();
-    assert!(gone(own + 1, sleeper.pidfd()), "another user's");
+    let answer = sleeper.helper_for(Operation::Sleep, own + 1, sleeper.pidfd()).answer();
+    assert_eq!(answer, Answer { failed: Step::User, ..DONE }, "another user's");
+    let gone = |uid, pidfd| sleeper.helper_for(Operation::Sleep, uid, pidfd).answer().outcome == Outcome::Gone;
     let file = fs::File::open("/dev/null").expect("a file");
     assert!(gone(own, file.into()), "no pidfd");
     // `PIDFD_THREAD`, of a thread that is not the leader. Before Linux 6.9 there is none.
