@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 const CRATE: [&str; 9] = ["sys", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
-const DAEMON: [&str; 13] = [
+const DAEMON: [&str; 14] = [
     "logging",
     "node",
     "systemd",
     "tenants",
     "transport",
+    "checkpoint",
     "gpu",
     "metrics",
     "core",

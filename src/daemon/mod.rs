@@ -8,6 +8,7 @@
 //! - `systemd`: socket activation, notifications, the descriptor store.
 //! - `tenants`: what the clients of each tenant may take of the scheduler.
 //! - `transport`: clients' connections as packets, the protocol's state, the peer's identity.
+//! - `checkpoint`: clients' processes taken off their GPUs and put back, by programs of their own.
 //! - `gpu`: NVML, memory accounting, traffic, host memory, the driver's limits.
 //! - `metrics`: metrics for monitoring.
 //! - `core`: the state machine, and all that it decides about.
@@ -18,6 +19,7 @@
 //! - `run`: startup, the scheduling loop, shutdown.
 
 mod bus;
+pub mod checkpoint;
 mod connections;
 mod control;
 mod core;

@@ -1,0 +1,286 @@
+//! Clients' processes are taken off their GPUs and put back by `nvshare-checkpoint`, a program of its own for each request, because a
+//! call of the driver may take seconds, and for ever while the process is stopped. Here one is started and asked. Whatever becomes
+//! of it, there is an answer in bounded time.
+
+#[cfg(test)]
+mod tests;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::future::pending;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use nvshare_checkpoint::{ANSWER, MAX_PAIRS, Request, Step};
+pub use nvshare_checkpoint::{Operation, Outcome, Uuid};
+use rustix::net::Shutdown;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::process::{Child, Command};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::spawn_local;
+use tokio::time::timeout;
+
+use crate::sys::{descriptors, socket};
+
+/// Where systemd starts one for each connection: `nvshare-checkpoint.socket`.
+pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
+const PROGRAM: &str = "nvshare-checkpoint";
+
+/// The most that run at a time. Each has the driver loaded and initialised, which takes host memory and processor time, and what they
+/// move goes over the same links. `MaxConnections=` of the socket leaves room for those that an earlier scheduler has asked.
+const MAX_HELPERS: usize = 8;
+/// Of these, the most for processes of one user: who stops a process keeps its helper from ending.
+const MAX_HELPERS_OF_USER: usize = 4;
+/// How long a lock waits for calls and work of the process to end. It has been prepared, so none is expected.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long requests wait.
+#[derive(Debug, Clone, Copy)]
+struct Patience {
+    /// For a place among those that run.
+    place: Duration,
+    /// For the answer to a sleep or a wake. Of a process whose memory was moved out before, each takes less than a second
+    /// (`bench/RESULTS.md`); one whose memory could not be moved takes 0.5 s for each GiB.
+    answer: Duration,
+    /// For the answer to `Settle`, which waits for a call that is still under way.
+    settled: Duration,
+    /// For the end of a helper after it was hung up on: it undoes what it has begun.
+    end: Duration,
+}
+
+/// `RuntimeMaxSec=` of the service is longer than `answer` and `end` together.
+const PATIENCE: Patience = Patience {
+    place: Duration::from_secs(60),
+    answer: Duration::from_secs(60),
+    settled: Duration::from_secs(10),
+    end: Duration::from_secs(10),
+};
+
+/// How a helper is started.
+#[derive(Debug)]
+enum Start {
+    /// By systemd, for a connection to this socket.
+    Connect(PathBuf),
+    /// As a child, with the user of this process: it reaches processes of that user alone.
+    Child(PathBuf),
+}
+
+/// What came of a request.
+#[derive(Debug)]
+pub struct Answer {
+    /// In which state the process is. [`Outcome::Unknown`] is to be followed by [`Operation::Settle`], until the state is known.
+    pub outcome: Outcome,
+    /// Why it was not done.
+    pub failure: Option<Failure>,
+}
+
+/// Why a request was not carried out. Displayed, it completes a line that says what was to be done.
+#[derive(Debug)]
+pub enum Failure {
+    /// All helpers were taken for too long.
+    Busy,
+    /// No helper could be started.
+    NotStarted(io::Error),
+    /// It ended without an answer.
+    Died,
+    /// It did not answer in time.
+    TimedOut,
+    /// There is no driver, or one without these calls.
+    NoCalls,
+    /// The process is another user's.
+    OtherUser,
+    /// A call of the driver failed, with this error of the driver.
+    Driver { call: &'static str, error: u32 },
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Busy => write!(f, "other programs are on their way off or onto their GPUs"),
+            Self::NotStarted(e) => write!(f, "{PROGRAM} cannot be started: {e}"),
+            Self::Died => write!(f, "{PROGRAM} ended without an answer"),
+            Self::TimedOut => write!(f, "{PROGRAM} did not answer in time"),
+            Self::NoCalls => write!(f, "there is no driver that can do it, which 570 and newer can"),
+            Self::OtherUser => write!(f, "its process has changed its user"),
+            Self::Driver { call, error } => write!(f, "{call} failed with error {error}"),
+        }
+    }
+}
+
+impl Failure {
+    fn of(failed: Step, error: u32) -> Option<Self> {
+        let call = match failed {
+            Step::None => return None,
+            Step::Driver if error == 0 => return Some(Self::NoCalls),
+            Step::User => return Some(Self::OtherUser),
+            Step::Driver => "cuInit",
+            Step::State => "cuCheckpointProcessGetState",
+            Step::Lock => "cuCheckpointProcessLock",
+            Step::Checkpoint => "cuCheckpointProcessCheckpoint",
+            Step::Restore => "cuCheckpointProcessRestore",
+            Step::Unlock => "cuCheckpointProcessUnlock",
+        };
+        Some(Self::Driver { call, error })
+    }
+}
+
+/// Starts helpers. It lives on one thread, in a `LocalSet`, and never blocks it.
+#[derive(Debug)]
+pub struct Helpers {
+    start: Start,
+    patience: Patience,
+    all: Arc<Semaphore>,
+    users: RefCell<HashMap<u32, Weak<Semaphore>>>,
+}
+
+/// A helper's right to run.
+type Place = (OwnedSemaphorePermit, OwnedSemaphorePermit);
+
+impl Helpers {
+    /// Has systemd start helpers.
+    pub fn of_systemd() -> Self {
+        Self::new(Start::Connect(SOCKET.into()), PATIENCE)
+    }
+
+    /// Starts helpers as children: the program that is installed with this one.
+    ///
+    /// # Errors
+    /// If the path of this program is not known.
+    pub fn of_children() -> io::Result<Self> {
+        let own = std::env::current_exe()?;
+        let beside = own.with_file_name(PROGRAM);
+        let installed = own.parent().and_then(Path::parent).map(|prefix| prefix.join("libexec").join(PROGRAM));
+        let program = installed.filter(|path| !beside.exists() && path.exists()).unwrap_or(beside);
+        Ok(Self::new(Start::Child(program), PATIENCE))
+    }
+
+    fn new(start: Start, patience: Patience) -> Self {
+        Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), users: RefCell::default() }
+    }
+
+    /// Has a process taken off its GPUs or put back. Dropped before it is done, it is taken back as far as that is possible, and the
+    /// state of the process is to be settled.
+    ///
+    /// `process`: a pidfd. `uid`: the user that one which is to sleep must be of. `pairs`: for a wake, on which GPU to restore what was on each that
+    /// the process sees; none for where it was, at most `MAX_PAIRS`.
+    ///
+    /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs.
+    pub async fn ask(&self, operation: Operation, process: OwnedFd, uid: u32, pairs: Vec<(Uuid, Uuid)>) -> Answer {
+        let untouched = if operation == Operation::Sleep { Outcome::Runs } else { Outcome::Unknown };
+        let not_begun = |failure| Answer { outcome: untouched, failure: Some(failure) };
+        let Ok(place) = timeout(self.patience.place, self.place(uid)).await else { return not_begun(Failure::Busy) };
+        let helper = match self.start(operation, &[process], uid, pairs) {
+            Ok(helper) => helper,
+            Err(e) => return not_begun(Failure::NotStarted(e)),
+        };
+        let patience = match operation {
+            Operation::Settle => self.patience.settled,
+            Operation::Sleep | Operation::Wake => self.patience.answer,
+        };
+        let answer = timeout(patience, helper.answer()).await;
+        let is_late = answer.is_err();
+        // The caller does not wait for its end, but its place does.
+        spawn_local(helper.end(self.patience.end, place));
+        let unknown = |failure| Answer { outcome: Outcome::Unknown, failure: Some(failure) };
+        match answer.ok().flatten() {
+            None if is_late => unknown(Failure::TimedOut),
+            None => unknown(Failure::Died),
+            Some(answer) => match Failure::of(answer.failed, answer.error) {
+                // It cannot tell the state, but has done nothing.
+                Some(failure) if answer.failed == Step::Driver => not_begun(failure),
+                failure => Answer { outcome: answer.outcome, failure },
+            },
+        }
+    }
+
+    async fn place(&self, uid: u32) -> Place {
+        let of_user = {
+            let mut users = self.users.borrow_mut();
+            users.retain(|_, places| places.strong_count() > 0);
+            let places = users.get(&uid).and_then(Weak::upgrade);
+            let places = places.unwrap_or_else(|| Arc::new(Semaphore::new(MAX_HELPERS_OF_USER)));
+            users.insert(uid, Arc::downgrade(&places));
+            places
+        };
+        // Waiting for others with a place of one's own keeps nobody else from theirs.
+        match (of_user.acquire_owned().await, self.all.clone().acquire_owned().await) {
+            (Ok(of_user), Ok(of_all)) => (of_user, of_all),
+            _ => pending().await, // neither is ever closed
+        }
+    }
+
+    fn start(
+        &self,
+        operation: Operation,
+        process: &[OwnedFd],
+        uid: u32,
+        pairs: Vec<(Uuid, Uuid)>,
+    ) -> io::Result<Helper> {
+        if pairs.len() > MAX_PAIRS {
+            return Err(io::Error::other(format!("{} GPUs are too many", pairs.len())));
+        }
+        let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT.as_millis() as u32, pairs }.encode();
+        match &self.start {
+            Start::Connect(path) => {
+                let own = socket::connect(path, socket::Kind::Packets)?;
+                socket::send_with(own.as_fd(), &request, process)?;
+                Ok(Helper { socket: descriptors::watch(own)?, child: None })
+            }
+            Start::Child(program) => {
+                let (own, its) = socket::packet_pair()?;
+                rustix::io::ioctl_fionbio(&its, false)?;
+                socket::send_with(own.as_fd(), &request, process)?;
+                let own = descriptors::watch(own)?;
+                let mut command = Command::new(program);
+                command.stdin(Stdio::from(its)).stdout(Stdio::null()).env("NVSHARE_DISABLE", "1");
+                let child = command.spawn()?;
+                Ok(Helper { socket: own, child: Some(child) })
+            }
+        }
+    }
+}
+
+/// One that was started. Dropped, it is hung up on, and undoes what it can; the runtime waits for a child's end.
+#[derive(Debug)]
+struct Helper {
+    socket: AsyncFd<OwnedFd>,
+    child: Option<Child>,
+}
+
+impl Helper {
+    /// `None` if it ended, or said what is no answer.
+    async fn answer(&self) -> Option<nvshare_checkpoint::Answer> {
+        let mut packet = [0; ANSWER];
+        let length = self.receive(&mut packet).await.ok()?;
+        nvshare_checkpoint::Answer::decode(packet.get(..length)?)
+    }
+
+    async fn receive(&self, packet: &mut [u8]) -> io::Result<usize> {
+        // Descriptors that come are closed.
+        self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
+    }
+
+    /// Hangs up, and waits until it has ended. A child that does not end is killed, others by systemd; whoever settles the process
+    /// then undoes what is left.
+    async fn end(mut self, patience: Duration, _place: Place) {
+        let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
+        let ended = async {
+            match &mut self.child {
+                Some(child) => drop(child.wait().await),
+                None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
+            }
+        };
+        if timeout(patience, ended).await.is_err()
+            && let Some(child) = &mut self.child
+        {
+            let _ = child.start_kill();
+            let _ = child.wait().await;
+        }
+    }
+}

@@ -1,0 +1,250 @@
+use super::*;
+use nvshare_wire::MAX_DESCRIPTORS;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::fs;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use test_support::Directory;
+use tokio::task::LocalSet;
+
+const SHORT: Patience = Patience {
+    place: Duration::from_millis(300),
+    answer: Duration::from_millis(300),
+    settled: Duration::from_millis(300),
+    end: Duration::from_millis(300),
+};
+const LONG: Patience = PATIENCE;
+
+fn run<T>(test: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().expect("a runtime");
+    LocalSet::new().block_on(&runtime, test)
+}
+
+fn own_process() -> OwnedFd {
+    pidfd_open(Pid::from_raw(std::process::id() as i32).expect("a process"), PidfdFlags::empty()).expect("a pidfd")
+}
+
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+async fn ask(helpers: &Helpers, operation: Operation) -> Answer {
+    helpers.ask(operation, own_process(), own_user(), Vec::new()).await
+}
+
+/// What listens in systemd's place.
+fn listen(directory: &Directory, patience: Patience) -> (OwnedFd, Helpers) {
+    let path = directory.0.join("checkpoint.sock");
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
+    bind(&listener, &SocketAddrUnix::new(&path).expect("an address")).expect("bound");
+    rustix::net::listen(&listener, 16).expect("it listens");
+    (listener, Helpers::new(Start::Connect(path), patience))
+}
+
+async fn accept(listener: &AsyncFd<OwnedFd>) -> AsyncFd<OwnedFd> {
+    let accepted = listener.async_io(Interest::READABLE, |fd| socket::accept(fd.as_fd())).await;
+    descriptors::watch(accepted.expect("a connection")).expect("watched")
+}
+
+/// The request, and the number of the process that came with it.
+async fn request(socket: &AsyncFd<OwnedFd>) -> (Request, u32) {
+    let (mut packet, mut fds) = ([0; nvshare_checkpoint::MAX_REQUEST], Vec::with_capacity(MAX_DESCRIPTORS));
+    let received = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut packet, &mut fds)).await;
+    let request = Request::decode(&packet[..received.expect("a packet")]).expect("a request");
+    let [pidfd] = &fds[..] else { panic!("one descriptor: {fds:?}") };
+    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).expect("a descriptor");
+    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")).expect("a pidfd").trim().parse();
+    (request, pid.expect("a number"))
+}
+
+fn say(socket: &AsyncFd<OwnedFd>, outcome: Outcome, failed: Step, error: u32) {
+    let packet = nvshare_checkpoint::Answer { outcome, failed, error }.encode();
+    socket::send(socket.get_ref().as_fd(), &packet).expect("sent");
+}
+
+async fn wait_for_end(socket: &AsyncFd<OwnedFd>) {
+    let end = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut [0], &mut Vec::new())).await;
+    assert_eq!(end.expect("the end"), 0);
+}
+
+#[test]
+fn what_is_asked_and_answered_arrives() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, LONG);
+        let listener = descriptors::watch(listener).expect("watched");
+        let pairs = vec![([1; 16], [2; 16])];
+        let served = async {
+            let socket = accept(&listener).await;
+            let (request, pid) = request(&socket).await;
+            assert_eq!((request.operation, request.uid, pid), (Operation::Wake, 1234, std::process::id()));
+            assert_eq!((&request.pairs, request.lock_timeout_ms), (&pairs, 2000));
+            say(&socket, Outcome::Lost, Step::Restore, 2);
+            wait_for_end(&socket).await;
+        };
+        let (answer, ()) = tokio::join!(helpers.ask(Operation::Wake, own_process(), 1234, pairs.clone()), served);
+        assert_eq!(answer.outcome, Outcome::Lost);
+        let why = answer.failure.expect("a reason").to_string();
+        assert_eq!(why, "cuCheckpointProcessRestore failed with error 2");
+    });
+}
+
+#[test]
+fn a_helper_that_ends_or_says_nonsense_leaves_the_state_unknown() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, LONG);
+        let listener = descriptors::watch(listener).expect("watched");
+        for operation in [Operation::Sleep, Operation::Wake, Operation::Settle] {
+            for nonsense in [None, Some(&b"what?"[..])] {
+                let served = async {
+                    let socket = accept(&listener).await;
+                    request(&socket).await;
+                    if let Some(nonsense) = nonsense {
+                        socket::send(socket.get_ref().as_fd(), nonsense).expect("sent");
+                    }
+                };
+                let (answer, ()) = tokio::join!(ask(&helpers, operation), served);
+                assert_eq!(answer.outcome, Outcome::Unknown);
+                assert!(matches!(answer.failure, Some(Failure::Died)), "{answer:?}");
+            }
+        }
+    });
+}
+
+/// Its place is free when it has ended, and not before.
+#[test]
+fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, Patience { end: LONG.end, ..SHORT });
+        let listener = descriptors::watch(listener).expect("watched");
+        let silent = async {
+            let mut sockets = Vec::new();
+            for _ in 0..MAX_HELPERS_OF_USER {
+                sockets.push(accept(&listener).await);
+            }
+            sockets
+        };
+        let asked = async {
+            let answers = [(); MAX_HELPERS_OF_USER].map(|()| ask(&helpers, Operation::Sleep));
+            for answer in answers.map(Box::pin) {
+                let answer = answer.await;
+                assert_eq!(answer.outcome, Outcome::Unknown);
+                assert!(matches!(answer.failure, Some(Failure::TimedOut)), "{answer:?}");
+            }
+        };
+        let (mut sockets, ()) = tokio::join!(silent, asked);
+        for socket in &sockets {
+            request(socket).await;
+            wait_for_end(socket).await;
+        }
+        let answer = ask(&helpers, Operation::Sleep).await;
+        assert!(matches!(answer.failure, Some(Failure::Busy)), "{answer:?}");
+        assert_eq!(answer.outcome, Outcome::Runs, "nothing has touched it");
+        assert_eq!(ask(&helpers, Operation::Wake).await.outcome, Outcome::Unknown);
+
+        let served = async {
+            let socket = accept(&listener).await;
+            request(&socket).await;
+            say(&socket, Outcome::Asleep, Step::None, 0);
+        };
+        let others = helpers.ask(Operation::Sleep, own_process(), own_user() + 1, Vec::new());
+        assert_eq!(tokio::join!(others, served).0.outcome, Outcome::Asleep, "another user's has a place");
+        drop(sockets.pop());
+        let served = async {
+            let socket = accept(&listener).await;
+            request(&socket).await;
+            say(&socket, Outcome::Runs, Step::None, 0);
+        };
+        let (answer, ()) = tokio::join!(ask(&helpers, Operation::Settle), served);
+        assert!(answer.outcome == Outcome::Runs && answer.failure.is_none(), "{answer:?}");
+    });
+}
+
+#[test]
+fn a_request_that_is_dropped_is_taken_back() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, LONG);
+        let listener = descriptors::watch(listener).expect("watched");
+        let socket = tokio::select! {
+            answer = ask(&helpers, Operation::Sleep) => panic!("{answer:?}"),
+            socket = accept(&listener) => socket,
+        };
+        request(&socket).await;
+        wait_for_end(&socket).await;
+        assert_eq!(helpers.all.available_permits(), MAX_HELPERS);
+    });
+}
+
+#[test]
+fn a_driver_without_the_calls_leaves_it_as_it_was() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, LONG);
+        let listener = descriptors::watch(listener).expect("watched");
+        for (operation, outcome) in [(Operation::Sleep, Outcome::Runs), (Operation::Settle, Outcome::Unknown)] {
+            let served = async {
+                let socket = accept(&listener).await;
+                request(&socket).await;
+                say(&socket, Outcome::Unknown, Step::Driver, 0);
+            };
+            let (answer, ()) = tokio::join!(ask(&helpers, operation), served);
+            assert_eq!(answer.outcome, outcome);
+            assert!(matches!(answer.failure, Some(Failure::NoCalls)), "{answer:?}");
+        }
+    });
+}
+
+#[test]
+fn where_none_can_be_started_it_is_left_as_it_was() {
+    let directory = Directory::new();
+    let nothing = directory.0.join("nothing");
+    run(async {
+        for start in [Start::Connect(nothing.clone()), Start::Child(nothing.clone())] {
+            let helpers = Helpers::new(start, LONG);
+            let answer = ask(&helpers, Operation::Sleep).await;
+            assert_eq!(answer.outcome, Outcome::Runs);
+            assert!(matches!(answer.failure, Some(Failure::NotStarted(_))), "{answer:?}");
+            assert_eq!(ask(&helpers, Operation::Wake).await.outcome, Outcome::Unknown);
+            assert_eq!(helpers.all.available_permits(), MAX_HELPERS);
+        }
+    });
+}
+
+fn program(directory: &Directory, text: &str) -> PathBuf {
+    let path = directory.0.join("helper");
+    fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("a file");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its mode");
+    path
+}
+
+#[test]
+fn a_child_that_does_not_end_is_killed() {
+    let directory = Directory::new();
+    let pid = directory.0.join("pid");
+    let program = program(&directory, &format!("echo $$ >{}\nexec sleep 1000", pid.display()));
+    run(async {
+        let helpers = Helpers::new(Start::Child(program), Patience { answer: Duration::from_secs(1), ..SHORT });
+        let answer = ask(&helpers, Operation::Sleep).await;
+        assert_eq!(answer.outcome, Outcome::Unknown);
+        assert!(matches!(answer.failure, Some(Failure::TimedOut)), "{answer:?}");
+        let _all = helpers.all.acquire_many(MAX_HELPERS as u32).await.expect("it has ended");
+        let pid = fs::read_to_string(&pid).expect("it ran");
+        assert!(!Path::new("/proc").join(pid.trim()).exists(), "it was waited for");
+    });
+}
+
+#[test]
+fn a_child_that_dies_leaves_the_state_unknown() {
+    let directory = Directory::new();
+    let program = program(&directory, "[ \"$NVSHARE_DISABLE\" = 1 ] && kill -9 $$; sleep 1000");
+    run(async {
+        let answer = ask(&Helpers::new(Start::Child(program), LONG), Operation::Wake).await;
+        assert_eq!(answer.outcome, Outcome::Unknown);
+        assert!(matches!(answer.failure, Some(Failure::Died)), "{answer:?}");
+    });
+}
