@@ -20,6 +20,7 @@ STATIC ?= -C target-feature=+crt-static
 # Where install puts things, below $(DESTDIR).
 prefix ?= /usr
 bindir ?= $(prefix)/bin
+libexecdir ?= $(prefix)/libexec
 # Debian has a directory for each architecture, which the loader searches; others have lib64 or lib.
 multiarch = $(shell $(CC) -print-multiarch 2>/dev/null)
 libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib64/libc.so*),64))
@@ -71,6 +72,7 @@ help:
 build:
 	@tests/needs.sh cargo cc $(if $(STATIC),libc.a)
 	$(CARGO) build --release --locked -p nvshare --bin nvshare-scheduler
+	$(CARGO) build --release --locked -p nvshare-checkpoint
 	$(CARGO) rustc --release --locked -p nvshare --bin nvsharectl -- $(STATIC)
 	$(CARGO) run --release --locked -p nvshare-completions -- $(COMPLETIONS)
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
@@ -123,8 +125,9 @@ bench:
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:
 	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
-	install -d $(addprefix $(DESTDIR),$(bindir) $(libdir) $(unitdir) $(sysconfdir)/nvshare)
+	install -d $(addprefix $(DESTDIR),$(bindir) $(libexecdir) $(libdir) $(unitdir) $(sysconfdir)/nvshare)
 	install -m 755 $(TARGET)/release/nvshare-scheduler $(TARGET)/release/nvsharectl $(DESTDIR)$(bindir)
+	install -m 755 $(TARGET)/release/nvshare-checkpoint $(DESTDIR)$(libexecdir)
 	@# In one step: where every program loads it, one that loads half of it dies.
 	install -m 644 $(TARGET)/release/libnvshare.so $(DESTDIR)$(libdir)/libnvshare.so.new
 	mv -f $(DESTDIR)$(libdir)/libnvshare.so.new $(DESTDIR)$(libdir)/libnvshare.so
@@ -132,6 +135,7 @@ install:
 	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
 	install -m 644 $(wildcard systemd/*.service systemd/*.socket systemd/*.path) $(DESTDIR)$(unitdir)
 	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service $(DESTDIR)$(unitdir)/nvshare-cdi.service
+	sed -i 's|/usr/libexec/|$(libexecdir)/|' $(DESTDIR)$(unitdir)/nvshare-checkpoint@.service
 	install -Dm 644 $(COMPLETIONS)/nvsharectl.bash $(DESTDIR)$(bashdir)/nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(zshdir) $(COMPLETIONS)/_nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(fishdir) $(COMPLETIONS)/nvsharectl.fish
@@ -148,7 +152,7 @@ install:
 	install -Dm 644 dbus/org.nvshare.Scheduler1.rules $(DESTDIR)$(prefix)/share/polkit-1/rules.d/50-nvshare.rules
 	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
-	for name in nvshare-scheduler nvshare.socket nvshare-control.socket nvshare-metrics.socket; do \
+	for name in nvshare-scheduler nvshare.socket nvshare-control.socket nvshare-metrics.socket nvshare-checkpoint.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
 # Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.

@@ -17,11 +17,13 @@ of_process() { awk -v "field=$1:" '$1 == field { print $2 }' "/proc/$(shown Main
 
 # One unit for everything: the other socket and the service stop and start with it.
 systemctl stop nvshare.socket
-for stopped in nvshare.socket nvshare-control.socket $unit; do
+for stopped in nvshare.socket nvshare-control.socket nvshare-checkpoint.socket $unit; do
     until_true "$stopped to stop" sh -c "! systemctl is-active $stopped"
 done
 systemctl enable --quiet --now nvshare.socket
 [ "$(systemctl is-active nvshare-control.socket)" = active ] || fail "there is no control socket"
+[ "$(systemctl is-active nvshare-checkpoint.socket)" = active ] || fail "there is no socket for sleep"
+says "nvshare:nvshare 600" stat -c '%U:%G %a' /run/nvshare-checkpoint/checkpoint.sock
 [ "$(systemctl is-active $unit)" = inactive ] || fail "the scheduler runs before anybody wants it"
 program mix --mem 16M --rounds 2 >/dev/null || fail "a program ended with $?"
 [ "$(systemctl is-active $unit)" = active ] || fail "a program has not started the scheduler"

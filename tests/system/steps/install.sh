@@ -19,8 +19,8 @@ printf '%s\n' "$signed" >"$repository/dists/stable/InRelease"
 
 apt_nvshare update
 apt_nvshare install nvshare
-for socket in nvshare.socket nvshare-control.socket nvshare-metrics.socket nvshare-cdi.service nvshare-cdi.path $unit; do
-    case $socket in nvshare-control.socket) state=static ;; *) state=disabled ;; esac
+for socket in nvshare.socket nvshare-control.socket nvshare-metrics.socket nvshare-checkpoint.socket nvshare-cdi.service nvshare-cdi.path $unit; do
+    case $socket in nvshare-control.socket | nvshare-checkpoint.socket) state=static ;; *) state=disabled ;; esac
     [ "$(systemctl is-enabled $socket)" = $state ] || fail "$socket is $(systemctl is-enabled $socket)"
     [ "$(systemctl is-active $socket)" = inactive ] || fail "$socket is $(systemctl is-active $socket)"
 done
