@@ -288,6 +288,8 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
         SleepObstacle::Gang => "it is in a gang",
         SleepObstacle::NoContext => "it has no context",
         SleepObstacle::OldLibrary => "its library is too old",
+        SleepObstacle::Unreachable => "its process is not visible to the scheduler",
+        SleepObstacle::Unsupported => "neither this driver nor nvshare-checkpoint can do it here",
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",
         SleepObstacle::Silent => "it does not answer",
         SleepObstacle::Failed => "the driver could not take it off the GPU",

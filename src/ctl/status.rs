@@ -155,10 +155,10 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     let mut colours = Vec::new();
     for (place, client, usage) in rows {
         let state = match (usage.state.as_str(), place) {
-            ("waiting", 1..usize::MAX) => format!("waiting #{place}"),
             _ if client.paused && client.sleep == "sleeping" => "paused".to_owned(),
             _ if client.sleep != "awake" && !client.sleep.is_empty() => client.sleep.clone(),
             (state, _) if client.paused => format!("{state}, paused"),
+            ("waiting", 1..usize::MAX) => format!("waiting #{place}"),
             (state, _) if client.stopped => format!("{state}, stopped"),
             (state, _) => state.to_owned(),
         };
@@ -241,9 +241,8 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         if client.sleep == "lost" {
             let _ = writeln!(out, "  Client {id} was off the GPU and cannot come back: it has to be killed.");
         } else if !why.is_empty() {
-            let held = if client.paused { " is held off all the same" } else { "" };
-            let _ =
-                writeln!(out, "  Client {id}{held}{}cannot sleep: {why}.", if client.paused { ", but " } else { " " });
+            let held = if client.paused { " is held off all the same, but" } else { "" };
+            let _ = writeln!(out, "  Client {id}{held} cannot sleep: {why}.");
         }
         if let Some(took) = client.wake_time {
             let took = units::duration(Duration::try_from_secs_f64(took).unwrap_or_default());
@@ -433,6 +432,25 @@ GPU 0  NVIDIA H200  GPU-1
         let coloured = text(&status, Style { colour: true, width: Some(40) });
         assert!(coloured.contains("\x1b[32m"), "{coloured}");
         assert!(!coloured.contains("c.py"), "lines are cut: {coloured}");
+    }
+
+    #[test]
+    fn it_says_who_sleeps_and_why_not() {
+        let shown = |change: fn(&mut Client)| {
+            let mut client = client(7, "python3 a.py", usage("waiting", 1.0, 1 << 30));
+            client.sleep = "awake".into();
+            change(&mut client);
+            let gpus = vec![Gpu { uuid: "GPU-1".into(), queue: vec![7], ..Gpu::default() }];
+            text(&Status { gpus, clients: vec![client], ..Status::default() }, Style::default())
+        };
+        assert!(shown(|_| ()).contains("waiting #1"));
+        assert!(shown(|client| client.sleep = "sleeping".into()).contains("sleeping"));
+        assert!(shown(|client| (client.sleep, client.paused) = ("sleeping".into(), true)).contains(" paused "));
+        let held = shown(|client| (client.sleep_obstacle, client.paused) = ("it is in a gang".into(), true));
+        assert!(held.contains("waiting, paused"), "{held}");
+        assert!(held.ends_with("  Client 7 is held off all the same, but cannot sleep: it is in a gang.\n"), "{held}");
+        let woken = shown(|client| (client.woken_by, client.wake_time) = ("call".into(), Some(1.5)));
+        assert!(woken.ends_with("  Client 7 was last woken because it called the driver, in 1.5s.\n"), "{woken}");
     }
 
     #[test]

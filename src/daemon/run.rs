@@ -15,6 +15,7 @@ use tracing::{error, info, warn};
 use crate::config::paths::CLIENTS_SOCKET;
 use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{self, Bus, BusServer};
+use crate::daemon::checkpoint::{self, Helpers};
 use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
@@ -255,6 +256,12 @@ impl Startup {
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
+        // Before clients of an earlier daemon are taken over, which may be asleep.
+        let by_systemd = systemd::is_there() && Path::new(checkpoint::SOCKET).exists();
+        match if by_systemd { Ok(Helpers::of_systemd()) } else { Helpers::of_children() } {
+            Ok(helpers) => tasks::start_checkpoints(&core, helpers),
+            Err(e) => warn!("programs cannot be taken off their GPUs: {e}"),
+        }
         let connections = start_connections(&core, clients, stored, bus_attempted);
         tasks::start(&core, holders, clients_list);
         control.lists.start(&core);

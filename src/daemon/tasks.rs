@@ -4,12 +4,13 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
 
+use crate::daemon::checkpoint::Helpers;
 use crate::daemon::control::status_line;
 use crate::daemon::core::views::{ClientPids, Holders};
-use crate::daemon::core::{Core, SAMPLE_QUIET};
+use crate::daemon::core::{Checkpoint, Core, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
@@ -41,7 +42,23 @@ const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 /// Shortest time between two changes of the status line: turns change many times a second.
 const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
-/// Starts all jobs but [`keep_status_line`].
+/// Has clients' processes taken off their GPUs and put back, as the machine decides.
+pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
+    let (request, mut requests) = mpsc::unbounded_channel::<Checkpoint>();
+    core.borrow_mut().use_checkpoints(request);
+    let (core, helpers) = (core.clone(), Rc::new(helpers));
+    spawn_local(async move {
+        while let Some(Checkpoint { client, operation, process, uid }) = requests.recv().await {
+            let (core, helpers) = (core.clone(), helpers.clone());
+            spawn_local(async move {
+                let answer = helpers.ask(operation, process, uid, Vec::new()).await;
+                core.borrow_mut().checkpointed(client, operation, &answer);
+            });
+        }
+    });
+}
+
+/// Starts all jobs but these and [`keep_status_line`].
 pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients: watch::Sender<ClientPids>) {
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));

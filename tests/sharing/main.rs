@@ -19,6 +19,7 @@ mod peers;
 mod placement;
 mod progress;
 mod restart;
+mod sleep;
 mod thrash;
 mod turns;
 mod vmm;

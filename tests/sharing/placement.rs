@@ -151,7 +151,7 @@ fn a_rule_says_which_gpus_programs_may_see() {
         machine.wait_for_log("allows none of its GPUs");
         let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
         assert_eq!(refused.wait().code(), Some(1));
-        assert!(refused.stderr().contains("nvshare.toml:9 allows none of its GPUs"), "{}", refused.stderr());
+        assert!(refused.stderr().contains("nvshare.toml:10 allows none of its GPUs"), "{}", refused.stderr());
     }
 }
 

@@ -71,7 +71,7 @@ pub(super) async fn serve(
     let watched = Connection::new(socket, 0, budget.clone())
         .and_then(|connection| pidfd.map(descriptors::watch).transpose().map(|pidfd| (connection, pidfd)));
     let (connection, pidfd) = match watched {
-        Ok((connection, pidfd)) => (Rc::new(connection), pidfd),
+        Ok((connection, pidfd)) => (Rc::new(connection), pidfd.map(Rc::new)),
         Err(e) => return error!("cannot watch a connection: {e}"),
     };
 
@@ -113,11 +113,12 @@ pub(super) async fn serve(
         lock: None,
         reconnects,
         is_asleep,
+        process: pidfd.clone(),
     };
     let client = core.borrow_mut().connect(arrival);
     slice.end().await;
     connections.resumed().await;
-    converse(&core, client, &connection, &identity, pidfd.as_ref(), &connections).await;
+    converse(&core, client, &connection, &identity, pidfd.as_deref(), &connections).await;
     drop(place);
 }
 

@@ -45,7 +45,7 @@ struct StoredClient {
     name: ConnectionName,
     connection: Rc<Connection>,
     identity: Arc<Identity>,
-    pidfd: Option<AsyncFd<OwnedFd>>,
+    pidfd: Option<Rc<AsyncFd<OwnedFd>>>,
     place: Share,
 }
 
@@ -146,7 +146,7 @@ fn ask(
     let budget = connections.budgets.of(&identity.tenant);
     let place = budget.hold(What::Clients, 1);
     let connection = Rc::new(Connection::new(socket, name.version, budget).ok()?);
-    let pidfd = pidfd.map(descriptors::watch).transpose().ok()?;
+    let pidfd = pidfd.map(descriptors::watch).transpose().ok()?.map(Rc::new);
     connection.send(SchedulerMessage::Resume { client: name.client });
     Some(StoredClient { name, connection, identity: Arc::new(identity), pidfd, place })
 }
@@ -155,7 +155,7 @@ fn ask(
 async fn read_state(asked: StoredClient) -> Option<ClientState> {
     let (hello, packets, held) = tokio::select! {
         answer = read_answer(&asked.connection, asked.name) => answer?,
-        () = client::died(asked.pidfd.as_ref()) => return None,
+        () = client::died(asked.pidfd.as_deref()) => return None,
         // Sending never ends the connection.
         () = async { asked.connection.flush().await; std::future::pending().await } => return None,
     };
@@ -205,6 +205,7 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
             lock: None,
             reconnects: true,
             is_asleep: hello.is_asleep,
+            process: asked.pidfd.clone(),
         };
         core.borrow_mut().resume(client, arrival, asked.name);
         for packet in std::mem::take(packets) {
@@ -226,7 +227,8 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
         let StoredClient { name, connection, identity, pidfd, place } = asked;
         let (core, connections) = (core.clone(), connections.clone());
         spawn_local(async move {
-            client::converse(&core, ClientId(name.client), &connection, &identity, pidfd.as_ref(), &connections).await;
+            client::converse(&core, ClientId(name.client), &connection, &identity, pidfd.as_deref(), &connections)
+                .await;
             drop(place);
         });
     }

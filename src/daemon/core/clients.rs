@@ -108,8 +108,17 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { connection, mut identity, version, gang: named, library, lock, reconnects, is_asleep: _ } =
-            arrival;
+        let Arrival {
+            connection,
+            mut identity,
+            version,
+            gang: named,
+            library,
+            lock,
+            reconnects,
+            is_asleep: _,
+            process,
+        } = arrival;
         self.pods.name(&mut identity);
         let entry = Client {
             connection,
@@ -125,6 +134,7 @@ impl Core {
             adoptions: Adoptions::default(),
             asked_for: None,
             reconnects,
+            process,
             stored_as: None,
             lock,
         };

@@ -8,9 +8,7 @@ use tracing::debug;
 
 use super::state::Core;
 use crate::daemon::transport::peer;
-use crate::scheduler::{
-    ClientId, Command, Denial, Event, GpuId, GpuSet, SleepObstacle, SleepOutcome, Time, WaitReason,
-};
+use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
 use crate::sys::clock;
 
 /// The shortest time between two ticks, so that a mistake in the machine cannot take a whole CPU.
@@ -137,8 +135,8 @@ impl Core {
                 return None;
             }
             Command::PrepareSleep { client, paused } => {
-                if self.clients.get(&client)?.session.version < version::SLEEP {
-                    return Some(Event::SleepRefused { client, why: SleepObstacle::OldLibrary });
+                if let Some(why) = self.sleep_obstacle(client, now) {
+                    return Some(Event::SleepRefused { client, why });
                 }
                 (client, SchedulerMessage::PrepareSleep { flags: if paused { wire::PAUSED } else { 0 } })
             }
@@ -148,10 +146,7 @@ impl Core {
                 }
                 (client, SchedulerMessage::Awake {})
             }
-            // Nothing calls the helper yet, so the process runs. Nobody is told to sleep either.
-            Command::Checkpoint { client, .. } => {
-                return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
-            }
+            Command::Checkpoint { client, operation } => return self.request_checkpoint(client, operation),
             Command::Undrainable { .. }
             | Command::EvictionBlocked { .. }
             | Command::Thrashing { .. }

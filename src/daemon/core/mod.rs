@@ -6,7 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
-//! - `sleep`: sleep of the machine.
+//! - `sleep`: sleep of the machine, and of programs.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
@@ -29,5 +29,6 @@ mod traffic;
 pub mod views;
 
 pub use gpus::Present;
+pub use sleep::Checkpoint;
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

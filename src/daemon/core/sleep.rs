@@ -1,11 +1,30 @@
 //! Sleep of the machine: programs' memory leaves the GPUs before it. And of programs that a user pauses.
 
-use tokio::sync::watch;
-use tracing::info;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use nvshare_wire::version;
+use tokio::sync::{mpsc, watch};
+use tracing::{debug, info, warn};
 use zbus::fdo;
 
 use super::state::Core;
-use crate::scheduler::{ClientId, Event};
+use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome};
+use crate::scheduler::{ClientId, Event, SleepObstacle, SleepOperation, SleepOutcome, Time};
+use crate::sys::clock;
+
+/// What could not be done at all is tried again after this time: the driver may have been replaced.
+const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
+
+/// A process to be taken off its GPUs, or put back.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub client: ClientId,
+    pub operation: Operation,
+    /// A pidfd.
+    pub process: OwnedFd,
+    pub uid: u32,
+}
 
 impl Core {
     /// Follows whether a program has a GPU attached.
@@ -31,6 +50,63 @@ impl Core {
             info!(name: "woken", "the machine has woken up");
         }
         self.apply(Event::Sleep { asleep });
+    }
+
+    /// Has clients' processes taken off their GPUs and put back by whoever receives what is sent there, and calls
+    /// [`Self::checkpointed`].
+    pub fn use_checkpoints(&mut self, requests: mpsc::UnboundedSender<Checkpoint>) {
+        self.checkpoints = Some(requests);
+    }
+
+    /// Why a client cannot sleep that need not be asked.
+    pub(super) fn sleep_obstacle(&self, client: ClientId, now: Time) -> Option<SleepObstacle> {
+        let entry = self.clients.get(&client)?;
+        let is_supported =
+            self.checkpoints.is_some() && self.no_checkpoints.is_none_or(|at| now >= at + NO_CHECKPOINTS);
+        let obstacles = [
+            (entry.session.version < version::SLEEP, SleepObstacle::OldLibrary),
+            (entry.process.is_none(), SleepObstacle::Unreachable),
+            (!is_supported, SleepObstacle::Unsupported),
+        ];
+        obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why)
+    }
+
+    /// Has something done with a client's process. Returns the answer if it is clear at once.
+    pub(super) fn request_checkpoint(&self, client: ClientId, operation: SleepOperation) -> Option<Event> {
+        let entry = self.clients.get(&client)?;
+        let operation = match operation {
+            SleepOperation::Sleep => Operation::Sleep,
+            SleepOperation::Wake => Operation::Wake,
+            SleepOperation::Settle => Operation::Settle,
+        };
+        let process = entry.process.as_ref().and_then(|process| process.get_ref().try_clone().ok());
+        let request = process.map(|process| Checkpoint { client, operation, process, uid: entry.identity.uid });
+        let is_sent = request.zip(self.checkpoints.as_ref()).is_some_and(|(request, to)| to.send(request).is_ok());
+        let outcome = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
+        (!is_sent).then_some(Event::Checkpointed { client, outcome })
+    }
+
+    /// What has been done with a client's process.
+    pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &Answer) {
+        let Some(entry) = self.clients.get(&client) else { return };
+        let (pid, name, tenant) = (entry.identity.pid, &entry.identity.name, &entry.identity.tenant);
+        debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
+        if let Some(failure) = &answer.failure
+            && self.log_limit.allows("checkpoint", tenant)
+        {
+            let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
+            warn!(client = client.0, pid, "{name} could not be {what} its GPUs: {failure}");
+        }
+        if let Some(Failure::NoCalls | Failure::NotStarted(_)) = answer.failure {
+            self.no_checkpoints = Some(clock::now());
+        }
+        let outcome = match answer.outcome {
+            Outcome::Runs => SleepOutcome::Runs,
+            Outcome::Asleep => SleepOutcome::Asleep,
+            Outcome::Lost | Outcome::Gone => SleepOutcome::Lost,
+            Outcome::Unknown => SleepOutcome::Unknown,
+        };
+        self.apply(Event::Checkpointed { client, outcome });
     }
 
     /// The program of a process. A process that has loaded several libraries is several clients.

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{File, OpenOptions, Permissions};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -11,13 +12,15 @@ use std::time::{Duration, SystemTime};
 
 use nvshare_wire::Secret;
 use nvshare_wire::client::{EngineReason, GpuKind};
+use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tracing::{debug, info, warn};
 
 use super::gpus::Present;
 use super::pods::Pods;
 use super::shared_memory::{Import, SharedMemoryRegistry};
+use super::sleep::Checkpoint;
 use super::traffic::Thrashing;
 use super::{counts, placement, traffic};
 use crate::bus;
@@ -93,6 +96,10 @@ pub struct Core {
     pub(super) attached: watch::Sender<bool>,
     /// The machine is about to sleep.
     pub(super) asleep: bool,
+    /// Has processes taken off their GPUs and put back.
+    pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
+    /// When it was last found that nothing here can do that.
+    pub(super) no_checkpoints: Option<Time>,
     pub signals: Rc<Signals>,
 }
 
@@ -156,6 +163,8 @@ pub(super) struct Client {
     pub asked_for: Option<(Secret, Time)>,
     /// It was connected before, and may have received other limits then.
     pub reconnects: bool,
+    /// A pidfd, if its process is visible here.
+    pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// The name of its connection in systemd's descriptor store, if it is there.
     pub stored_as: Option<ConnectionName>,
     /// Of a lock that was acquired over D-Bus, which has no memory; `None` for a program with the library.
@@ -185,6 +194,8 @@ pub struct Arrival {
     pub reconnects: bool,
     /// It has been told to sleep by an earlier scheduler.
     pub is_asleep: bool,
+    /// A pidfd, if it is visible here.
+    pub process: Option<Rc<AsyncFd<OwnedFd>>>,
 }
 
 /// State of a client on one GPU that the machine does not keep.
@@ -288,6 +299,8 @@ impl Core {
             attachments: 0,
             attached: watch::Sender::default(),
             asleep: false,
+            checkpoints: None,
+            no_checkpoints: None,
             signals: Rc::default(),
         })
     }

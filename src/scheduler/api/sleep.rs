@@ -52,6 +52,10 @@ pub enum SleepObstacle {
     NoContext,
     /// Its library is too old.
     OldLibrary,
+    /// Its process is not visible to the daemon.
+    Unreachable,
+    /// Neither the driver nor the daemon can do it here.
+    Unsupported,
     /// Memory in use on its GPUs is not measured, so it could not be known when there is room for it again.
     Unmeasured,
     /// It has not answered.

@@ -37,6 +37,8 @@ pub struct Setup {
     pub card: Card,
     /// Host memory for what is swapped out.
     pub swap_max: &'static str,
+    /// After how long idle programs sleep where others lack room.
+    pub sleep_after: &'static str,
     /// Where programs go that choose no GPU.
     pub placement: &'static str,
     /// Rules, as they are written.
@@ -60,6 +62,7 @@ impl Default for Setup {
             anti_thrash: "auto",
             card: Card::of_environment(),
             swap_max: ANY_SWAP,
+            sleep_after: "5min",
             placement: "none",
             rules: String::new(),
             simulator: Vec::new(),
@@ -106,10 +109,11 @@ impl Machine {
             assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
         }
         let config = format!(
-            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}",
+            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\nsleep-after = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}",
             setup.time_quantum,
             setup.anti_thrash,
             setup.placement,
+            setup.sleep_after,
             setup.reserve,
             setup.context,
             setup.card.swap_max(setup.memory).filter(|_| setup.swap_max == ANY_SWAP).unwrap_or(setup.swap_max.into()),

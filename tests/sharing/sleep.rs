@@ -1,0 +1,241 @@
+//! Programs that leave the GPU altogether, and come back: told to, or idle where others lack room.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+use test_support::machine::*;
+
+/// What is known of a program.
+fn client(machine: &Machine, program: &Program) -> Option<Value> {
+    let status = machine.status();
+    let mut clients = status["clients"].as_array().expect("clients").iter();
+    clients.find(|client| client["pid"] == program.pid()).cloned()
+}
+
+#[track_caller]
+fn wait_until(machine: &Machine, program: &Program, key: &str, value: impl Into<Value>) -> Value {
+    let value = value.into();
+    wait_for(&format!("{key} of `{}` to be {value}", program.name), || {
+        client(machine, program).filter(|client| client[key] == value)
+    })
+}
+
+fn pause(machine: &Machine, program: &Program) {
+    machine.ctl(&["pause", &program.pid().to_string()]);
+}
+
+fn resume(machine: &Machine, program: &Program) {
+    machine.ctl(&["resume", &program.pid().to_string()]);
+}
+
+/// A program of three threads that calls the driver all the time, or with such pauses.
+fn naps(machine: &Machine, memory: &str, pause: u32) -> Program {
+    let program = machine.program(&format!("naps --mem {memory} --seconds 600 --pause-ms {pause}")).start();
+    machine.wait_for_grants(&program, 1);
+    program
+}
+
+/// It ends soon, with right results.
+fn ends(mut program: Program) {
+    program.signal(libc::SIGUSR1);
+    program.finish();
+}
+
+#[test]
+fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = naps(&machine, "8M", 5);
+    for _ in 0..3 {
+        pause(&machine, &program);
+        let shown = wait_until(&machine, &program, "sleep", "sleeping");
+        assert_eq!(shown["paused"], true);
+        assert_eq!(machine.free(), machine.setup.memory);
+        assert!(machine.ctl(&["status"]).contains("paused"));
+        thread::sleep(Duration::from_millis(200));
+        assert_eq!(program.poll(), None);
+        wait_until(&machine, &program, "sleep", "sleeping");
+        resume(&machine, &program);
+        let shown = wait_until(&machine, &program, "sleep", "awake");
+        assert_eq!((&shown["woken-by"], &shown["paused"]), (&"resume".into(), &false.into()));
+        assert!(shown["wake-time"].as_f64().is_some_and(|seconds| seconds > 0.0), "{shown}");
+    }
+    ends(program);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn others_have_the_whole_gpu_while_a_program_is_paused() {
+    let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
+    let program = naps(&machine, "120M", 5);
+    pause(&machine, &program);
+    wait_until(&machine, &program, "sleep", "sleeping");
+    machine.program("mix --mem 128M --chunks 4 --reps 2 --rounds 4").start().finish();
+    // It comes back beside one that has its memory there, too.
+    let other = naps(&machine, "120M", 5);
+    resume(&machine, &program);
+    wait_until(&machine, &program, "sleep", "awake");
+    ends(program);
+    ends(other);
+}
+
+#[test]
+fn a_process_that_is_no_program_cannot_be_paused() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let said = machine.ctl_fails(&["pause", "1"]);
+    assert!(said.contains("no program under nvshare has the process id 1"), "{said}");
+    assert!(machine.ctl_fails(&["resume", "nothing.service"]).contains("nothing.service"));
+}
+
+#[test]
+fn one_that_cannot_sleep_is_held_off_and_says_why() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program =
+        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 400 --cpu-ms 5 --kind managed").start();
+    machine.wait_for_grants(&program, 1);
+    pause(&machine, &program);
+    let shown = wait_until(&machine, &program, "sleep-obstacle", "it has managed memory");
+    assert_eq!((&shown["sleep"], &shown["paused"]), (&"awake".into(), &true.into()));
+    assert!(machine.ctl(&["status"]).contains("it has managed memory"));
+    resume(&machine, &program);
+    program.finish();
+}
+
+#[test]
+fn where_the_driver_cannot_do_it_a_program_is_held_off() {
+    let without = "cuCheckpointProcessLock cuCheckpointProcessCheckpoint cuCheckpointProcessRestore \
+                   cuCheckpointProcessUnlock cuCheckpointProcessGetState";
+    let machine = Machine::with_scheduler(Setup { without, ..Setup::default() });
+    let program = naps(&machine, "8M", 5);
+    pause(&machine, &program);
+    wait_for("a reason", || {
+        client(&machine, &program).filter(|client| client["sleep-obstacle"] != "" && client["sleep"] == "awake")
+    });
+    resume(&machine, &program);
+    ends(program);
+}
+
+/// Programs that are idle in turn, and whose memory does not fit together.
+#[test]
+fn idle_programs_sleep_until_they_call_the_driver() {
+    let setup = Setup { sleep_after: "1s", ..Setup::default() };
+    let machine = Machine::with_scheduler(setup);
+    let programs = [0, 1, 2].map(|_| naps(&machine, "100M", 2500));
+    wait_for("one to have slept and woken", || {
+        programs.iter().any(|program| client(&machine, program).is_some_and(|c| c["woken-by"] == "call")).then_some(())
+    });
+    programs.into_iter().for_each(ends);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn nobody_sleeps_where_all_have_room() {
+    let machine = Machine::with_scheduler(Setup { sleep_after: "1s", ..Setup::default() });
+    let programs = [0, 1].map(|_| naps(&machine, "16M", 2500));
+    thread::sleep(Duration::from_secs(4));
+    assert!(!machine.trace().iter().any(|m| m.what == "prepare-sleep"));
+    programs.into_iter().for_each(ends);
+}
+
+/// There is room for two contexts beside the memory of one that works; a third takes the place of one that is idle.
+#[test]
+fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
+    let setup = Setup { sleep_after: "1s", context: 40 * MIB, ..Setup::default() };
+    let machine = Machine::with_scheduler(setup);
+    let idle = naps(&machine, "8M", 6000);
+    let mut busy = machine.program("mix --mem 160M --chunks 4 --reps 1 --rounds 60 --cpu-ms 100").start();
+    machine.wait_for_grants(&busy, 1);
+    thread::sleep(Duration::from_millis(1500));
+    let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
+    newcomer.finish();
+    let slept = |m: &Move| m.what == "prepare-sleep" && m.pid == idle.pid();
+    assert!(machine.trace().iter().any(slept), "the newcomer had no room");
+    ends(idle);
+    busy.finish();
+}
+
+/// The processes that a scheduler has started.
+fn helpers(scheduler: u32) -> Vec<i32> {
+    let tasks = fs::read_dir(format!("/proc/{scheduler}/task")).into_iter().flatten().flatten();
+    let children = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    children.flat_map(|text| text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<_>>()).collect()
+}
+
+#[test]
+fn helpers_that_are_killed_leave_programs_running_or_asleep() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let program = naps(&machine, "8M", 5);
+    let mut random = Dice::seeded();
+    let mut killed = 0;
+    for round in 0..40 {
+        match round % 2 {
+            0 => pause(&machine, &program),
+            _ => resume(&machine, &program),
+        }
+        let end = std::time::Instant::now() + random.milliseconds(250);
+        while std::time::Instant::now() < end {
+            for helper in helpers(machine.scheduler_pid()) {
+                thread::sleep(random.milliseconds(5));
+                // SAFETY: a plain call.
+                killed += u32::from(unsafe { libc::kill(helper, libc::SIGKILL) } == 0);
+            }
+        }
+    }
+    resume(&machine, &program);
+    wait_until(&machine, &program, "sleep", "awake");
+    assert!(killed > 0, "none was there to be killed");
+    ends(program);
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+}
+
+/// Ends the scheduler over and over at moments of all kinds, while a program is paused and resumed.
+fn schedulers_end(mut machine: Machine) {
+    let program = naps(&machine, "8M", 5);
+    let mut random = Dice::seeded();
+    for _ in 0..8 {
+        pause(&machine, &program);
+        thread::sleep(random.milliseconds(150));
+        if random.below(2) == 0 {
+            resume(&machine, &program);
+            thread::sleep(random.milliseconds(50));
+        }
+        machine.kill_scheduler();
+        thread::sleep(random.milliseconds(50));
+        machine.start_scheduler();
+        // It calls the driver, and nobody has told the new one to hold it off.
+        wait_until(&machine, &program, "sleep", "awake");
+    }
+    ends(program);
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+}
+
+#[test]
+fn schedulers_that_are_killed_leave_programs_running_or_asleep() {
+    schedulers_end(Machine::with_scheduler(Setup::default()));
+}
+
+#[test]
+fn the_next_scheduler_takes_over_sleepers_whose_connections_were_kept() {
+    schedulers_end(Machine::with_manager(Setup::default()));
+}
+
+#[test]
+fn a_program_that_is_killed_on_its_way_leaves_nothing() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut random = Dice::seeded();
+    for round in 0..12 {
+        let mut program = naps(&machine, "8M", 5);
+        pause(&machine, &program);
+        thread::sleep(random.milliseconds(150));
+        if round % 2 == 0 {
+            resume(&machine, &program);
+            thread::sleep(random.milliseconds(30));
+        }
+        program.kill();
+        machine.wait_until_empty();
+    }
+    wait_for("the memory", || (machine.free() == machine.setup.memory).then_some(()));
+}
