@@ -19,7 +19,10 @@ use std::{
     mem::MaybeUninit,
     os::{
         fd::{AsFd, FromRawFd, OwnedFd},
-        unix::fs::symlink,
+        unix::{
+            fs::{PermissionsExt, symlink},
+            process::CommandExt,
+        },
     },
     path::PathBuf,
     process::{Child, ChildStdout, Command, Stdio},
@@ -30,6 +33,7 @@ use test_support::{Directory, artifact, kill, wait_for};
 
 const M: u64 = 1 << 20;
 const ROLE: &str = "NVSHARE_CHECKPOINT_TEST_ROLE";
+const HELPER: &str = env!("CARGO_BIN_EXE_nvshare-checkpoint");
 const LOCK_TIMEOUT_MS: u32 = 500;
 const NOT_READY: u32 = 600;
 const NOT_SUPPORTED: u32 = 801;
@@ -91,6 +95,10 @@ impl Drop for Sleeper {
 /// The process, on a machine of 128 MiB of which a context takes 16. Tests of one program would share a machine, since it is read
 /// from the environment once: so each runs in a process of its own, and this returns `None` in the others.
 fn start(test: &str) -> Option<Sleeper> {
+    start_as(test, None)
+}
+
+fn start_as(test: &str, uid: Option<u32>) -> Option<Sleeper> {
     let again = |role: &str| {
         let mut again = Command::new(env::current_exe().expect("this program"));
         again.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(ROLE, role);
@@ -112,7 +120,13 @@ fn start(test: &str) -> Option<Sleeper> {
             return None;
         }
     }
-    let mut child = again("sleeper").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start it");
+    let mut sleeper = again("sleeper");
+    if let Some(uid) = uid {
+        let open = |mode| fs::set_permissions(machine(), fs::Permissions::from_mode(mode)).expect("its mode");
+        open(0o777);
+        sleeper.uid(uid).gid(uid);
+    }
+    let mut child = sleeper.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start it");
     let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
     let mut sleeper = Sleeper { child, lines };
     assert_eq!(sleeper.says(), 0);
@@ -162,6 +176,10 @@ impl Sleeper {
     }
 
     fn helper_for(&self, operation: Operation, uid: u32, pidfd: OwnedFd) -> Helper {
+        self.helper_as(Command::new(HELPER), operation, uid, pidfd)
+    }
+
+    fn helper_as(&self, mut command: Command, operation: Operation, uid: u32, pidfd: OwnedFd) -> Helper {
         let (own, its) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets");
         let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT_MS, pairs: Vec::new() }.encode();
@@ -170,8 +188,10 @@ impl Sleeper {
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
         sendmsg(&own, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nvshare-checkpoint"));
-        command.stdin(Stdio::from(its)).env("LD_LIBRARY_PATH", machine());
+        command.stdin(Stdio::from(its));
+        if !command.get_envs().any(|(name, _)| name == "LD_LIBRARY_PATH") {
+            command.env("LD_LIBRARY_PATH", machine());
+        }
         Helper { socket: Some(own), child: command.spawn().expect("start it") }
     }
 
@@ -324,4 +344,75 @@ fn only_a_process_of_the_user_is_meant() {
         }
     }
     assert_eq!(used(), 48);
+}
+
+#[test]
+fn a_process_that_is_killed_on_its_way_leaves_nothing() {
+    let test = "a_process_that_is_killed_on_its_way_leaves_nothing";
+    let Some(mut sleeper) = start(test) else { return };
+    for delay in [0, 2, 5, 10, 20, 40] {
+        for operation in [Operation::Sleep, Operation::Wake] {
+            if operation == Operation::Wake {
+                assert_eq!(sleeper.ask(Operation::Sleep), ASLEEP);
+            }
+            let helper = sleeper.helper(operation);
+            thread::sleep(Duration::from_millis(delay));
+            kill(sleeper.child.id(), libc::SIGKILL);
+            let outcome = helper.answer().outcome;
+            let expected = if operation == Operation::Sleep { ASLEEP.outcome } else { DONE.outcome };
+            assert!([Outcome::Gone, expected].contains(&outcome), "{operation:?} after {delay} ms: {outcome:?}");
+            sleeper.child.wait().expect("ended");
+            assert_eq!(used(), 0);
+            sleeper = start(test).expect("another one");
+        }
+    }
+}
+
+/// The driver before 570, and none at all.
+#[test]
+fn without_the_calls_nothing_is_done() {
+    let Some(sleeper) = start("without_the_calls_nothing_is_done") else { return };
+    let older = Directory::new();
+    let without_driver = |answer: Answer| {
+        assert_eq!(answer, Answer { outcome: Outcome::Unknown, failed: Step::Driver, error: 0 });
+    };
+    let ask = || {
+        let mut command = Command::new(HELPER);
+        command.env("LD_LIBRARY_PATH", &older.0);
+        sleeper.helper_as(command, Operation::Sleep, geteuid().as_raw(), sleeper.pidfd()).answer()
+    };
+    let mut library = fs::read(artifact("libcuda.so")).expect("the simulated driver");
+    let name = b"\0cuCheckpointProcessLock\0";
+    let at = library.windows(name.len()).position(|bytes| bytes == name).expect("its name");
+    library[at + 1] = b'_';
+    fs::write(older.0.join("libcuda.so.1"), library).expect("a file");
+    without_driver(ask());
+    fs::write(older.0.join("libcuda.so.1"), "no library").expect("a file");
+    without_driver(ask());
+    assert_eq!(used(), 48);
+}
+
+/// As systemd starts it: with the capability, and with a user that is neither root nor the process'.
+#[test]
+fn the_capability_is_what_reaches_processes_of_other_users() {
+    const CLIENT: u32 = 65533;
+    let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
+    if !is_root || Command::new("setpriv").arg("--version").output().is_err() {
+        return eprintln!("not tried: root and setpriv(1) are needed");
+    }
+    let test = "the_capability_is_what_reaches_processes_of_other_users";
+    let Some(mut sleeper) = start_as(test, Some(CLIENT)) else { return };
+    let ask = |sleeper: &Sleeper, operation, capabilities: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=65532", "--regid=65532", "--clear-groups", "--no-new-privs"]);
+        command.args(capabilities).arg(HELPER);
+        sleeper.helper_as(command, operation, CLIENT, sleeper.pidfd()).answer()
+    };
+    let capability = ["--inh-caps=-all,+sys_ptrace", "--ambient-caps=+sys_ptrace", "--bounding-set=-all,+sys_ptrace"];
+    let refused = ask(&sleeper, Operation::Sleep, &["--inh-caps=-all", "--bounding-set=-all"]);
+    assert_eq!((refused.outcome, refused.failed, used()), (Outcome::Unknown, Step::State, 48));
+    assert_eq!((ask(&sleeper, Operation::Sleep, &capability), used()), (ASLEEP, 0));
+    assert_eq!((ask(&sleeper, Operation::Wake, &capability), used()), (DONE, 48));
+    sleeper.tell("read");
+    assert_eq!(sleeper.says(), 7);
 }

@@ -5,7 +5,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
-use test_support::Directory;
+use test_support::{Directory, artifact};
 use tokio::task::LocalSet;
 
 const SHORT: Patience = Patience {
@@ -246,5 +246,23 @@ fn a_child_that_dies_leaves_the_state_unknown() {
         let answer = ask(&Helpers::new(Start::Child(program), LONG), Operation::Wake).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
         assert!(matches!(answer.failure, Some(Failure::Died)), "{answer:?}");
+    });
+}
+
+/// The program itself. This process has no driver, and the one that is meant has ended.
+#[test]
+fn the_helper_is_asked_as_a_child() {
+    run(async {
+        let helpers = Helpers::new(Start::Child(artifact(PROGRAM)), LONG);
+        let mut child = std::process::Command::new("true").spawn().expect("a process");
+        let pid = Pid::from_raw(child.id() as i32).expect("a process");
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).expect("a pidfd");
+        child.wait().expect("it ends");
+        for operation in [Operation::Sleep, Operation::Wake, Operation::Settle] {
+            let process = pidfd.try_clone().expect("a copy");
+            let answer = helpers.ask(operation, process, own_user(), Vec::new()).await;
+            assert!(answer.outcome == Outcome::Gone && answer.failure.is_none(), "{answer:?}");
+        }
+        let _all = helpers.all.acquire_many(MAX_HELPERS as u32).await.expect("they have ended");
     });
 }
