@@ -112,8 +112,8 @@ impl Target {
     /// If there is none, it does not use CUDA, or the caller may not trace it.
     pub fn open(pid: i32) -> Result<Target, Gone> {
         let process = find(pid).ok_or(Gone)?;
-        // Anybody has permission for this file, and the kernel shows it to whoever may trace the process.
-        File::open(format!("/proc/{pid}/maps")).map_err(|_| Gone)?;
+        // As for the driver's files, it takes the right to trace and permission [H100, driver 580.159].
+        File::open(format!("/proc/{pid}/environ")).map_err(|_| Gone)?;
         let name = process.path().file_name().ok_or(Gone)?.to_owned();
         let asking = open_shared(&Config::get().dir.join("asking").join(name)).map_err(|_| Gone)?;
         while !flock(&asking, libc::LOCK_EX) {}
