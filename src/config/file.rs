@@ -23,6 +23,8 @@ use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub settings: Settings,
+    /// `sleep-after` is not the default, which holds for some drivers alone.
+    pub sets_sleep_after: bool,
     /// Connections of one user; root has no limit.
     pub max_clients_per_tenant: u32,
     pub log_level: LogLevel,
@@ -42,6 +44,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             settings: settings::defaults(),
+            sets_sleep_after: false,
             max_clients_per_tenant: 512,
             log_level: LogLevel::Info,
             keep_connections: true,
@@ -115,6 +118,7 @@ impl Config {
                 sleep_after: all.sleep_after.unwrap_or(default.settings.sleep_after),
                 ..scheduler.settings()
             },
+            sets_sleep_after: all.sleep_after.is_some(),
             max_clients_per_tenant: all.max_clients_per_tenant.unwrap_or(default.max_clients_per_tenant),
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
@@ -243,7 +247,10 @@ mod tests {
             .flat_map(|line| [line, "\n"])
             .collect();
         assert_ne!(uncommented, text);
-        assert_eq!(Config::parse(&uncommented, Path::new("etc/nvshare.toml")), Ok(Config::default()));
+        assert_eq!(
+            Config::parse(&uncommented, Path::new("etc/nvshare.toml")),
+            Ok(Config { sets_sleep_after: true, ..Config::default() })
+        );
     }
 
     #[test]
@@ -264,6 +271,7 @@ mod tests {
                 placement: Placement::Pack,
                 sleep_after: None,
             },
+            sets_sleep_after: true,
             max_clients_per_tenant: 9,
             log_level: LogLevel::Debug,
             keep_connections: false,

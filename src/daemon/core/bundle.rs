@@ -111,8 +111,17 @@ fn visible(client: ClientView, command_lines: bool) -> bus::Client {
 
 /// The keys of the configuration file with the values in effect.
 fn configuration(config: &Config) -> Value {
-    let Config { settings, max_clients_per_tenant, log_level, keep_connections, swap_max, swap_ahead, metrics, rules } =
-        config;
+    let Config {
+        settings,
+        sets_sleep_after: _,
+        max_clients_per_tenant,
+        log_level,
+        keep_connections,
+        swap_max,
+        swap_ahead,
+        metrics,
+        rules,
+    } = config;
     let rules = rules.all().map(|rule| {
         let mut keys = rule.to_table();
         keys.insert("origin".into(), rule.origin.to_string().into());

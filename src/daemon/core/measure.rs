@@ -61,7 +61,7 @@ impl Core {
                     }
                 }
             }
-            Report::Driver(versions) => self.driver = versions,
+            Report::Driver(versions) => self.driver_is(versions),
             Report::Traffic(seen) => self.measured_traffic(seen, clock::now()),
         }
     }

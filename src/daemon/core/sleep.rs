@@ -9,12 +9,25 @@ use tracing::{debug, info, warn};
 use zbus::fdo;
 
 use super::state::Core;
+use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome};
-use crate::scheduler::{ClientId, Event, SleepObstacle, SleepOperation, SleepOutcome, Time};
+use crate::daemon::gpu::nvml::DriverVersions;
+use crate::scheduler::{ClientId, Event, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time};
 use crate::sys::clock;
 
 /// What could not be done at all is tried again after this time: the driver may have been replaced.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
+
+/// The beginnings of versions of drivers with which idle programs sleep by default: killing programs that were put back has hung
+/// hosts with some drivers (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
+const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
+
+/// The machine's settings, with that driver.
+pub(super) fn settings(config: &Config, driver: Option<&str>) -> Settings {
+    let is_known = driver.is_some_and(|driver| KILLS_DO_NO_HARM.iter().any(|begin| driver.starts_with(begin)));
+    let sleep_after = config.settings.sleep_after.filter(|_| config.sets_sleep_after || is_known);
+    Settings { sleep_after, ..config.settings.clone() }
+}
 
 /// A process to be taken off its GPUs, or put back.
 #[derive(Debug)]
@@ -50,6 +63,16 @@ impl Core {
             info!(name: "woken", "the machine has woken up");
         }
         self.apply(Event::Sleep { asleep });
+    }
+
+    /// NVML says which driver there is.
+    pub(super) fn driver_is(&mut self, versions: DriverVersions) {
+        self.driver = versions;
+        let settings = settings(&self.config, self.driver.driver.as_deref());
+        if *self.machine.settings() != settings {
+            self.apply(Event::Configure(settings.clone()));
+            self.settings.send_replace(settings);
+        }
     }
 
     /// Has clients' processes taken off their GPUs and put back by whoever receives what is sent there, and calls
@@ -154,5 +177,21 @@ impl Core {
     /// Whether all memory that can leave the GPUs has left, or the machine has woken up.
     pub fn is_evacuated(&self) -> bool {
         !self.asleep || self.machine.is_evacuated()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_programs_sleep_by_default_only_with_drivers_that_were_tested() {
+        let default = Config::default();
+        let after = |config: &Config, driver| settings(config, driver).sleep_after;
+        assert_eq!(after(&default, None), None);
+        assert_eq!(after(&default, Some("570.86.15")), None);
+        assert_eq!(after(&default, Some("580.159.04")), Some(Duration::from_secs(300)));
+        let given = Config { sets_sleep_after: true, ..Config::default() };
+        assert_eq!(after(&given, Some("570.86.15")), Some(Duration::from_secs(300)));
     }
 }

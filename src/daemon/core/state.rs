@@ -22,7 +22,7 @@ use super::pods::Pods;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::traffic::Thrashing;
-use super::{counts, placement, traffic};
+use super::{counts, placement, sleep, traffic};
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
@@ -87,7 +87,7 @@ pub struct Core {
     pub(super) driver: DriverVersions,
     /// The log has said that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
-    settings: watch::Sender<Settings>,
+    pub(super) settings: watch::Sender<Settings>,
     pub(super) thrashing: watch::Sender<Thrashing>,
     pub(super) thrashing_log: BTreeMap<GpuId, traffic::LogState>,
     pub(super) present: watch::Sender<Present>,
@@ -258,7 +258,11 @@ impl Core {
     /// # Errors
     /// If the process has no file descriptors left.
     pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
-        let machine = Machine::new(config.settings.clone());
+        let machine = Machine::new(sleep::settings(&config, None));
+        settings.send_if_modified(|known| {
+            known.clone_from(machine.settings());
+            false
+        });
         let budgets = Rc::new(Budgets::new(config.max_clients_per_tenant));
         Ok(Self {
             recorder: Recorder::new(&machine),
@@ -373,7 +377,7 @@ impl Core {
         if before.metrics != self.config.metrics {
             warn!("[metrics] listen changed; restart the scheduler to apply it");
         }
-        let settings = self.config.settings.clone();
+        let settings = sleep::settings(&self.config, self.driver.driver.as_deref());
         if *self.settings.borrow() != settings {
             info!(
                 name: "settings-changed",
