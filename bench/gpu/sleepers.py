@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Whether programs on a real GPU survive being taken off it and put back, and whether killing them afterwards does harm.
+
+  sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200] [--seed 1]
+
+Each program of a crowd, which calls the driver all the time, is paused until nothing of it is on the GPU, and resumed. Then it is killed at
+a random moment: three in four once they are back, the others while they may still be on the way. Another takes its place. At the end a
+witness checks its results. Some drivers have hung hosts then (NVIDIA/cuda-checkpoint#53): let nothing of value run there.
+
+Prints a line of JSON: the kills, seconds until programs slept and were back (median and slowest), what went wrong, and MiB in use before and
+after. The exit status is 1 if anything was not right. `cuda-program` and `nvshare-checkpoint` must be among --programs. Needs a GPU, and
+as root `setpriv`: the scheduler gives up all capabilities, and can then take only programs of a user other than root off the GPU.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import stage
+
+SETTINGS = 'time-quantum = 1\nsleep-after = "never"\n'
+# Seconds for a program to start, sleep and wake, and until the memory of killed ones has come back.
+PATIENCE = 40
+MEMORY_RETURNS = 5
+
+
+def be_nobody():
+    os.execvp("setpriv", ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, *sys.argv])
+
+
+def in_use():
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.check_output(words, text=True).split()[0])
+
+
+class Program:
+    def __init__(self, start):
+        self.child, self.state, self.since = start(), "starts", time.monotonic()
+        self.kill_at, self.began = None, self.since
+
+    def takes(self):
+        """Seconds since the last step began."""
+        return time.monotonic() - self.began
+
+    def goes_on(self, state):
+        self.state, self.began = state, time.monotonic()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--crowd", type=int, default=8)
+    parser.add_argument("--memory", default="400M")
+    parser.add_argument("--limit", type=float, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if os.geteuid() == 0:
+        be_nobody()
+    programs, dice = options.programs.resolve(), random.Random(options.seed)
+    before = in_use()
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        daemon = stage.scheduler(programs, directory, SETTINGS)
+        environment = os.environ | stage.under_nvshare(programs, directory)
+
+        def start():
+            words = [programs / "cuda-program", "naps", "--mem", options.memory, "--seconds", "600", "--pause-ms", "20"]
+            quiet = subprocess.DEVNULL
+            return subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet, preexec_fn=stage.end_with_parent)
+
+        def control(*words):
+            words = [programs / "nvsharectl", "--control", directory / "control.sock", *words]
+            return subprocess.check_output(words, text=True, timeout=30)
+
+        def kill(program):
+            program.child.kill()
+            program.child.wait()
+            crowd.remove(program)
+
+        crowd, kills, slept, woke, wrong = [], {"back": 0, "on the way": 0}, [], [], []
+        begun = time.monotonic()
+        while sum(kills.values()) < options.kills and time.monotonic() - begun < options.limit and not wrong:
+            crowd += [Program(start) for _ in range(options.crowd - len(crowd))]
+            known = {client["pid"]: client for client in json.loads(control("--json", "status"))["clients"]}
+            for program in list(crowd):
+                client = known.get(program.child.pid, {"sleep": None, "gpus": []})
+                if program.child.poll() is not None:
+                    wrong.append(f"one that {program.state} has ended with {program.child.returncode}")
+                elif time.monotonic() - program.since > PATIENCE:
+                    wrong.append(f"one that {program.state} is {client['sleep']}: {client.get('sleep-obstacle')}")
+                elif program.state == "starts" and any(use["resident"] for use in client["gpus"]):
+                    control("pause", str(program.child.pid))
+                    program.goes_on("falls asleep")
+                elif program.state == "falls asleep" and client["sleep"] == "sleeping":
+                    slept.append(program.takes())
+                    control("resume", str(program.child.pid))
+                    program.goes_on("wakes")
+                    if dice.random() < 0.25:
+                        program.kill_at = time.monotonic() + dice.uniform(0, 0.4)
+                elif program.state == "wakes" and program.kill_at and time.monotonic() > program.kill_at:
+                    kill(program)
+                    kills["on the way"] += 1
+                elif program.state == "wakes" and not program.kill_at and client["sleep"] == "awake":
+                    woke.append(program.takes())
+                    program.goes_on("is back")
+                    program.kill_at = time.monotonic() + dice.uniform(0, 0.3)
+                elif program.state == "is back" and time.monotonic() > program.kill_at:
+                    kill(program)
+                    kills["back"] += 1
+        took = time.monotonic() - begun
+        if stage.end(*(program.child for program in crowd)):
+            wrong.append("killed programs are not gone")
+        words = [programs / "cuda-program", "mix", "--mem", "1G", "--chunks", "3", "--reps", "5", "--rounds", "5"]
+        if subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, timeout=60).returncode:
+            wrong.append("the witness has wrong results")
+        daemon.terminate()
+        daemon.wait()
+    until = time.monotonic() + MEMORY_RETURNS
+    while in_use() > before and time.monotonic() < until:
+        time.sleep(0.1)
+    after = in_use()
+    if after > before:
+        wrong.append("memory is missing")
+
+    def times(seconds):
+        return {"median": round(statistics.median(seconds), 3), "slowest": round(max(seconds), 3)} if seconds else None
+
+    result = {"kills": kills, "seconds": round(took, 1), "slept": times(slept), "woke": times(woke)}
+    print(json.dumps(result | {"wrong": wrong, "in_use_before": before, "in_use_after": after}))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
