@@ -3,6 +3,7 @@
 //!
 //! `cargo bench --bench events [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use bench_support::results::{Figure, Results};
@@ -10,95 +11,147 @@ use nvshare::scheduler::*;
 
 const GPU: GpuId = GpuId(Uuid([7; 16]));
 const ROUNDS: u32 = 2000;
-/// Clients of a host, spread over this many users.
-const TENANTS: u64 = 50;
+/// What each client has.
+const DEMAND: u64 = 8 << 20;
+/// Users of clients that wait. A turn of a user's client changes when all clients of that user are next.
+const USERS: [u64; 3] = [1, 2, 50];
 
 fn main() {
     let mut results = Results::from_arguments();
-    println!("{:>8}  {:>12}  {:>14}  {:>14}", "clients", "attach", "others idle", "others wait");
+    println!("{:>8}  {:>12}  {:>14}  others wait, of 1, 2 and 50 users", "clients", "attach", "others idle");
+    let us = |time: Duration| time.as_secs_f64() * 1e6;
     for clients in [10, 100, 1_000, 10_000] {
-        let (attach, idle) = cost(clients, false);
-        // Each turn moves all that wait in the queue.
-        let waiting = (clients <= 1_000).then(|| cost(clients, true).1);
-        println!(
-            "{clients:>8}  {attach:>12.1?}  {idle:>14.1?}  {:>14}",
-            waiting.map_or("".into(), |w| format!("{w:.1?}"))
-        );
-        let us = |time: Duration| time.as_secs_f64() * 1e6;
+        let (attach, idle) = cost(clients, 50, false);
+        let waiting = USERS.map(|users| cost(clients, users, true).1);
+        println!("{clients:>8}  {attach:>12.1?}  {idle:>14.1?}  {waiting:.1?}");
         let mut add =
             |name, value, note: &str| results.add(Figure { name, value: us(value), unit: "us", note: note.into() });
-        if clients == 10_000 {
-            add(
+        match clients {
+            1_000 => add(
+                "event-1000-waiting-clients",
+                waiting.into_iter().max().unwrap_or_default(),
+                "a request or a release; 1,000 clients wait for one GPU, of 1, 2 or 50 users: the longest of the three",
+            ),
+            10_000 => add(
                 "event-10000-idle-clients",
                 idle,
                 "a request or a release of one of two clients that take turns; 10,000 others are idle",
-            );
-        }
-        if let Some(waiting) = waiting.filter(|_| clients == 1_000) {
-            add(
-                "event-1000-waiting-clients",
-                waiting,
-                "a request or a release; 1,000 clients of 50 users wait for one GPU",
-            );
+            ),
+            _ => {}
         }
     }
     results.write();
 }
 
+/// A machine, and clients that acknowledge what it tells them.
+struct World {
+    machine: Machine,
+    now: Duration,
+    /// The newest allowance and limit of each client, and the allowance in bytes.
+    told: BTreeMap<ClientId, (u32, u32, u64)>,
+    /// Clients that have something to acknowledge.
+    unanswered: Vec<ClientId>,
+    events: u32,
+}
+
+impl World {
+    fn new() -> Self {
+        let machine = Machine::new(Settings {
+            time_quantum: Duration::from_secs(30),
+            anti_thrash: AntiThrash::On,
+            policy: PolicyName::Fcfs,
+            max_wait: Duration::from_secs(60),
+            reserve: 0,
+            context: 0,
+            time_period: Duration::from_secs(10),
+            placement: Placement::None,
+            sleep_after: None,
+        });
+        let now = Duration::from_secs(100);
+        let mut world = Self { machine, now, told: BTreeMap::new(), unanswered: Vec::new(), events: 0 };
+        world.say(Event::GpuFound { gpu: GPU, total: 1 << 40 });
+        world.say(Event::HostMemory { bytes: 1 << 60 });
+        world.say(Event::GpuOverhead { gpu: GPU, begun: now, bytes: 0, complete: true });
+        world
+    }
+
+    fn say(&mut self, event: Event) -> Vec<Command> {
+        self.events += 1;
+        let commands = self.machine.handle(self.now, event);
+        for command in &commands {
+            let client = match command {
+                Command::Limit { client, seq, .. } => {
+                    self.told.entry(*client).or_default().1 = *seq;
+                    client
+                }
+                Command::Allowance { client, seq, bytes, .. } => {
+                    let told = self.told.entry(*client).or_default();
+                    (told.0, told.2) = (*seq, *bytes);
+                    client
+                }
+                _ => continue,
+            };
+            self.unanswered.push(*client);
+        }
+        commands
+    }
+
+    fn answer(&mut self) {
+        while let Some(client) = self.unanswered.pop() {
+            self.report(client);
+        }
+    }
+
+    fn report(&mut self, client: ClientId) {
+        let (ack, limit_ack, allowance) = self.told.get(&client).copied().unwrap_or_default();
+        let mapped = allowance.min(DEMAND);
+        let report = MemoryReport { ack, demand: DEMAND, mapped, swapped: DEMAND - mapped, pinned: 0, limit_ack };
+        self.say(Event::Memory { client, gpu: GPU, report });
+    }
+
+    fn request(&mut self, client: ClientId) {
+        self.say(Event::Requested { client, gpus: [GPU].into() });
+    }
+}
+
 /// The time of one event while clients attach, and while they take turns. Besides two clients there are `others`, which wait
 /// as well or are idle.
-fn cost(others: u64, wait: bool) -> (Duration, Duration) {
-    let mut machine = Machine::new(Settings {
-        time_quantum: Duration::from_secs(30),
-        anti_thrash: AntiThrash::Auto,
-        policy: PolicyName::Fcfs,
-        max_wait: Duration::from_secs(60),
-        reserve: 0,
-        context: 0,
-        time_period: Duration::from_secs(10),
-        placement: Placement::None,
-        sleep_after: None,
-    });
-    let mut now = Duration::from_secs(100);
-    machine.handle(now, Event::GpuFound { gpu: GPU, total: 80 << 30 });
-    machine.handle(now, Event::HostMemory { bytes: 1 << 45 });
-    machine.handle(now, Event::GpuOverhead { gpu: GPU, begun: now, bytes: 0, complete: true });
-    let begun = Instant::now();
-    for number in 1..=others + 2 {
-        let client = ClientId(number);
-        let tenant = TenantId(number % TENANTS);
-        machine.handle(now, Event::Connected { client, gang: 0, tenant });
-        machine.handle(now, Event::Attached { client, gpu: GPU, engine: Engine::Swap });
-        let (ack, limit_ack) = (u32::MAX, u32::MAX);
-        let report = MemoryReport { ack, demand: 1 << 20, mapped: 0, swapped: 0, pinned: 0, limit_ack };
-        machine.handle(now, Event::Memory { client, gpu: GPU, report });
-        now += Duration::from_micros(10);
+fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
+    let mut world = World::new();
+    let clients = || (1..=others + 2).map(ClientId);
+    let (begun, before) = (Instant::now(), world.events);
+    for client in clients() {
+        world.say(Event::Connected { client, gang: 0, tenant: TenantId(client.0 % users) });
+        world.say(Event::Attached { client, gpu: GPU, engine: Engine::Swap });
+        world.report(client);
+        world.answer();
+        world.now += Duration::from_micros(10);
     }
-    let attach = begun.elapsed() / (3 * (others + 2)) as u32;
+    let attach = begun.elapsed() / (world.events - before);
 
     // Contexts are measured a moment later.
-    now += Duration::from_secs(30);
-    let bytes = (1..=others + 2).map(|number| (ClientId(number), 1)).collect();
-    machine.handle(now, Event::ContextSizes { gpu: GPU, bytes });
-    machine.handle(now, Event::GpuOverhead { gpu: GPU, begun: now, bytes: others + 2, complete: true });
-    let request = |client| Event::Requested { client, gpus: [GPU].into() };
-    let waiting = if wait { 3..=others + 2 } else { 2..=2 };
-    machine.handle(now, request(ClientId(1)));
-    waiting.for_each(|number| drop(machine.handle(now, request(ClientId(number)))));
-    let mut holder = machine.gpus()[0].holders[0].client;
+    world.now += Duration::from_secs(30);
+    let now = world.now;
+    world.say(Event::ContextSizes { gpu: GPU, bytes: clients().map(|client| (client, 1)).collect() });
+    world.say(Event::GpuOverhead { gpu: GPU, begun: now, bytes: others + 2, complete: true });
+    clients().filter(|client| wait || client.0 <= 2).for_each(|client| world.request(client));
+    world.answer();
+    let mut holder = world.machine.gpus()[0].holders[0].client;
 
-    let begun = Instant::now();
+    let (begun, before) = (Instant::now(), world.events);
     for _ in 0..ROUNDS {
-        now += Duration::from_micros(100);
+        // As long as a turn: of turns that take no time there is nothing to be charged.
+        world.now += Duration::from_millis(10);
         let gpus = [GPU].into();
         let release = Event::Released { client: holder, gpus, reason: ReleaseReason::Idle, busy: Duration::ZERO };
-        let commands = machine.handle(now, release);
-        machine.handle(now, request(holder));
+        let commands = world.say(release);
+        world.request(holder);
         let granted = commands.iter().find_map(|command| match command {
             Command::Grant { client, .. } => Some(*client),
             _ => None,
         });
         holder = granted.expect("a client waits");
+        world.answer();
     }
-    (attach, begun.elapsed() / (2 * ROUNDS))
+    (attach, begun.elapsed() / (world.events - before))
 }

@@ -1,7 +1,10 @@
 //! What the scheduler costs: how long the lock is nobody's at a hand-over, and the CPU time of a daemon whose clients do
 //! nothing. Everything is real but the clients' work: the daemon as a process, sockets, threads that block in recv.
 //!
-//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
+//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`). With
+//! `--waiting`, only hand-overs among clients that all wait are measured. As root, these are of several users.
+
+mod waiting;
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -9,14 +12,28 @@ use std::time::{Duration, Instant};
 use bench_support::results::{Figure, Results};
 use nvshare_wire::{ClientMessage, SchedulerMessage};
 use test_support::daemon::{self, Client, Daemon, GPU};
+use waiting::Waiting;
 
 const HAND_OVERS: usize = 20_000;
+const WAITING_CLIENTS: usize = 1_000;
+const WAITING_HAND_OVERS: usize = 5_000;
+/// Users whose clients wait; the clients of one user take its turns in the order of their requests.
+const WAITING_USERS: [u32; 3] = [1, 2, 50];
 const IDLE_CLIENTS: usize = 1_000;
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
 fn main() {
     let mut results = Results::from_arguments();
     println!("{:>34}  {:>10}  {:>10}  {:>10}  {:>10}", "hand-over", "median", "90 %", "99 %", "longest");
+    if !std::env::args().any(|argument| argument == "--waiting") {
+        two_take_turns(&mut results);
+    }
+    all_wait(&mut results);
+    results.write();
+}
+
+/// Two clients take turns beside others that are idle, and what a daemon costs whose clients are all idle.
+fn two_take_turns(results: &mut Results) {
     row("limit: a thread that passes it on", &limit());
     for others in [0, 200] {
         let times = measure(others);
@@ -35,7 +52,24 @@ fn main() {
     println!("CPU of a daemon with {IDLE_CLIENTS} clients that do nothing: {percent:.4} % of one core");
     let note = format!("all threads, over {} s", IDLE_TIME.as_secs());
     results.add(Figure { name: "idle-1000-clients-cpu", value: percent, unit: "percent", note });
-    results.write();
+}
+
+/// Many clients take turns, of one user and of several: the figure is the worse of both.
+fn all_wait(results: &mut Results) {
+    let mut worst: Option<(Duration, u32)> = None;
+    for users in WAITING_USERS {
+        if users > 1 && !daemon::is_root() {
+            continue;
+        }
+        let daemon = quiet_with("max-clients-per-tenant = 65535\nanti-thrash = \"on\"\n");
+        let times = Waiting::new(&daemon, WAITING_CLIENTS, users).hand_overs(&daemon, WAITING_HAND_OVERS);
+        row(&format!("{WAITING_CLIENTS} clients of {users} users wait"), &times);
+        worst = worst.max(Some((at(&times, 0.99), users)));
+    }
+    let Some((value, users)) = worst else { return };
+    let load = bench_support::results::load();
+    let note = format!("{WAITING_HAND_OVERS} hand-overs, {users} users, anti-thrash on; {load}");
+    results.add(Figure { name: "handover-1000-waiting-p99", value: value.as_secs_f64() * 1e6, unit: "us", note });
 }
 
 fn at(sorted: &[Duration], share: f64) -> Duration {
@@ -141,8 +175,15 @@ fn attach(client: &Client) {
 }
 
 fn quiet() -> Daemon {
-    Daemon::start_with(|command, _| {
-        command.args(["--log-level", "info"]);
+    quiet_with("")
+}
+
+/// The same with this configuration.
+fn quiet_with(configuration: &str) -> Daemon {
+    Daemon::start_with(|command, directory| {
+        let file = directory.join("nvshare.toml");
+        std::fs::write(&file, configuration).expect("a configuration");
+        command.arg("--config").arg(file).args(["--log-level", "info"]);
     })
 }
 

@@ -1,0 +1,163 @@
+//! Clients that all wait for one GPU, of many users where the benchmark is root. One thread does what the library does in each
+//! of them: it acknowledges allowances and limits, and asks for the lock again once it has given it back.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nvshare_wire::client::{Engine, EngineReason, GpuKind};
+use nvshare_wire::{ClientMessage, SchedulerMessage, Text, version};
+use test_support::daemon::{self, Client, Daemon, GPU, PATIENCE};
+
+/// What each client has on the GPU, which has room for all of them.
+const DEMAND: u64 = 8 << 20;
+/// Without a message for this long, all is done that the last hand-over has left to do.
+const QUIET: Duration = Duration::from_micros(500);
+const FIRST_USER: u32 = 60_000;
+
+pub struct Waiting {
+    clients: Vec<Waiter>,
+    epoll: OwnedFd,
+    holder: usize,
+    attached: usize,
+    /// Clients whose report acknowledges something, and is not sent yet.
+    unanswered: Vec<usize>,
+}
+
+struct Waiter {
+    client: Client,
+    ack: u32,
+    limit_ack: u32,
+    allowance: u64,
+}
+
+impl Waiting {
+    /// So many clients that wait, of `users` users in turn, and one more that has the lock.
+    pub fn new(daemon: &Daemon, clients: usize, users: u32) -> Self {
+        // SAFETY: a plain system call; the descriptor is new and ours.
+        let epoll = unsafe { OwnedFd::from_raw_fd(libc::epoll_create1(libc::EPOLL_CLOEXEC)) };
+        let mut all = Self { clients: Vec::new(), epoll, holder: usize::MAX, attached: 0, unanswered: Vec::new() };
+        for number in 0..=clients {
+            let client = connect(daemon, users, number);
+            let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: number as u64 };
+            // SAFETY: both descriptors are open, and the kernel reads the event.
+            let added = unsafe {
+                libc::epoll_ctl(all.epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, client.socket.as_raw_fd(), &mut event)
+            };
+            assert_eq!(added, 0, "epoll_ctl");
+            let (kind, engine, name, reason) = (GpuKind::Gpu, Engine::Swap, Text::new("Test GPU"), EngineReason::Best);
+            client.send(ClientMessage::Attach { slot: 0, uuid: GPU, kind, engine, total: 1 << 40, name, reason });
+            all.clients.push(Waiter { client, ack: 0, limit_ack: 0, allowance: 0 });
+            all.answer_until(daemon, |all| all.attached > number);
+        }
+        for waiter in &all.clients {
+            waiter.report();
+            waiter.client.request();
+        }
+        all.answer_until(daemon, |all| all.holder != usize::MAX);
+        all.settle();
+        all
+    }
+
+    /// From the packet that releases the lock until the next client has read its grant, so many times.
+    pub fn hand_overs(&mut self, daemon: &Daemon, count: usize) -> Vec<Duration> {
+        let mut times: Vec<Duration> = (0..count).map(|_| self.hand_over(daemon)).collect();
+        times.sort();
+        times
+    }
+
+    fn hand_over(&mut self, daemon: &Daemon) -> Duration {
+        let before = std::mem::replace(&mut self.holder, usize::MAX);
+        let (begin, deadline) = (Instant::now(), Instant::now() + PATIENCE);
+        self.clients[before].client.release();
+        while self.holder == usize::MAX {
+            self.read(Duration::from_secs(1));
+            assert!(Instant::now() < deadline, "nobody has the lock: {}", daemon.ctl(&["status"]).stdout);
+        }
+        let time = begin.elapsed();
+        self.clients[before].client.request();
+        self.settle();
+        time
+    }
+
+    fn settle(&mut self) {
+        while self.read(QUIET) || !self.unanswered.is_empty() {
+            self.answer();
+        }
+    }
+
+    fn answer_until(&mut self, daemon: &Daemon, is_done: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !is_done(self) {
+            self.read(Duration::from_secs(1));
+            self.answer();
+            assert!(Instant::now() < deadline, "the scheduler does not answer: {}", daemon.ctl(&["status"]).stdout);
+        }
+    }
+
+    fn answer(&mut self) {
+        for number in self.unanswered.drain(..) {
+            self.clients[number].report();
+        }
+    }
+
+    /// Reads a message of each client that has one. False: none came within `patience`.
+    fn read(&mut self, patience: Duration) -> bool {
+        const EVENTS: usize = 64;
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; EVENTS];
+        let patience = libc::timespec { tv_sec: patience.as_secs() as _, tv_nsec: patience.subsec_nanos().into() };
+        // SAFETY: the kernel writes at most as many events as there is room for, and reads the time.
+        let count = unsafe {
+            let set = std::ptr::null();
+            libc::epoll_pwait2(self.epoll.as_raw_fd(), events.as_mut_ptr(), EVENTS as i32, &patience, set)
+        };
+        for event in &events[..usize::try_from(count).expect("epoll_pwait2")] {
+            self.receive(event.u64 as usize);
+        }
+        count > 0
+    }
+
+    fn receive(&mut self, number: usize) {
+        let waiter = &mut self.clients[number];
+        match waiter.client.receive().expect("the daemon is there") {
+            SchedulerMessage::Attached { .. } => self.attached += 1,
+            SchedulerMessage::Grant { .. } => {
+                assert_eq!(self.holder, usize::MAX, "turns are exclusive");
+                self.holder = number;
+            }
+            SchedulerMessage::Limit { seq, .. } => {
+                waiter.limit_ack = seq;
+                self.unanswered.push(number);
+            }
+            SchedulerMessage::Allowance { seq, bytes, .. } => {
+                (waiter.ack, waiter.allowance) = (seq, bytes);
+                self.unanswered.push(number);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Waiter {
+    fn report(&self) {
+        self.client.send(daemon::memory_after(self.ack, self.limit_ack, DEMAND, self.allowance.min(DEMAND)));
+    }
+}
+
+/// A client of one of the users, which are one where others cannot be had.
+fn connect(daemon: &Daemon, users: u32, number: usize) -> Client {
+    let user = FIRST_USER + number as u32 % users;
+    let becomes = |user: u32| {
+        // The call by its number changes this thread alone; whose connection it is the kernel notes when it is made.
+        // SAFETY: a plain system call.
+        let done = unsafe { libc::syscall(libc::SYS_setresuid, -1, user, -1) };
+        assert_eq!(done, 0, "only root can be several users");
+    };
+    if users > 1 {
+        becomes(user);
+    }
+    let client = Client::welcomed_as(&daemon.socket(), version::MAX);
+    if users > 1 {
+        becomes(0);
+    }
+    client
+}
