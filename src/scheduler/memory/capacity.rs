@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 
 /// The reserve, and a context, take no more than this part of a GPU: on small GPUs contexts are smaller, too.
 const SMALLEST_PART: u64 = 16;
-/// No limit is higher than this (16 TiB), so that sums cannot overflow.
-const MOST: u64 = 1 << 44;
+/// No limit is higher than this (16 TiB), and no demand counts for more, so that sums cannot overflow.
+pub(super) const MOST: u64 = 1 << 44;
 
 impl Settings {
     /// Bytes that a context counts for on a GPU of `total` bytes until it has been measured.
@@ -70,8 +70,8 @@ impl GpuMemory {
     /// lent, but not promised.
     fn away(&self) -> u64 {
         let returning = self.returning.map(|returning| returning.client);
-        let away = self.clients.iter().filter(|(client, _)| Some(**client) != returning).filter_map(|(_, m)| m.away);
-        away.fold(0, u64::saturating_add)
+        let away = self.away.iter().filter(|(client, _)| Some(**client) != returning);
+        away.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
     /// Bytes that are neither charged nor reserved.

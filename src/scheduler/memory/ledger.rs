@@ -4,7 +4,7 @@
 //! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped. A measurement that lowers the capacity
 //! can break it; then the excess is evicted first.
 
-use super::Account;
+use super::{Account, capacity::MOST};
 use crate::api::{ClientId, TenantId, Time};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,6 +17,8 @@ struct Sums {
     /// Bytes that an eviction under way will free.
     evicting: u64,
     unverified: u64,
+    /// The demand that it reports.
+    demand: u64,
     /// The demand, as far as it was ever measured.
     need: u64,
     /// The client may map more than its demand.
@@ -44,6 +46,7 @@ impl Account {
             unevictable: self.charge.saturating_sub(evictable).saturating_sub(evicting).saturating_add(present),
             evicting,
             unverified: self.unverified(),
+            demand: self.report.demand.min(MOST),
             need: self.seen_to_need(),
             is_ahead: self.ahead() > 0,
             last_run: idle_since.filter(|_| evictable > 0),
@@ -82,6 +85,8 @@ pub(crate) struct Ledger {
     /// Unverified frees, by the tenant of the client that reported them.
     unverified: BTreeMap<TenantId, u64>,
     all_unverified: u64,
+    /// Σ demand.
+    demanded: u64,
     /// Clients that need memory, the least first; and clients that may map more than their demand.
     needs: BTreeSet<(u64, ClientId)>,
     ahead: BTreeSet<ClientId>,
@@ -157,6 +162,11 @@ impl Ledger {
         self.all_unverified - self.unverified.get(&tenant).copied().unwrap_or(0)
     }
 
+    /// Σ demand, as clients report it.
+    pub fn demanded(&self) -> u64 {
+        self.demanded
+    }
+
     /// The clients that need at most that many bytes, and some, with their needs; the greatest first.
     pub fn needs_up_to(&self, bytes: u64) -> impl Iterator<Item = (u64, ClientId)> {
         self.needs.range(..=(bytes, ClientId(u64::MAX))).rev().copied()
@@ -189,6 +199,7 @@ impl Ledger {
         self.charged = self.charged + new.charge - old.charge;
         self.unevictable = self.unevictable + new.unevictable - old.unevictable;
         self.evicting = self.evicting + new.evicting - old.evicting;
+        self.demanded = self.demanded + new.demand - old.demand;
         if old.unverified != new.unverified {
             let unverified = self.unverified.entry(tenant).or_default();
             *unverified = *unverified + new.unverified - old.unverified;

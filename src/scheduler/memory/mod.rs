@@ -68,6 +68,9 @@ pub(crate) struct GpuMemory {
     pub unmeasured: BTreeSet<ClientId>,
     /// Clients that have attached the GPU.
     pub clients: BTreeMap<ClientId, ClientMemory>,
+    /// Those of them that are off the GPU, and the bytes that their contexts will need.
+    #[serde(default)]
+    pub away: BTreeMap<ClientId, u64>,
     pub ledger: Ledger,
     /// A measurement has been requested and not received.
     pub measurement_requested: bool,
@@ -94,9 +97,6 @@ pub(crate) struct ClientMemory {
     /// When the client was told that it may create its context, and when it first did something that needs one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
-    /// The client is asleep, and its context will need so many bytes again.
-    #[serde(default)]
-    pub away: Option<u64>,
     pub failures: Failures,
     /// Why the client cannot evict, and after how long it is then asked again.
     pub eviction_block: Option<EvictionBlock>,
@@ -119,6 +119,7 @@ impl GpuMemory {
             verifies: false,
             unmeasured: BTreeSet::new(),
             clients: BTreeMap::new(),
+            away: BTreeMap::new(),
             ledger: Ledger::default(),
             measurement_requested: false,
             contexts: ContextQueue::default(),
@@ -147,6 +148,7 @@ impl GpuMemory {
     pub fn detach(&mut self, client: ClientId) {
         self.ledger.close(client);
         self.clients.remove(&client);
+        self.away.remove(&client);
         self.unmeasured.remove(&client);
         self.reservations.retain(|reservation| !reservation.is_of(client));
         self.contexts.remove(client);
@@ -166,7 +168,6 @@ impl ClientMemory {
             engine,
             attached: None,
             used: None,
-            away: None,
             failures: Failures::default(),
             eviction_block: None,
             eviction_backoff: Duration::ZERO,

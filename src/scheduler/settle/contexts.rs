@@ -25,7 +25,7 @@ impl Machine {
     /// Whether a client's context existed, all of it, by `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
         let Some(memory) = self.memory_of(client, id) else { return false };
-        if memory.away.is_some() {
+        if self.memory.get(&id).is_some_and(|gpu| gpu.away.contains_key(&client)) {
             return false;
         }
         let since = memory.attached.map(|allowed| {

@@ -57,8 +57,12 @@ impl Machine {
             true => 0,
             false => gpu.ledger.account(*client).map_or(0, |account| account.report.demand),
         };
-        let demands = gpu.clients.keys().fold(0u64, |sum, client| sum.saturating_add(demand(client)));
         let usable = gpu.usable(&self.settings);
+        // Mostly it fits even with those that are away.
+        if !lacks_contexts && gpu.ledger.demanded() <= usable {
+            return None;
+        }
+        let demands = gpu.clients.keys().fold(0u64, |sum, client| sum.saturating_add(demand(client)));
         if !(lacks_contexts || demands > usable) || gpu.clients.keys().any(|client| self.sleep.is_leaving(*client)) {
             return None;
         }
@@ -225,8 +229,8 @@ impl Machine {
             Step::IsLost => {
                 self.has_left(client);
                 for id in self.gpus_of(client) {
-                    if let Some(memory) = self.memory_of_mut(client, id) {
-                        memory.away = Some(0); // it will need nothing
+                    if let Some(bytes) = self.memory.get_mut(&id).and_then(|gpu| gpu.away.get_mut(&client)) {
+                        *bytes = 0; // it will need nothing
                     }
                     self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
                 }
@@ -250,8 +254,8 @@ impl Machine {
             gpu.unmeasured.remove(&client);
             gpu.contexts.remove(client);
             gpu.returning.take_if(|returning| returning.client == client);
-            if let Some(memory) = gpu.clients.get_mut(&client) {
-                memory.away.get_or_insert(bytes);
+            if gpu.clients.contains_key(&client) {
+                gpu.away.entry(client).or_insert(bytes);
             }
             self.measure(id);
             self.touch(id);
@@ -266,7 +270,7 @@ impl Machine {
             let Some(gpu) = self.memory.get_mut(&id) else { continue };
             gpu.returning.take_if(|returning| returning.client == client);
             if let Some(memory) = gpu.clients.get_mut(&client)
-                && memory.away.take().is_some()
+                && gpu.away.remove(&client).is_some()
             {
                 gpu.unmeasured.insert(client);
                 memory.used = Some(now);
@@ -340,7 +344,7 @@ impl Machine {
                 continue;
             }
             for id in &ids {
-                let bytes = self.memory_of(client, *id).and_then(|memory| memory.away);
+                let bytes = self.memory.get(id).and_then(|gpu| gpu.away.get(&client).copied());
                 let bytes = bytes.unwrap_or_else(|| self.context_of(client, *id));
                 let Some(gpu) = self.memory.get_mut(id).filter(|gpu| gpu.returning.is_none()) else { continue };
                 gpu.returning = Some(Returning::new(client, bytes));
