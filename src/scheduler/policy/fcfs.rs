@@ -40,10 +40,10 @@ impl Policy for Fcfs {
         let quantum = if !holder.exchange.is_zero() {
             let (least, most) = first.moving_turn(holder);
             (first.burst * 2).min(most).max(least).min(settings.time_quantum)
-        } else if first.unmeasured && first.holders_measured {
-            SHORTEST_TURN // the holders need not be measured, and perhaps both can run
+        } else if !first.holders_measured {
+            MEASURED.min(settings.time_quantum) // a shorter turn would tell nothing, and perhaps both can run
         } else if first.unmeasured {
-            MEASURED.min(settings.time_quantum)
+            SHORTEST_TURN
         } else {
             (first.burst * 2).max(SHORTEST_TURN).min(settings.time_quantum)
         };

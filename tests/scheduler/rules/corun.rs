@@ -55,6 +55,28 @@ fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
 }
 
 #[test]
+fn a_turn_to_measure_is_not_cut_short_for_one_with_short_bursts() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+    }
+    for _ in 0..3 {
+        t.request(1);
+        t.after(ms(5));
+        t.release(1, ReleaseReason::Idle);
+    }
+    t.request(1);
+    t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 300 });
+    t.request(2);
+    assert_eq!(t.after(ms(20)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    assert_eq!(t.after(ms(149)), []);
+    t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 300 });
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+}
+
+#[test]
 fn clients_that_leave_the_gpu_idle_run_together() {
     let t = with_fullness(&[300, 200]);
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
