@@ -10,7 +10,7 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, cdi, debug, driver, pause, place, preload, replay, rules, run, simulate, timeline,
+    CtlError, Target, cdi, debug, driver, pause, place, preload, pressure, replay, rules, run, simulate, timeline,
 };
 
 fn main() -> ExitCode {
@@ -48,6 +48,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
+        Some(Verb::Pressure) => print(&pressure::show(&target, arguments.json)?),
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Run { library, gpus, memory, command }) => {

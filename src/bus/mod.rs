@@ -46,6 +46,23 @@ pub struct Gpu {
     pub gone: bool,
 }
 
+/// For how long a group of clients was kept from a GPU: as percentages of the last 10, 60 and 300 seconds, and in seconds since the
+/// scheduler knows the group.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Pressure {
+    pub kind: String,
+    pub name: String,
+    pub some_avg10: f64,
+    pub some_avg60: f64,
+    pub some_avg300: f64,
+    pub some_total: f64,
+    pub full_avg10: f64,
+    pub full_avg60: f64,
+    pub full_avg300: f64,
+    pub full_total: f64,
+}
+
 /// A client.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
@@ -134,6 +151,7 @@ pub struct GpuUse {
 pub trait Scheduler {
     fn list_gpus(&self) -> zbus::Result<Vec<Gpu>>;
     fn list_clients(&self) -> zbus::Result<Vec<Client>>;
+    fn list_pressure(&self) -> zbus::Result<Vec<Pressure>>;
     fn acquire_lock(
         &self,
         gpu: &str,

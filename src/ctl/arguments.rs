@@ -87,6 +87,8 @@ pub enum Verb {
         #[arg(long = "for", value_name = "SECONDS", value_parser = parse_release, value_hint = ValueHint::Other, default_value = "60")]
         lasts: Duration,
     },
+    /// Show for which part of the time programs were kept from GPUs
+    Pressure,
     /// Take a running program off its GPUs altogether, until it is resumed
     Pause {
         /// Its process id, its systemd unit or its container, as `status` shows them

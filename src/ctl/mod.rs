@@ -5,6 +5,7 @@
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`driver`]: having the driver released.
+//! - [`pressure`]: for which part of the time programs were kept from GPUs.
 //! - [`pause`]: taking programs off their GPUs, and resuming them.
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
@@ -26,6 +27,7 @@ mod password;
 pub mod pause;
 pub mod place;
 pub mod preload;
+pub mod pressure;
 pub mod replay;
 pub mod rules;
 pub mod run;

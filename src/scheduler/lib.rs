@@ -43,4 +43,4 @@ pub mod view;
 
 pub use api::*;
 pub use machine::Machine;
-pub use view::{AttachmentView, ClientView, GpuView, HolderView, LockState, Turns, WaiterView};
+pub use view::{Activity, AttachmentView, ClientView, GpuView, HolderView, LockState, Turns, WaiterView};

@@ -112,6 +112,15 @@ pub struct AttachmentView {
     pub wait_time: Duration,
 }
 
+/// What a client does on a GPU at present. One that has to end its turn, or that waits for memory during it, does both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Activity {
+    /// It waits for the lock, for memory, or for room to come back onto the GPU, and nobody has paused it.
+    pub is_stalled: bool,
+    /// It holds the lock, and its process is not stopped.
+    pub runs: bool,
+}
+
 /// A client's turns on one GPU since it attached it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Turns {
@@ -269,6 +278,19 @@ impl Machine {
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let ignored = self.memory.get(&gpu).map_or(0, GpuMemory::ignored_unverified);
         Some(self.account(id, gpu)?.extent(ignored))
+    }
+
+    /// What a client does on each of its GPUs.
+    pub fn activities(&self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
+        let sleep = self.sleep.view(id);
+        let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
+        self.lock.all_of(id).map(move |(gpu, lock)| {
+            let waits_for_context = self.memory_of(id, gpu).is_some_and(|memory| memory.attached.is_none());
+            let waits_for_memory = self.quota.limit(id, gpu).is_some_and(|limit| limit.wanted.is_some());
+            let waits = self.lock.waits_for(id, gpu) || is_returning || waits_for_context || waits_for_memory;
+            let runs = lock.hold.as_ref().is_some_and(|hold| !hold.suspended);
+            (gpu, Activity { is_stalled: waits && !sleep.paused, runs })
+        })
     }
 
     /// A client's turns up to `now`, which must not be before the newest event.

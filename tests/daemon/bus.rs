@@ -364,6 +364,38 @@ fn next_line(lines: &mut BufReader<UnixStream>) -> String {
     line.trim_end().to_owned()
 }
 
+#[test]
+fn pressure_is_the_time_in_which_somebody_waits() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        assert_eq!(scheduler.list_pressure().await.expect("an answer"), []);
+        let (holder, waiter) = (daemon.client(), daemon.client());
+        for client in [&holder, &waiter] {
+            client.attach();
+            client.request();
+        }
+        holder.until_granted();
+        let stalled = async |least: f64| loop {
+            let groups = scheduler.list_pressure().await.expect("an answer");
+            let gpu = groups.iter().find(|group| group.kind == "gpu").expect("the GPU").clone();
+            let tenant = groups.iter().find(|group| group.kind == "tenant").expect("the tenant");
+            // Both are of one tenant.
+            assert!((tenant.some_total - gpu.some_total).abs() < 1e-3, "{groups:?}");
+            if gpu.some_total > least {
+                return gpu;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        let waits = stalled(0.05).await;
+        assert!(waits.some_avg10 > waits.some_avg300 && waits.full_total < waits.some_total, "{waits:?}");
+        holder.release();
+        waiter.until_granted();
+        let (once, again) = (stalled(0.05).await, stalled(0.05).await);
+        assert_eq!((once.some_total, once.full_total), (again.some_total, again.full_total), "nobody waits");
+        assert!(again.some_avg10 <= once.some_avg10 && again.some_avg10 > 0.0, "{once:?} {again:?}");
+    });
+}
+
 /// The second client, once it is in that state.
 async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
     loop {

@@ -48,6 +48,7 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 pub enum Request {
     Clients(oneshot::Sender<Arc<Vec<ClientView>>>),
     Gpus(oneshot::Sender<Arc<Vec<bus::Gpu>>>),
+    Pressure(oneshot::Sender<Vec<bus::Pressure>>),
     Set(Change, oneshot::Sender<Result<(), Failure>>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),

@@ -59,6 +59,16 @@ impl Object {
         Ok(clients.iter().map(|client| client.present(may_see(client))).collect())
     }
 
+    #[zbus(out_args("groups"))]
+    async fn list_pressure(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<bus::Pressure>, Failure> {
+        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        Ok(self.ask(Request::Pressure).await?)
+    }
+
     #[zbus(out_args("lock"))]
     async fn acquire_lock(
         &self,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use nvshare_wire::{SchedulerMessage, scheduler as wire, version};
 use tracing::debug;
 
+use super::pressure;
 use super::state::Core;
 use crate::daemon::transport::peer;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
@@ -33,7 +34,9 @@ impl Core {
                 Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
                 _ => None,
             };
+            let concerned = pressure::client_of(&event);
             let commands = self.recorder.handle(&mut self.machine, now, event);
+            self.note_pressure(concerned, &commands, now);
             let allowed = commands.iter().filter_map(|command| match command {
                 Command::Allowance { client, gpu, .. } => Some((*client, *gpu)),
                 _ => None,

@@ -64,7 +64,7 @@ impl Core {
         }
         let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
         gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
-        Snapshot { gpus, clients }
+        Snapshot { gpus, clients, groups: self.stalls() }
     }
 }
 

@@ -6,6 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - `pressure`: for which part of the time clients are kept from GPUs.
 //! - `sleep`: sleep of the machine, and of programs.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
@@ -19,6 +20,7 @@ mod measure;
 mod metrics;
 mod placement;
 pub mod pods;
+mod pressure;
 mod refusals;
 mod rules;
 mod shared_memory;

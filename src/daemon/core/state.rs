@@ -19,6 +19,7 @@ use tracing::{debug, info, warn};
 
 use super::gpus::Present;
 use super::pods::Pods;
+use super::pressure::Pressure;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::traffic::Thrashing;
@@ -80,6 +81,7 @@ pub struct Core {
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
     pub(super) counts: counts::Counts,
+    pub(super) pressure: Pressure,
     pub(super) trace: Option<Trace>,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
     /// Whether NVML answers queries.
@@ -291,6 +293,7 @@ impl Core {
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
             counts: counts::Counts::default(),
+            pressure: Pressure::default(),
             trace,
             nvml: None,
             nvml_state: nvml::State::Usable,

@@ -6,7 +6,7 @@ use std::time::Duration;
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-use super::snapshot::{OfClient, OfGpu, Waits};
+use super::snapshot::{OfClient, OfGpu, OfGroup, Waits};
 
 /// Metrics of one name, of each `T`.
 #[derive(Debug)]
@@ -167,6 +167,21 @@ pub static OF_GPUS: [Family<OfGpu>; 23] = [
     family("nvshare_gpu_clients", None, Gauge(|gpu| Some(gpu.clients)), "Programs that use the GPU."),
     family("nvshare_gpu_holders", None, Gauge(|gpu| Some(gpu.holders)), "Programs that have the GPU lock."),
     family("nvshare_gpu_waiters", None, Gauge(|gpu| Some(gpu.waiters)), "Programs that wait for the GPU lock."),
+];
+
+pub static OF_GROUPS: [Family<OfGroup>; 2] = [
+    family(
+        "nvshare_pressure_some",
+        SECONDS,
+        Time(|group| group.some),
+        "Time in which at least one program of the group waited for a GPU or for memory there.",
+    ),
+    family(
+        "nvshare_pressure_full",
+        SECONDS,
+        Time(|group| group.full),
+        "Time in which at least one program of the group waited for a GPU or for memory there, and none had a GPU lock.",
+    ),
 ];
 
 pub static OF_CLIENTS: [Family<OfClient>; 16] = [

@@ -15,6 +15,17 @@ pub struct Snapshot {
     pub gpus: Vec<OfGpu>,
     /// One for each GPU that a client uses or has used.
     pub clients: Vec<OfClient>,
+    pub groups: Vec<OfGroup>,
+}
+
+/// The clients of a GPU, a tenant or a unit.
+#[derive(Debug, Clone)]
+pub struct OfGroup {
+    pub kind: &'static str,
+    pub name: String,
+    /// For how long at least one was stalled, and none ran meanwhile.
+    pub some: Duration,
+    pub full: Duration,
 }
 
 /// Counters, which never decrease.

@@ -13,8 +13,8 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use super::families::{Family, OF_CLIENTS, OF_GPUS, Value};
-use super::snapshot::{OfClient, OfGpu, Snapshot};
+use super::families::{Family, OF_CLIENTS, OF_GPUS, OF_GROUPS, Value};
+use super::snapshot::{OfClient, OfGpu, OfGroup, Snapshot};
 use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -38,6 +38,7 @@ struct Exposition(Snapshot);
 impl Collector for Exposition {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), Error> {
         OF_GPUS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.gpus))?;
+        OF_GROUPS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.groups))?;
         OF_CLIENTS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.clients))
     }
 }
@@ -70,6 +71,12 @@ impl EncodeLabelSet for OfGpu {
     fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
         let index = self.index.map(|index| index.to_string()).unwrap_or_default();
         labels(encoder, &[("gpu", &self.uuid), ("index", &index), ("name", &self.name)])
+    }
+}
+
+impl EncodeLabelSet for OfGroup {
+    fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
+        labels(encoder, &[("kind", self.kind), ("name", &self.name)])
     }
 }
 

@@ -1,0 +1,83 @@
+//! `nvsharectl pressure`: for which part of the time programs were kept from GPUs.
+
+use serde_json::{Value, json};
+
+use super::table::{Align, Table};
+use super::{CtlError, Target, block_on};
+use crate::bus::Pressure;
+
+/// A table for people, or JSON.
+///
+/// # Errors
+/// If the scheduler does not answer.
+pub fn show(target: &Target, as_json: bool) -> Result<String, CtlError> {
+    let groups = block_on(async { Ok(target.connect().await?.list_pressure().await?) })?;
+    if as_json {
+        return Ok(format!("{:#}\n", Value::Array(groups.iter().map(group_json).collect())));
+    }
+    Ok(text(&groups))
+}
+
+fn text(groups: &[Pressure]) -> String {
+    if groups.is_empty() {
+        return "No program has used a GPU yet.\n".into();
+    }
+    let mut table = Table::new(&[
+        ("KIND", Align::Left),
+        ("NAME", Align::Left),
+        ("SOME 10s", Align::Right),
+        ("60s", Align::Right),
+        ("300s", Align::Right),
+        ("FULL 10s", Align::Right),
+        ("60s", Align::Right),
+        ("300s", Align::Right),
+    ]);
+    for group in groups {
+        let averages = [
+            group.some_avg10,
+            group.some_avg60,
+            group.some_avg300,
+            group.full_avg10,
+            group.full_avg60,
+            group.full_avg300,
+        ];
+        let averages = averages.map(|percent| format!("{percent:.1}%"));
+        table.row([group.kind.clone(), group.name.clone()].into_iter().chain(averages).collect());
+    }
+    table.lines().join("\n") + "\n"
+}
+
+fn group_json(group: &Pressure) -> Value {
+    json!({
+        "kind": group.kind,
+        "name": group.name,
+        "some-avg10": group.some_avg10,
+        "some-avg60": group.some_avg60,
+        "some-avg300": group.some_avg300,
+        "some-total": group.some_total,
+        "full-avg10": group.full_avg10,
+        "full-avg60": group.full_avg60,
+        "full-avg300": group.full_avg300,
+        "full-total": group.full_total,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_group_is_a_line() {
+        let group = Pressure {
+            kind: "gpu".into(),
+            name: "GPU-1".into(),
+            some_avg10: 33.34,
+            full_avg300: 0.06,
+            ..Pressure::default()
+        };
+        let expected = "KIND  NAME   SOME 10s   60s  300s  FULL 10s   60s  300s\n\
+                        gpu   GPU-1     33.3%  0.0%  0.0%      0.0%  0.0%  0.1%\n";
+        assert_eq!(text(&[group]), expected);
+        assert!(text(&[]).starts_with("No program"));
+    }
+}

@@ -1,0 +1,312 @@
+//! Pressure: for which part of the time somebody is kept from a GPU, as the kernel's pressure stall information tells it of
+//! processors and memory. A client is stalled on a GPU while it waits for the lock, for memory, or for room to come back onto the GPU.
+//!
+//! - *some*: at least one client of a group is stalled.
+//! - *full*: and none of them runs, that is, holds a lock.
+//!
+//! Groups are each GPU with its clients, and each tenant and each systemd unit with its clients on all GPUs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::state::Core;
+use crate::bus;
+use crate::daemon::metrics::snapshot::OfGroup;
+use crate::identity::{Identity, Tenant};
+use crate::scheduler::{Activity, ClientId, Command, Event, GpuId, Time};
+use crate::sys::clock;
+
+/// The windows of the averages, in seconds: those of the kernel.
+pub const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
+/// The group of a unit or tenant whose last client has gone is forgotten after this time, the longest window.
+const FORGOTTEN: Duration = Duration::from_secs(300);
+
+/// For how long something has been so, in all and recently.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stall {
+    is_so: bool,
+    at: Time,
+    total: Duration,
+    /// The exponentially weighted parts of the time, over each window. As nothing changes between two events, they are exact: what is so
+    /// for `t` takes part with `1 - exp(-t / window)`.
+    averages: [f64; 3],
+}
+
+impl Stall {
+    fn advanced(mut self, now: Time) -> Self {
+        let passed = now.saturating_sub(self.at);
+        let part = if self.is_so { 1.0 } else { 0.0 };
+        for (average, window) in self.averages.iter_mut().zip(WINDOWS) {
+            *average = part + (*average - part) * (-passed.as_secs_f64() / window).exp();
+        }
+        if self.is_so {
+            self.total = self.total.saturating_add(passed);
+        }
+        self.at = self.at.max(now);
+        self
+    }
+
+    fn set(&mut self, now: Time, is_so: bool) {
+        if self.is_so != is_so {
+            *self = Self { is_so, ..self.advanced(now) };
+        }
+    }
+}
+
+/// Whose clients a group has.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Subject {
+    Gpu(GpuId),
+    Tenant(Tenant),
+    Unit(String),
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    /// Attachments of its clients: all, those that are stalled, and those that run.
+    members: usize,
+    stalled: usize,
+    running: usize,
+    some: Stall,
+    full: Stall,
+    /// When one last left.
+    left: Time,
+}
+
+impl Group {
+    /// What one of its clients does on a GPU changes; `None`: it has not attached it.
+    fn changes(&mut self, now: Time, before: Option<Activity>, after: Option<Activity>) {
+        let count = |is_so: fn(&Activity) -> bool, of: usize| {
+            of + usize::from(after.as_ref().is_some_and(is_so)) - usize::from(before.as_ref().is_some_and(is_so))
+        };
+        self.members = count(|_| true, self.members);
+        self.stalled = count(|activity| activity.is_stalled, self.stalled);
+        self.running = count(|activity| activity.runs, self.running);
+        if after.is_none() {
+            self.left = now;
+        }
+        self.some.set(now, self.stalled > 0);
+        self.full.set(now, self.stalled > 0 && self.running == 0);
+    }
+}
+
+#[derive(Debug)]
+struct Member {
+    identity: Arc<Identity>,
+    gpus: BTreeMap<GpuId, Activity>,
+}
+
+#[derive(Debug, Default)]
+pub struct Pressure {
+    groups: BTreeMap<Subject, Group>,
+    members: BTreeMap<ClientId, Member>,
+}
+
+impl Pressure {
+    fn subjects(gpu: GpuId, identity: &Identity) -> impl Iterator<Item = Subject> {
+        let unit = (!identity.unit.is_empty()).then(|| Subject::Unit(identity.unit.clone()));
+        [Subject::Gpu(gpu), Subject::Tenant(identity.tenant.clone())].into_iter().chain(unit)
+    }
+
+    /// What a client does on each of its GPUs from now on; those that are missing it has left. `identity` is that of one that had none.
+    fn set(&mut self, now: Time, client: ClientId, identity: &Arc<Identity>, gpus: BTreeMap<GpuId, Activity>) {
+        let new = || Member { identity: identity.clone(), gpus: BTreeMap::new() };
+        let Member { identity, gpus: before } = self.members.remove(&client).unwrap_or_else(new);
+        if !gpus.is_empty() {
+            self.members.insert(client, Member { identity: identity.clone(), gpus: gpus.clone() });
+        }
+        let both: BTreeSet<GpuId> = before.keys().chain(gpus.keys()).copied().collect();
+        for gpu in both {
+            let (before, after) = (before.get(&gpu).copied(), gpus.get(&gpu).copied());
+            if before == after {
+                continue;
+            }
+            if before.is_none() {
+                self.groups.retain(|_, group| group.members > 0 || now.saturating_sub(group.left) < FORGOTTEN);
+            }
+            for subject in Self::subjects(gpu, &identity) {
+                self.groups.entry(subject).or_default().changes(now, before, after);
+            }
+        }
+    }
+}
+
+/// The client whose activity may differ after this event.
+pub(super) fn client_of(event: &Event) -> Option<ClientId> {
+    match event {
+        Event::Attached { client, .. }
+        | Event::Detached { client, .. }
+        | Event::Disconnected { client }
+        | Event::LimitRequested { client, .. }
+        | Event::Requested { client, .. }
+        | Event::Cancelled { client, .. }
+        | Event::Released { client, .. }
+        | Event::Held { client, .. }
+        | Event::Stopped { client, .. }
+        | Event::SleepWanted { client, .. }
+        | Event::Resumed { client }
+        | Event::WakeRequested { client }
+        | Event::Checkpointed { client, .. } => Some(*client),
+        _ => None,
+    }
+}
+
+/// The client that a command concerns.
+fn commanded(command: &Command) -> Option<ClientId> {
+    match command {
+        Command::Attached { client, .. }
+        | Command::Limit { client, .. }
+        | Command::Denied { client, .. }
+        | Command::Grant { client, .. }
+        | Command::Revoke { client, .. }
+        | Command::Awake { client }
+        | Command::Checkpoint { client, .. } => Some(*client),
+        _ => None,
+    }
+}
+
+impl Core {
+    /// Notes what clients do after an event that led to these commands.
+    pub(super) fn note_pressure(&mut self, event: Option<ClientId>, commands: &[Command], now: Time) {
+        let concerned: BTreeSet<ClientId> = event.into_iter().chain(commands.iter().filter_map(commanded)).collect();
+        for client in concerned {
+            let gpus = self.machine.activities(client).collect();
+            let identity = self.clients.get(&client).map(|entry| entry.identity.clone()).unwrap_or_default();
+            self.pressure.set(now, client, &identity, gpus);
+        }
+    }
+
+    /// The groups: kind and name, and for how long clients were stalled: some, and full.
+    fn groups(&self) -> impl Iterator<Item = (&'static str, String, Stall, Stall)> {
+        let now = clock::now();
+        self.pressure.groups.iter().filter_map(move |(subject, group)| {
+            let (kind, name) = match subject {
+                Subject::Gpu(gpu) => ("gpu", self.gpus.get(gpu)?.label(*gpu)),
+                Subject::Tenant(tenant) => ("tenant", tenant.to_string()),
+                Subject::Unit(unit) => ("unit", unit.clone()),
+            };
+            Some((kind, name, group.some.advanced(now), group.full.advanced(now)))
+        })
+    }
+
+    /// The pressure on each GPU, and of each tenant and unit.
+    pub fn list_pressure(&self) -> Vec<bus::Pressure> {
+        let view = |(kind, name, some, full): (&str, String, Stall, Stall)| {
+            let [some_avg10, some_avg60, some_avg300] = some.averages.map(|part| part * 100.0);
+            let [full_avg10, full_avg60, full_avg300] = full.averages.map(|part| part * 100.0);
+            let (some_total, full_total) = (some.total.as_secs_f64(), full.total.as_secs_f64());
+            let kind = kind.into();
+            bus::Pressure {
+                kind,
+                name,
+                some_avg10,
+                some_avg60,
+                some_avg300,
+                some_total,
+                full_avg10,
+                full_avg60,
+                full_avg300,
+                full_total,
+            }
+        };
+        self.groups().map(view).collect()
+    }
+
+    /// The same for metrics, which tell nothing but totals.
+    pub(super) fn stalls(&self) -> Vec<OfGroup> {
+        let view =
+            |(kind, name, some, full): (_, _, Stall, Stall)| OfGroup { kind, name, some: some.total, full: full.total };
+        self.groups().map(view).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scheduler::Uuid;
+
+    const GPU: GpuId = GpuId(Uuid([1; 16]));
+    const OTHER: GpuId = GpuId(Uuid([2; 16]));
+    const IDLE: Activity = Activity { is_stalled: false, runs: false };
+    const WAITS: Activity = Activity { is_stalled: true, runs: false };
+    const RUNS: Activity = Activity { is_stalled: false, runs: true };
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    fn of(user: u32) -> Arc<Identity> {
+        let unit = format!("{user}.service");
+        Arc::new(Identity { tenant: Tenant::User(user), unit, ..Identity::default() })
+    }
+
+    /// Seconds for which some and all clients were stalled.
+    fn totals(pressure: &Pressure, subject: &Subject, now: u64) -> (f64, f64) {
+        let group = &pressure.groups[subject];
+        let total = |stall: Stall| stall.advanced(at(now)).total.as_secs_f64();
+        (total(group.some), total(group.full))
+    }
+
+    #[test]
+    fn it_is_full_while_somebody_waits_and_nobody_runs() {
+        let mut pressure = Pressure::default();
+        let (one, other) = (of(1), of(2));
+        let mut set = |now, client, identity, activity| {
+            pressure.set(at(now), ClientId(client), identity, BTreeMap::from([(GPU, activity)]));
+        };
+        set(0, 1, &one, RUNS);
+        set(0, 2, &other, WAITS);
+        set(4, 1, &one, IDLE); // its memory moves before the other has the lock
+        set(5, 2, &other, RUNS);
+        set(7, 1, &one, WAITS);
+        let units = [1, 2].map(|user| Subject::Unit(format!("{user}.service")));
+        let tenants = [1, 2].map(|user| Subject::Tenant(Tenant::User(user)));
+        assert_eq!(totals(&pressure, &Subject::Gpu(GPU), 10), (8.0, 1.0));
+        for subjects in [units, tenants] {
+            assert_eq!(subjects.map(|subject| totals(&pressure, &subject, 10)), [(3.0, 3.0), (5.0, 5.0)]);
+        }
+    }
+
+    #[test]
+    fn a_program_that_runs_on_one_gpu_is_not_full_while_it_waits_for_another() {
+        let mut pressure = Pressure::default();
+        pressure.set(at(0), ClientId(1), &of(1), BTreeMap::from([(GPU, RUNS), (OTHER, WAITS)]));
+        assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 3), (3.0, 0.0));
+        assert_eq!(totals(&pressure, &Subject::Gpu(OTHER), 3), (3.0, 3.0));
+        assert_eq!(totals(&pressure, &Subject::Gpu(GPU), 3), (0.0, 0.0));
+        // It detaches the other GPU.
+        pressure.set(at(3), ClientId(1), &of(1), BTreeMap::from([(GPU, RUNS)]));
+        assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 9), (3.0, 0.0));
+    }
+
+    #[test]
+    fn averages_are_exponentially_weighted() {
+        let mut stall = Stall::default();
+        stall.set(at(0), true);
+        stall.set(at(5), true);
+        let risen = stall.advanced(at(10)).averages;
+        for (average, window) in risen.into_iter().zip(WINDOWS) {
+            assert!((average - (1.0 - (-10.0 / window).exp())).abs() < 1e-9, "{average} over {window} s");
+        }
+        stall.set(at(10), false);
+        let fallen = stall.advanced(at(70)).averages;
+        for ((average, before), window) in fallen.into_iter().zip(risen).zip(WINDOWS) {
+            assert!((average - before * (-60.0 / window).exp()).abs() < 1e-9, "{average} over {window} s");
+        }
+        assert_eq!(stall.advanced(at(70)).total, at(10));
+    }
+
+    #[test]
+    fn a_group_is_forgotten_a_while_after_its_last_client_has_left() {
+        let mut pressure = Pressure::default();
+        let tenant = |user| Subject::Tenant(Tenant::User(user));
+        pressure.set(at(0), ClientId(1), &of(1), BTreeMap::from([(GPU, WAITS)]));
+        pressure.set(at(2), ClientId(1), &of(1), BTreeMap::new());
+        pressure.set(at(301), ClientId(2), &of(2), BTreeMap::from([(OTHER, RUNS)]));
+        assert_eq!(totals(&pressure, &tenant(1), 301), (2.0, 2.0));
+        pressure.set(at(302), ClientId(3), &of(2), BTreeMap::from([(OTHER, RUNS)]));
+        assert!(!pressure.groups.contains_key(&tenant(1)) && pressure.groups.contains_key(&tenant(2)));
+        assert_eq!(pressure.members.len(), 2);
+    }
+}
