@@ -62,10 +62,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             print(&answer.text)?;
             return Ok(answer.exit_code);
         }
-        Some(Verb::Simulate { policy, file, replay: None }) => {
+        Some(Verb::Simulate { policy, file, timeline, replay: None }) => {
             // clap requires one of the two.
             let file = file.unwrap_or_default();
-            print(&simulate::simulate(&file, &policy, arguments.json)?)
+            print(&simulate::simulate(&file, &policy, timeline.as_deref(), arguments.json)?)
         }
         Some(Verb::Debug { output, command_lines }) => print(&debug::debug(&target, output.as_deref(), command_lines)?),
         Some(Verb::Timeline { output, gpu, since, bundle, trace }) => {

@@ -150,6 +150,9 @@ pub enum Verb {
         /// Only under this policy; can be given several times [default: all]
         #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
         policy: Vec<String>,
+        /// Draw who held which GPU when under each policy, who waited, and what moved, as an SVG picture
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "replay")]
+        timeline: Option<PathBuf>,
         /// Instead, replay a debug bundle: show what happened, and check that the scheduler still decides the same
         #[arg(long, value_name = "BUNDLE", value_hint = ValueHint::FilePath)]
         replay: Option<PathBuf>,

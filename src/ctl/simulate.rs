@@ -1,5 +1,6 @@
 //! `nvsharectl simulate`: how a described mix of programs fares under each policy, as tables for people or as JSON.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -13,12 +14,34 @@ use crate::simulate::figures::Spread;
 use crate::simulate::policies::{POLICIES, Policy};
 use crate::simulate::report::{Figures, JobFigures, Report};
 use crate::simulate::scenario::Scenario;
+use crate::timeline::{Timeline, svg};
 
 /// Plays the file's scenario under the policies of these names, or under all that make a difference; what is to be printed.
-pub fn simulate(file: &Path, names: &[String], json: bool) -> Result<String, CtlError> {
+/// `timeline`: a file for a picture of what happened under each.
+pub fn simulate(file: &Path, names: &[String], timeline: Option<&Path>, json: bool) -> Result<String, CtlError> {
     let scenario = Scenario::load(file).map_err(|e| CtlError::Failed(e.to_string()))?;
-    let report = simulate::run(&scenario, &policies(&scenario, names));
+    let policies = policies(&scenario, names);
+    if let Some(output) = timeline {
+        let title = format!("{} under each policy, simulated", file.display());
+        super::timeline::write(output, &drawn(&scenario, &policies, &title))?;
+    }
+    let report = simulate::run(&scenario, &policies);
     Ok(if json { format!("{:#}\n", self::json(&report)) } else { text(&report) })
+}
+
+/// What happens under each policy, in one picture: the same time is at the same place.
+fn drawn(scenario: &Scenario, policies: &[Policy], title: &str) -> String {
+    let mut all = Timeline::default();
+    let mut headings = BTreeMap::new();
+    for (order, policy) in policies.iter().enumerate() {
+        let timeline = simulate::draw(scenario, policy);
+        for (place, gpu) in timeline.lanes.keys().enumerate() {
+            let of = if scenario.gpus.len() > 1 { format!(", GPU {place}") } else { String::new() };
+            headings.insert(format!("{order:04} {gpu}"), format!("{}{of}", policy.name));
+        }
+        all.append(timeline, |gpu| format!("{order:04} {gpu}"));
+    }
+    svg::draw(&all, title, |gpu| headings.get(gpu).cloned().unwrap_or_default())
 }
 
 fn policies(scenario: &Scenario, names: &[String]) -> Vec<Policy> {

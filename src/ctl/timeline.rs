@@ -62,10 +62,17 @@ pub fn timeline(
     if output == Path::new("-") {
         return Ok(picture);
     }
-    std::fs::write(output, picture).map_err(|e| {
-        CtlError::Failed(format!("cannot write {}: {e} (use --output to name another file)", output.display()))
-    })?;
+    write(output, &picture)?;
     Ok(String::new())
+}
+
+/// Writes a picture to a file.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write(output: &Path, picture: &str) -> Result<(), CtlError> {
+    std::fs::write(output, picture)
+        .map_err(|e| CtlError::Failed(format!("cannot write {}: {e} (name another file)", output.display())))
 }
 
 fn open(path: &Path) -> Result<File, CtlError> {

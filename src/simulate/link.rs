@@ -26,9 +26,13 @@ impl Lane {
         Self { rate: rate.max(1), free: Time::ZERO }
     }
 
-    fn carry(&mut self, now: Time, bytes: u64) -> Time {
+    fn takes(self, bytes: u64) -> Duration {
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.rate);
-        self.free = now.max(self.free) + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+
+    fn carry(&mut self, now: Time, bytes: u64) -> Time {
+        self.free = now.max(self.free) + self.takes(bytes);
         self.free
     }
 }
@@ -38,6 +42,11 @@ impl Link {
     pub fn new(rate: u64, total: u64) -> Self {
         let host = (total < rate.saturating_mul(2)).then(|| Lane::new(total));
         Self { out: Lane::new(rate), back: Lane::new(rate), host }
+    }
+
+    /// How long a copy takes one way while nothing is copied the other way.
+    pub fn carries(&self, bytes: u64) -> Duration {
+        self.out.takes(bytes)
     }
 
     /// When the host's memory has carried so many bytes more.

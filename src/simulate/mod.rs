@@ -9,10 +9,12 @@
 //! - `world`: the machine, the programs and the time; `queue`: coming events.
 //! - `program`: one program and its client. `engines`: the work of GPUs; `link`: copies between them and the host.
 //! - `context`: state that all programs share.
+//! - `drawing`: a timeline of what happens.
 //! - `serial`: the ideal that policies are compared with.
 //! - [`report`]: the figures; `statistics`: collects them; `figures`: computes them.
 
 mod context;
+mod drawing;
 mod engines;
 pub mod figures;
 mod link;
@@ -37,6 +39,8 @@ use report::{Outcome, Report};
 use scenario::Scenario;
 use world::World;
 
+use crate::timeline::Timeline;
+
 /// Plays a scenario under each of these policies, on as many threads as there are processors.
 pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     let plans = plans::plans(scenario);
@@ -53,6 +57,19 @@ pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     });
     let outcomes: Vec<Outcome> = outcomes.collect();
     report::report(scenario, &plans, outcomes.into_iter().chain([ideal]))
+}
+
+/// Plays a scenario under one policy, and gives the timeline. The name of a program is its job's, and its number in it.
+pub fn draw(scenario: &Scenario, policy: &Policy) -> Timeline {
+    let plans = plans::plans(scenario);
+    let mut counts = vec![0; scenario.jobs.len()];
+    let name = |plan: &plans::Plan| {
+        let (job, count) = (scenario.jobs.get(plan.job)?, counts.get_mut(plan.job)?);
+        *count += 1;
+        Some(if job.count == 1 { job.name.clone() } else { format!("{} {count}", job.name) })
+    };
+    let names = plans.iter().map(name).map(Option::unwrap_or_default).collect();
+    World::new(scenario, &scenario.gpus, &plans, policy).draw(names)
 }
 
 /// The outcome of each of these worlds. One that panicked has printed the panic, and has none.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use nvshare_simulated_client::addressee;
 
 use super::context::{Context, gpu_id, place_of};
+use super::drawing::Drawing;
 use super::engines::{Engines, Work};
 use super::link::Link;
 use super::plans::Plan;
@@ -17,6 +18,7 @@ use super::report::Outcome;
 use super::scenario::{FULL, Gpu, Scenario};
 use super::statistics::Statistics;
 use crate::scheduler::{ClientId, Command, Event, Group, GroupId, Machine, Time};
+use crate::timeline::Timeline;
 
 /// Time of a measurement of a GPU's memory, as with NVML.
 const MEASUREMENT: Duration = Duration::from_millis(2);
@@ -32,6 +34,7 @@ pub struct World {
     events: u64,
     /// Programs that have not ended.
     left: usize,
+    drawing: Option<Drawing>,
 }
 
 impl World {
@@ -62,6 +65,7 @@ impl World {
             until: scenario.until,
             policy: policy.name,
             events: 0,
+            drawing: None,
         };
         for (place, gpu) in gpus.iter().enumerate() {
             world.feed(Event::GpuFound { gpu: gpu_id(place), total: gpu.memory });
@@ -76,22 +80,15 @@ impl World {
         world
     }
 
-    /// Until all programs have ended, or the time is over, or nothing will ever happen again.
+    /// Plays it, and draws what happens. `names`: of the programs, in the order of the plans.
+    pub fn draw(mut self, names: Vec<String>) -> Timeline {
+        self.drawing = Some(Drawing::new(names));
+        self.go();
+        self.drawing.take().unwrap_or_default().ended(self.context.now)
+    }
+
     pub fn play(mut self) -> Outcome {
-        while self.left > 0 {
-            let next = self.context.queue.next().into_iter().chain(self.machine.deadline()).min();
-            let Some(next) = next else { break };
-            self.context.now = self.context.now.max(next.min(self.until));
-            if next > self.until {
-                break;
-            }
-            match self.context.queue.pop(self.context.now) {
-                Some(Next::ToMachine(event)) => self.feed(event),
-                Some(Next::ToProgram(client, command)) => self.tell(client, command),
-                Some(Next::Happening(what)) => self.happen(what),
-                None => self.feed(Event::Tick),
-            }
-        }
+        self.go();
         let Context { now, mut statistics, mut engines, .. } = self.context;
         Outcome {
             policy: self.policy,
@@ -107,13 +104,36 @@ impl World {
         }
     }
 
+    /// Until all programs have ended, or the time is over, or nothing will ever happen again.
+    fn go(&mut self) {
+        while self.left > 0 {
+            let next = self.context.queue.next().into_iter().chain(self.machine.deadline()).min();
+            let Some(next) = next else { break };
+            self.context.now = self.context.now.max(next.min(self.until));
+            if next > self.until {
+                break;
+            }
+            match self.context.queue.pop(self.context.now) {
+                Some(Next::ToMachine(event)) => self.feed(event),
+                Some(Next::ToProgram(client, command)) => self.tell(client, command),
+                Some(Next::Happening(what)) => self.happen(what),
+                None => self.feed(Event::Tick),
+            }
+        }
+    }
+
     fn feed(&mut self, event: Event) {
         self.events += 1;
         if let Event::Disconnected { .. } = event {
             self.left -= 1;
         }
         let now = self.context.now;
-        for command in self.machine.handle(now, event) {
+        let noted = self.drawing.is_some().then(|| event.clone());
+        let commands = self.machine.handle(now, event);
+        if let Some((drawing, event)) = self.drawing.as_mut().zip(noted) {
+            drawing.note(now, &event, &commands);
+        }
+        for command in commands {
             if let Some(client) = addressee(&command) {
                 self.context.queue.tell(now, client, command);
             } else if let Command::Measure { gpu } = command {
@@ -130,6 +150,11 @@ impl World {
     }
 
     fn happen(&mut self, what: Happening) {
+        if let (Some(drawing), &Happening::Moved(at, gpu, way, bytes)) = (&mut self.drawing, &what) {
+            let (now, link) = (self.context.now, self.context.links.get(place_of(gpu)));
+            let took = link.map_or(Duration::ZERO, |link| link.carries(bytes));
+            drawing.moved(now.saturating_sub(took), now, ClientId(at as u64), gpu, way, bytes);
+        }
         let context = &mut self.context;
         let mut with = |at: usize, f: &mut dyn FnMut(&mut Program, &mut Context)| {
             if let Some(program) = self.programs.get_mut(at) {

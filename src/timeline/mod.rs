@@ -58,9 +58,17 @@ impl Timeline {
         self.span = Some((first.min(at), last.max(at)));
     }
 
-    fn lane(&mut self, gpu: &str, client: u64, label: impl FnOnce() -> String) -> &mut Lane {
+    pub(crate) fn lane(&mut self, gpu: &str, client: u64, label: impl FnOnce() -> String) -> &mut Lane {
         let lanes = self.lanes.entry(gpu.to_owned()).or_default();
         lanes.entry(client).or_insert_with(|| Lane { label: label(), spans: Vec::new() })
+    }
+
+    /// Adds the lanes of another timeline, which may be of another time: its GPUs are to be named by `name` of their names.
+    pub fn append(&mut self, other: Self, name: impl Fn(&str) -> String) {
+        let (first, last) = other.span.unwrap_or_default();
+        self.reach(first);
+        self.reach(last);
+        self.lanes.extend(other.lanes.into_iter().map(|(gpu, lanes)| (name(&gpu), lanes)));
     }
 
     /// Leaves only what happened within `last` before the end. A span that began earlier is cut.

@@ -136,8 +136,23 @@ fn draw_axis(out: &mut String, length: f64, top: f64, bottom: f64) {
     }
 }
 
-/// One, two or five times a power of ten, and no less than that.
+/// A round number of seconds, and no fewer than that: up to 20 s and from 12 h on one, two or five times a power of ten of seconds or
+/// days, else a part of an hour or of a day.
 fn round_step(least: f64) -> f64 {
+    const MINUTE: f64 = 60.0;
+    const HOUR: f64 = 60.0 * MINUTE;
+    const DAY: f64 = 24.0 * HOUR;
+    let parts = [1.0, 2.0, 5.0, 10.0, 30.0].map(|minutes| minutes * MINUTE).into_iter();
+    let mut parts = parts.chain([1.0, 2.0, 6.0, 12.0].map(|hours| hours * HOUR)).filter(|step| *step >= least);
+    match parts.next() {
+        _ if least <= 20.0 => decimal_step(least),
+        Some(step) => step,
+        None => decimal_step(least / DAY) * DAY,
+    }
+}
+
+/// One, two or five times a power of ten, and no less than that.
+fn decimal_step(least: f64) -> f64 {
     let power = 10f64.powf(least.max(1e-6).log10().floor());
     [1.0, 2.0, 5.0].into_iter().map(|times| times * power).find(|step| *step >= least).unwrap_or(10.0 * power)
 }
@@ -254,7 +269,9 @@ mod tests {
 
     #[test]
     fn steps_are_round() {
-        for (least, step) in [(0.03, 0.05), (1.0, 1.0), (1.1, 2.0), (7.0, 10.0), (100.0, 100.0)] {
+        let steps = [(0.03, 0.05), (1.0, 1.0), (1.1, 2.0), (7.0, 10.0), (20.0, 20.0), (21.0, 60.0), (700.0, 1800.0)];
+        let long = [(7000.0, 7200.0), (30_000.0, 43_200.0), (50_000.0, 86_400.0), (300_000.0, 432_000.0)];
+        for (least, step) in steps.into_iter().chain(long) {
             assert!((round_step(least) - step).abs() < step * 1e-9, "{least}");
         }
     }

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use nvshare::simulate::policies::{POLICIES, Policy};
 use nvshare::simulate::report::{Figures, Report};
-use nvshare::simulate::run;
 use nvshare::simulate::scenario::Scenario;
+use nvshare::simulate::{draw, run};
+use nvshare::timeline::{Activity, Span};
 
 const GIB: u64 = 1 << 30;
 
@@ -90,6 +91,39 @@ fn two_that_do_not_fit_swap_what_is_too_much_at_each_turn() {
         near(last(figures), 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
         near(figures.wait_worst, 10.5, 0.1);
     }
+}
+
+#[test]
+fn a_timeline_has_each_turn_and_each_move() {
+    let keys = "memory = \"9G\"\nwork = \"39s\"";
+    let text = format!("time-quantum = \"10s\"\nmax-wait = 0\n{}", one_gpu(&(job("a", keys) + &job("b", keys))));
+    let scenario = Scenario::parse(&text, Path::new("x.toml")).unwrap_or_else(|e| panic!("{e}"));
+    let timeline = draw(&scenario, &Policy::named("fcfs-on").expect("a policy"));
+    let (begin, end) = timeline.span.expect("it has begun");
+    assert_eq!(begin, Duration::ZERO);
+    near(end, 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
+    let [lanes] = timeline.lanes.values().collect::<Vec<_>>()[..] else { panic!("{timeline:?}") };
+    let names: Vec<&str> = lanes.values().map(|lane| lane.label.as_str()).collect();
+    assert_eq!(names, ["a", "b"]);
+    let of = |activity| {
+        let spans = lanes.values().flat_map(|lane| &lane.spans);
+        let mut spans: Vec<Span> = spans.filter(|span| span.activity == activity).copied().collect();
+        spans.sort_by_key(|span| span.from);
+        spans
+    };
+    let holds = of(Activity::Holds);
+    assert_eq!(holds.len(), 8);
+    assert!(holds.windows(2).all(|pair| pair[0].to <= pair[1].from), "{holds:?}");
+    let worked: Duration = holds.iter().map(|span| span.to - span.from).sum();
+    near(worked, 78.25, 0.3); // each begins while the last memory returns
+    for activity in [Activity::Leaves, Activity::Returns] {
+        let moves = of(activity);
+        assert_eq!(moves.iter().map(|span| span.bytes).sum::<u64>(), 12 * GIB);
+        assert!(moves.iter().all(|span| span.bytes == 2 * GIB), "{moves:?}");
+        near(moves.iter().map(|span| span.to - span.from).sum(), 6.0 * 0.25, 0.2);
+    }
+    let waits = of(Activity::Waits);
+    assert!(waits.iter().all(|wait| holds.iter().any(|hold| hold.from == wait.to)), "{waits:?}");
 }
 
 #[test]
@@ -421,6 +455,17 @@ fn the_command_prints_tables_or_json_and_names_mistakes() {
     let policy = &json["policies"][0];
     assert_eq!((&policy["policy"], &policy["unfinished"]), (&"rules-on".into(), &2.into()));
     assert_eq!(policy["jobs"][1]["gpu-time"].as_f64().map(f64::round), Some(70.0));
+
+    let picture = std::env::temp_dir().join(format!("timeline-{}.svg", std::process::id()));
+    let path = picture.to_str().expect("a path");
+    assert!(ctl(&[file, "--policy", "fcfs-on", "--policy", "rules-auto", "--timeline", path]).status.success());
+    let drawn = std::fs::read_to_string(&picture).expect("a picture");
+    std::fs::remove_file(&picture).expect("it was there");
+    let at = |text: &str| drawn.find(text).unwrap_or_else(|| panic!("no {text}: {drawn}"));
+    assert!(at(">fcfs-on<") < at(">thirty<") && at(">thirty<") < at(">rules-auto<"), "{drawn}");
+    let nowhere = ctl(&[file, "--policy", "fcfs-on", "--timeline", "/no/such/folder/x.svg"]);
+    let said = String::from_utf8(nowhere.stderr).expect("text");
+    assert!(said.starts_with("nvsharectl: cannot write /no/such/folder/x.svg: No such file"), "{said}");
 
     let missing = ctl(&["/no/such/file"]);
     assert_eq!(missing.status.code(), Some(1));
