@@ -175,6 +175,54 @@ fn nobody_is_let_in_without_room_during_a_restore() {
     assert!(commands.contains(&attached) || scene.t.attachment(3).attached, "{commands:?}");
 }
 
+/// Clients 1 and 2 are off the GPU, and the first is being restored.
+fn two_asleep() -> Scene {
+    let mut scene = Scene::paused(&[4 * GIB, GIB, GIB]);
+    scene.measure();
+    scene.pause(2);
+    scene.t.map(2);
+    scene.ready(2);
+    scene.contexts.retain(|n| *n != 2);
+    scene.helper(2, SleepOutcome::Asleep);
+    scene.measure();
+    scene.resume(1);
+    assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
+    scene
+}
+
+/// Who stops a process keeps its restore from ending.
+#[test]
+fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
+    for is_late in [false, true] {
+        let mut scene = two_asleep();
+        scene.resume(2);
+        assert_eq!(scene.phase(2), SleepPhase::Waking);
+        if is_late {
+            scene.helper(1, SleepOutcome::Unknown);
+        }
+        let commands = scene.t.after(Duration::from_secs(11));
+        assert!(!commands.contains(&checkpoint(2, SleepOperation::Wake)), "nothing was measured: {commands:?}");
+        // Its context may still appear, so it is not free for the other.
+        scene.free = Some(2 * CONTEXT);
+        assert!(!scene.measure().contains(&checkpoint(2, SleepOperation::Wake)), "there is room for one of them");
+        assert!(scene.capacity() <= 16 * GIB - 3 * CONTEXT);
+        scene.free = Some(3 * CONTEXT);
+        assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
+        scene.contexts.push(2);
+        assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
+        // It turns out to be back at last.
+        if is_late {
+            scene.t.after(Duration::from_secs(30));
+        }
+        scene.contexts.push(1);
+        assert!(scene.helper(1, SleepOutcome::Runs).contains(&awake(1)));
+        scene.free = None;
+        scene.t.after(Duration::from_secs(10));
+        scene.measure();
+        assert_eq!(scene.capacity(), 16 * GIB - 3 * CONTEXT);
+    }
+}
+
 #[test]
 fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);

@@ -62,15 +62,15 @@ impl GpuMemory {
     /// The overhead if the GPU were large enough for it: capacity cannot fall below 0 and would hide the rest.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
-        let returning = self.returning.map_or(0, |returning| returning.bytes);
-        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(returning)
+        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes())
     }
 
     /// Bytes that the contexts of clients that are asleep will need, without those that are set aside already. They can be
     /// lent, but not promised.
     fn away(&self) -> u64 {
         let returning = self.returning.map(|returning| returning.client);
-        let away = self.away.iter().filter(|(client, _)| Some(**client) != returning);
+        let is_set_aside = |client: &ClientId| Some(*client) == returning || self.overdue.contains_key(client);
+        let away = self.away.iter().filter(|(client, _)| !is_set_aside(client));
         away.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 

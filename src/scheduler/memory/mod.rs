@@ -86,6 +86,9 @@ pub(crate) struct GpuMemory {
     /// The client that is about to be restored here.
     #[serde(default)]
     pub returning: Option<Returning>,
+    /// Clients whose restore has not ended in time, and the bytes that their contexts may take at any moment.
+    #[serde(default)]
+    pub overdue: BTreeMap<ClientId, u64>,
     pub rates: Rates,
 }
 
@@ -128,6 +131,7 @@ impl GpuMemory {
             lacking: false,
             has_only_clients: false,
             returning: None,
+            overdue: BTreeMap::new(),
             rates: Rates::default(),
         }
     }
@@ -152,7 +156,27 @@ impl GpuMemory {
         self.unmeasured.remove(&client);
         self.reservations.retain(|reservation| !reservation.is_of(client));
         self.contexts.remove(client);
-        self.returning.take_if(|returning| returning.client == client);
+        self.end_return(client);
+    }
+
+    /// A client is restored no longer, or no longer about to be. Returns whether it was.
+    pub fn end_return(&mut self, client: ClientId) -> bool {
+        let is_overdue = self.overdue.remove(&client).is_some();
+        self.returning.take_if(|returning| returning.client == client).is_some() || is_overdue
+    }
+
+    /// The client that is being restored has had its time: others need not wait for it any longer, but its context may still
+    /// appear.
+    pub fn give_up_return(&mut self) {
+        if let Some(Returning { client, bytes, .. }) = self.returning.take() {
+            self.overdue.insert(client, bytes);
+        }
+    }
+
+    /// Bytes set aside for contexts of clients that are restored, or about to be.
+    pub fn returning_bytes(&self) -> u64 {
+        let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
+        self.returning.map_or(0, |returning| returning.bytes).saturating_add(overdue)
     }
 
     /// Bytes that clients have on the GPU, as far as is known.

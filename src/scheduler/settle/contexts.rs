@@ -18,8 +18,9 @@ const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a client that attaches waits for room. Then it is admitted in any case, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a restore may take, from when there is room for it. Then clients that attach wait no longer for its end.
-const RESTORE: Duration = Duration::from_secs(10);
+/// How long a restore may take, from when there is room for it. Then nobody else waits for its end any longer: neither clients
+/// that attach nor others that wake. Who stops a process keeps its restore from ending.
+pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {
     /// Whether a client's context existed, all of it, by `begun`.
@@ -49,9 +50,8 @@ impl Machine {
             needs_nothing && self.lock.waiting(pending.client).is_none()
         };
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
-        let returning = gpu.returning.map_or(0, |returning| returning.bytes);
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.context_bytes(&self.settings, unmeasured));
-        let taken = taken.saturating_add(returning);
+        let taken = taken.saturating_add(gpu.returning_bytes());
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
         let waits_with = |gang: Gang| gpu.contexts.iter().any(|pending| self.lock.gang(pending.client) == Some(gang));
         let is_kept_from_running = |client: ClientId| {

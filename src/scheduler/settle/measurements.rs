@@ -33,9 +33,10 @@ impl Machine {
     /// if they are still there, what takes their place is missing for the restore.
     pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
         let Some((state, gpu)) = self.clients.get(&client).zip(self.memory.get(&id)) else { return 0 };
-        match gpu.returning {
-            Some(returning) if returning.restored.is_some() => gpu.ledger.unverified(),
-            _ => gpu.ledger.unverified_for(state.tenant),
+        let is_restoring = gpu.returning.is_some_and(|returning| returning.restored.is_some());
+        match is_restoring || !gpu.overdue.is_empty() {
+            true => gpu.ledger.unverified(),
+            false => gpu.ledger.unverified_for(state.tenant),
         }
     }
 

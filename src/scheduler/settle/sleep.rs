@@ -5,6 +5,7 @@
 //! has, like any holder. It comes back when there is room for its contexts on all of its GPUs, which others make by evicting. One
 //! client at a time comes back to a GPU, in the order in which they wake.
 
+use super::contexts::RESTORE;
 use crate::{
     api::*, lock::Entity, machine::Machine, memory::Access, memory::returning::Returning, sleep::Step, timers::Wake,
 };
@@ -253,7 +254,7 @@ impl Machine {
             let Some(gpu) = self.memory.get_mut(&id) else { continue };
             gpu.unmeasured.remove(&client);
             gpu.contexts.remove(client);
-            gpu.returning.take_if(|returning| returning.client == client);
+            gpu.end_return(client);
             if gpu.clients.contains_key(&client) {
                 gpu.away.entry(client).or_insert(bytes);
             }
@@ -268,7 +269,7 @@ impl Machine {
         self.quota.set_stopped(client, is_stopped);
         for id in self.gpus_of(client) {
             let Some(gpu) = self.memory.get_mut(&id) else { continue };
-            gpu.returning.take_if(|returning| returning.client == client);
+            gpu.end_return(client);
             if let Some(memory) = gpu.clients.get_mut(&client)
                 && gpu.away.remove(&client).is_some()
             {
@@ -356,8 +357,16 @@ impl Machine {
     /// Has a client restored once there is room for it on all of its GPUs. Returns when to look again.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
-        let gpu = self.memory.get(&id)?;
-        let Returning { client, restored: None, .. } = gpu.returning? else { return None };
+        let gpu = self.memory.get_mut(&id)?;
+        let Returning { client, restored, .. } = gpu.returning?;
+        if let Some(due) = restored.map(|since| since + RESTORE) {
+            if now < due {
+                return Some(due);
+            }
+            gpu.give_up_return();
+            self.return_next(client);
+            return None; // what follows changes the GPU
+        }
         let is_gone = gpu.access == Access::Gone; // the driver's error is to reach it
         let has_room = gpu.access == Access::Turns
             && gpu.trial.is_none()
@@ -404,7 +413,8 @@ impl Machine {
         // What others may map at any time is not free for it.
         let promised = gpu.ledger.charged().saturating_sub(gpu.in_use());
         let others = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
-        let taken = promised.saturating_add(gpu.context_bytes(&self.settings, others));
+        let overdue = gpu.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
+        let taken = promised.saturating_add(gpu.context_bytes(&self.settings, others)).saturating_add(overdue);
         if let Some(returning) = gpu.returning.as_mut() {
             returning.measured(begun, free.map(|free| free.saturating_sub(taken)));
         }
