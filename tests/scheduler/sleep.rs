@@ -437,6 +437,18 @@ mod idle {
         assert!(scene.t.say(refusal).contains(&prepares(2)));
     }
 
+    /// Who stops a process keeps it from being settled.
+    #[test]
+    fn one_that_is_never_settled_keeps_nobody_else_from_sleeping() {
+        let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
+        assert!(scene.t.after(AFTER).contains(&prepares(1)));
+        scene.t.map(1);
+        scene.ready(1);
+        scene.measure();
+        let commands = scene.helper(1, SleepOutcome::Unknown);
+        assert!(commands.contains(&prepares(2)), "{commands:?}");
+    }
+
     /// A client whose context would leave another too little waits, until one that is idle has gone for it.
     #[test]
     fn a_newcomer_is_given_the_place_of_one_that_is_idle() {

@@ -204,6 +204,9 @@ impl Machine {
         let number = self.effects.number();
         let step = self.sleep.answered(self.now, client, outcome, number);
         self.take_step(client, step);
+        for id in self.gpus_of(client) {
+            self.touch(id); // others wait no longer for it to have left
+        }
     }
 
     pub(crate) fn look_at_sleep(&mut self, client: ClientId) {

@@ -143,9 +143,9 @@ impl Sleep {
         matches!(self.state_of(client), State::Asleep | State::Waking(_) | State::Lost)
     }
 
-    /// Whether a client is on its way off its GPUs, or may be.
+    /// Whether a client is on its way off its GPUs. One that is being settled may never be: who stops its process keeps it so.
     pub fn is_leaving(&self, client: ClientId) -> bool {
-        matches!(self.state_of(client), State::Preparing | State::Checkpointing | State::Settling { .. })
+        matches!(self.state_of(client), State::Preparing | State::Checkpointing)
     }
 
     /// When a client last could not sleep.
