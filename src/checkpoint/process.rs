@@ -21,18 +21,19 @@ impl Process {
         let pid =
             info.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok().filter(|pid| *pid > 0)?;
         let process = Self { pidfd, pid };
-        (process.status("Tgid:")? == i64::from(pid) && process.lives()).then_some(process)
+        (process.status("Tgid:")? == [i64::from(pid)] && process.lives()).then_some(process)
     }
 
+    /// Whether it is that user's alone: one that runs a set-user-ID program is not.
     pub fn is_of(&self, uid: u32) -> bool {
-        self.status("Uid:") == Some(uid.into())
+        self.status("Uid:").is_some_and(|all| !all.is_empty() && all.iter().all(|id| *id == i64::from(uid)))
     }
 
-    /// The first number of a field.
-    fn status(&self, name: &str) -> Option<i64> {
+    /// The numbers of a field.
+    fn status(&self, name: &str) -> Option<Vec<i64>> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         let field = status.lines().find_map(|line| line.strip_prefix(name))?;
-        field.split_whitespace().next()?.parse().ok()
+        field.split_whitespace().map(|number| number.parse().ok()).collect()
     }
 
     pub fn lives(&self) -> bool {

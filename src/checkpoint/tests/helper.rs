@@ -346,6 +346,30 @@ fn only_a_process_of_the_user_is_meant() {
     assert_eq!(used(), 48);
 }
 
+/// A user can start a set-user-ID program in the process that has connected.
+#[test]
+fn a_process_that_is_of_two_users_is_left_alone() {
+    let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
+    if !is_root || Command::new("setpriv").arg("--version").output().is_err() {
+        return eprintln!("not tried: root and setpriv(1) are needed");
+    }
+    let Some(sleeper) = start("a_process_that_is_of_two_users_is_left_alone") else { return };
+    let mut other = Command::new("setpriv");
+    let mut other = other.args(["--ruid=65533", "sleep", "1000"]).spawn().expect("start it");
+    wait_for("it to have begun", || {
+        let name = fs::read_to_string(format!("/proc/{}/comm", other.id())).ok()?;
+        (name.trim() == "sleep").then_some(())
+    });
+    for uid in [65533, 0] {
+        let pid = Pid::from_raw(other.id() as i32).expect("a process");
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).expect("a pidfd");
+        let answer = sleeper.helper_for(Operation::Sleep, uid, pidfd).answer();
+        assert_eq!(answer.failed, Step::User, "for user {uid}");
+    }
+    other.kill().expect("killed");
+    other.wait().expect("ended");
+}
+
 #[test]
 fn a_process_that_is_killed_on_its_way_leaves_nothing() {
     let test = "a_process_that_is_killed_on_its_way_leaves_nothing";
