@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
+use tokio::select;
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
 
@@ -48,10 +49,15 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     core.borrow_mut().use_checkpoints(request);
     let (core, helpers) = (core.clone(), Rc::new(helpers));
     spawn_local(async move {
-        while let Some(Checkpoint { client, operation, process, uid }) = requests.recv().await {
+        while let Some(Checkpoint { client, operation, process, identity, mut awaited }) = requests.recv().await {
             let (core, helpers) = (core.clone(), helpers.clone());
             spawn_local(async move {
-                let answer = helpers.ask(operation, process, uid, Vec::new()).await;
+                let asked = helpers.ask(operation, process, identity.uid, &identity.tenant, Vec::new());
+                let answer = select! {
+                    answer = asked => answer,
+                    () = awaited.closed() => return,
+                };
+                drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
             });
         }

@@ -22,21 +22,24 @@ use rustix::net::Shutdown;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::{Child, Command};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::select;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
+use crate::identity::Tenant;
 use crate::sys::{descriptors, socket};
 
 /// Where systemd starts one for each connection: `nvshare-checkpoint.socket`.
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
-/// The most that run at a time. Each has the driver loaded and initialised, which takes host memory and processor time, and what they
-/// move goes over the same links. `MaxConnections=` of the socket leaves room for those that an earlier scheduler has asked.
+/// The most that are waited for at a time. Each has the driver loaded and initialised, which takes host memory and processor time, and
+/// what they move goes over the same links.
 const MAX_HELPERS: usize = 8;
-/// Of these, the most for processes of one user: who stops a process keeps its helper from ending.
-const MAX_HELPERS_OF_USER: usize = 4;
+/// The most for processes of one tenant, late ones included: who stops a process keeps its helper from ending. `MaxConnections=` of
+/// the socket has room for those of many tenants.
+const MAX_HELPERS_OF_TENANT: usize = 4;
 /// How long a lock waits for calls and work of the process to end. It has been prepared, so none is expected.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -50,7 +53,7 @@ struct Patience {
     answer: Duration,
     /// For the answer to `Settle`, which waits for a call that is still under way.
     settled: Duration,
-    /// For the end of a helper after it was hung up on: it undoes what it has begun.
+    /// For the end of a child after it was hung up on: it undoes what it has begun. To systemd `RuntimeMaxSec=` says the same.
     end: Duration,
 }
 
@@ -136,11 +139,14 @@ pub struct Helpers {
     start: Start,
     patience: Patience,
     all: Arc<Semaphore>,
-    users: RefCell<HashMap<u32, Weak<Semaphore>>>,
+    tenants: RefCell<HashMap<Tenant, Weak<Semaphore>>>,
 }
 
 /// A helper's right to run.
-type Place = (OwnedSemaphorePermit, OwnedSemaphorePermit);
+struct Place {
+    of_tenant: OwnedSemaphorePermit,
+    of_all: OwnedSemaphorePermit,
+}
 
 impl Helpers {
     /// Has systemd start helpers.
@@ -161,20 +167,27 @@ impl Helpers {
     }
 
     fn new(start: Start, patience: Patience) -> Self {
-        Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), users: RefCell::default() }
+        Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), tenants: RefCell::default() }
     }
 
     /// Has a process taken off its GPUs or put back. Dropped before it is done, it is taken back as far as that is possible, and the
     /// state of the process is to be settled.
     ///
-    /// `process`: a pidfd. `uid`: the user that one which is to sleep must be of. `pairs`: for a wake, on which GPU to restore what was on each that
-    /// the process sees; none for where it was, at most `MAX_PAIRS`.
+    /// `process`: a pidfd. `uid`: the user that one which is to sleep must be of. `tenant`: whose process it is. `pairs`: for a wake,
+    /// on which GPU to restore what was on each that the process sees; none for where it was, at most `MAX_PAIRS`.
     ///
     /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs.
-    pub async fn ask(&self, operation: Operation, process: OwnedFd, uid: u32, pairs: Vec<(Uuid, Uuid)>) -> Answer {
+    pub async fn ask(
+        &self,
+        operation: Operation,
+        process: OwnedFd,
+        uid: u32,
+        tenant: &Tenant,
+        pairs: Vec<(Uuid, Uuid)>,
+    ) -> Answer {
         let untouched = if operation == Operation::Sleep { Outcome::Runs } else { Outcome::Unknown };
         let not_begun = |failure| Answer { outcome: untouched, failure: Some(failure) };
-        let Ok(place) = timeout(self.patience.place, self.place(uid)).await else { return not_begun(Failure::Busy) };
+        let Ok(place) = timeout(self.patience.place, self.place(tenant)).await else { return not_begun(Failure::Busy) };
         let helper = match self.start(operation, &[process], uid, pairs) {
             Ok(helper) => helper,
             Err(e) => return not_begun(Failure::NotStarted(e)),
@@ -183,15 +196,25 @@ impl Helpers {
             Operation::Settle => self.patience.settled,
             Operation::Sleep | Operation::Wake => self.patience.answer,
         };
-        let answer = timeout(patience, helper.answer()).await;
-        let is_late = answer.is_err();
-        // The caller does not wait for its end, but its place does.
-        spawn_local(helper.end(self.patience.end, place));
+        let (mut asker, answer) = oneshot::channel();
+        let end = self.patience.end;
+        // The caller does not wait for its end, and may have gone before, but its place does.
+        spawn_local(async move {
+            let Place { of_tenant: _of_tenant, of_all } = place;
+            let answer = select! {
+                answer = timeout(patience, helper.answer()) => answer.ok(),
+                () = asker.closed() => None,
+            };
+            // One that is late may never end, and keeps only others of its tenant from theirs.
+            let _of_all = answer.is_some().then_some(of_all);
+            let _ = asker.send(answer);
+            helper.end(end).await;
+        });
         let unknown = |failure| Answer { outcome: Outcome::Unknown, failure: Some(failure) };
-        match answer.ok().flatten() {
-            None if is_late => unknown(Failure::TimedOut),
-            None => unknown(Failure::Died),
-            Some(answer) => match Failure::of(answer.failed, answer.error) {
+        match answer.await.unwrap_or_default() {
+            None => unknown(Failure::TimedOut),
+            Some(None) => unknown(Failure::Died),
+            Some(Some(answer)) => match Failure::of(answer.failed, answer.error) {
                 // It cannot tell the state, but has done nothing.
                 Some(failure) if answer.failed == Step::Driver => not_begun(failure),
                 failure => Answer { outcome: answer.outcome, failure },
@@ -199,18 +222,18 @@ impl Helpers {
         }
     }
 
-    async fn place(&self, uid: u32) -> Place {
-        let of_user = {
-            let mut users = self.users.borrow_mut();
-            users.retain(|_, places| places.strong_count() > 0);
-            let places = users.get(&uid).and_then(Weak::upgrade);
-            let places = places.unwrap_or_else(|| Arc::new(Semaphore::new(MAX_HELPERS_OF_USER)));
-            users.insert(uid, Arc::downgrade(&places));
+    async fn place(&self, tenant: &Tenant) -> Place {
+        let of_tenant = {
+            let mut tenants = self.tenants.borrow_mut();
+            tenants.retain(|_, places| places.strong_count() > 0);
+            let places = tenants.get(tenant).and_then(Weak::upgrade);
+            let places = places.unwrap_or_else(|| Arc::new(Semaphore::new(MAX_HELPERS_OF_TENANT)));
+            tenants.insert(tenant.clone(), Arc::downgrade(&places));
             places
         };
         // Waiting for others with a place of one's own keeps nobody else from theirs.
-        match (of_user.acquire_owned().await, self.all.clone().acquire_owned().await) {
-            (Ok(of_user), Ok(of_all)) => (of_user, of_all),
+        match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
+            (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
             _ => pending().await, // neither is ever closed
         }
     }
@@ -266,21 +289,19 @@ impl Helper {
         self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
     }
 
-    /// Hangs up, and waits until it has ended. A child that does not end is killed, others by systemd; whoever settles the process
-    /// then undoes what is left.
-    async fn end(mut self, patience: Duration, _place: Place) {
+    /// Hangs up, and waits until it has ended. A child that does not end is killed after this time, others by systemd; whoever
+    /// settles the process then undoes what is left.
+    async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
-        let ended = async {
-            match &mut self.child {
-                Some(child) => drop(child.wait().await),
-                None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
+        match &mut self.child {
+            Some(child) => {
+                if timeout(patience, child.wait()).await.is_err() {
+                    let _ = child.start_kill();
+                    let _ = child.wait().await;
+                }
             }
-        };
-        if timeout(patience, ended).await.is_err()
-            && let Some(child) = &mut self.child
-        {
-            let _ = child.start_kill();
-            let _ = child.wait().await;
+            // systemd has the other end as well, until the process is gone.
+            None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
         }
     }
 }

@@ -15,6 +15,7 @@ const SHORT: Patience = Patience {
     end: Duration::from_millis(300),
 };
 const LONG: Patience = PATIENCE;
+const OWN: Tenant = Tenant::User(1000);
 
 fn run<T>(test: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().expect("a runtime");
@@ -30,7 +31,12 @@ fn own_user() -> u32 {
 }
 
 async fn ask(helpers: &Helpers, operation: Operation) -> Answer {
-    helpers.ask(operation, own_process(), own_user(), Vec::new()).await
+    helpers.ask(operation, own_process(), own_user(), &OWN, Vec::new()).await
+}
+
+/// The places that the tenant has left; `None` for all.
+fn places(helpers: &Helpers) -> Option<usize> {
+    helpers.tenants.borrow().get(&OWN).and_then(Weak::upgrade).map(|places| places.available_permits())
 }
 
 /// What listens in systemd's place.
@@ -84,7 +90,7 @@ fn what_is_asked_and_answered_arrives() {
             say(&socket, Outcome::Lost, Step::Restore, 2);
             wait_for_end(&socket).await;
         };
-        let (answer, ()) = tokio::join!(helpers.ask(Operation::Wake, own_process(), 1234, pairs.clone()), served);
+        let (answer, ()) = tokio::join!(helpers.ask(Operation::Wake, own_process(), 1234, &OWN, pairs.clone()), served);
         assert_eq!(answer.outcome, Outcome::Lost);
         let why = answer.failure.expect("a reason").to_string();
         assert_eq!(why, "cuCheckpointProcessRestore failed with error 2");
@@ -119,17 +125,17 @@ fn a_helper_that_ends_or_says_nonsense_leaves_the_state_unknown() {
 fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
     let directory = Directory::new();
     run(async {
-        let (listener, helpers) = listen(&directory, Patience { end: LONG.end, ..SHORT });
+        let (listener, helpers) = listen(&directory, SHORT);
         let listener = descriptors::watch(listener).expect("watched");
         let silent = async {
             let mut sockets = Vec::new();
-            for _ in 0..MAX_HELPERS_OF_USER {
+            for _ in 0..MAX_HELPERS_OF_TENANT {
                 sockets.push(accept(&listener).await);
             }
             sockets
         };
         let asked = async {
-            let answers = [(); MAX_HELPERS_OF_USER].map(|()| ask(&helpers, Operation::Sleep));
+            let answers = [(); MAX_HELPERS_OF_TENANT].map(|()| ask(&helpers, Operation::Sleep));
             for answer in answers.map(Box::pin) {
                 let answer = answer.await;
                 assert_eq!(answer.outcome, Outcome::Unknown);
@@ -141,6 +147,7 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
             request(socket).await;
             wait_for_end(socket).await;
         }
+        tokio::time::sleep(2 * SHORT.end).await;
         let answer = ask(&helpers, Operation::Sleep).await;
         assert!(matches!(answer.failure, Some(Failure::Busy)), "{answer:?}");
         assert_eq!(answer.outcome, Outcome::Runs, "nothing has touched it");
@@ -151,8 +158,10 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
             request(&socket).await;
             say(&socket, Outcome::Asleep, Step::None, 0);
         };
-        let others = helpers.ask(Operation::Sleep, own_process(), own_user() + 1, Vec::new());
-        assert_eq!(tokio::join!(others, served).0.outcome, Outcome::Asleep, "another user's has a place");
+        let others = Tenant::Container("of the same user".into());
+        let others = helpers.ask(Operation::Sleep, own_process(), own_user(), &others, Vec::new());
+        assert_eq!(tokio::join!(others, served).0.outcome, Outcome::Asleep, "another tenant's has a place");
+        assert_eq!(helpers.all.available_permits(), MAX_HELPERS, "however many tenants have late ones");
         drop(sockets.pop());
         let served = async {
             let socket = accept(&listener).await;
@@ -176,6 +185,11 @@ fn a_request_that_is_dropped_is_taken_back() {
         };
         request(&socket).await;
         wait_for_end(&socket).await;
+        assert_eq!(places(&helpers), Some(MAX_HELPERS_OF_TENANT - 1), "it has not ended");
+        drop(socket);
+        while places(&helpers).is_some() {
+            tokio::task::yield_now().await;
+        }
         assert_eq!(helpers.all.available_permits(), MAX_HELPERS);
     });
 }
@@ -232,7 +246,9 @@ fn a_child_that_does_not_end_is_killed() {
         let answer = ask(&helpers, Operation::Sleep).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
         assert!(matches!(answer.failure, Some(Failure::TimedOut)), "{answer:?}");
-        let _all = helpers.all.acquire_many(MAX_HELPERS as u32).await.expect("it has ended");
+        while places(&helpers).is_some() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         let pid = fs::read_to_string(&pid).expect("it ran");
         assert!(!Path::new("/proc").join(pid.trim()).exists(), "it was waited for");
     });
@@ -260,7 +276,7 @@ fn the_helper_is_asked_as_a_child() {
         child.wait().expect("it ends");
         for operation in [Operation::Sleep, Operation::Wake, Operation::Settle] {
             let process = pidfd.try_clone().expect("a copy");
-            let answer = helpers.ask(operation, process, own_user(), Vec::new()).await;
+            let answer = helpers.ask(operation, process, own_user(), &OWN, Vec::new()).await;
             assert!(answer.outcome == Outcome::Gone && answer.failure.is_none(), "{answer:?}");
         }
         let _all = helpers.all.acquire_many(MAX_HELPERS as u32).await.expect("they have ended");

@@ -135,6 +135,7 @@ impl Core {
             asked_for: None,
             reconnects,
             process,
+            checkpoint: None,
             stored_as: None,
             lock,
         };

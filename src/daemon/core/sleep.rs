@@ -1,10 +1,12 @@
 //! Sleep of the machine: programs' memory leaves the GPUs before it. And of programs that a user pauses.
 
+use std::convert::Infallible;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nvshare_wire::version;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 use zbus::fdo;
 
@@ -12,6 +14,7 @@ use super::state::Core;
 use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome};
 use crate::daemon::gpu::nvml::DriverVersions;
+use crate::identity::Identity;
 use crate::scheduler::{ClientId, Event, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time};
 use crate::sys::clock;
 
@@ -36,7 +39,9 @@ pub struct Checkpoint {
     pub operation: Operation,
     /// A pidfd.
     pub process: OwnedFd,
-    pub uid: u32,
+    pub identity: Arc<Identity>,
+    /// Closed when the client is gone: nobody waits for the answer any more.
+    pub awaited: oneshot::Sender<Infallible>,
 }
 
 impl Core {
@@ -95,18 +100,27 @@ impl Core {
     }
 
     /// Has something done with a client's process. Returns the answer if it is clear at once.
-    pub(super) fn request_checkpoint(&self, client: ClientId, operation: SleepOperation) -> Option<Event> {
-        let entry = self.clients.get(&client)?;
+    pub(super) fn request_checkpoint(&mut self, client: ClientId, operation: SleepOperation) -> Option<Event> {
+        let entry = self.clients.get_mut(&client)?;
         let operation = match operation {
             SleepOperation::Sleep => Operation::Sleep,
             SleepOperation::Wake => Operation::Wake,
             SleepOperation::Settle => Operation::Settle,
         };
-        let process = entry.process.as_ref().and_then(|process| process.get_ref().try_clone().ok());
-        let request = process.map(|process| Checkpoint { client, operation, process, uid: entry.identity.uid });
-        let is_sent = request.zip(self.checkpoints.as_ref()).is_some_and(|(request, to)| to.send(request).is_ok());
+        let (Some(process), Some(requests)) = (&entry.process, &self.checkpoints) else {
+            // It can never be found out. If an earlier scheduler did take it off its GPUs, it waits in the driver instead of the library.
+            return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
+        };
+        let (awaited, awaits) = oneshot::channel();
+        let identity = entry.identity.clone();
+        let request = process.get_ref().try_clone();
+        let request = request.map(|process| Checkpoint { client, operation, process, identity, awaited });
+        if request.is_ok_and(|request| requests.send(request).is_ok()) {
+            entry.checkpoint = Some(awaits);
+            return None;
+        }
         let outcome = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
-        (!is_sent).then_some(Event::Checkpointed { client, outcome })
+        Some(Event::Checkpointed { client, outcome })
     }
 
     /// What has been done with a client's process.

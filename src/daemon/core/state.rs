@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::convert::Infallible;
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -14,7 +15,7 @@ use nvshare_wire::Secret;
 use nvshare_wire::client::{EngineReason, GpuKind};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::gpus::Present;
@@ -167,6 +168,8 @@ pub(super) struct Client {
     pub reconnects: bool,
     /// A pidfd, if its process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
+    /// Of the newest request to the checkpoint helper: dropped with the client, it takes that back.
+    pub checkpoint: Option<oneshot::Receiver<Infallible>>,
     /// The name of its connection in systemd's descriptor store, if it is there.
     pub stored_as: Option<ConnectionName>,
     /// Of a lock that was acquired over D-Bus, which has no memory; `None` for a program with the library.
