@@ -16,6 +16,7 @@ mod object;
 mod served;
 mod sleep;
 
+use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{self as blocking, RecvTimeoutError};
@@ -60,10 +61,15 @@ pub enum Request {
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Ends the lock of that client, for an administrator.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
-    /// The user of the program with that process id.
-    UserOf(u32, oneshot::Sender<fdo::Result<u32>>),
-    /// Takes the program with that process id off its GPUs, until it is resumed (`false`).
-    Pause(u32, bool, oneshot::Sender<fdo::Result<()>>),
+    /// The users of the program with that process id.
+    UsersOf(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
+    /// Takes the program with that process id off its GPUs, until it is resumed (`false`), if it is one of these users'.
+    Pause {
+        pid: u32,
+        is_paused: bool,
+        users: BTreeSet<u32>,
+        reply: oneshot::Sender<fdo::Result<()>>,
+    },
     /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
     /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.

@@ -325,9 +325,11 @@ impl Object {
         let what = format!("{} process {pid}", if is_paused { "pause" } else { "resume" });
         let caller = self.callers.identify(Some(header), connection).await?;
         caller.may_see_others()?;
-        let user = self.ask(|reply| Request::UserOf(pid, reply)).await??;
-        caller.may_pause(user, &what).await?;
-        Ok(self.ask(|reply| Request::Pause(pid, is_paused, reply)).await??)
+        let users = self.ask(|reply| Request::UsersOf(pid, reply)).await??;
+        for user in &users {
+            caller.may_pause(*user, &what).await?;
+        }
+        Ok(self.ask(|reply| Request::Pause { pid, is_paused, users, reply }).await??)
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {

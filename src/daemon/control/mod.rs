@@ -60,8 +60,10 @@ impl Control {
             Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
-            Request::UserOf(pid, reply) => drop(reply.send(core.borrow().user_of(pid))),
-            Request::Pause(pid, is_paused, reply) => drop(reply.send(core.borrow_mut().pause(pid, is_paused))),
+            Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().users_of(pid))),
+            Request::Pause { pid, is_paused, users, reply } => {
+                drop(reply.send(core.borrow_mut().pause(pid, is_paused, &users)))
+            }
             Request::Debug(reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot()))),
             Request::ReleaseDriver(lasts, reply) => {
                 let (released, programs) = core.borrow().release_driver(lasts);

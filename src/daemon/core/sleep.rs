@@ -1,5 +1,6 @@
 //! Sleep of the machine: programs' memory leaves the GPUs before it. And of programs that a user pauses.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -159,21 +160,23 @@ impl Core {
         (!found.is_empty()).then_some(found).ok_or_else(no_program)
     }
 
-    /// The user of the program of a process.
+    /// The users of the program of a process: one, unless it has connected as several.
     ///
     /// # Errors
     /// `InvalidArgs` if there is none.
-    pub fn user_of(&self, pid: u32) -> fdo::Result<u32> {
+    pub fn users_of(&self, pid: u32) -> fdo::Result<BTreeSet<u32>> {
         let clients = self.program(pid)?;
-        let users = clients.iter().filter_map(|client| Some(self.clients.get(client)?.identity.uid));
-        users.min().ok_or_else(|| fdo::Error::Failed("it has just ended".into()))
+        Ok(clients.iter().filter_map(|client| Some(self.clients.get(client)?.identity.uid)).collect())
     }
 
-    /// Takes a program off its GPUs until it is resumed, or resumes it.
+    /// Takes a program off its GPUs until it is resumed, or resumes it. `users`: those that the caller may do it for.
     ///
     /// # Errors
-    /// `InvalidArgs` if there is none.
-    pub fn pause(&mut self, pid: u32, is_paused: bool) -> fdo::Result<()> {
+    /// `InvalidArgs` if there is none, or the process id has become that of another user's.
+    pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<()> {
+        if !self.users_of(pid)?.is_subset(users) {
+            return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
+        }
         for client in self.program(pid)? {
             if let Some(entry) = self.clients.get(&client) {
                 let (name, uid) = (&entry.identity.name, entry.identity.uid);
