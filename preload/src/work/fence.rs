@@ -47,8 +47,8 @@ impl Work {
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
         for stream in dirty {
             // Only its own thread can record a point there, and is about to.
-            let foreign = stream.thread != 0 || inner.context(stream.context).is_none_or(|c| c.foreign);
-            let made = !foreign && with_current(stream.context, || inner.point_in(stream).is_some()) == Ok(true);
+            let made = !inner.is_foreign(stream)
+                && with_current(stream.context, || inner.point_in(stream).is_some()) == Ok(true);
             if !made && inner.streams.contains_key(&stream) {
                 return None;
             }

@@ -103,19 +103,19 @@ impl Work {
         if !inner.has(stream.context) {
             return; // a stream of another GPU
         }
-        let point = inner.last_point(stream).or_else(|| inner.point_in_its_context(stream));
-        let Some(point) = point else { return };
+        let Some(point) = inner.point_of_mark(stream) else { return };
         self.collect(&mut inner, false);
         let ahead = inner.outstanding.saturating_add(weight);
         inner.outstanding = ahead;
-        inner.marks.push_back(Mark { point, since: Instant::now(), weight, ahead });
-        self.update_full(&mut inner);
+        let since = Instant::now();
+        inner.marks.push_back(Mark { point, since, weight, ahead });
+        self.update_full(&mut inner, since);
     }
 
-    /// Sets `full` if too much is outstanding: more than the window, or for longer than the window was meant to last.
-    pub(super) fn update_full(&self, inner: &mut Inner) {
+    /// Sets `full` if too much is outstanding now: more than the window, or for longer than the window was meant to last.
+    pub(super) fn update_full(&self, inner: &mut Inner, now: Instant) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
-        let old = inner.marks.front().is_some_and(|oldest| oldest.since.elapsed() > run_ahead);
+        let old = inner.marks.front().is_some_and(|oldest| now - oldest.since > run_ahead);
         let full = old || inner.outstanding > inner.window;
         if full && !self.full.swap(true, Ordering::Relaxed) {
             epoch::end();
@@ -138,7 +138,7 @@ impl Work {
         let mut inner = self.inner.lock();
         // Work that is done already may have been so for a while.
         self.collect(&mut inner, false);
-        self.update_full(&mut inner);
+        self.update_full(&mut inner, Instant::now());
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
         let Some(oldest) = oldest else { return false };
         let timeout =
@@ -156,7 +156,7 @@ impl Work {
             let mut inner = self.inner.lock();
             self.collect(&mut inner, true);
             if inner.marks.front().is_none_or(|m| m.since != oldest) {
-                self.update_full(&mut inner);
+                self.update_full(&mut inner, Instant::now());
                 return true;
             }
             if waited > timeout || (waited > OTHERS_TIMEOUT && is_idle(stream)) {

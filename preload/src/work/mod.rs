@@ -124,9 +124,7 @@ impl Work {
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
-        // No other thread can record a point there, or none should.
-        let is_foreign = stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign);
-        if is_foreign || is_marked_at_once(handle) {
+        if inner.needs_points_at_once(stream) {
             inner.point_in_its_context(stream);
         }
     }

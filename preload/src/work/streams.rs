@@ -30,7 +30,7 @@ pub(super) struct Stream {
 
 #[derive(Debug, Default)]
 pub(super) struct StreamState {
-    /// It was given work after its last point.
+    /// It may have been given work after its last point.
     pub(super) dirty: bool,
     pub(super) last: Option<Arc<Point>>,
 }
@@ -112,29 +112,49 @@ impl Inner {
         }
     }
 
-    /// The point behind everything that this stream was given, if there is one already.
-    pub(super) fn last_point(&self, stream: Stream) -> Option<Arc<Point>> {
-        self.streams.get(&stream).filter(|state| !state.dirty)?.last.clone()
+    /// A point for a mark, behind everything that this stream was given so far. The calling thread can use the stream.
+    pub(super) fn point_of_mark(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        match self.streams.get(&stream) {
+            Some(StreamState { dirty: false, last: Some(point) }) => Some(point.clone()),
+            // More will follow, so the stream stays dirty. Were it clean, the epoch would have to end, and the next launch would
+            // have to note the stream again.
+            Some(StreamState { dirty: true, .. }) if !self.needs_points_at_once(stream) => {
+                self.in_its_context(stream, |inner| inner.record(stream)?.ok())
+            }
+            _ => self.point_in_its_context(stream),
+        }
+    }
+
+    /// Whether only one thread can use this stream: the one that it belongs to, or to which its context is current.
+    pub(super) fn is_foreign(&self, stream: Stream) -> bool {
+        stream.thread != 0 || self.contexts.iter().find(|c| c.handle == stream.context).is_none_or(|c| c.foreign)
+    }
+
+    /// Whether a point is recorded in this stream right behind each submission, since no other thread can do so later, or none should.
+    pub(super) fn needs_points_at_once(&self, stream: Stream) -> bool {
+        self.is_foreign(stream) || is_marked_at_once(stream.handle())
     }
 
     /// Records a point in a stream that the calling thread can use, in any current context.
     pub(super) fn point_in_its_context(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        self.in_its_context(stream, |inner| inner.point_in(stream))
+    }
+
+    fn in_its_context<R>(&mut self, stream: Stream, f: impl FnOnce(&mut Self) -> Option<R>) -> Option<R> {
         if current_or_null() as usize == stream.context {
-            return self.point_in(stream);
+            return f(self);
         }
-        with_current(stream.context, || self.point_in(stream)).ok().flatten()
+        with_current(stream.context, || f(self)).ok().flatten()
     }
 
     /// Records a point in a stream whose context is current.
     pub(super) fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
-        let context = self.contexts.iter_mut().find(|c| c.handle == stream.context)?;
         // Before the point: a thread that reads the old epoch has submitted before the point; one that reads the new epoch
         // notes the stream again, after this.
         epoch::end();
-        match context.record(stream.handle()) {
+        match self.record(stream)? {
             Ok(point) => {
-                let state = self.streams.entry(stream).or_default();
-                *state = StreamState { dirty: false, last: Some(point.clone()) };
+                self.streams.insert(stream, StreamState { dirty: false, last: Some(point.clone()) });
                 Some(point)
             }
             Err(error) => {
@@ -145,6 +165,11 @@ impl Inner {
                 None
             }
         }
+    }
+
+    /// Records an event in a stream whose context is current; `None` if the context is not known.
+    fn record(&mut self, stream: Stream) -> Option<Result<Arc<Point>, CUresult>> {
+        Some(self.context(stream.context)?.record(stream.handle()))
     }
 }
 
