@@ -1,46 +1,51 @@
 //! The asymmetric fence between a thread that passes a gate and the thread that closes it.
 //!
 //! Threads pass a gate a million times a second and close it a few times: with `membarrier(2)` the closing thread pays for
-//! both, and a passing thread needs no fence. Where the kernel lacks it, both use an ordinary fence.
+//! both, and a passing thread needs no fence. Where the kernel lacks it or refuses it, perhaps by a seccomp filter that the program
+//! has installed since, both use an ordinary fence: the gate tells the passing thread.
 
+use crate::sys::time;
 use core::{
     sync::atomic::{AtomicBool, Ordering, compiler_fence, fence},
     time::Duration,
 };
 use rustix::thread::{MembarrierCommand, membarrier};
 
-/// Whether the passing side needs a fence.
-static HEAVY: AtomicBool = AtomicBool::new(true);
-/// Whether the closing side needs `membarrier` in addition to its fence.
+/// Whether the kernel has not refused it so far.
 static MEMBARRIER: AtomicBool = AtomicBool::new(false);
 
 /// Called once, before the first gate is closed.
 pub fn init() {
-    if membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok() {
-        MEMBARRIER.store(true, Ordering::SeqCst);
-        HEAVY.store(false, Ordering::SeqCst);
-    }
+    MEMBARRIER.store(membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok(), Ordering::SeqCst);
+}
+
+/// As if the kernel refused it from now on.
+#[cfg(test)]
+pub fn refuse() {
+    MEMBARRIER.store(false, Ordering::SeqCst);
 }
 
 /// The passing side: between the store of "I am inside" and the load of "is it open?".
 #[inline]
 pub fn light() {
-    if HEAVY.load(Ordering::Relaxed) {
-        fence(Ordering::SeqCst);
-    } else {
-        compiler_fence(Ordering::SeqCst);
-    }
+    compiler_fence(Ordering::SeqCst);
 }
 
-/// The closing side: between the store of "it is closed" and the load of "which threads are inside?".
-pub fn heavy() {
+/// The closing side: between the store of "it is closed" and the load of "which threads are inside?". `false` if it was a fence of
+/// this thread alone, so that the passing side needs one, too.
+#[must_use]
+pub fn heavy() -> bool {
     fence(Ordering::SeqCst);
-    if MEMBARRIER.load(Ordering::Relaxed) && membarrier(MembarrierCommand::PrivateExpedited).is_err() {
-        // `membarrier` was registered and yet refused, perhaps by a seccomp filter installed since. From now on the passing
-        // side uses its fence; every thread that may have passed without one has seen the store after this sleep. Until then
-        // other closers sleep, too.
-        HEAVY.store(true, Ordering::SeqCst);
-        crate::sys::time::sleep(Duration::from_millis(10));
-        MEMBARRIER.store(false, Ordering::SeqCst);
+    let is_done = MEMBARRIER.load(Ordering::Relaxed) && membarrier(MembarrierCommand::PrivateExpedited).is_ok();
+    if !is_done {
+        MEMBARRIER.store(false, Ordering::Relaxed);
     }
+    is_done
+}
+
+/// Waits until stores that this thread has made are seen by all others, and what they stored before they could see them is visible
+/// here, though they executed no fence: a processor keeps a store to itself for far less time, and one that stops running a thread
+/// makes the thread's stores visible.
+pub fn settle() {
+    time::sleep_through(Duration::from_millis(10));
 }

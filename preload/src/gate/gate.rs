@@ -1,7 +1,8 @@
 //! The gate of one GPU. A thread passes an open gate with one load; at a closed one it waits for the GPU lock and the memory.
 //!
 //! A thread marks itself as *inside* before it looks whether the gate is open, and leaves after its call has been submitted. So
-//! once [`Gate::close`] has returned and no thread is inside, no submission is on its way any more.
+//! once [`Gate::close`] has returned and no thread is inside, no submission is on its way any more. Between the mark and the look
+//! there is a fence, and another between closing and looking for threads that are inside ([`barrier`]).
 //!
 //! `tests/gate-model` compiles this file against modelled atomics, fences and sleeping, and explores all interleavings: it
 //! checks what these comments claim.
@@ -12,7 +13,7 @@ use super::{
 };
 use core::time::Duration;
 
-/// The reasons for which a gate is closed, as bits of its state; 0 is open.
+/// The reasons for which a gate is closed, as bits of its state; with none of them it is open.
 pub mod closed {
     /// The client does not have the GPU lock.
     pub const LOCK: u32 = 1;
@@ -26,6 +27,13 @@ pub mod closed {
     /// The reasons that stop any work.
     pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
+
+/// Not a reason: whoever enters must execute a fence of its own, since the closing thread cannot have it execute one. A thread
+/// that enters looks at the state anyway. Once set it stays.
+const FENCED: u32 = 1 << 30;
+/// `FENCED` has been set for so long that every thread sees it, and that the marks of those which entered before without a fence
+/// are visible.
+const SETTLED: u32 = 1 << 31;
 
 #[derive(Debug)]
 pub struct Gate {
@@ -46,11 +54,22 @@ impl Gate {
         // Release order is enough: a thread that sees this one inside need not see that it left another before.
         slot.inside.store(gpu + 1, Ordering::Release);
         barrier::light();
-        if self.state.load(Ordering::Acquire) & reasons == 0 {
+        let entered = self.lets_in(reasons);
+        if !entered {
+            slot.inside.store(threads::OUTSIDE, Ordering::Release);
+        }
+        entered
+    }
+
+    /// Whether a thread that has marked itself as inside is so.
+    #[inline(always)]
+    fn lets_in(&self, reasons: u32) -> bool {
+        if self.state.load(Ordering::Acquire) & (reasons | FENCED) == 0 {
             return true;
         }
-        slot.inside.store(threads::OUTSIDE, Ordering::Release);
-        false
+        // Of use only where it is `FENCED`; where it is closed, time does not matter.
+        fence(Ordering::SeqCst);
+        self.state.load(Ordering::Acquire) & reasons == 0
     }
 
     #[inline]
@@ -86,8 +105,13 @@ impl Gate {
 
     /// Lets no thread enter from now on. Threads that are inside may still submit, until [`is_quiet`](Self::is_quiet).
     pub fn close(&self, why: u32) {
-        self.state.fetch_or(why, Ordering::SeqCst);
-        barrier::heavy();
+        let before = self.state.fetch_or(why, Ordering::SeqCst);
+        if !barrier::heavy() && before & SETTLED == 0 {
+            // Whoever else closes it meanwhile waits as well.
+            self.state.fetch_or(FENCED, Ordering::SeqCst);
+            barrier::settle();
+            self.state.fetch_or(SETTLED, Ordering::SeqCst);
+        }
     }
 
     /// Removes these reasons; without any left the gate is open. Waiting threads look again.
@@ -109,7 +133,7 @@ mod tests {
     use core::sync::atomic::{AtomicBool, AtomicU64};
 
     /// Threads submit as fast as they can while the gate closes and opens. After it has closed with no thread inside, nothing
-    /// is submitted until it opens, and then every thread goes on.
+    /// is submitted until it opens, and then every thread goes on. From the middle on the kernel refuses `membarrier(2)`.
     #[test]
     fn nothing_slips_out_after_a_release() {
         static GATE: Gate = Gate::new();
@@ -133,6 +157,9 @@ mod tests {
         std::thread::scope(|scope| {
             (0..4).for_each(|_| drop(scope.spawn(submit)));
             for round in 0..2000 {
+                if round == 1000 {
+                    barrier::refuse();
+                }
                 let why = if round % 2 == 0 { closed::LOCK } else { closed::MEMORY };
                 GATE.close(why);
                 while !Gate::is_quiet(GPU) {

@@ -1,7 +1,7 @@
 //! The monotonic clock, and sleeping.
 
 use core::time::Duration;
-use rustix::thread::Timespec;
+use rustix::thread::{NanosleepRelativeResult, Timespec};
 
 /// A moment of `CLOCK_MONOTONIC`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,6 +42,14 @@ impl core::ops::Sub for Instant {
 /// Sleeps for about this long; a signal may end it early.
 pub fn sleep(duration: Duration) {
     let _ = rustix::thread::nanosleep(&timespec(duration));
+}
+
+/// Sleeps for at least this long, whatever signals arrive.
+pub fn sleep_through(duration: Duration) {
+    let mut left = timespec(duration);
+    while let NanosleepRelativeResult::Interrupted(rest) = rustix::thread::nanosleep(&left) {
+        left = rest;
+    }
 }
 
 pub fn timespec(duration: Duration) -> Timespec {

@@ -1,7 +1,15 @@
 //! loom's atomics, with constructors that are `const` as those of the standard library are.
 
-pub use loom::sync::atomic::{Ordering, fence};
+use crate::barrier::{self, Fences};
+pub use loom::sync::atomic::Ordering;
 use std::{ops::Deref, sync::OnceLock};
+
+/// The fences of the gate itself.
+pub fn fence(order: Ordering) {
+    if barrier::chosen() != Fences::NoPassing {
+        loom::sync::atomic::fence(order);
+    }
+}
 
 /// Becomes loom's on first use, which has to be by the thread that made it, before another knows of it.
 #[derive(Debug)]

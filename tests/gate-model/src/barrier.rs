@@ -18,12 +18,18 @@ use std::cell::Cell;
 pub enum Fences {
     /// `membarrier(2)` and compiler fences.
     Membarrier,
-    /// Where the kernel lacks it: ordinary fences.
+    /// Where the kernel lacks it, as each gate knows: ordinary fences.
     Ordinary,
+    /// The same before the gates know it: whoever closes one waits until stores are visible.
+    Refused,
     /// Wrong: as `Membarrier`, without the light fence.
     NoLight,
-    /// Wrong: as `Ordinary`, without the heavy fence.
+    /// Wrong: as `Ordinary`, without the fence of the closing side.
     NoHeavy,
+    /// Wrong: as `Ordinary`, without the fence of the passing side.
+    NoPassing,
+    /// Wrong: as `Refused`, without the wait.
+    NoWait,
 }
 
 thread_local! {
@@ -36,26 +42,43 @@ pub fn choose(fences: Fences) {
     FENCES.set(fences);
 }
 
+pub fn chosen() -> Fences {
+    FENCES.get()
+}
+
+/// Whether each gate has been closed before, and learned that there is no `membarrier(2)`.
+pub fn is_known_to_be_missing() -> bool {
+    matches!(FENCES.get(), Fences::Ordinary | Fences::NoHeavy | Fences::NoPassing)
+}
+
 fn meet(slot: &threads::Slot) {
     slot.interrupted.fetch_add(1, Ordering::AcqRel);
 }
 
 pub fn light() {
-    match FENCES.get() {
-        Fences::Membarrier => threads::mine().into_iter().for_each(meet),
-        Fences::Ordinary | Fences::NoHeavy => fence(Ordering::SeqCst),
-        Fences::NoLight => {}
+    if FENCES.get() != Fences::NoLight {
+        threads::mine().into_iter().for_each(meet);
     }
 }
 
-pub fn heavy() {
+pub fn heavy() -> bool {
     match FENCES.get() {
         Fences::Membarrier | Fences::NoLight => {
             fence(Ordering::SeqCst);
             threads::all().for_each(meet);
+            return true;
         }
-        Fences::Ordinary => fence(Ordering::SeqCst),
+        Fences::Ordinary | Fences::NoPassing | Fences::Refused | Fences::NoWait => fence(Ordering::SeqCst),
         Fences::NoHeavy => {}
+    }
+    false
+}
+
+/// Time passes, until each thread either sees what was stored before or has made visible what it stored itself: no more than what
+/// `membarrier(2)` gives, and given in the same way.
+pub fn settle() {
+    if FENCES.get() != Fences::NoWait {
+        threads::all().for_each(meet);
     }
 }
 

@@ -54,10 +54,14 @@ fn check_for_deadlock(test: &str, scenario: impl Fn() + Sync + Send + 'static) {
     assert!(!output.status.success() && said.contains("deadlock; threads"), "{said}");
 }
 
-/// The same with both kinds of fences that the library has.
-fn check_both(most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + Copy + 'static) {
-    check(Fences::Membarrier, most_preemptions, scenario);
-    check(Fences::Ordinary, most_preemptions, scenario);
+/// The two kinds of fences that the library has.
+const BOTH: &[Fences] = &[Fences::Membarrier, Fences::Ordinary];
+/// And the change from one to the other, which matters to who is inside, and to those who wait is but another wake-up for nothing.
+const ALL: &[Fences] = &[Fences::Membarrier, Fences::Ordinary, Fences::Refused];
+
+/// The same with each of these fences.
+fn check_each(kinds: &[Fences], most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + Copy + 'static) {
+    kinds.iter().for_each(|fences| check(*fences, most_preemptions, scenario));
 }
 
 /// GPUs, their gates, and what each thread has given them.
@@ -77,6 +81,12 @@ impl Gpus {
         // All of it is made now: what threads make in passing would multiply the orders to look at.
         assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL) && gate.waiting() == 0));
         assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
+        if barrier::is_known_to_be_missing() {
+            gates.iter().for_each(|gate| {
+                gate.close(closed::LOCK);
+                gate.open(closed::LOCK);
+            });
+        }
         Arc::new(Self { gates, given: Default::default() })
     }
 
@@ -136,19 +146,24 @@ fn close_look_open(seen: &Seen) {
     assert_eq!(gpus.given(GPU), threads::submitted(GPU));
 }
 
-fn nothing_is_submitted_while_closed(fences: Fences) {
+fn nothing_is_submitted_while_closed(fences: Fences, most_preemptions: Option<usize>) {
     static SEEN: Seen = Seen::new(BTreeSet::new());
-    check(fences, SOME, || close_look_open(&SEEN));
+    check(fences, most_preemptions, || close_look_open(&SEEN));
     assert_eq!(*SEEN.lock().unwrap(), [0, 1, 2, 3].into(), "what was given before the gate closed");
 }
 
 #[test]
 fn nothing_is_submitted_while_closed_and_all_before_is_counted_with_membarrier() {
-    nothing_is_submitted_while_closed(Fences::Membarrier);
+    nothing_is_submitted_while_closed(Fences::Membarrier, SOME);
 }
 #[test]
 fn nothing_is_submitted_while_closed_and_all_before_is_counted_with_ordinary_fences() {
-    nothing_is_submitted_while_closed(Fences::Ordinary);
+    nothing_is_submitted_while_closed(Fences::Ordinary, SOME);
+}
+
+#[test]
+fn nothing_is_submitted_while_closed_and_all_before_is_counted_when_membarrier_is_refused() {
+    nothing_is_submitted_while_closed(Fences::Refused, FEW);
 }
 
 #[test]
@@ -162,10 +177,21 @@ fn without_the_heavy_fence_a_submission_slips_out() {
     check(Fences::NoHeavy, FEW, || close_look_open(&Seen::default()));
 }
 
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn without_the_fence_of_the_passing_side_a_submission_slips_out() {
+    check(Fences::NoPassing, FEW, || close_look_open(&Seen::default()));
+}
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn without_the_wait_after_a_refusal_a_submission_slips_out() {
+    check(Fences::NoWait, FEW, || close_look_open(&Seen::default()));
+}
+
 /// That a thread is seen at another gate says, too, that what it did at this one is done and counted.
 #[test]
 fn a_thread_that_went_on_to_another_gate_has_been_counted() {
-    check_both(ANY, || {
+    check_each(ALL, ANY, || {
         let gpus = Gpus::new();
         let submitter = thread::spawn({
             let gpus = gpus.clone();
@@ -187,7 +213,7 @@ fn a_thread_that_went_on_to_another_gate_has_been_counted() {
 #[test]
 fn an_early_release_misses_no_submission() {
     static SEEN: Seen = Seen::new(BTreeSet::new());
-    check_both(FEW, || {
+    check_each(ALL, FEW, || {
         let gpus = Gpus::new();
         let submitters: [_; THREADS] = std::array::from_fn(|index| {
             let gpus = gpus.clone();
@@ -224,7 +250,7 @@ fn close_and_open(gpus: &Gpus, why: u32) {
 
 #[test]
 fn a_gate_is_open_only_with_no_reason_left_to_be_closed() {
-    check_both(FEW, || {
+    check_each(ALL, FEW, || {
         let gpus = Gpus::new();
         let [submitter, other] = [0, 1].map(|who| {
             let gpus = gpus.clone();
@@ -267,7 +293,7 @@ fn wait_for_two_reasons() {
 
 #[test]
 fn opening_wakes_whoever_waits() {
-    check_both(ANY, wait_for_two_reasons);
+    check_each(BOTH, ANY, wait_for_two_reasons);
 }
 
 #[test]
@@ -369,9 +395,9 @@ fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forg
 
 fn no_request_is_lost(most_preemptions: Option<usize>, reason: Option<u32>, signal: bool) {
     let seen = Arc::new(Seen::default());
-    for fences in [Fences::Membarrier, Fences::Ordinary] {
+    for fences in BOTH {
         let seen = seen.clone();
-        check(fences, most_preemptions, move || release_while_a_thread_comes(reason, signal, Forgets::Always, &seen));
+        check(*fences, most_preemptions, move || release_while_a_thread_comes(reason, signal, Forgets::Always, &seen));
     }
     assert_eq!(*seen.lock().unwrap(), [0, 1].into(), "the thread asks, or the release sees it waiting");
 }

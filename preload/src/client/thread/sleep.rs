@@ -129,7 +129,9 @@ impl ClientThread {
         if gpu::attached().all(|gpu| self.has_left(gpu)) {
             presence::leave(connection::wake);
             (self.shut_driver)(true);
-            barrier::heavy();
+            if !barrier::heavy() {
+                barrier::settle();
+            }
             self.sleep = match tasks::on_their_way() {
                 Some(on_their_way) => {
                     Sleep::Leaving(Leaving { since: Instant::now(), paused, on_their_way, messages: Vec::new() })
