@@ -47,23 +47,32 @@ impl Gate {
         Self { state: AtomicU32::new(0), waiting: AtomicU32::new(0) }
     }
 
-    /// Enters, unless the gate is closed for one of these reasons. If it returns `true`, the thread is inside and must
-    /// [`leave`](Self::leave).
-    #[inline]
+    /// Enters, unless the gate, which is that of this GPU, is closed for one of these reasons. If it returns `true`, the thread is
+    /// inside and must [`leave`](Self::leave).
     pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, reasons: u32) -> bool {
-        // Release order is enough: a thread that sees this one inside need not see that it left another before.
-        slot.inside.store(gpu + 1, Ordering::Release);
-        barrier::light();
+        Self::approach(slot);
+        if slot.turn_to(gpu) {
+            barrier::light();
+        }
         let entered = self.lets_in(reasons);
         if !entered {
-            slot.inside.store(threads::OUTSIDE, Ordering::Release);
+            Self::turn_back(slot);
         }
         entered
     }
 
-    /// Whether a thread that has marked itself as inside is so.
+    /// The first half of entering the gate at which the thread was last: it counts as inside from now on. The second is that this
+    /// gate [`lets_in`](Self::lets_in); otherwise the thread must [`turn_back`](Self::turn_back).
     #[inline(always)]
-    fn lets_in(&self, reasons: u32) -> bool {
+    pub fn approach(slot: &threads::Slot) {
+        // Release order is enough: a thread that sees this one inside need not see that it left another before.
+        slot.inside.store(true, Ordering::Release);
+        barrier::light();
+    }
+
+    /// Whether a thread that has [approached](Self::approach) is inside.
+    #[inline(always)]
+    pub fn lets_in(&self, reasons: u32) -> bool {
         if self.state.load(Ordering::Acquire) & (reasons | FENCED) == 0 {
             return true;
         }
@@ -72,13 +81,20 @@ impl Gate {
         self.state.load(Ordering::Acquire) & reasons == 0
     }
 
+    /// It has submitted nothing.
+    #[inline(always)]
+    pub fn turn_back(slot: &threads::Slot) {
+        slot.inside.store(false, Ordering::Release);
+    }
+
+    /// The thread has submitted something to this GPU, at whose gate it is.
     #[inline]
     pub fn leave(gpu: u32, slot: &threads::Slot) {
         if let Some(count) = slot.submitted.get(gpu as usize) {
             // Only this thread writes it.
             count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
         }
-        slot.inside.store(threads::OUTSIDE, Ordering::Release);
+        slot.inside.store(false, Ordering::Release);
     }
 
     pub fn is_closed_for(&self, why: u32) -> bool {
@@ -123,7 +139,8 @@ impl Gate {
 
     /// Whether no thread is inside. Meaningful only after [`close`](Self::close).
     pub fn is_quiet(gpu: u32) -> bool {
-        threads::all().all(|slot| slot.inside.load(Ordering::Acquire) != gpu + 1)
+        // In this order: a thread turns to another gate after it has left the one before, so both are true of one that is inside.
+        threads::all().all(|slot| !slot.inside.load(Ordering::Acquire) || slot.at.load(Ordering::Acquire) != gpu)
     }
 }
 

@@ -20,17 +20,18 @@ use core::{
 };
 use nvshare_wire::MAX_SLOTS;
 
-/// The value of `inside` while the thread is inside no gate.
-pub const OUTSIDE: u32 = 0;
-
 #[derive(Debug)]
 pub struct Slot {
-    /// 1 + the index of the GPU whose gate this thread is inside of, or [`OUTSIDE`].
-    pub inside: AtomicU32,
+    /// Whether this thread is inside a gate, which is that of the GPU it is `at`.
+    pub inside: AtomicBool,
+    /// The index of the GPU at whose gate this thread is, or was last. Changes only while it counts as inside.
+    pub at: AtomicU32,
     /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
     /// The epoch, stream (for the legacy stream, its context) and GPU of this thread's last launch. A launch to the same stream
-    /// in the same epoch is known to be noted, see `crate::work`. Only the thread itself uses these and the next two.
+    /// in the same epoch is known to be noted, see `crate::work`, and the thread is still at the gate of that GPU. Only the thread
+    /// itself uses these and the next two. It changes these only while it counts as inside: a signal handler that launches finds
+    /// it so, and leaves them alone.
     pub way: Cell<u64>,
     pub stream: Cell<usize>,
     pub gpu: Cell<*const c_void>,
@@ -86,7 +87,7 @@ unsafe extern "C" fn give_back(slot: *mut c_void) {
     thread::set_mine(ptr::null());
     // SAFETY: slots are never freed.
     if let Some(slot) = unsafe { slot.cast::<Slot>().as_ref() } {
-        slot.inside.store(OUTSIDE, Ordering::Release);
+        slot.inside.store(false, Ordering::Release);
         slot.taken.store(false, Ordering::Release);
     }
 }
@@ -107,7 +108,8 @@ pub fn mine() -> &'static Slot {
 impl Slot {
     const fn new() -> Self {
         Self {
-            inside: AtomicU32::new(OUTSIDE),
+            inside: AtomicBool::new(false),
+            at: AtomicU32::new(u32::MAX),
             submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
             way: Cell::new(epoch::NONE),
             stream: Cell::new(0),
@@ -124,7 +126,24 @@ impl Slot {
     #[inline]
     pub fn is_outside(&self) -> bool {
         // SAFETY: only this thread writes it, so a plain read races with nothing, and is compared where it lies.
-        unsafe { self.inside.as_ptr().read() == OUTSIDE }
+        unsafe { !self.inside.as_ptr().read() }
+    }
+
+    /// Whether the epoch is still that of this thread's last launch.
+    #[inline(always)]
+    pub fn is_current(&self) -> bool {
+        self.way.get() == epoch::now()
+    }
+
+    /// This thread, whose slot it must be and which counts as inside, is at the gate of this GPU from now on. Returns whether it was
+    /// at another before.
+    pub fn turn_to(&self, gpu: u32) -> bool {
+        let turns = self.at.load(Ordering::Relaxed) != gpu;
+        if turns {
+            self.at.store(gpu, Ordering::Release);
+            self.way.set(epoch::NONE); // it led to the other gate
+        }
+        turns
     }
 }
 

@@ -6,6 +6,7 @@ use crate::{
     gate::{self, Gate, epoch, threads::Slot},
     work::{self, Work, capture},
 };
+use core::sync::atomic::Ordering;
 use nvshare_wire::MAX_SLOTS;
 
 impl Gpu {
@@ -39,8 +40,8 @@ impl Gpu {
 
     /// Whether this thread's last launch went to a stream of this name, and nothing relevant has changed since.
     #[inline(always)]
-    pub fn is_as_before(slot: &Slot, name: impl FnOnce() -> usize) -> bool {
-        slot.way.get() == epoch::now() && slot.is_outside() && slot.stream.get() == name()
+    pub fn is_as_before(slot: &Slot, name: usize) -> bool {
+        slot.is_current() && slot.stream.get() == name
     }
 
     /// The GPU of this thread's last launch.
@@ -80,15 +81,16 @@ impl Gpu {
         result: CUresult,
     ) -> CUresult {
         // SAFETY: the caller's promise. A call from within that one does not change it.
-        let gpu = unsafe { Self::of_last_launch(slot) };
-        if weight > 0 && slot.way.get() != epoch::now() {
-            return gpu.leave(slot, weight, stream(), result);
+        let gpu = || unsafe { Self::of_last_launch(slot) };
+        if weight > 0 && !slot.is_current() {
+            return gpu().leave(slot, weight, stream(), result);
         }
+        let index = slot.at.load(Ordering::Relaxed);
         // SAFETY: the table has no more. This leaves out a check.
-        unsafe { core::hint::assert_unchecked(gpu.index < MAX_SLOTS) };
-        Gate::leave(gpu.index, slot);
+        unsafe { core::hint::assert_unchecked(index < MAX_SLOTS) };
+        Gate::leave(index, slot);
         if weight > 0 && Work::is_mark_due(slot, weight) {
-            return gpu.mark(slot, stream(), result);
+            return gpu().mark(slot, stream(), result);
         }
         result
     }

@@ -4,7 +4,7 @@ use crate::{
     driver::{self, types::*},
     gate::{
         self, Gate, closed,
-        threads::{self, OUTSIDE, Slot},
+        threads::{self, Slot},
     },
     gpu::{
         self, Gpu,
@@ -19,7 +19,7 @@ use crate::{
     sys::errno,
     work::{self, capture},
 };
-use core::{ffi::c_void, sync::atomic::Ordering};
+use core::ffi::c_void;
 use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
@@ -94,7 +94,7 @@ pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> C
 /// Makes a call inside the gate of this GPU, which must be done when it returns: its work is not counted.
 fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let slot = threads::mine();
-    if !gate::is_active() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
+    if !gate::is_active() || !slot.is_outside() {
         return call();
     }
     match wait_at(gpu, slot, reasons) {
@@ -137,7 +137,7 @@ pub(super) fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresu
 /// nothing but the slot, in which the GPU and the stream are.
 #[inline(always)]
 fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult + Copy) -> CUresult {
-    let Some(slot) = enter_as_before(|| stream as usize, reasons) else {
+    let Some(slot) = threads::known().filter(|slot| enter_as_before(slot, stream as usize, reasons)) else {
         // As a closure of its own, which is put into memory here. The call itself would be before each launch.
         return out_of_line(move || pass_anyhow(stream, weight, reasons, call));
     };
@@ -155,7 +155,8 @@ fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
 /// context it is.
 #[inline]
 fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-    if let Some(slot) = enter_as_before(|| work::name_of(stream), reasons) {
+    let known = threads::known().filter(|slot| slot.is_current());
+    if let Some(slot) = known.filter(|slot| enter_as_before(slot, work::name_of(stream), reasons)) {
         let result = call();
         // SAFETY: it has entered as before.
         return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };
@@ -170,11 +171,18 @@ fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() 
 /// Enters the gate of this thread's last launch, if the launch was to the stream of this name, nothing has changed, and the gate is
 /// open.
 #[inline(always)]
-fn enter_as_before(name: impl FnOnce() -> usize, reasons: u32) -> Option<&'static Slot> {
-    let slot = threads::known().filter(|slot| Gpu::is_as_before(slot, name))?;
-    // SAFETY: this was found just now.
-    let gpu = unsafe { Gpu::of_last_launch(slot) };
-    gpu.gate.try_enter(gpu.index, slot, reasons).then_some(slot)
+fn enter_as_before(slot: &Slot, name: usize, reasons: u32) -> bool {
+    if !slot.is_outside() {
+        return false;
+    }
+    // Before it looks at the last launch: a signal handler may launch at any time, and changes nothing of that from here on.
+    Gate::approach(slot);
+    // SAFETY: there has been a launch if one is as before.
+    let entered = Gpu::is_as_before(slot, name) && unsafe { Gpu::of_last_launch(slot) }.gate.lets_in(reasons);
+    if !entered {
+        Gate::turn_back(slot);
+    }
+    entered
 }
 
 type Entered = Option<(&'static Gpu, &'static Slot)>;
@@ -190,7 +198,7 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
     }
     let slot = threads::mine();
     // A call from within another, or one that is captured into a graph, submits nothing now.
-    if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
+    if !slot.is_outside() || (capture::any() && capture::is_capturing(stream)) {
         return Ok(None);
     }
     let Some(gpu) = gpu::of_stream(stream) else { return Ok(None) };
@@ -214,7 +222,7 @@ fn wait_at(gpu: &'static Gpu, slot: &Slot, reasons: u32) -> Result<bool, CUresul
             Some(gpu)
         };
         let Some(closed) = closed else { return Ok(true) };
-        slot.inside.store(OUTSIDE, Ordering::Release);
+        Gate::turn_back(slot);
         closed.wait(reasons);
         if !gate::is_active() {
             return Ok(false);

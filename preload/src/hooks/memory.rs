@@ -29,7 +29,7 @@ use crate::{
     work::capture,
 };
 use alloc::vec::Vec;
-use core::{ffi::c_void, sync::atomic::Ordering, time::Duration};
+use core::{ffi::c_void, time::Duration};
 
 type P = *mut c_void;
 
@@ -88,7 +88,7 @@ pub(super) fn is_backed_in_time(
     undo: impl FnOnce(&mut Space),
 ) -> bool {
     // A thread inside the gate would keep the client from draining.
-    let is_inside = threads::mine().inside.load(Ordering::Relaxed) != threads::OUTSIDE;
+    let is_inside = !threads::mine().is_outside();
     if backing == Backing::There || is_inside {
         return true;
     }

@@ -1,19 +1,17 @@
 //! The slots of the program's threads: as many as scenarios have threads that submit, each with its owner from the start.
 
 use crate::atomic::Ordering;
-use loom::sync::atomic::{AtomicU32, AtomicU64};
+use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::cell::Cell;
 
 /// Threads that may submit, and GPUs that they may submit to.
 pub const THREADS: usize = 2;
 pub const GPUS: usize = 2;
 
-/// `inside` when the thread is inside no gate.
-pub const OUTSIDE: u32 = 0;
-
 #[derive(Debug)]
 pub struct Slot {
-    pub inside: AtomicU32,
+    pub inside: AtomicBool,
+    pub at: AtomicU32,
     pub submitted: [AtomicU64; GPUS],
     /// Where a heavy fence meets the light ones of this thread (see [`crate::barrier`]).
     pub interrupted: AtomicU32,
@@ -22,10 +20,20 @@ pub struct Slot {
 impl Slot {
     fn new() -> Self {
         Self {
-            inside: AtomicU32::new(OUTSIDE),
+            inside: AtomicBool::new(false),
+            at: AtomicU32::new(u32::MAX),
             submitted: [AtomicU64::new(0), AtomicU64::new(0)],
             interrupted: AtomicU32::new(0),
         }
+    }
+
+    /// As the library's.
+    pub fn turn_to(&self, gpu: u32) -> bool {
+        let turns = self.at.load(Ordering::Relaxed) != gpu;
+        if turns {
+            self.at.store(gpu, Ordering::Release);
+        }
+        turns
     }
 }
 

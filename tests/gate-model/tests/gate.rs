@@ -90,14 +90,22 @@ impl Gpus {
         Arc::new(Self { gates, given: Default::default() })
     }
 
-    /// One try to submit, by the thread with that slot.
+    /// One try to submit, by the thread with that slot: the short way if it is at this gate, as a launch to the stream of the one before.
     fn submit(&self, gpu: u32, index: usize) -> bool {
         let slot = threads::take(index);
-        let entered = self.gates[gpu as usize].try_enter(gpu, slot, closed::FOR_ALL);
+        let gate = &self.gates[gpu as usize];
+        let entered = if slot.at.load(Ordering::Relaxed) == gpu {
+            Gate::approach(slot);
+            gate.lets_in(closed::FOR_ALL)
+        } else {
+            gate.try_enter(gpu, slot, closed::FOR_ALL)
+        };
         if entered {
             // SAFETY: only this thread writes; that nobody reads meanwhile is what loom checks.
             self.given[gpu as usize][index].with_mut(|given| unsafe { *given += 1 });
             Gate::leave(gpu, slot);
+        } else {
+            Gate::turn_back(slot);
         }
         entered
     }
