@@ -9,7 +9,7 @@ use crate::{
     gpu::{
         self, Gpu,
         peers::couple,
-        reservation::{again, retried},
+        reservation::{again, retried, retried_on},
     },
     hooks::{
         hooks,
@@ -39,19 +39,15 @@ pub(super) fn bytes(n: usize) -> u32 {
 
 /// Makes a call that submits a copy, a memset or a flag: inside the gate, and counted.
 #[inline(always)]
-pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult + Copy) -> CUresult {
-    pass(stream, weight, closed::FOR_COPIES, call)
+pub(super) fn gated(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
+    pass::<false>(stream, weight, closed::FOR_COPIES, call)
 }
 
 /// Makes a call that submits a kernel or a graph.
 #[inline(always)]
 fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
-    let result = pass(stream, weight, closed::FOR_ALL, call);
-    if result != ERROR_OUT_OF_MEMORY {
-        return result;
-    }
     // The driver may load code at the first launch or enlarge the stack. Room for that is made outside the gate.
-    again(result, || gpu::of_stream(stream), move || pass_anyhow(stream, weight, closed::FOR_ALL, call))
+    pass::<true>(stream, weight, closed::FOR_ALL, call)
 }
 
 /// Makes one call that launches a kernel in each of several streams, which are of different GPUs: the kernels may wait for each
@@ -132,17 +128,33 @@ pub(super) fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresu
     }
 }
 
-/// Makes a call inside the gate. Nearly every launch goes to the stream of the one before: it is here where instructions count, so
-/// this is a part of each hook, whose arguments stay where they are. It calls nothing but the driver, and after that call it needs
-/// nothing but the slot, in which the GPU and the stream are.
+/// Makes a call inside the gate; one that is `REPEATED` is made again where it runs out of memory and room can be made. Nearly every
+/// launch goes to the stream of the one before: it is here where instructions count, so this is a part of each hook, whose arguments
+/// stay where they are. It calls nothing but the driver, and after that call it needs nothing but the slot, in which the GPU and the
+/// stream are. Whatever else happens is a closure of its own, which is put into memory where it is needed; the call itself would be
+/// before each launch.
 #[inline(always)]
-fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult + Copy) -> CUresult {
+fn pass<const REPEATED: bool>(
+    stream: CUstream,
+    weight: u32,
+    reasons: u32,
+    call: impl Fn() -> CUresult + Copy,
+) -> CUresult {
+    let gpu = move || gpu::of_stream(stream);
+    let pass_anyhow = move || pass_anyhow(stream, weight, reasons, call);
     let Some(slot) = threads::known().filter(|slot| enter_as_before(slot, stream as usize, reasons)) else {
-        // As a closure of its own, which is put into memory here. The call itself would be before each launch.
-        return out_of_line(move || pass_anyhow(stream, weight, reasons, call));
+        return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // SAFETY: it has entered as before.
+    // Before it leaves, as the result is at hand here.
+    if REPEATED && result == ERROR_OUT_OF_MEMORY {
+        return out_of_line(move || {
+            // SAFETY: it has entered as before.
+            let gpu_of_call = unsafe { Gpu::of_last_launch(slot) };
+            again(gpu_of_call.leave(slot, weight, stream, ERROR_OUT_OF_MEMORY), gpu, pass_anyhow)
+        });
+    }
+    // SAFETY: as above.
     unsafe { Gpu::leave_as_before(slot, weight, || slot.stream.get() as CUstream, result) }
 }
 

@@ -195,6 +195,7 @@ macro_rules! hook {
             // SAFETY: the driver's export of this name has this signature.
             let function = |address| unsafe { core::mem::transmute::<usize, Real>(address) };
             #[cold]
+            #[inline(never)]
             unsafe extern "C" fn look_up($($arg: $type),*) -> $crate::driver::types::CUresult {
                 // SAFETY: as above.
                 let function = $name::REAL.address().map(|address| unsafe { core::mem::transmute::<usize, Real>(address) });
@@ -203,10 +204,12 @@ macro_rules! hook {
             }
             #[allow(unused_variables)]
             let $real = move || {
-                // Either takes the arguments, so that none has to outlast another call.
-                let function = $name::REAL.known().map_or(look_up as Real, function);
+                // Two calls, each of which takes the arguments, so that none has to outlast another.
                 // SAFETY: the arguments are the program's own.
-                unsafe { function($($arg),*) }
+                match $name::REAL.known().map(function) {
+                    Some(function) => unsafe { function($($arg),*) },
+                    None => unsafe { look_up($($arg),*) },
+                }
             };
             $body
         }
