@@ -37,6 +37,7 @@ fn target() {
     let _gpu = Gpu::open();
     let at = alloc(32 * M);
     assert_eq!(cu("cuMemsetD32_v2", &[at as usize, 7, 8 * M]), 0);
+    let stream = get("cuStreamCreate", &[0]);
     println!("\ndone 0");
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let code = match line.as_str() {
@@ -60,6 +61,28 @@ fn target() {
                 cu("cuMemAlloc_v2", &[&raw mut at as usize, 32 * M])
             }
             "bus" => get("cuDeviceGetAttribute", &[33, 0]) as u32,
+            "uuid" => {
+                let mut uuid = [0_u8; 16];
+                assert_eq!(cu("cuDeviceGetUuid", &[uuid.as_mut_ptr() as usize, 0]), 0);
+                u32::from_ne_bytes(uuid[..4].try_into().expect("four bytes"))
+            }
+            "device of its bus id" => {
+                let mut id = [0_u8; 32];
+                assert_eq!(cu("cuDeviceGetPCIBusId", &[id.as_mut_ptr() as usize, 32, 0]), 0);
+                let mut device = 9_i32;
+                assert_eq!(cu("cuDeviceGetByPCIBusId", &[&raw mut device as usize, id.as_ptr() as usize]), 0);
+                device as u32
+            }
+            "device of its context" => get("cuCtxGetDevice", &[]) as u32,
+            "free" => {
+                let (mut free, mut total) = (0_usize, 0_usize);
+                assert_eq!(cu("cuMemGetInfo_v2", &[&raw mut free as usize, &raw mut total as usize]), 0);
+                (free / M) as u32
+            }
+            "use stream" => {
+                let code = cu("cuMemsetD32Async", &[at as usize, 7, 8 * M, stream]);
+                code.max(cu("cuStreamSynchronize", &[stream]))
+            }
             other => panic!("what is {other}?"),
         };
         println!("\ndone {code}");
@@ -136,6 +159,13 @@ fn lock(pid: usize, timeout_ms: u64) -> u32 {
 
 fn used(gpu: usize) -> usize {
     Figures::of(gpu).used(gpu) as usize / M
+}
+
+/// MiB that a process has on a GPU: what NVML lists.
+fn bytes_of(pid: usize, gpu: usize) -> usize {
+    let processes = Figures::of(gpu).processes;
+    let of_it = processes.iter().find(|process| process.pid_here() as usize == pid).expect("it has memory somewhere");
+    of_it.gpus[gpu].plain as usize / M
 }
 
 fn with_target(test: &'static str, body: impl FnOnce(Target)) {
@@ -240,6 +270,28 @@ fn it_comes_back_on_another_gpu() {
         assert_eq!((target.lock(0), target.call("Checkpoint")), (0, 0));
         assert_eq!((target.restore_on(&[(1, 0), (0, 1)]), target.call("Unlock")), (0, 0));
         assert_eq!((used(0), used(1), target.does("read"), target.does("bus")), (80, 0, 7, bus));
+    });
+}
+
+/// Devices keep their numbers, and what a device is called follows the memory. Handles made before are good.
+#[test]
+fn a_moved_process_sees_the_other_gpu_under_its_device() {
+    with_target("checkpoint::a_moved_process_sees_the_other_gpu_under_its_device", |mut target| {
+        assert_eq!(cu("cuInit", &[0]), 0);
+        let uuid = |gpu| u32::from_ne_bytes(Config::get().uuid(gpu)[..4].try_into().expect("four bytes"));
+        assert_ne!(uuid(0), uuid(1));
+        // Somebody else's memory tells the one GPU's free bytes from the other's.
+        let stranger = Stranger { bytes: 8 << 20, pid: None };
+        trouble::set_strangers(&simulated_machine(), 1, &[stranger]).expect("a file");
+        for (from, to, free) in [(0, 1, 72), (1, 0, 80)] {
+            assert_eq!(target.does("uuid"), uuid(from));
+            assert_eq!((target.lock(0), target.call("Checkpoint")), (0, 0));
+            assert_eq!((target.restore_on(&[(from, to), (to, from)]), target.call("Unlock")), (0, 0));
+            assert_eq!((target.does("uuid"), target.does("free")), (uuid(to), free));
+            assert_eq!((target.does("device of its bus id"), target.does("device of its context")), (0, 0));
+            assert_eq!((target.does("use stream"), target.does("read")), (0, 7));
+            assert_eq!((bytes_of(target.pid(), to), bytes_of(target.pid(), from)), (48, 0));
+        }
     });
 }
 
