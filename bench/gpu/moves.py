@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""What a process sees once it was restored from a checkpoint on another GPU: the driver's calls alone, without nvshare.
+
+  moves.py [--library libcuda.so.1] [--mebibytes 256]
+
+For each case a fresh process with contexts, memory, a stream and an event is locked, checkpointed, restored with pairs of GPUs, and
+unlocked. It then moves back. Cases: one that sees both GPUs and has a context on the first; one with a context on each, which change
+places; one that sees the first GPU alone (CUDA_VISIBLE_DEVICES), with the pairs of both GPUs and with its own alone.
+
+Prints a line of JSON for each case: each call's result and seconds, and what the process and nvidia-smi said before, after, and back.
+Needs two GPUs of the same kind, and permission to trace other processes. Some drivers have hung hosts when a restored process was killed
+(NVIDIA/cuda-checkpoint#53); these end by themselves, unless they stand still for a minute.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+CASES = {
+    "one context": {"contexts": [0], "pairs": [(0, 1), (1, 0)]},
+    "a context on each": {"contexts": [0, 1], "pairs": [(0, 1), (1, 0)]},
+    "sees one, both named": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "visible": "0"},
+    "sees one, which is named": {"contexts": [0], "pairs": [(0, 1)], "visible": "0"},
+    "sees both, one is named": {"contexts": [0], "pairs": [(0, 1)]},
+}
+# How long a lock may take, and after how many seconds a process that stands still is given up.
+LOCK_MS, PATIENCE = 5000, 60
+
+
+class Driver:
+    def __init__(self, library):
+        self.library = ctypes.CDLL(library)
+
+    def code(self, name, *arguments):
+        return getattr(self.library, name)(*arguments)
+
+    def do(self, name, *arguments):
+        code = self.code(name, *arguments)
+        if code:
+            raise SystemExit(f"{name}: {code}")
+
+    def get(self, kind, name, *arguments):
+        """What a call writes to where its first argument points."""
+        value = kind()
+        self.do(name, ctypes.byref(value), *arguments)
+        return value.value
+
+    def uuid(self, device):
+        value = (ctypes.c_ubyte * 16)()
+        self.do("cuDeviceGetUuid", value, device)
+        return bytes(value)
+
+    def gpus(self):
+        self.do("cuInit", 0)
+        return self.get(ctypes.c_int, "cuDeviceGetCount")
+
+
+class Part:
+    """What the process has on one of the GPUs that it sees."""
+
+    def __init__(self, driver, device, size):
+        self.driver, self.size = driver, size
+        self.context = driver.get(ctypes.c_void_p, "cuDevicePrimaryCtxRetain", device)
+        driver.do("cuCtxSetCurrent", ctypes.c_void_p(self.context))
+        self.memory = ctypes.c_uint64(driver.get(ctypes.c_uint64, "cuMemAlloc_v2", ctypes.c_size_t(size)))
+        self.stream = ctypes.c_void_p(driver.get(ctypes.c_void_p, "cuStreamCreate", 0))
+        self.event = ctypes.c_void_p(driver.get(ctypes.c_void_p, "cuEventCreate", 0))
+        driver.do("cuMemsetD32_v2", self.memory, 7, ctypes.c_size_t(size // 4))
+
+    def says(self):
+        """The device and free MiB of its context, the last word of its memory, and results of calls with what was made before."""
+        driver, free, total = self.driver, ctypes.c_size_t(), ctypes.c_size_t()
+        driver.do("cuCtxSetCurrent", ctypes.c_void_p(self.context))
+        driver.do("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        last = ctypes.c_uint64(self.memory.value + self.size - 4)
+        word = driver.get(ctypes.c_uint32, "cuMemcpyDtoH_v2", last, ctypes.c_size_t(4))
+        calls = [
+            driver.code("cuMemsetD32Async", self.memory, 7, ctypes.c_size_t(self.size // 4), self.stream),
+            driver.code("cuEventRecord", self.event, self.stream),
+            driver.code("cuEventSynchronize", self.event),
+            driver.code("cuStreamSynchronize", self.stream),
+        ]
+        device = driver.get(ctypes.c_int, "cuCtxGetDevice")
+        return {"device": device, "free": free.value >> 20, "word": word, "calls": calls}
+
+
+def process(driver, devices, size):
+    """The one that is moved: at each line of its standard input it prints what it sees."""
+    count = driver.gpus()
+    parts = [Part(driver, device, size) for device in devices]
+    signal.alarm(PATIENCE)
+    for _ in sys.stdin:
+        signal.alarm(PATIENCE)
+        seen = []
+        for device in range(count):
+            bus = ctypes.create_string_buffer(32)
+            driver.do("cuDeviceGetPCIBusId", bus, 32, device)
+            found = ctypes.c_int(-1)
+            code = driver.code("cuDeviceGetByPCIBusId", ctypes.byref(found), bus)
+            seen.append({"uuid": driver.uuid(device).hex(), "bus": bus.value.decode(), "of-bus": [code, found.value]})
+        print(json.dumps({"devices": seen, "contexts": [part.says() for part in parts]}), flush=True)
+
+
+def listed():
+    """The used MiB of each GPU, and the processes on them, as nvidia-smi tells them."""
+    if not shutil.which("nvidia-smi"):
+        return None
+
+    def query(what):
+        words = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"]
+        return subprocess.check_output(words, text=True).splitlines()
+
+    return {"used": query("gpu=uuid,memory.used"), "processes": query("compute-apps=gpu_uuid,pid,used_memory")}
+
+
+def move(driver, pid, pairs):
+    """Takes a process off its GPUs and puts it back, each first GPU of the pairs on the second. Results and seconds of the calls."""
+    uuids = ctypes.create_string_buffer(b"".join(driver.uuid(gpu) for pair in pairs for gpu in pair))
+    locks = (ctypes.c_uint32 * 16)(LOCK_MS)
+    restores = (ctypes.c_uint64 * 8)(ctypes.addressof(uuids), len(pairs))
+    done = {}
+    for name, arguments in [("Lock", locks), ("Checkpoint", None), ("Restore", restores), ("Unlock", None)]:
+        begun = time.monotonic()
+        code = driver.code(f"cuCheckpointProcess{name}", pid, arguments)
+        done[name] = [code, round(time.monotonic() - begun, 3)]
+        if code and name == "Restore":  # so that it can go on where it was
+            same = [(gpu, gpu) for gpu in range(driver.gpus())]
+            uuids = ctypes.create_string_buffer(b"".join(driver.uuid(gpu) for pair in same for gpu in pair))
+            restores = (ctypes.c_uint64 * 8)(ctypes.addressof(uuids), len(same))
+            done["Restore where it was"] = driver.code("cuCheckpointProcessRestore", pid, restores)
+    return done
+
+
+def show(driver, options, case, result):
+    """Adds to the result as it comes, so that what led to a failure is known."""
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": case["visible"]} if "visible" in case else {})
+    words = [sys.executable, __file__, "--library", options.library, "--mebibytes", str(options.mebibytes)]
+    words += ["--contexts", ",".join(map(str, case["contexts"]))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
+
+        def says():
+            print("", file=child.stdin, flush=True)
+            return {"process": json.loads(child.stdout.readline()), "nvidia-smi": listed()}
+
+        result["before"] = says()
+        result["move"] = move(driver, child.pid, case["pairs"])
+        result["after"] = says()
+        if not result["move"]["Restore"][0]:
+            back = [(new, old) for old, new in case["pairs"]]
+            result["move back"] = move(driver, child.pid, back)
+            result["back"] = says()
+        child.stdin.close()
+    result["exit"] = child.returncode
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default="libcuda.so.1")
+    parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--contexts", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    driver = Driver(options.library)
+    if options.contexts:
+        return process(driver, map(int, options.contexts.split(",")), options.mebibytes << 20)
+    if driver.gpus() != 2:
+        raise SystemExit("needs two GPUs")
+    for name, case in CASES.items():
+        result = {"case": name}
+        try:
+            show(driver, options, case, result)
+        except (OSError, ValueError) as error:
+            result["lost"] = str(error)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
