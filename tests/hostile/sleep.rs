@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, SchedulerMessage, client::SleepRefusal, scheduler::PAUSED, version};
+use nvshare_wire::{ClientMessage, Moves, SchedulerMessage, client::SleepRefusal, scheduler::PAUSED, version};
 use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
@@ -101,7 +101,7 @@ fn sleeps_often(lookup: &str) {
         assert!(checkpoint(&machine, &program, "asleep"), "it was locked");
         fake.wait_for_wake();
         assert!(checkpoint(&machine, &program, "awake"), "it is back");
-        fake.say(SchedulerMessage::Awake {});
+        fake.say(SchedulerMessage::Awake { moved: Moves::default() });
         fake.serve_for(Duration::from_millis(20));
     }
     program.signal(libc::SIGUSR1);
@@ -147,7 +147,7 @@ fn one_that_was_prepared_in_vain_goes_on() {
     for _ in 0..5 {
         fake.prepare_at_last(&mut program);
         fake.wait_for_wake();
-        fake.say(SchedulerMessage::Awake {});
+        fake.say(SchedulerMessage::Awake { moved: Moves::default() });
         fake.serve_for(Duration::from_millis(50));
     }
     fake.serve_to_the_end(&mut program);
@@ -175,7 +175,7 @@ fn the_next_scheduler_wakes_it() {
     fake.provide(0);
     fake.wait_for_wake();
     assert!(checkpoint(&machine, &program, "awake"));
-    fake.say(SchedulerMessage::Awake {});
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
     fake.serve_to_the_end(&mut program);
     program.finish();
 }
@@ -221,7 +221,7 @@ fn an_exit_wakes_it() {
     fake.prepare_at_last(&mut program);
     program.signal(libc::SIGUSR1);
     fake.wait_for_wake();
-    fake.say(SchedulerMessage::Awake {});
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
     fake.serve_to_the_end(&mut program);
     assert_eq!(program.wait().code(), Some(7));
 }
@@ -260,7 +260,7 @@ fn one_that_is_paused_sleeps_although_it_has_work() {
     fake.wait_for_wake();
     assert!(checkpoint(&machine, &program, "awake"));
     fake.grants_nothing = false;
-    fake.say(SchedulerMessage::Awake {});
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
     fake.say(SchedulerMessage::Allowance { slot: 0, seq: fake.seq + 2, bytes: MEMORY });
     fake.say(SchedulerMessage::Grant { gpus: 1 });
     program.signal(libc::SIGUSR1);
@@ -295,7 +295,7 @@ fn messages_do_not_keep_it_awake() {
     assert!(checkpoint(&machine, &program, "asleep"));
     fake.wait_for_wake();
     assert!(checkpoint(&machine, &program, "awake"));
-    fake.say(SchedulerMessage::Awake {});
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
     let (slot, seq) = (0, fake.seq + 1);
     fake.say(SchedulerMessage::Limit { slot, bytes: MEMORY, seq, most: MEMORY, spare: u64::MAX, max: 0 });
     program.signal(libc::SIGUSR1);
@@ -319,7 +319,7 @@ fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusa
             Prepared::Refused(why) if why == expected => return,
             answer => assert!(begin.elapsed() < PATIENCE, "`{words}`: {answer:?}"),
         }
-        fake.say(SchedulerMessage::Awake {});
+        fake.say(SchedulerMessage::Awake { moved: Moves::default() });
         fake.serve_for(Duration::from_millis(2));
     }
 }

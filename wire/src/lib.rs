@@ -5,7 +5,8 @@
 //!
 //! - [`client`]: messages of the client; [`scheduler`]: messages of the scheduler; [`version`]: protocol versions.
 //! - [`visible_devices`]: variables by which a program chooses its GPUs; [`env_limits`]: variables by which it limits itself.
-//! - [`counts`]: counters of a client; [`codec`]: the encoding of fields; [`error`]: malformed packets.
+//! - [`counts`]: counters of a client; [`moves`]: GPUs that a client has left for others.
+//! - [`codec`]: the encoding of fields; [`error`]: malformed packets.
 //!
 //! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
 //! processes.
@@ -35,6 +36,14 @@
 //! Open(ticket, secret) ─────────────▶ same user, same container? Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
+//! A client that is taken off its GPUs may come back on others. Its slots stay what they are, for the GPUs that it is on now:
+//! ```text
+//! client                              scheduler
+//!       ◀──────────────────────────── PrepareSleep           evict, and enter the driver no more
+//! Memory(mapped 0), SleepReady ─────▶                         checkpoint; restore on another GPU
+//!       ◀──────────────────────────── Awake(GPU by UUID → GPU by UUID)
+//! Request(GPUs {0}) ────────────────▶                         slot 0 is the other GPU
+//! ```
 //! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the number of bytes that a client
 //! may have mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* is
 //! what it may allocate: a promise that there is room on the GPU or in the host (RequestLimit asks for a higher one).
@@ -48,6 +57,7 @@ pub mod env_limits;
 pub mod error;
 pub mod header;
 mod message;
+pub mod moves;
 pub mod scheduler;
 pub mod version;
 pub mod visible_devices;
@@ -57,6 +67,7 @@ pub use codec::{Secret, Text, Uuid};
 pub use counts::Counts;
 pub use error::WireError;
 pub use header::{HEADER_LEN, MAX_LEN};
+pub use moves::Moves;
 pub use scheduler::SchedulerMessage;
 
 /// How many descriptors come with one packet, at most.

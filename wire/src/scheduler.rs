@@ -1,7 +1,7 @@
 //! Messages from the scheduler to a client.
 
 use crate::{
-    Secret, SlotSet, Text, Uuid,
+    Moves, Secret, SlotSet, Text, Uuid,
     client::{GpuKind, Sharing},
     message::{byte_enum, messages},
 };
@@ -107,7 +107,12 @@ messages! {
         },
 
         /// The client is on its GPUs, or stays there after all.
-        82 (since 7) => Awake {},
+        82 (since 7) => Awake {
+            /// The GPUs that it has come back on in the place of others, whether or not it has attached them. Their slots are
+            /// for the new GPUs from now on. From `PrepareSleep` until now the client names no GPU, except to a new scheduler,
+            /// as before the move. If its driver says something else, it connects again, and names its GPUs.
+            moved: Moves,
+        },
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the process is to see as number `at`
         /// of `of`.

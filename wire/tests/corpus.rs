@@ -2,8 +2,8 @@
 //! exactly as it was. Run with `NVSHARE_WRITE_CORPUS=1` to write the message of each kind that the corpus begins with.
 
 use nvshare_wire::{
-    ClientMessage, Counts, SchedulerMessage, Secret, Text, Uuid,
-    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
+    ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
+    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, SleepRefusal, StuckReason},
     env_limits::LimitName,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
     visible_devices::Chooser,
@@ -125,6 +125,9 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
         ("adopted", 2, Adopted { exporter: KEY, range: 2 }),
         ("closed", 2, Closed { exporter: KEY, range: 2 }),
         ("held", 3, Held { gpus }),
+        ("sleep_ready", 7, SleepReady {}),
+        ("sleep_refused", 7, SleepRefused { why: SleepRefusal::Capture }),
+        ("wake", 7, Wake {}),
         ("visible_devices", 3, VisibleDevices { text: Text::new("GPU-5a,1") }),
         (
             "request_placement",
@@ -138,6 +141,7 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
 fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
     use SchedulerMessage::*;
     let (slot, gpus) = (1, 0b11);
+    let (uuid, other) = (Uuid([0x5a; 16]), Uuid([0xa5; 16]));
     vec![
         ("welcome", 1, Welcome { version: 1, client: 7 }),
         ("refused", 1, Refused { reason: Refusal::TooMany, text: Text::new("this user has 4096 connections") }),
@@ -159,6 +163,8 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("prepare", 2, Prepare { slot, bytes: 12 << 30 }),
         ("resume", 3, Resume { client: 7 }),
         ("memory-max", 4, MemoryMax { uuid: Uuid([0x5a; 16]), bytes: 8 << 30 }),
+        ("prepare_sleep", 7, PrepareSleep { flags: 1 }),
+        ("awake", 7, Awake { moved: Moves::new([(uuid, other), (other, uuid)]).unwrap() }),
         ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", 3, Unplaced { outcome: NoPlacement::NoGpu, text: Text::new("no GPU is left") }),
         ("remark", 4, Remark { text: Text::new("NVSHARE_WEIGHT: weight cannot be 0") }),

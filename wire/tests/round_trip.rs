@@ -1,9 +1,10 @@
 //! Every message survives a round trip, and no bytes make the decoder do anything but return.
 
 use nvshare_wire::{
-    ClientMessage, Counts, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
-    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
+    ClientMessage, Counts, HEADER_LEN, MAX_LEN, Moves, SchedulerMessage, Secret, Text, Uuid, WireError,
+    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, SleepRefusal, StuckReason},
     env_limits::LimitName,
+    moves::MAX_MOVES,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
     version,
     visible_devices::Chooser,
@@ -120,6 +121,9 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopted { exporter, range }),
         (secret(), any::<u32>()).prop_map(|(exporter, range)| Closed { exporter, range }),
         any::<u64>().prop_map(|gpus| Held { gpus }),
+        Just(SleepReady {}),
+        prop_oneof![Just(SleepRefusal::Busy), Just(SleepRefusal::Gang)].prop_map(|why| SleepRefused { why }),
+        Just(Wake {}),
     ]
 }
 
@@ -153,6 +157,10 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
         any::<u32>().prop_map(|flags| PrepareSleep { flags }),
+        prop::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..=MAX_MOVES).prop_map(|moves| {
+            let moves = moves.into_iter().map(|(before, now)| (Uuid(before), Uuid(now)));
+            Awake { moved: Moves::new(moves).unwrap() }
+        }),
         any::<(u64, u32, u32)>().prop_map(|(gpus, waiters, grace_us)| Contended { gpus, waiters, grace_us }),
         (any::<u64>(), why).prop_map(|(gpus, why)| Waiting { gpus, why }),
         (any::<(u64, u32, u64, u32)>(), secret()).prop_map(|((ticket, range, allocation, first), secret)| Export {

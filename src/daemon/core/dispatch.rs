@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use nvshare_wire::{SchedulerMessage, scheduler as wire, version};
+use nvshare_wire::{Moves, SchedulerMessage, scheduler as wire, version};
 use tracing::debug;
 
 use super::pressure;
@@ -147,7 +147,7 @@ impl Core {
                 if self.clients.get(&client)?.session.version < version::SLEEP {
                     return None;
                 }
-                (client, SchedulerMessage::Awake {})
+                (client, SchedulerMessage::Awake { moved: Moves::default() })
             }
             Command::Checkpoint { client, operation } => return self.request_checkpoint(client, operation),
             Command::Undrainable { .. }

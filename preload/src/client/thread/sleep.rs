@@ -271,7 +271,7 @@ impl ClientThread {
     /// A message while the ways into the driver are shut.
     pub(super) fn receive_asleep(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         match (&mut self.sleep, message) {
-            (_, SchedulerMessage::Awake {}) => self.wake_up(),
+            (_, SchedulerMessage::Awake { .. }) => self.wake_up(),
             (_, SchedulerMessage::PrepareSleep { flags }) => self.prepare_sleep(flags),
             (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
                 // It is told of the rest once the process is awake. What its predecessor has sent is of no use.
