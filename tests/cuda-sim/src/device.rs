@@ -36,11 +36,6 @@ pub fn init(flags: u32) -> Done {
     Ok(())
 }
 
-/// The GPUs that this process sees, none before [`init`].
-pub fn visible_gpus() -> &'static [usize] {
-    VISIBLE.get().map_or(&[], Vec::as_slice)
-}
-
 /// True after a successful [`init`].
 pub fn initialised() -> bool {
     VISIBLE.get().is_some_and(|v| !v.is_empty())
@@ -126,9 +121,9 @@ pub fn compute_capability(major: *mut i32, minor: *mut i32, device: i32) -> Done
     out(minor, 0)
 }
 
-/// `cuDeviceGetPCIBusId`
+/// `cuDeviceGetPCIBusId`: that of the GPU which it was at first, unlike the UUID [two H100, driver 580.159].
 pub fn pci_bus_id(id: *mut c_char, len: i32, device: i32) -> Done {
-    let bus = Config::pci_bus(place(gpu(device)?));
+    let bus = Config::pci_bus(gpu(device)?);
     text(id, len, &format!("0000:{bus:02X}:00.0"))
 }
 
@@ -139,7 +134,7 @@ pub fn by_pci_bus_id(device: *mut i32, id: *const c_char) -> Done {
     }
     // SAFETY: the program passes a C string.
     let id = unsafe { CStr::from_ptr(id) }.to_string_lossy().to_ascii_uppercase();
-    let bus = |gpu: usize| format!("{:02X}:00.0", Config::pci_bus(place(gpu)));
+    let bus = |gpu: usize| format!("{:02X}:00.0", Config::pci_bus(gpu));
     let found = VISIBLE.get().into_iter().flatten().find(|gpu| id.ends_with(&bus(**gpu)));
     out(device, ordinal(*found.ok_or(Error::INVALID_DEVICE)?))
 }
