@@ -1,9 +1,10 @@
 //! A scheduler that says what it likes, and the programs that meet it.
 
+use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, SchedulerMessage, version};
+use nvshare_wire::{ClientMessage, SchedulerMessage, Uuid, version};
 use test_support::machine::*;
 
 use crate::peer::{Connection, Listener, Received};
@@ -28,12 +29,23 @@ pub struct Fake<'a> {
     pub stingy: bool,
     /// Grants no lock.
     pub grants_nothing: bool,
+    /// The GPUs that the program has named on this connection, by slot.
+    pub named: BTreeMap<u32, Uuid>,
 }
 
 impl<'a> Fake<'a> {
     pub fn new(machine: &'a Machine) -> Self {
         let listener = Some(Listener::new(&machine.socket()));
-        Self { machine, listener, connection: None, has_answered: false, seq: 0, stingy: false, grants_nothing: false }
+        Self {
+            machine,
+            listener,
+            connection: None,
+            has_answered: false,
+            seq: 0,
+            stingy: false,
+            grants_nothing: false,
+            named: BTreeMap::new(),
+        }
     }
 
     /// Nobody is there any more.
@@ -69,6 +81,7 @@ impl<'a> Fake<'a> {
         if self.connection.is_none() {
             self.connection = self.listener.as_ref().and_then(Listener::accept);
             self.has_answered = false;
+            self.named.clear();
             return self.connection.is_some();
         }
         false
@@ -81,7 +94,12 @@ impl<'a> Fake<'a> {
     pub fn receive(&mut self) -> Option<ClientMessage> {
         match self.connection.as_ref()?.receive() {
             Received::Nothing => None,
-            Received::Message(message) => Some(message),
+            Received::Message(message) => {
+                if let ClientMessage::Attach { slot, uuid, .. } = message {
+                    self.named.insert(slot, uuid);
+                }
+                Some(message)
+            }
             Received::End => {
                 self.connection = None;
                 None

@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, Moves, SchedulerMessage, client::SleepRefusal, scheduler::PAUSED, version};
+use nvshare_wire::{ClientMessage, Moves, SchedulerMessage, Uuid, client::SleepRefusal, scheduler::PAUSED, version};
 use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
@@ -354,4 +354,154 @@ fn one_in_a_gang_refuses() {
 #[test]
 fn one_that_works_refuses() {
     refuses("mix --mem 8M --reps 2 --rounds 1000000", None, SleepRefusal::Busy);
+}
+
+fn two_gpus() -> Machine {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    Machine::new(Setup { memory: 2 * MEMORY, context: 2 * MIB, simulator, ..Setup::default() })
+}
+
+/// The UUIDs of both GPUs.
+fn uuids(machine: &Machine) -> [Uuid; 2] {
+    [0, 1].map(|gpu| {
+        let report = machine.program(&format!("info --device {gpu}")).without_nvshare().start().finish();
+        let text = report.0["uuid"].as_str().and_then(|text| text.strip_prefix("GPU-")).expect("a UUID").to_owned();
+        Uuid::parse(&text).expect("a UUID")
+    })
+}
+
+/// Puts the program on the other GPU, for each.
+fn exchange(machine: &Machine, program: &Program) -> bool {
+    let words = format!("checkpoints --pid {} --to awake --on 1,0", program.pid());
+    machine.program(&words).without_nvshare().start().wait().success()
+}
+
+fn both_ways([a, b]: [Uuid; 2]) -> Moves {
+    Moves::new([(a, b), (b, a)]).expect("two fit")
+}
+
+/// What a program says in the end of the GPUs that it was on.
+fn text_of(gpus: &[Uuid]) -> String {
+    gpus.iter().map(|gpu| format!("GPU-{gpu}")).collect::<Vec<_>>().join(",")
+}
+
+/// A program on these GPUs of two is put on the other one of each, over and over, and tells a new scheduler where it is.
+fn changes_gpus(gpus: &[usize], visible: Option<&str>) {
+    let machine = two_gpus();
+    let both = uuids(&machine);
+    let mut fake = Fake::new(&machine);
+    let ordinals: Vec<String> = (0..gpus.len()).map(|ordinal| ordinal.to_string()).collect();
+    let words = format!("naps --mem 8M --seconds 600 --pause-ms 100 --gpus {}", ordinals.join(","));
+    let program = machine.program(&words);
+    let program = visible.into_iter().fold(program, |program, list| program.env("CUDA_VISIBLE_DEVICES", list));
+    let mut program = program.start();
+    fake.serve_until_granted(&mut program);
+    let places = |times: usize| gpus.iter().map(move |gpu| both[(gpu + times) % 2]);
+    wait_for("it to name its GPUs", || {
+        fake.serve();
+        fake.named.values().copied().eq(places(0)).then_some(())
+    });
+    for times in 1..=5 {
+        fake.prepare_at_last(&mut program);
+        assert!(checkpoint(&machine, &program, "asleep"));
+        fake.wait_for_wake();
+        assert!(exchange(&machine, &program));
+        fake.say(SchedulerMessage::Awake { moved: both_ways(both) });
+        fake.serve_for(Duration::from_millis(300));
+        assert!(fake.named.values().copied().eq(places(times - 1)), "it has no reason to name them again");
+        for (gpu, used) in [0, 1].map(|gpu| (gpu, places(times).any(|uuid| uuid == both[gpu]))) {
+            let free = machine.free_on(gpu);
+            assert_eq!(free < machine.setup.memory - machine.setup.context, used, "{free} bytes are free on GPU {gpu}");
+        }
+        fake.vanish();
+        wait_for("it to return", || {
+            fake.serve();
+            fake.named.values().copied().eq(places(times)).then_some(())
+        });
+    }
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    assert_eq!(program.finish().0["uuids"], text_of(&places(5).collect::<Vec<_>>()));
+}
+
+#[test]
+fn one_that_changes_gpus_goes_on() {
+    changes_gpus(&[0], None);
+}
+
+#[test]
+fn one_that_sees_one_gpu_alone_changes_it() {
+    changes_gpus(&[1], Some("1"));
+}
+
+#[test]
+fn one_with_work_on_two_gpus_exchanges_them() {
+    changes_gpus(&[0, 1], None);
+}
+
+/// The driver knows where the process is, whatever the scheduler says, and the scheduler is told.
+#[test]
+fn one_that_is_not_where_it_is_said_to_be_says_so() {
+    let machine = two_gpus();
+    let both = uuids(&machine);
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 100", "link");
+    fake.serve_until_granted(&mut program);
+    let nonsense = Uuid([0xee; 16]);
+    let lies = [
+        (true, Moves::default()),
+        (false, both_ways(both)),
+        (true, Moves::new([(both[1], nonsense), (both[1], both[1])]).expect("they fit")),
+        (false, Moves::new([(both[0], nonsense); 7]).expect("they fit")),
+    ];
+    let mut place = 0;
+    for (is_moved, moved) in lies {
+        fake.prepare_at_last(&mut program);
+        assert!(checkpoint(&machine, &program, "asleep"));
+        fake.wait_for_wake();
+        let is_back = if is_moved { exchange(&machine, &program) } else { checkpoint(&machine, &program, "awake") };
+        assert!(is_back);
+        place = (place + usize::from(is_moved)) % 2;
+        fake.say(SchedulerMessage::Awake { moved });
+        fake.named.clear();
+        wait_for("it to name its GPU", || {
+            fake.serve();
+            fake.named.values().copied().eq([both[place]]).then_some(())
+        });
+    }
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    assert_eq!(program.finish().0["uuids"], text_of(&both[..1]));
+}
+
+/// The one that put it on another GPU is gone before it has said so. The next one is told the old name, and then the new one.
+#[test]
+fn one_that_was_moved_by_a_scheduler_that_is_gone_tells_the_next_one() {
+    let machine = two_gpus();
+    let both = uuids(&machine);
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 100", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    assert!(checkpoint(&machine, &program, "asleep"));
+    fake.wait_for_wake();
+    assert!(exchange(&machine, &program));
+    fake.vanish();
+    wait_for("it to return", || {
+        fake.return_if_away();
+        fake.accept().then_some(())
+    });
+    fake.welcome(version::MAX);
+    wait_for("its GPU", || {
+        fake.receive();
+        fake.named.values().copied().eq([both[0]]).then_some(())
+    });
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
+    wait_for("its other GPU", || {
+        fake.serve();
+        fake.named.values().copied().eq([both[1]]).then_some(())
+    });
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    assert_eq!(program.finish().0["uuids"], text_of(&both[1..]));
 }

@@ -7,7 +7,7 @@ use crate::{
         socket::{self, Socket},
     },
     env::{settings, trace::trace},
-    gpu::memory_limits,
+    gpu::{identity::Identity, memory_limits},
     sys::{
         c,
         once::Once,
@@ -34,7 +34,7 @@ static SETTLED: Once = Once::new();
 /// this client's id; or the reason why there is none.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
-static VISIBLE_GPUS: OnceLock<Vec<Uuid>> = OnceLock::new(Rank::VisibleGpus);
+static VISIBLE_GPUS: OnceLock<Vec<Identity>> = OnceLock::new(Rank::VisibleGpus);
 
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(Rank::EarlyConnection, None);
 
@@ -67,8 +67,16 @@ fn settle(hello: &ClientMessage) -> bool {
 }
 
 /// The GPUs that this process sees because the scheduler placed it there; `None` if it was not placed.
-pub fn visible_gpus() -> Option<&'static [Uuid]> {
-    VISIBLE_GPUS.get().map(Vec::as_slice)
+pub fn visible_gpus() -> Option<impl ExactSizeIterator<Item = Uuid>> {
+    VISIBLE_GPUS.get().map(|gpus| gpus.iter().map(Identity::get))
+}
+
+/// The process has been put back on its GPUs, or may have been. The variable in its environment names those that it began with: it
+/// cannot be changed while threads read it, and nobody reads it here any more.
+pub fn look_again() {
+    for (device, identity) in (0..).zip(VISIBLE_GPUS.get().into_iter().flatten()) {
+        identity.ask(device);
+    }
 }
 
 /// The connection that the client's thread begins with. `Some` once at most.
@@ -135,7 +143,7 @@ fn apply(gpus: &[(Uuid, GpuKind)]) {
     }
     trace!("placed: {list}");
     if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
-        VISIBLE_GPUS.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
+        VISIBLE_GPUS.get_or_init(|| gpus.iter().map(|(uuid, _)| Identity::new(*uuid)).collect());
     }
     c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }

@@ -131,6 +131,24 @@ pub unsafe fn wait_while_locked(context: CUcontext) {
     }
 }
 
+/// The UUID of a GPU now, although the ways may be shut: a query that the driver answers in a locked process, too [H100, driver
+/// 580]. `None` if it does not.
+pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
+    let mut uuid = [0; 16];
+    let mut ask = |function: &Function| {
+        let Some(function) = function.find() else { return false };
+        // SAFETY: the driver's exports of these names have this signature, and the place is valid.
+        let result = unsafe {
+            core::mem::transmute::<usize, unsafe extern "C" fn(*mut [u8; 16], CUdevice) -> CUresult>(function)(
+                &mut uuid, device,
+            )
+        };
+        result == SUCCESS
+    };
+    // The newer one is that of a MIG slice, where it is one.
+    (ask(&address::cuDeviceGetUuid_v2) || ask(&address::cuDeviceGetUuid)).then_some(uuid)
+}
+
 /// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that name in
 /// this module that calls the real one.
 macro_rules! functions {

@@ -67,6 +67,11 @@ impl ReservationAnswers {
         Self { count: AtomicU32::new(0), bytes: AtomicU64::new(0), futile: AtomicU64::new(0) }
     }
 
+    /// They were about another GPU.
+    pub fn forget(&self) {
+        self.futile.store(0, Ordering::Relaxed);
+    }
+
     pub fn room(&self, bytes: u64) {
         self.bytes.store(bytes, Ordering::SeqCst);
         self.count.fetch_add(1, Ordering::SeqCst);

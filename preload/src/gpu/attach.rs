@@ -1,7 +1,7 @@
 //! Attaching to a GPU when the program begins to use it: the library identifies it, introduces it to the scheduler, and waits
 //! until a CUDA context is admitted.
 
-use super::{Gpu, find, info::Info, memory_limits, unsupported, which};
+use super::{Gpu, find, identity, info::Info, memory_limits, unsupported, which};
 use crate::{
     connection,
     driver::{self, types::*},
@@ -57,7 +57,7 @@ impl Gpu {
             first = true;
             if let Some(engine) = info.engine {
                 let mut space = Space::new(device, engine, info.total, info.env_max);
-                space.account.max = memory_limits::of(info.uuid);
+                space.account.max = memory_limits::of(info.identity.get());
                 let _ = gpu.space.set(Mutex::new(Rank::Space, space));
             }
         });
@@ -156,7 +156,13 @@ impl Gpu {
             }
             None => Some(Info::learn(device)),
         };
-        self.info.get_or_init(learn).as_ref()
+        if self.info.get().is_none() {
+            let publish = || Some(&self.info.get_or_init(learn).as_ref()?.identity);
+            identity::learn(publish, |identity| {
+                identity.ask(device);
+            });
+        }
+        self.info()
     }
 
     /// Tells the scheduler about this GPU and the memory of this client there. `is_named`: it knows of the GPU already.
@@ -174,7 +180,7 @@ impl Gpu {
     pub fn name(&self) -> Option<ClientMessage> {
         self.info().map(|info| ClientMessage::Attach {
             slot: self.index,
-            uuid: info.uuid,
+            uuid: info.identity.get(),
             kind: wire::GpuKind::Gpu,
             engine: info.engine_kind(),
             total: info.total,

@@ -1,5 +1,6 @@
 //! The properties of a GPU, queried once, before the program has a context there.
 
+use super::identity::Identity;
 use crate::{
     driver::{self, types::*},
     env::{settings, trace::trace},
@@ -9,7 +10,7 @@ use nvshare_wire::{Text, Uuid, client as wire};
 
 #[derive(Debug)]
 pub struct Info {
-    pub uuid: Uuid,
+    pub identity: Identity,
     pub name: Text<64>,
     pub total: u64,
     pub engine: Option<&'static dyn Engine>,
@@ -43,14 +44,14 @@ impl Info {
         };
         let end = name.iter().position(|b| *b == 0).unwrap_or(0);
         let info = Self {
-            uuid: Uuid(uuid),
+            identity: Identity::new(Uuid(uuid)),
             name: Text::new(core::str::from_utf8(name.get(..end).unwrap_or(&[])).unwrap_or("")),
             total: total as u64,
             engine,
             reason,
             env_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
         };
-        trace!("GPU {device}: {}, {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
+        trace!("GPU {device}: {}, {total} bytes, engine {:?} ({reason:?})", info.identity.get(), info.engine_kind());
         info
     }
 }

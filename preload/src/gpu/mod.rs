@@ -1,7 +1,8 @@
 //! One GPU as this client uses it: its gate, its work and its memory; and the table of all GPUs by the driver's ordinal.
 //!
 //! - [`which`]: the GPU that a call concerns.
-//! - [`info`]: properties of a GPU. [`unsupported`]: GPUs that this library leaves alone.
+//! - [`info`]: properties of a GPU; [`identity`]: which one it is, after a move. [`unsupported`]: GPUs that this library leaves
+//!   alone.
 //! - [`attach`]: the program begins to use a GPU. [`peers`]: GPUs that reach each other's memory.
 //! - [`lock_request`]: waiting at the gate. [`submission`]: noting what passes it.
 //! - [`report`]: reporting the memory account to the scheduler.
@@ -11,6 +12,7 @@
 
 pub mod answers;
 pub mod attach;
+pub mod identity;
 pub mod info;
 pub mod limit_request;
 mod lock_request;
@@ -32,6 +34,7 @@ use crate::{
     sys::sync::{Mutex, OnceLock, Rank},
     work::{Work, capture},
 };
+use alloc::vec::Vec;
 use answers::{LimitAnswers, ReservationAnswers};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use info::Info;
@@ -109,6 +112,14 @@ pub fn attached() -> impl Iterator<Item = &'static Gpu> {
     GPUS.iter().filter(|g| g.is_attached())
 }
 
+/// The process has been put back on its GPUs, or may have been. Learns which ones these are now; returns the pairs of what they were
+/// and what they are for those that are used. Takes no lock, and can be called while the ways into the driver are shut.
+pub fn look_again() -> Vec<(&'static Gpu, Uuid, Uuid)> {
+    identity::may_have_changed();
+    let learned = GPUS.iter().filter_map(|gpu| Some((gpu, gpu.info()?.identity.ask(gpu.index as CUdevice))));
+    learned.filter(|(gpu, _)| gpu.is_attached()).map(|(gpu, (before, now))| (gpu, before, now)).collect()
+}
+
 /// The GPU of that ordinal, in use or not.
 fn find(device: CUdevice) -> Option<&'static Gpu> {
     GPUS.get(usize::try_from(device).ok()?)
@@ -159,7 +170,17 @@ impl Gpu {
     }
 
     pub fn uuid(&self) -> Option<Uuid> {
-        self.info().map(|i| i.uuid)
+        self.info().map(|info| info.identity.get())
+    }
+
+    /// This is another GPU from now on, and what was said of the one before holds no longer. Requests that wait go on to wait: the
+    /// scheduler that has moved this process has them.
+    pub fn has_moved(&self) {
+        self.forget_denials();
+        self.reservation_answers.forget();
+        if let (Some(space), Some(uuid)) = (self.space(), self.uuid()) {
+            space.lock().account.max = memory_limits::of(uuid);
+        }
     }
 
     pub fn total(&self) -> u64 {
@@ -177,7 +198,7 @@ impl Gpu {
             return account.at_most(u64::MAX);
         }
         let Some(info) = self.info() else { return u64::MAX };
-        let ruled = memory_limits::of(info.uuid);
+        let ruled = memory_limits::of(info.identity.get());
         info.env_max.min(if ruled == 0 { u64::MAX } else { ruled })
     }
 

@@ -58,6 +58,8 @@ pub enum Rank {
     EarlyConnection,
     /// The GPUs that the process sees.
     VisibleGpus,
+    /// The UUIDs of all GPUs that have been seen.
+    KnownGpus,
     /// Which hook stands for which function.
     HookTable,
     /// Where the functions are that are known to pass.

@@ -352,7 +352,13 @@ impl Machine {
     /// Free bytes of the GPU, as the driver tells somebody who does not run under nvshare.
     #[track_caller]
     pub fn free(&self) -> u64 {
-        let report = self.program("info").without_nvshare().start().finish();
+        self.free_on(0)
+    }
+
+    /// The same of one of several GPUs.
+    #[track_caller]
+    pub fn free_on(&self, gpu: usize) -> u64 {
+        let report = self.program(&format!("info --device {gpu}")).without_nvshare().start().finish();
         report.number("free") + self.setup.context // its own context
     }
 }

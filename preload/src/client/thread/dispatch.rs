@@ -94,7 +94,7 @@ impl ClientThread {
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
             SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
-            SchedulerMessage::Awake { .. } => self.wake_up(),
+            SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}
             // Too late: the driver has already read `CUDA_VISIBLE_DEVICES`.

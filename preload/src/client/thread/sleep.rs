@@ -7,7 +7,7 @@
 
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
-    client::exit,
+    client::{exit, placement},
     connection::{self, Connection, handshake, socket::Socket},
     driver::{self, presence, redirect, types::CUcontext},
     env::{settings, trace::trace},
@@ -27,7 +27,7 @@ use core::{
     time::Duration,
 };
 use nvshare_wire::{
-    ClientMessage, SchedulerMessage, SlotSet,
+    ClientMessage, Moves, SchedulerMessage, SlotSet,
     client::{Engine, SleepRefusal},
     scheduler::PAUSED,
     version,
@@ -247,7 +247,7 @@ impl ClientThread {
             }
             if prepared.is_tried && has_answered() {
                 trace!("the process is on its GPUs, and no scheduler says so");
-                self.wake_up();
+                self.wake_up(Moves::default());
                 return Duration::ZERO;
             }
         }
@@ -271,7 +271,7 @@ impl ClientThread {
     /// A message while the ways into the driver are shut.
     pub(super) fn receive_asleep(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         match (&mut self.sleep, message) {
-            (_, SchedulerMessage::Awake { .. }) => self.wake_up(),
+            (_, SchedulerMessage::Awake { moved }) => self.wake_up(moved),
             (_, SchedulerMessage::PrepareSleep { flags }) => self.prepare_sleep(flags),
             (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
                 // It is told of the rest once the process is awake. What its predecessor has sent is of no use.
@@ -296,16 +296,29 @@ impl ClientThread {
         }
     }
 
-    /// The process is on its GPUs again, or stays there.
-    pub(super) fn wake_up(&mut self) {
-        let before = match &self.sleep {
-            Sleep::Prepared(_) => core::mem::take(&mut self.sleep),
-            _ => Sleep::Awake,
+    /// The process is on its GPUs again, or stays there. `moved`: GPUs that the scheduler has put it on in the place of others. The
+    /// driver knows better: a predecessor may have put the process back, of which the scheduler has not heard.
+    pub(super) fn wake_up(&mut self, moved: Moves) {
+        // First, so that no thread that goes on names a GPU that was left.
+        placement::look_again();
+        let gpus = gpu::look_again();
+        let prepared = match &mut self.sleep {
+            Sleep::Prepared(prepared) => core::mem::take(prepared),
+            _ => Prepared::default(),
         };
         self.undo();
-        let Sleep::Prepared(Prepared { messages, lost, connected, has_successor, named, .. }) = before else { return };
-        if let Some(why) = lost {
+        let Prepared { messages, lost, connected, has_successor, named, .. } = prepared;
+        let is_known = gpus.iter().all(|(gpu, before, now)| gpu.is_refused() || moved.now(*before) == *now);
+        let unknown = || (!is_known).then(|| "it takes this process for one on other GPUs".into());
+        if let Some(why) = lost.or_else(unknown) {
             self.disconnected(&why);
+        }
+        for (gpu, before, now) in gpus.iter().filter(|(_, before, now)| before != now) {
+            trace!("GPU {}: {before} has become {now}", gpu.index);
+            gpu.has_moved();
+        }
+        if !is_known {
+            return; // the next connection begins with the names of the GPUs
         }
         if let Some((socket, version, id)) = connected {
             self.connected(socket, version, id, named);

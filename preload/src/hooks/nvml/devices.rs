@@ -33,11 +33,11 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Return;
     let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
     let visible = placement::visible_gpus().zip(BY_UUID.address());
-    let Some((visible, by_uuid)) = visible else {
+    let Some((mut visible, by_uuid)) = visible else {
         // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
         return unsafe { transmute::<usize, Real>(real)(index, device) };
     };
-    match visible.get(index as usize) {
+    match visible.nth(index as usize) {
         Some(uuid) => {
             let name = errno::preserved(|| format!("GPU-{uuid}\0"));
             // SAFETY: as before; the name ends with NUL.
@@ -99,10 +99,10 @@ pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> 
     let Some(real) = INDEX.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(device, index) };
-    if let (SUCCESS, Some(place), Some(visible)) = (result, NonNull::new(index), placement::visible_gpus()) {
+    if let (SUCCESS, Some(place), Some(mut visible)) = (result, NonNull::new(index), placement::visible_gpus()) {
         let number = errno::preserved(|| {
             let uuid = uuid(device)?;
-            visible.iter().position(|known| *known == uuid)
+            visible.position(|known| known == uuid)
         });
         // SAFETY: NVML has just written there.
         number.into_iter().for_each(|number| unsafe { place.write_unaligned(number as u32) });

@@ -191,6 +191,15 @@ pub struct LockArgs {
     pub reserved: [u32; 15],
 }
 
+/// `CUcheckpointRestoreArgs`, with pairs of UUIDs: for each GPU the one to restore what was there on.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct RestoreArgs {
+    pub pairs: *const [[u8; 16]; 2],
+    pub count: u32,
+    pub reserved: [u32; 13],
+}
+
 macro_rules! late {
     ($($symbol:ident($($arg:ident: $type:ty),*);)*) => {$(
         /// The driver's function of that name.
@@ -250,7 +259,7 @@ late! {
     cuLibraryGetKernel(kernel: *mut usize, library: usize, name: *const u8);
     cuCheckpointProcessLock(pid: i32, args: *const LockArgs);
     cuCheckpointProcessCheckpoint(pid: i32, args: *const u64);
-    cuCheckpointProcessRestore(pid: i32, args: *const u64);
+    cuCheckpointProcessRestore(pid: i32, args: *const RestoreArgs);
     cuCheckpointProcessUnlock(pid: i32, args: *const u64);
     cuLaunchCooperativeKernelMultiDevice(list: *const LaunchParams, count: u32, flags: u32);
     cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);

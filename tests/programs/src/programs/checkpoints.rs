@@ -1,28 +1,39 @@
-//! Takes another process off its GPUs, or puts it back, as whoever puts programs to sleep does.
+//! Takes another process off its GPUs, or puts it back, on others if it is told which, as whoever puts programs to sleep does.
 
 use super::Outcome;
 use crate::{
     args::Args,
     cuda::{
-        cu,
-        late::{LockArgs, late_cu},
+        self, cu,
+        late::{LockArgs, RestoreArgs, late_cu},
     },
     report::Report,
 };
+use std::{error::Error, ptr};
+
+fn uuid(gpu: i32) -> cuda::Result<[u8; 16]> {
+    let mut uuid = [0; 16];
+    cu!(cuDeviceGetUuid_v2(&mut uuid, gpu))?;
+    Ok(uuid)
+}
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let pid: i32 = args.text("pid", "0").parse()?;
     cu!(cuInit(0))?;
-    let none = std::ptr::null();
     match args.text("to", "asleep") {
         "asleep" => {
             let lock = LockArgs { timeout_ms: args.size("timeout-ms", "2000") as u32, ..LockArgs::default() };
             late_cu!(cuCheckpointProcessLock(pid, &lock))?;
-            late_cu!(cuCheckpointProcessCheckpoint(pid, none))?;
+            late_cu!(cuCheckpointProcessCheckpoint(pid, ptr::null()))?;
         }
         "awake" => {
-            late_cu!(cuCheckpointProcessRestore(pid, none))?;
-            late_cu!(cuCheckpointProcessUnlock(pid, none))?;
+            // `--on 1,0`: where what was on each GPU goes.
+            let on = args.text("on", "").split(',').filter(|gpu| !gpu.is_empty());
+            let pair = |(old, new): (i32, &str)| -> Result<_, Box<dyn Error>> { Ok([uuid(old)?, uuid(new.parse()?)?]) };
+            let pairs = (0..).zip(on).map(pair).collect::<Result<Vec<_>, _>>()?;
+            let moved = RestoreArgs { pairs: pairs.as_ptr(), count: pairs.len() as u32, reserved: [0; 13] };
+            late_cu!(cuCheckpointProcessRestore(pid, if pairs.is_empty() { ptr::null() } else { &moved }))?;
+            late_cu!(cuCheckpointProcessUnlock(pid, ptr::null()))?;
         }
         other => return Err(format!("--to {other}: want asleep or awake").into()),
     }

@@ -1,9 +1,13 @@
-//! Threads that launch, that ask about events, and that allocate, each with pauses: a program that is idle often and never for long.
+//! Threads that launch, that ask about events, and that allocate, on each of some GPUs and each with pauses: a program that is idle
+//! often and never for long.
 
 use super::{Outcome, expect};
 use crate::{
     args::Args,
-    cuda::{self, Buffer, Gpu, Kind, Stream, cu},
+    cuda::{
+        self, Buffer, Gpu, Kind, Stream, cu,
+        nvml::{Lookup, Nvml},
+    },
     report::Report,
 };
 use std::{
@@ -32,21 +36,27 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             std::process::exit(code)
         });
     }
-    let gpu = Gpu::open(0)?;
+    let ordinals = args.text("gpus", "0").split(',').map(str::parse).collect::<Result<Vec<i32>, _>>()?;
+    let gpus = ordinals.into_iter().map(Gpu::open).collect::<cuda::Result<Vec<Arc<Gpu>>>>()?;
     let each: [Work; 3] = [launch, ask, allocate];
-    let threads = each.map(|work| {
-        let gpu: Arc<Gpu> = gpu.clone();
+    let start = |(gpu, work): (Arc<Gpu>, Work)| {
         thread::spawn(move || {
             gpu.enter()
                 .map_err(Into::into)
                 .and_then(|()| work(&gpu, memory, pause, end))
                 .map_err(|e: Box<dyn std::error::Error>| e.to_string())
         })
-    });
+    };
+    let all = gpus.iter().flat_map(|gpu| each.map(|work| (gpu.clone(), work)));
+    let threads: Vec<_> = all.map(start).collect();
+    report.integer("threads", threads.len() as u64);
     for thread in threads {
         thread.join().map_err(|_| "a thread panicked")??;
     }
-    report.integer("threads", each.len() as u64);
+    report.text("uuids", &gpus.iter().map(|gpu| gpu.uuid()).collect::<cuda::Result<Vec<_>>>()?.join(","));
+    if args.given("nvml") {
+        report.text("nvml_uuid", &Nvml::open(0)?.devices(Lookup::Library)?.1);
+    }
     Ok(())
 }
 
