@@ -49,10 +49,11 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     core.borrow_mut().use_checkpoints(request);
     let (core, helpers) = (core.clone(), Rc::new(helpers));
     spawn_local(async move {
-        while let Some(Checkpoint { client, operation, process, identity, mut awaited }) = requests.recv().await {
+        while let Some(request) = requests.recv().await {
+            let Checkpoint { client, operation, process, identity, pairs, mut awaited } = request;
             let (core, helpers) = (core.clone(), helpers.clone());
             spawn_local(async move {
-                let asked = helpers.ask(operation, process, identity.uid, &identity.tenant, Vec::new());
+                let asked = helpers.ask(operation, process, identity.uid, &identity.tenant, pairs);
                 let answer = select! {
                     answer = asked => answer,
                     () = awaited.closed() => return,

@@ -97,6 +97,14 @@ impl Placements {
         self.places.remove(&client);
     }
 
+    /// A client has gone from one GPU to another.
+    pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
+        let Some(place) = self.places.get_mut(&client) else { return };
+        if let Some(bytes) = place.gpus.remove(&from) {
+            place.gpus.insert(to, bytes);
+        }
+    }
+
     /// Gives `client` the placement that `from`, which has gone, requested for it.
     pub fn take_over(&mut self, client: ClientId, from: ClientId) {
         if let Some(place) = self.places.remove(&from) {

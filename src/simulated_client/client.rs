@@ -90,6 +90,15 @@ impl Client {
         &self.draining
     }
 
+    /// It has gone from one GPU to another while it was off its GPUs.
+    pub fn migrated(&mut self, from: GpuId, to: GpuId) {
+        if let Some(memory) = self.memories.remove(&from) {
+            self.memories.insert(to, memory);
+            self.setup.gpus.remove(&from);
+            self.setup.gpus.insert(to);
+        }
+    }
+
     /// Connects, and attaches to its GPUs.
     pub fn connect(&mut self) -> Vec<Effect> {
         let (client, group, limits) = (self.id, self.setup.group, self.setup.limits);

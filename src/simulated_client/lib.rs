@@ -96,7 +96,9 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Prepare { client, .. }
         | Command::Probe { client }
         | Command::PrepareSleep { client, .. }
-        | Command::Awake { client }
+        | Command::Awake { client, .. }
+        | Command::Moved { client, .. }
+        | Command::Migrated { client, .. }
         | Command::Checkpoint { client, .. }
         | Command::Placed { client, .. }
         | Command::Unplaced { client, .. } => Some(*client),

@@ -7,6 +7,7 @@ mod ahead;
 mod env_limits;
 mod gangs;
 mod memory;
+mod moves;
 mod moving_turns;
 mod placement;
 mod presence;

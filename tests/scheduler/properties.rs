@@ -299,6 +299,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => c().prop_map(|client| Event::FoundAsleep { client }),
         2 => (c(), any::<bool>()).prop_map(|(client, paused)| Event::SleepWanted { client, paused }),
         1 => c().prop_map(|client| Event::Resumed { client }),
+        2 => (c(), g(), g()).prop_map(|(client, from, to)| Event::Migrate { client, from, to }),
         2 => c().prop_map(|client| Event::SleepReady { client }),
         1 => c().prop_map(|client| Event::SleepRefused { client, why: SleepObstacle::Busy }),
         1 => c().prop_map(|client| Event::WakeRequested { client }),

@@ -89,11 +89,11 @@ impl Scene {
 }
 
 fn checkpoint(n: u64, operation: SleepOperation) -> Command {
-    Command::Checkpoint { client: client(n), operation }
+    Command::Checkpoint { client: client(n), operation, moves: Vec::new() }
 }
 
 fn awake(n: u64) -> Command {
-    Command::Awake { client: client(n) }
+    Command::Awake { client: client(n), moved: Vec::new() }
 }
 
 #[test]
@@ -248,7 +248,13 @@ fn one_that_has_work_is_not_made_to_sleep() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
     scene.t.request(1);
     assert_eq!(scene.t.say(Event::SleepWanted { client: client(1), paused: false }), []);
-    let view = SleepView { phase: SleepPhase::Awake, paused: false, obstacle: Some(SleepObstacle::Busy), woken: None };
+    let view = SleepView {
+        phase: SleepPhase::Awake,
+        paused: false,
+        obstacle: Some(SleepObstacle::Busy),
+        moving: None,
+        woken: None,
+    };
     assert_eq!(scene.t.machine.sleep_of(client(1)), view);
     scene.t.release(1, ReleaseReason::Idle);
     assert_eq!(scene.t.after(Duration::from_secs(600)), []);

@@ -64,6 +64,14 @@ impl Counts {
         }
     }
 
+    /// A client has gone from one GPU to another, and takes its counters with it.
+    pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId) {
+        let Some(gpus) = self.clients.get_mut(&client) else { return };
+        if let Some(counts) = gpus.remove(&from) {
+            gpus.insert(to, counts);
+        }
+    }
+
     fn client(&mut self, client: ClientId, gpu: GpuId) -> &mut ClientCounts {
         self.clients.entry(client).or_default().entry(gpu).or_default()
     }

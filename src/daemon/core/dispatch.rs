@@ -9,7 +9,7 @@ use tracing::debug;
 use super::pressure;
 use super::state::Core;
 use crate::daemon::transport::peer;
-use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
+use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time, WaitReason};
 use crate::sys::clock;
 
 /// The shortest time between two ticks, so that a mistake in the machine cannot take a whole CPU.
@@ -143,17 +143,25 @@ impl Core {
                 }
                 (client, SchedulerMessage::PrepareSleep { flags: if paused { wire::PAUSED } else { 0 } })
             }
-            Command::Awake { client } => {
+            Command::Awake { client, moved } => {
                 if self.clients.get(&client)?.session.version < version::SLEEP {
                     return None;
                 }
-                (client, SchedulerMessage::Awake { moved: Moves::default() })
+                let moved = Moves::new(moved.iter().map(|Move { from, to }| (from.0, to.0))).unwrap_or_default();
+                (client, SchedulerMessage::Awake { moved })
             }
-            Command::Checkpoint { client, operation } => return self.request_checkpoint(client, operation),
+            Command::Checkpoint { client, operation, moves } => {
+                return self.request_checkpoint(client, operation, &moves);
+            }
+            Command::Moved { client, from, to } => {
+                self.moved(client, from, to, now);
+                return None;
+            }
             Command::Undrainable { .. }
             | Command::EvictionBlocked { .. }
             | Command::Thrashing { .. }
-            | Command::MappingFailed { .. } => return None,
+            | Command::MappingFailed { .. }
+            | Command::Migrated { .. } => return None,
         };
         self.send(client, message);
         None

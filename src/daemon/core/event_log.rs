@@ -191,11 +191,17 @@ impl Core {
                 debug!(client = client.0, paused, "prepare-sleep");
                 self.trace(now, *client, None, "prepare-sleep", None);
             }
-            Command::Awake { client } => {
-                debug!(client = client.0, "awake");
+            Command::Awake { client, moved } => {
+                debug!(client = client.0, ?moved, "awake");
                 self.trace(now, *client, None, "awake", None);
             }
-            Command::Checkpoint { client, operation } => debug!(client = client.0, ?operation, "checkpoint"),
+            Command::Checkpoint { client, operation, moves } => {
+                debug!(client = client.0, ?operation, ?moves, "checkpoint");
+            }
+            Command::Moved { client, from, to } => debug!(client = client.0, from = %from.0, to = %to.0, "moved"),
+            Command::Migrated { client, from, to, why } => {
+                debug!(client = client.0, from = %from.0, to = %to.0, ?why, "migrated");
+            }
             Command::Thrashing { gpu, begins, demand } => self.log_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
             Command::Attached { .. }

@@ -160,7 +160,8 @@ fn commanded(command: &Command) -> Option<ClientId> {
         | Command::Denied { client, .. }
         | Command::Grant { client, .. }
         | Command::Revoke { client, .. }
-        | Command::Awake { client }
+        | Command::Awake { client, .. }
+        | Command::Moved { client, .. }
         | Command::Checkpoint { client, .. } => Some(*client),
         _ => None,
     }

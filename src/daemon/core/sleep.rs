@@ -11,12 +11,15 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 use zbus::fdo;
 
-use super::state::Core;
+use super::state::{ClientGpuStats, Core};
 use crate::config::Config;
-use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome};
+use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
+use crate::daemon::gpu::accounting::History;
 use crate::daemon::gpu::nvml::DriverVersions;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Event, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time};
+use crate::scheduler::{
+    ClientId, Event, GpuId, GpuSet, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time,
+};
 use crate::sys::clock;
 
 /// What could not be done at all is tried again after this time: the driver may have been replaced.
@@ -41,6 +44,8 @@ pub struct Checkpoint {
     /// A pidfd.
     pub process: OwnedFd,
     pub identity: Arc<Identity>,
+    /// For a wake on other GPUs: each GPU of the host, and the one on which what was there is restored.
+    pub pairs: Vec<(Uuid, Uuid)>,
     /// Closed when the client is gone: nobody waits for the answer any more.
     pub awaited: oneshot::Sender<Infallible>,
 }
@@ -101,7 +106,14 @@ impl Core {
     }
 
     /// Has something done with a client's process. Returns the answer if it is clear at once.
-    pub(super) fn request_checkpoint(&mut self, client: ClientId, operation: SleepOperation) -> Option<Event> {
+    pub(super) fn request_checkpoint(
+        &mut self,
+        client: ClientId,
+        operation: SleepOperation,
+        moves: &[Move],
+    ) -> Option<Event> {
+        let host = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !gpu.is_slice()).map(|(id, _)| *id);
+        let pairs = pairs(host.collect(), moves);
         let entry = self.clients.get_mut(&client)?;
         let operation = match operation {
             SleepOperation::Sleep => Operation::Sleep,
@@ -115,13 +127,25 @@ impl Core {
         let (awaited, awaits) = oneshot::channel();
         let identity = entry.identity.clone();
         let request = process.get_ref().try_clone();
-        let request = request.map(|process| Checkpoint { client, operation, process, identity, awaited });
+        let request = request.map(|process| Checkpoint { client, operation, process, identity, pairs, awaited });
         if request.is_ok_and(|request| requests.send(request).is_ok()) {
             entry.checkpoint = Some(awaits);
             return None;
         }
         let outcome = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
         Some(Event::Checkpointed { client, outcome })
+    }
+
+    /// What a client had on one GPU is on another from now on.
+    pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        entry.session.moved(from, to);
+        if let Some(stats) = entry.gpus.remove(&from) {
+            // What it had there before is not to be found here.
+            entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
+        }
+        self.counts.moved(client, from, to);
+        self.record_extent(client, to, now);
     }
 
     /// What has been done with a client's process.
@@ -197,9 +221,40 @@ impl Core {
     }
 }
 
+/// For each GPU of the host, the one on which what a process had there is restored: the driver takes these only for all of them. None
+/// if nothing is moved.
+fn pairs(host: GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
+    if moves.is_empty() {
+        return Vec::new();
+    }
+    let (from, to): (GpuSet, GpuSet) = moves.iter().map(|both| (both.from, both.to)).unzip();
+    // Those that something is moved to, and nothing from, take the places of those that something is moved from.
+    let others = to.difference(&from).zip(from.difference(&to)).map(|(to, from)| (*to, *from));
+    let same = host.iter().filter(|id| !from.contains(id) && !to.contains(id)).map(|id| (*id, *id));
+    let all = moves.iter().map(|both| (both.from, both.to)).chain(others).chain(same);
+    all.map(|(from, to)| (from.0.0, to.0.0)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_restore_on_another_gpu_names_each_gpu_of_the_host_once_on_either_side() {
+        let gpu = |n| GpuId(nvshare_wire::Uuid([n; 16]));
+        let host = || (0..4).map(gpu).collect::<GpuSet>();
+        assert_eq!(pairs(host(), &[]), []);
+        let shown = |moves: &[(u8, u8)]| {
+            let moves: Vec<Move> = moves.iter().map(|(from, to)| Move { from: gpu(*from), to: gpu(*to) }).collect();
+            let mut pairs: Vec<(u8, u8)> = pairs(host(), &moves).iter().map(|(from, to)| (from[0], to[0])).collect();
+            pairs.sort_unstable();
+            pairs
+        };
+        assert_eq!(shown(&[(0, 2)]), [(0, 2), (1, 1), (2, 0), (3, 3)]);
+        assert_eq!(shown(&[(0, 2), (2, 3)]), [(0, 2), (1, 1), (2, 3), (3, 0)]);
+        assert_eq!(shown(&[(0, 1), (1, 0)]), [(0, 1), (1, 0), (2, 2), (3, 3)]);
+        assert_eq!(shown(&[(0, 2), (1, 3)]), [(0, 2), (1, 3), (2, 0), (3, 1)]);
+    }
 
     #[test]
     fn idle_programs_sleep_by_default_only_with_drivers_that_were_tested() {

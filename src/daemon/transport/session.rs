@@ -272,6 +272,11 @@ impl Session {
         gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
     }
 
+    /// The client's slot of one GPU is that of another from now on.
+    pub fn moved(&mut self, from: GpuId, to: GpuId) {
+        self.slots.iter_mut().filter(|slot| **slot == Some(from)).for_each(|slot| *slot = Some(to));
+    }
+
     /// The GPUs of those slots that are attached.
     pub fn attached(&self, set: SlotSet) -> GpuSet {
         (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()

@@ -110,9 +110,17 @@ pub enum Command {
     /// [`Event::SleepReady`] or [`Event::SleepRefused`].
     /// `paused`: threads of it that wait are no reason to refuse.
     PrepareSleep { client: ClientId, paused: bool },
-    /// The client is on its GPUs, or stays there.
-    Awake { client: ClientId },
+    /// The client is on its GPUs, or stays there. `moved`: for each GPU that is another than before, the one that it knows and the
+    /// one that it is on now.
+    Awake { client: ClientId, moved: Vec<Move> },
     /// The daemon is to have the checkpoint helper do this with the client's process, and to answer with
     /// [`Event::Checkpointed`] in bounded time, whatever becomes of the helper.
-    Checkpoint { client: ClientId, operation: SleepOperation },
+    /// `moves`: a wake is on other GPUs than those on which the process was; each GPU where it was, and where it is to be.
+    Checkpoint { client: ClientId, operation: SleepOperation, moves: Vec<Move> },
+    /// Whatever the client had on one GPU, its requests included, is on the other from now on: in this and all later commands and
+    /// events, that one is meant. The client sleeps; it is told by `Awake`.
+    Moved { client: ClientId, from: GpuId, to: GpuId },
+    /// Answers [`Event::Migrate`]: the client is on the other GPU, or (`why`) is not moved there. One that sleeps on may still turn
+    /// out to be unable to run there; it then comes back where it was.
+    Migrated { client: ClientId, from: GpuId, to: GpuId, why: Option<MoveObstacle> },
 }

@@ -170,8 +170,12 @@ pub enum Event {
     /// From the daemon: the client, which has just connected, says that it has been told to sleep by an earlier scheduler. Whether it
     /// is off its GPUs is found out. It sleeps on until it wants to enter the driver.
     FoundAsleep { client: ClientId },
-    /// From the daemon: the client is to run again.
+    /// From the daemon: the client is to run again. A move for which it does not sleep yet is given up.
     Resumed { client: ClientId },
+    /// From the daemon: the client is to leave one GPU for another of the same kind. It is put to sleep for that, whatever work it
+    /// has, and comes back there; one that sleeps is moved at once, and sleeps on. Answered by `Command::Migrated`, unless the
+    /// client disconnects.
+    Migrate { client: ClientId, from: GpuId, to: GpuId },
     /// From the client: it has evicted its memory, and nothing of it enters the driver until `Command::Awake`. Answers
     /// `Command::PrepareSleep`.
     SleepReady { client: ClientId },

@@ -13,7 +13,9 @@ pub use command::{Command, Denial, EvictionBlock};
 pub use event::{Event, Found, MemoryReport, Traffic};
 pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Share, WaitOrder};
 pub use settings::{AntiThrash, PolicyName, Settings};
-pub use sleep::{SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, SleepView, WakeReason, Woken};
+pub use sleep::{
+    Move, MoveObstacle, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, SleepView, WakeReason, Woken,
+};
 
 pub use nvshare_wire::Uuid;
 pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};

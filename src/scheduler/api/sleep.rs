@@ -1,5 +1,6 @@
 //! Sleep: a client that is taken off its GPUs, its contexts included.
 
+use super::GpuId;
 use std::time::Duration;
 
 /// What the checkpoint helper is asked to do with a client's process.
@@ -64,6 +65,35 @@ pub enum SleepObstacle {
     Failed,
 }
 
+/// A client's attachment goes from one GPU to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Move {
+    pub from: GpuId,
+    pub to: GpuId,
+}
+
+/// Why a client is not moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MoveObstacle {
+    /// It has not attached the GPU that it is to leave.
+    NotThere,
+    /// There is no such other GPU, or it is of another size.
+    NoGpu,
+    /// It has attached the other GPU as well.
+    Attached,
+    /// On the other GPU, what it needs does not fit beside what others need or may not lose, or limits do not allow it.
+    NoRoom,
+    /// It is being moved already, or sleeps and has been moved from so many GPUs that it could not be told.
+    Moving,
+    /// It cannot sleep.
+    Sleep(SleepObstacle),
+    /// It was resumed before it slept.
+    Resumed,
+    /// It could not be restored on the other GPU, and comes back where it was.
+    Failed,
+}
+
 /// How far a client has got on its way off its GPUs, or back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepPhase {
@@ -89,6 +119,8 @@ pub struct SleepView {
     pub paused: bool,
     /// Why it could not sleep when it last was to.
     pub obstacle: Option<SleepObstacle>,
+    /// It is on its way to another GPU.
+    pub moving: Option<Move>,
     /// Its last wake, if it has slept.
     pub woken: Option<Woken>,
 }

@@ -67,6 +67,14 @@ impl Lock {
         }
     }
 
+    /// Moves what is known of a client, which holds nothing, from one GPU to another.
+    pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        if let Some(lock) = state.gpus.remove(&from) {
+            state.gpus.insert(to, lock);
+        }
+    }
+
     pub fn disconnected(&mut self, client: ClientId) {
         self.clients.remove(&client);
     }

@@ -46,6 +46,8 @@ impl Machine {
         }
         self.effects.wake(Wake::Eviction(client, id), None);
         self.effects.wake(Wake::Ahead(client, id), None);
+        self.sleep.detached(client, id);
+        self.answer_move(client);
         self.touch(id);
         self.forget_if_gone(id);
     }

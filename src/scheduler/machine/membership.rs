@@ -30,6 +30,7 @@ impl Machine {
         }
         let gpus: Vec<GpuId> = self.lock.all_of(id).map(|(gpu, _)| gpu).collect();
         self.withdraw(id);
+        self.sleep.forget(id); // whoever is gone is told nothing any more
         for gpu in gpus {
             self.detach(id, gpu);
         }
@@ -151,7 +152,7 @@ impl Machine {
     }
 
     /// Handles a client's request for a higher limit.
-    pub(super) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+    pub(crate) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
         if let Some(memory) = self.memory_of_mut(client, id) {
             memory.used.get_or_insert(now); // allocations are made in a context

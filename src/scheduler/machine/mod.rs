@@ -210,6 +210,7 @@ impl Machine {
             Event::SleepWanted { client, paused } => self.want_sleep(client, paused),
             Event::FoundAsleep { client } => self.found_asleep(client),
             Event::Resumed { client } => self.wake(client, true),
+            Event::Migrate { client, from, to } => self.migrate(client, Move { from, to }),
             Event::SleepReady { client } => {
                 self.alive(client);
                 self.sleep_ready(client);
@@ -259,7 +260,7 @@ impl Machine {
     }
 
     /// Forgets a GPU that is gone and has no clients.
-    fn forget_if_gone(&mut self, id: GpuId) {
+    pub(crate) fn forget_if_gone(&mut self, id: GpuId) {
         if !self.memory.get(&id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.clients.is_empty()) {
             return;
         }

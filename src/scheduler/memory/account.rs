@@ -218,6 +218,14 @@ impl Account {
         self.claimed.0
     }
 
+    /// The client's process is off its GPUs: it has nothing there, whatever it said. `verifies`: that will be measured.
+    pub fn is_off(&mut self, verifies: bool) {
+        (self.report.mapped, self.report.pinned, self.claimed, self.refuted) = (0, 0, (0, 0), (0, 0));
+        (self.allowance, self.charge, self.eviction, self.frees) = (0, 0, None, UnverifiedFrees::default());
+        self.steps.clear();
+        self.found = verifies.then_some(0);
+    }
+
     /// From now on, believes only what was allowed or measured.
     pub fn distrust(&mut self) {
         self.found.get_or_insert(0);

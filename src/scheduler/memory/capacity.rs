@@ -74,6 +74,11 @@ impl GpuMemory {
         away.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
+    /// Bytes that can be promised to clients.
+    pub(crate) fn promisable(&self, settings: &Settings) -> u64 {
+        self.usable(settings).saturating_sub(self.away())
+    }
+
     /// Bytes that are neither charged nor reserved.
     pub(crate) fn free(&self, settings: &Settings) -> u64 {
         let kept = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
@@ -93,7 +98,7 @@ impl Capacities for GpuCapacities<'_> {
     }
 
     fn offer(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable(self.settings).saturating_sub(gpu.away()).min(MOST))
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.promisable(self.settings).min(MOST))
     }
 
     fn offer_as_measured(&self, gpu: GpuId) -> u64 {

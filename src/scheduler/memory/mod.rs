@@ -111,6 +111,16 @@ pub(crate) struct ClientMemory {
     keeps_growing: bool,
 }
 
+/// What is known of a client that is off its GPU.
+#[derive(Debug)]
+pub(crate) struct Moved {
+    account: Account,
+    memory: ClientMemory,
+    context: Option<u64>,
+    /// One that waits.
+    reservation: Option<Reservation>,
+}
+
 impl GpuMemory {
     pub fn new(total: u64) -> Self {
         Self {
@@ -177,6 +187,30 @@ impl GpuMemory {
     pub fn returning_bytes(&self) -> u64 {
         let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
         self.returning.map_or(0, |returning| returning.bytes).saturating_add(overdue)
+    }
+
+    /// Takes out a client that is off the GPU, with all that is known of it.
+    pub fn take(&mut self, client: ClientId) -> Option<Moved> {
+        let waits = |reservation: &Reservation| reservation.is_of(client) && reservation.answered.is_none();
+        let moved = Moved {
+            account: self.ledger.account(client)?.clone(),
+            memory: self.clients.remove(&client)?,
+            context: self.away.get(&client).copied(),
+            reservation: self.reservations.iter().find(|reservation| waits(reservation)).copied(),
+        };
+        self.detach(client);
+        Some(moved)
+    }
+
+    /// Adds a client that is off the GPU, and was so on another.
+    pub fn put(&mut self, now: Time, client: ClientId, tenant: TenantId, moved: Moved) {
+        let mut account = moved.account;
+        account.is_off(self.verifies);
+        self.ledger.open(now, client, tenant, account);
+        self.ledger.change(client, |_| ());
+        self.clients.insert(client, moved.memory);
+        self.away.extend(moved.context.map(|bytes| (client, bytes)));
+        self.reservations.extend(moved.reservation.map(|waits| Reservation { secured: 0, ..waits }));
     }
 
     /// Bytes that clients have on the GPU, as far as is known.

@@ -35,6 +35,13 @@ impl Histories {
         }
     }
 
+    /// A client has gone from one GPU to another.
+    pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
+        if let Some(history) = self.gpus.get_mut(&from).and_then(|clients| clients.remove(&client)) {
+            self.gpus.entry(to).or_default().insert(client, history);
+        }
+    }
+
     pub fn of(&self, client: ClientId, id: GpuId) -> Option<&History> {
         self.gpus.get(&id)?.get(&client)
     }

@@ -26,6 +26,13 @@ impl Ahead {
         self.sum -= self.asked.remove(&at).unwrap_or(0);
     }
 
+    /// A client has gone from one GPU to another.
+    pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
+        if let Some(bytes) = self.asked.remove(&(client, from)) {
+            self.asked.insert((client, to), bytes);
+        }
+    }
+
     /// Whether the host lacks memory, so that clients may keep none that holds nothing.
     pub fn is_host_short(&self) -> bool {
         self.most.is_none()

@@ -14,7 +14,7 @@ use crate::api::*;
 
 impl ClientLimit {
     /// Bytes that the client's context counts for.
-    fn context(&self, cx: Context, id: GpuId) -> u64 {
+    pub(super) fn context(&self, cx: Context, id: GpuId) -> u64 {
         self.context.unwrap_or_else(|| cx.gpus.context(id))
     }
 }
@@ -30,7 +30,7 @@ impl Quota {
     }
 
     /// The highest sum of the demands of a client's group on a GPU: its `memory-max` less contexts. `None`: no limit.
-    fn group_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
+    pub(super) fn group_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let max = cx.rules.memory_max(client, cx.gpus.total(id))?;
         let contexts = self.sum_of_group(cx, client, id, |entry| entry.context(cx, id));
         Some(max.saturating_sub(contexts))

@@ -27,6 +27,12 @@ pub(super) struct HeldRequest {
     for_contexts: Option<Time>,
 }
 
+impl HeldRequest {
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
 impl Quota {
     /// Holds a request that exceeds what the GPU offers now. Returns `false` if it exceeds what the GPU can offer at
     /// best.

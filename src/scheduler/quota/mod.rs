@@ -176,6 +176,66 @@ impl Quota {
         self.ahead.forget((client, id));
     }
 
+    /// Whether what a client was promised on one GPU can be kept on another: host memory suffices for what would not fit there,
+    /// and its group stays within its limit.
+    /// `context`: bytes that its context will need there.
+    pub fn may_move(&self, cx: Context, client: ClientId, (from, to): (GpuId, GpuId), context: u64) -> bool {
+        let Some(entry) = self.entry(client, from) else { return false };
+        let committed = entry.limit.committed();
+        let (here, there) = (self.committed(from), self.committed(to));
+        let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
+        let before = here.saturating_sub(offer_here).saturating_add(there.saturating_sub(offer_there));
+        let stays = here.saturating_sub(committed).saturating_sub(offer_here);
+        let comes = there.saturating_add(committed).saturating_sub(offer_there.saturating_sub(context));
+        let grows = stays.saturating_add(comes).saturating_sub(before);
+        let fits_in_host =
+            self.host.bytes().is_none_or(|all| grows == 0 || self.host.committed.saturating_add(grows) <= all);
+        let group = self.group_bound(cx, client, to).zip(cx.rules.group(client));
+        let fits_in_group = group.is_none_or(|(most, group)| {
+            let of_group = self.gpus.get(&to).and_then(|gpu| gpu.by_group.get(&group)).copied().unwrap_or(0);
+            of_group.saturating_add(committed).saturating_add(entry.context(cx, from)) <= most
+        });
+        fits_in_host && fits_in_group
+    }
+
+    /// Moves a client's limit from one GPU to another. Returns the bytes that it has requested and that are to be requested again.
+    #[must_use]
+    pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
+        let gpu = self.gpus.get_mut(&from)?;
+        let mut entry = gpu.clients.remove(&client)?;
+        let is_fresh = gpu.fresh.remove(&client);
+        let held = gpu.held_requests.remove(&client);
+        let demand = entry.limit.demand();
+        gpu.count(cx.rules.group(client), std::mem::take(&mut entry.limit.counted), 0);
+        gpu.demands.remove(&(demand, client));
+        gpu.summed_for = None;
+        self.requests.remove(&(from, client));
+        let rises = self.rising.remove(&(from, client));
+        self.falling.remove(&(from, client));
+        self.ahead.move_client(client, from, to);
+        let wanted = entry.limit.wanted.map(|wanted| wanted.bytes).or(held.map(|held| held.bytes()));
+        let there = self.gpus.entry(to).or_default();
+        there.clients.insert(client, entry);
+        if is_fresh {
+            there.fresh.insert(client);
+        }
+        if demand > 0 {
+            there.demands.insert((demand, client));
+        }
+        there.summed_for = None;
+        if wanted.is_some() {
+            self.set_wanted(client, to, self.limit(client, to)?.wanted);
+        }
+        if rises {
+            self.rising.insert((to, client));
+        }
+        self.recommit(cx, client, to);
+        self.count_in_host(cx, from);
+        self.host.mark_changed(from);
+        self.host.mark_changed(to);
+        wanted
+    }
+
     pub fn disconnected(&mut self, client: ClientId) {
         self.stopped.remove(&client);
     }

@@ -23,7 +23,7 @@ impl Machine {
         self.sleep.view(client)
     }
 
-    fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
+    pub(super) fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
         self.lock.all_of(client).map(|(id, _)| id).collect()
     }
 
@@ -32,6 +32,7 @@ impl Machine {
             return;
         }
         self.sleep.want(client, paused);
+        self.answer_move(client);
         self.hold_off(client);
         self.try_sleep(client);
         self.return_next(client);
@@ -94,14 +95,14 @@ impl Machine {
     }
 
     /// Keeps a client that is held off from running: its request waits, and the locks that it has are revoked.
-    fn hold_off(&mut self, client: ClientId) {
+    pub(super) fn hold_off(&mut self, client: ClientId) {
         if !self.sleep.is_held_off(client) {
             return;
         }
         if let Some(entity) = self.lock.waiting(client) {
             self.wait_until_it_runs(entity, client);
         }
-        if self.sleep.is_paused(client) {
+        if self.sleep.is_ordered(client) {
             for id in self.gpus_of(client) {
                 self.revoke(client, id);
             }
@@ -113,15 +114,16 @@ impl Machine {
         if !self.sleep.is_to_prepare(client) {
             return;
         }
-        let is_paused = self.sleep.is_paused(client);
-        if is_paused && self.lock.holds_any(client) {
+        let is_ordered = self.sleep.is_ordered(client);
+        if is_ordered && self.lock.holds_any(client) {
             return; // looked at again when it has released them
         }
-        if is_paused {
+        if is_ordered {
             self.take_all(client);
         }
         if let Some(why) = self.obstacle(client) {
             self.sleep.cannot_prepare(self.now, client, why);
+            self.answer_move(client);
             return self.schedule_sleep(client);
         }
         let step = self.sleep.prepare(self.now, client);
@@ -132,11 +134,15 @@ impl Machine {
 
     /// Why a client cannot sleep, as far as that is known without asking it.
     fn obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
+        let waits = self.lock.waiting(client).is_some() && !self.sleep.is_ordered(client);
+        let is_busy = self.lock.holds_any(client) || waits;
+        is_busy.then_some(SleepObstacle::Busy).or_else(|| self.lasting_obstacle(client))
+    }
+
+    /// The same, whatever work it has.
+    pub(super) fn lasting_obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
         if !matches!(self.lock.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
-        }
-        if self.lock.holds_any(client) || (self.lock.waiting(client).is_some() && !self.sleep.is_paused(client)) {
-            return Some(SleepObstacle::Busy);
         }
         let gpus = self.gpus_of(client);
         if gpus.is_empty() {
@@ -202,7 +208,11 @@ impl Machine {
 
     pub(crate) fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) {
         let number = self.effects.number();
+        let has_failed_to_move = self.sleep.has_failed_to_move(client, outcome);
         let step = self.sleep.answered(self.now, client, outcome, number);
+        if has_failed_to_move {
+            self.move_back(client);
+        }
         self.take_step(client, step);
         for id in self.gpus_of(client) {
             self.touch(id); // others wait no longer for it to have left
@@ -219,14 +229,22 @@ impl Machine {
         match step {
             Step::Nothing => {}
             Step::Prepare => {
-                let paused = self.sleep.is_paused(client);
+                let paused = self.sleep.is_ordered(client);
                 self.effects.command(Command::PrepareSleep { client, paused });
             }
-            Step::Call(operation) => self.effects.command(Command::Checkpoint { client, operation }),
-            Step::Sleeps | Step::Wakes => self.has_left(client),
+            Step::Call(operation) => {
+                let is_wake = operation == SleepOperation::Wake;
+                let moves = if is_wake { self.sleep.moves(client) } else { Vec::new() };
+                self.effects.command(Command::Checkpoint { client, operation, moves });
+            }
+            Step::Sleeps | Step::Wakes => {
+                self.has_left(client);
+                self.move_sleeper(client);
+            }
             Step::Runs => {
                 self.has_come_back(client);
-                self.effects.command(Command::Awake { client });
+                let moved = self.sleep.take_moves(client);
+                self.effects.command(Command::Awake { client, moved });
                 self.may_run(client);
             }
             Step::Stays => self.may_run(client),
@@ -240,6 +258,7 @@ impl Machine {
                 }
             }
         }
+        self.answer_move(client);
         self.return_next(client);
         self.try_sleep(client);
         self.schedule_sleep(client);
@@ -288,7 +307,7 @@ impl Machine {
     }
 
     /// Lets a client take locks again, unless it is held off.
-    fn may_run(&mut self, client: ClientId) {
+    pub(super) fn may_run(&mut self, client: ClientId) {
         if let Some(entity) = self.lock.waiting(client)
             && !self.any_absent(entity)
         {
@@ -308,7 +327,7 @@ impl Machine {
     }
 
     /// Bytes that a restore needs for a client's context on a GPU.
-    fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(super) fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
         let Some(gpu) = self.memory.get(&id) else { return 0 };
         let measured = self.quota.measured_context(client, id).unwrap_or(0);
         let slack = SLACK.min(gpu.total / SLACK_PART);
@@ -317,7 +336,7 @@ impl Machine {
 
     /// Sets room aside for clients that wake, in their order; those behind one that waits for the same GPU wait for it.
     /// `changed`: whose state may have changed.
-    fn return_next(&mut self, changed: ClientId) {
+    pub(super) fn return_next(&mut self, changed: ClientId) {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
         for id in self.gpus_of(changed) {

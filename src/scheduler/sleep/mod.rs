@@ -8,6 +8,7 @@
 //!   known to be.
 
 use crate::api::*;
+use nvshare_wire::moves::MAX_MOVES;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -59,6 +60,12 @@ struct Entry {
     is_wanted: bool,
     /// It is held off its GPUs until it is resumed; otherwise until it wants to enter the driver.
     is_paused: bool,
+    /// It is to go to another GPU.
+    moving: Option<Moving>,
+    /// The GPUs that it has attached since it was taken off others, and those others.
+    homes: BTreeMap<GpuId, GpuId>,
+    /// What became of a move.
+    answer: Option<(Move, Option<MoveObstacle>)>,
     /// It has not answered a preparation that was given up.
     owes_answer: bool,
     obstacle: Option<SleepObstacle>,
@@ -72,12 +79,23 @@ struct Entry {
     due: Option<Time>,
 }
 
+/// A move that has not been answered.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+struct Moving {
+    to: Move,
+    /// Its attachment is on the other GPU, where it has not been restored yet. Before that, it is to sleep.
+    is_moved: bool,
+}
+
 impl Entry {
     fn new() -> Self {
         Self {
             state: State::Awake,
             is_wanted: false,
             is_paused: false,
+            moving: None,
+            homes: BTreeMap::new(),
+            answer: None,
             owes_answer: false,
             obstacle: None,
             tried: None,
@@ -93,8 +111,25 @@ impl Entry {
         self.due = Some(now + self.backoff);
     }
 
+    /// It is to be moved, and has to sleep for that.
+    fn is_to_move(&self) -> bool {
+        self.moving.is_some_and(|moving| !moving.is_moved)
+    }
+
+    /// It is to sleep whatever work it has.
+    fn is_ordered(&self) -> bool {
+        self.is_paused || self.is_to_move()
+    }
+
+    fn answer_move(&mut self, why: Option<MoveObstacle>) {
+        if let Some(moving) = self.moving.take() {
+            self.answer = Some((moving.to, why));
+        }
+    }
+
     /// The client stays awake for this reason. One that is paused is asked again later.
     fn cannot(&mut self, now: Time, why: SleepObstacle) {
+        self.answer_move(Some(MoveObstacle::Sleep(why)));
         (self.state, self.obstacle, self.tried) = (State::Awake, Some(why), Some(now));
         self.is_wanted &= self.is_paused;
         self.due = None;
@@ -133,9 +168,9 @@ impl Sleep {
         self.clients.remove(&client);
     }
 
-    /// Whether a client may not run: it is paused, or not awake.
+    /// Whether a client may not run: it is paused, to be moved, or not awake.
     pub fn is_held_off(&self, client: ClientId) -> bool {
-        self.clients.get(&client).is_some_and(|entry| entry.is_paused || entry.state != State::Awake)
+        self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != State::Awake)
     }
 
     /// Whether nothing of the client is on its GPUs, as far as is known.
@@ -153,14 +188,19 @@ impl Sleep {
         self.clients.get(&client)?.tried
     }
 
-    pub fn is_paused(&self, client: ClientId) -> bool {
-        self.clients.get(&client).is_some_and(|entry| entry.is_paused)
+    /// Whether a client is to sleep whatever work it has: it is paused, or to be moved.
+    pub fn is_ordered(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(Entry::is_ordered)
     }
 
     /// Whether a client that is awake is to be prepared as soon as it can be.
     pub fn is_to_prepare(&self, client: ClientId) -> bool {
-        let is_to =
-            |entry: &Entry| entry.state == State::Awake && entry.is_wanted && !entry.owes_answer && entry.due.is_none();
+        let is_to = |entry: &Entry| {
+            entry.state == State::Awake
+                && (entry.is_wanted || entry.is_to_move())
+                && !entry.owes_answer
+                && entry.due.is_none()
+        };
         self.clients.get(&client).is_some_and(is_to)
     }
 
@@ -196,6 +236,7 @@ impl Sleep {
             phase,
             paused: entry.is_some_and(|entry| entry.is_paused),
             obstacle: entry.and_then(|entry| entry.obstacle),
+            moving: entry.and_then(|entry| entry.moving).map(|moving| moving.to),
             woken: entry.and_then(|entry| entry.woken),
         }
     }
@@ -208,7 +249,87 @@ impl Sleep {
         entry.waking_for = None;
         if let State::Waking(_) = entry.state {
             entry.state = State::Asleep;
+            entry.answer_move(None); // it is restored some other time
         }
+    }
+
+    /// The client, which has attached `to.from`, is to be moved. Why it cannot be.
+    pub fn want_move(&mut self, client: ClientId, to: Move) -> Option<MoveObstacle> {
+        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        match entry.state {
+            _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
+            State::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
+            State::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
+            State::Awake => entry.due = None, // it is not waited for the next attempt
+            _ => {}
+        }
+        entry.moving = Some(Moving { to, is_moved: false });
+        None
+    }
+
+    /// The move for which a client sleeps now.
+    pub fn due_move(&self, client: ClientId) -> Option<Move> {
+        let entry = self.clients.get(&client).filter(|entry| entry.is_to_move())?;
+        matches!(entry.state, State::Asleep | State::Waking(_)).then_some(entry.moving?.to)
+    }
+
+    /// A client that sleeps is not moved after all.
+    pub fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
+        if let Some(entry) = self.clients.get_mut(&client) {
+            entry.answer_move(Some(why));
+        }
+    }
+
+    /// The attachment of a client that sleeps is on another GPU now.
+    pub fn moved(&mut self, client: ClientId, to: Move) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        let home = entry.homes.remove(&to.from).unwrap_or(to.from);
+        if home != to.to {
+            entry.homes.insert(to.to, home);
+        }
+        if let Some(moving) = entry.moving.as_mut().filter(|moving| moving.to == to) {
+            moving.is_moved = true;
+            if entry.is_wanted {
+                entry.answer_move(None);
+            }
+        }
+    }
+
+    /// A client has left a GPU.
+    pub fn detached(&mut self, client: ClientId, id: GpuId) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        entry.homes.remove(&id);
+        let is_of = |moving: &Moving| id == if moving.is_moved { moving.to.to } else { moving.to.from };
+        if entry.moving.as_ref().is_some_and(is_of) {
+            entry.answer_move(Some(MoveObstacle::NotThere));
+        }
+    }
+
+    /// The GPUs on which a client's process was, and those that it has attached instead.
+    pub fn moves(&self, client: ClientId) -> Vec<Move> {
+        let homes = self.clients.get(&client).map(|entry| &entry.homes);
+        homes.into_iter().flatten().map(|(to, from)| Move { from: *from, to: *to }).collect()
+    }
+
+    /// The same, which it learns now.
+    pub fn take_moves(&mut self, client: ClientId) -> Vec<Move> {
+        let moves = self.moves(client);
+        if let Some(entry) = self.clients.get_mut(&client) {
+            entry.homes.clear();
+        }
+        moves
+    }
+
+    /// Whether the helper's answer says that a client has not been restored on other GPUs.
+    pub fn has_failed_to_move(&self, client: ClientId, outcome: SleepOutcome) -> bool {
+        let is_restored = |entry: &Entry| matches!(entry.state, State::Restoring | State::Settling { asked: true });
+        outcome == SleepOutcome::Asleep
+            && self.clients.get(&client).is_some_and(|entry| is_restored(entry) && !entry.homes.is_empty())
+    }
+
+    /// What became of a move, once.
+    pub fn take_answer(&mut self, client: ClientId) -> Option<(Move, Option<MoveObstacle>)> {
+        self.clients.get_mut(&client)?.answer.take()
     }
 
     /// A client that an earlier scheduler has told to sleep has connected.
@@ -228,6 +349,9 @@ impl Sleep {
             return Step::Nothing;
         };
         (entry.is_wanted, entry.is_paused) = (false, false);
+        if resumed && entry.is_to_move() {
+            entry.answer_move(Some(MoveObstacle::Resumed));
+        }
         if entry.state != State::Awake {
             let reason = if resumed { WakeReason::Resumed } else { WakeReason::Call };
             entry.waking_for.get_or_insert((reason, now));
@@ -267,7 +391,7 @@ impl Sleep {
         }
         match obstacle {
             Some(why) => entry.cannot(now, why),
-            None if entry.is_wanted => {
+            None if entry.is_wanted || entry.is_to_move() => {
                 (entry.state, entry.due) = (State::Checkpointing, None);
                 return Step::Call(SleepOperation::Sleep);
             }
@@ -306,9 +430,13 @@ impl Sleep {
         }
         match outcome {
             SleepOutcome::Runs => {
-                match entry.is_wanted {
+                // One that is to sleep again by now is prepared again.
+                match (entry.is_wanted || entry.is_to_move()) && entry.state != State::Restoring {
                     true => entry.cannot(now, SleepObstacle::Failed),
                     false => entry.runs(),
+                }
+                if entry.moving.is_some_and(|moving| moving.is_moved) {
+                    entry.answer_move(None);
                 }
                 if let Some((by, since)) = entry.waking_for.take() {
                     entry.woken = Some(Woken { by, took: now.saturating_sub(since) });
@@ -329,6 +457,7 @@ impl Sleep {
             }
             SleepOutcome::Lost => {
                 (entry.state, entry.due) = (State::Lost, None);
+                entry.answer_move(Some(MoveObstacle::Sleep(SleepObstacle::Failed)));
                 Step::IsLost
             }
         }
@@ -400,6 +529,7 @@ mod tests {
                 phase: SleepPhase::Awake,
                 paused: false,
                 obstacle: None,
+                moving: None,
                 woken: Some(Woken { by: WakeReason::Call, took: at(2) })
             }
         );
@@ -455,9 +585,7 @@ mod tests {
         sleep.has_room(A);
         sleep.want(A, true);
         assert_eq!(sleep.answered(at(4), A, SleepOutcome::Runs, 3), Step::Runs);
-        assert!(!sleep.is_to_prepare(A) && sleep.is_held_off(A) && sleep.due(A) == Some(at(5)));
-        assert_eq!(sleep.look(at(5), A, 4), Step::Nothing);
-        assert!(sleep.is_to_prepare(A));
+        assert!(sleep.is_to_prepare(A) && sleep.is_held_off(A) && sleep.view(A).obstacle.is_none());
     }
 
     #[test]

@@ -33,7 +33,8 @@ impl World {
                     share.is_some_and(|share| share.max < 100) || plan.is_some_and(|p| p.own.time_max < 100);
                 // With the memory of one that is stopped, nobody may have room to wait in line.
                 let is_asleep = self.overdrawn.values().any(|until| *until == Time::MAX);
-                let is_paused = self.machine.sleep_of(*client).paused;
+                let sleep = self.machine.sleep_of(*client);
+                let is_paused = sleep.paused || sleep.moving.is_some();
                 let is_stopped = self.models.get(client).is_some_and(|m| m.stopped);
                 assert!(
                     reason
@@ -107,6 +108,15 @@ impl World {
                 self.history.last()
             );
             charges.insert((*client, *gpu), earlier);
+        }
+    }
+
+    /// Each migration is answered once.
+    pub(crate) fn check_migrations(&self) {
+        for client in &self.connected {
+            let unanswered = self.migrations.get(client).copied().unwrap_or(0);
+            let moving = self.machine.sleep_of(*client).moving;
+            assert_eq!(unanswered, u32::from(moving.is_some()), "{client:?} is on its way: {moving:?}");
         }
     }
 

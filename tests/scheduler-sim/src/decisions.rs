@@ -85,13 +85,23 @@ fn numbers(command: &Command) -> Vec<u64> {
         }
         Command::Undrainable { client, gpus } => set(18, client, gpus),
         Command::PrepareSleep { client, .. } => vec![19, client.0],
-        Command::Awake { client } => vec![20, client.0],
-        Command::Checkpoint { client, operation } => vec![21, client.0, *operation as u64],
+        Command::Awake { client, moved } => [vec![20, client.0], pairs(moved)].concat(),
+        Command::Checkpoint { client, operation, moves } => {
+            [vec![21, client.0, *operation as u64], pairs(moves)].concat()
+        }
+        Command::Moved { client, from, to } => vec![22, client.0, number(from), number(to)],
+        Command::Migrated { client, from, to, why } => {
+            vec![23, client.0, number(from), number(to), u64::from(why.is_some())]
+        }
     }
 }
 
 fn set(kind: u64, client: &ClientId, gpus: &GpuSet) -> Vec<u64> {
     [vec![kind, client.0], gpus.iter().map(number).collect()].concat()
+}
+
+fn pairs(moves: &[Move]) -> Vec<u64> {
+    moves.iter().flat_map(|Move { from, to }| [number(from), number(to)]).collect()
 }
 
 fn number(gpu: &GpuId) -> u64 {

@@ -17,6 +17,9 @@ pub(crate) struct Sleeper {
     asked: bool,
     /// What arrived since it was prepared.
     kept: VecDeque<Command>,
+    /// The GPUs that have been exchanged for others since its process was taken off them: which it was on, and which it has
+    /// attached.
+    moves: BTreeMap<GpuId, GpuId>,
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -73,13 +76,74 @@ impl World {
             0 => ClientId(0),
             count => connected[self.rng.below(count) as usize],
         };
-        match self.rng.below(4) {
+        match self.rng.below(6) {
+            4..6 => self.migrate_somebody(client),
             0 => self.feed(Event::Resumed { client }),
             1 => self.feed(Event::SleepWanted { client, paused: true }),
             _ => self.feed(Event::SleepWanted { client, paused: false }),
         }
         let next = self.now + self.rng.between(ms(1), ms(700));
         self.at(next, Happening::SleepSomebody);
+    }
+
+    fn migrate_somebody(&mut self, client: ClientId) {
+        let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
+        let mut any = || gpus[self.rng.below(gpus.len() as u64) as usize];
+        let (any, to) = (any(), any());
+        let own = self.models.get(&client).and_then(|m| m.plan.gpus.first().copied());
+        self.feed(Event::Migrate { client, from: own.unwrap_or(any), to });
+    }
+
+    /// What was sent to clients that have been moved, and what is known of them, means the other GPU from now on. The library and
+    /// the daemon speak of slots, so they do nothing for this.
+    pub(crate) fn move_clients(&mut self, commands: &mut [Command]) {
+        for at in 0..commands.len() {
+            let (before, [command, ..]) = commands.split_at_mut(at) else { return };
+            match command {
+                Command::Moved { client, from, to } => {
+                    let both = Move { from: *from, to: *to };
+                    let own = before.iter_mut().filter(|before| addressee(before) == Some(*client));
+                    own.for_each(|command| rename(command, both));
+                    self.move_client(*client, both);
+                }
+                Command::Migrated { client, .. } => {
+                    let unanswered = self.migrations.get_mut(client).filter(|unanswered| **unanswered > 0);
+                    *unanswered.expect("nobody asked for this") -= 1;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn move_client(&mut self, id: ClientId, both @ Move { from, to }: Move) {
+        let other = |gpu: &mut GpuId| *gpu = if *gpu == from { to } else { *gpu };
+        for happening in self.queue.values_mut() {
+            match happening {
+                Happening::ToClient(client, command) if *client == id => rename(command, both),
+                Happening::Wakes(client, nvshare_simulated_client::Timer::Retry(gpu)) if *client == id => other(gpu),
+                Happening::Moved(client, gpu, ..) | Happening::Frees(client, gpu) if *client == id => other(gpu),
+                Happening::FromClient(client, event) if *client == id => {
+                    assert!(matches!(event, Event::WakeRequested { .. }), "{id:?} says {event:?} and is moved");
+                }
+                _ => {}
+            }
+        }
+        self.asked.get_mut(&id).into_iter().for_each(|gpus| replace(gpus, both));
+        for sums in [&mut self.allowed, &mut self.own_promised] {
+            let bytes = sums.remove(&(id, from));
+            sums.extend(bytes.map(|bytes| ((id, to), bytes)));
+        }
+        let Some(m) = self.models.get_mut(&id) else { return };
+        assert!(m.sleeper.is_off, "{id:?} is moved, and is there");
+        replace(&mut m.plan.gpus, both);
+        m.client.migrated(from, to);
+        m.hidden.clear();
+        m.inbox.iter_mut().chain(&mut m.sleeper.kept).for_each(|command| rename(command, both));
+        let home = m.sleeper.moves.iter().find(|(_, now)| **now == from).map_or(from, |(home, _)| *home);
+        m.sleeper.moves.remove(&home);
+        if home != to {
+            m.sleeper.moves.insert(home, to);
+        }
     }
 
     /// What a client does with a command, if that concerns its sleep or waits for the end of it.
@@ -98,7 +162,8 @@ impl World {
                 }
                 None
             }
-            Command::Awake { .. } => {
+            Command::Awake { moved, .. } => {
+                assert_eq!(sorted(&moved), m.sleeper.moves, "what {id:?} is told");
                 assert!(!m.sleeper.is_off, "{id:?} is told that it is awake, and is not");
                 let kept = std::mem::take(&mut m.sleeper).kept;
                 kept.into_iter().for_each(|command| self.receive(id, command));
@@ -141,8 +206,10 @@ impl World {
     }
 
     /// The helper has been called: it answers, in a while.
-    pub(crate) fn call_helper(&mut self, id: ClientId, operation: SleepOperation) {
+    pub(crate) fn call_helper(&mut self, id: ClientId, operation: SleepOperation, moves: Vec<Move>) {
         let Some(m) = self.models.get(&id) else { return };
+        let is_wake = operation == SleepOperation::Wake;
+        assert_eq!(sorted(&moves), if is_wake { m.sleeper.moves.clone() } else { BTreeMap::new() }, "{operation:?}");
         assert!(m.sleeper.stage == Stage::Prepared, "{operation:?} of {id:?}, which is {:?}", m.sleeper);
         let at = self.now + self.rng.between(ms(1), ms(3000));
         self.at(at, Happening::Helps(id, operation));
@@ -179,5 +246,35 @@ impl World {
             let total = self.totals[gpu];
             assert!(all <= total, "{id:?} is restored to {gpu:?} with {all} of {total} in use at {:?}", self.now);
         }
+    }
+}
+
+fn sorted(moves: &[Move]) -> BTreeMap<GpuId, GpuId> {
+    moves.iter().map(|Move { from, to }| (*from, *to)).collect()
+}
+
+fn replace(gpus: &mut GpuSet, Move { from, to }: Move) {
+    if gpus.remove(&from) {
+        gpus.insert(to);
+    }
+}
+
+/// Has a command to a client mean the other GPU.
+fn rename(command: &mut Command, both: Move) {
+    match command {
+        Command::Attached { gpu, .. }
+        | Command::Limit { gpu, .. }
+        | Command::Denied { gpu, .. }
+        | Command::Allowance { gpu, .. }
+        | Command::Reserved { gpu, .. }
+        | Command::Prepare { gpu, .. }
+        | Command::EvictionBlocked { gpu, .. }
+        | Command::MappingFailed { gpu, .. } => *gpu = if *gpu == both.from { both.to } else { *gpu },
+        Command::Grant { gpus, .. }
+        | Command::Revoke { gpus, .. }
+        | Command::Contended { gpus, .. }
+        | Command::Waiting { gpus, .. }
+        | Command::Undrainable { gpus, .. } => replace(gpus, both),
+        _ => {}
     }
 }

@@ -73,6 +73,8 @@ pub struct World {
     pub(crate) error: u64,
     pub(crate) connected: BTreeSet<ClientId>,
     pub(crate) asked: BTreeMap<ClientId, GpuSet>,
+    /// Migrations that were not answered.
+    pub(crate) migrations: BTreeMap<ClientId, u32>,
     /// The allowance that each was last sent.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
     pub(crate) queue: BTreeMap<(Time, u64), Happening>,
@@ -113,6 +115,7 @@ impl World {
             error: 0,
             connected: BTreeSet::new(),
             asked: BTreeMap::new(),
+            migrations: BTreeMap::new(),
             allowed: BTreeMap::new(),
             queue: BTreeMap::new(),
             last: BTreeMap::new(),
@@ -246,8 +249,12 @@ impl World {
             Event::Disconnected { client } => {
                 self.connected.remove(client);
                 self.asked.remove(client);
+                self.migrations.remove(client);
             }
             Event::Requested { client, gpus } => drop(self.asked.insert(*client, gpus.clone())),
+            Event::Migrate { client, .. } if self.connected.contains(client) => {
+                *self.migrations.entry(*client).or_default() += 1;
+            }
             Event::Configure(_) => self.tolerant = self.now + Duration::from_secs(20),
             _ => {}
         }
@@ -255,8 +262,12 @@ impl World {
             self.history.push((self.now, event.clone()));
         }
         let before = self.measures.then(|| (self.charges(), self.unfreed()));
-        let commands = self.machine.handle(self.now, event);
+        let mut commands = self.machine.handle(self.now, event);
         self.decisions.add(self.now, &commands);
+        if self.keep {
+            self.commands.extend(commands.iter().map(|command| (self.now, command.clone())));
+        }
+        self.move_clients(&mut commands);
         // What a charge was before it was found to be too low says nothing.
         if let Some((before, unfreed)) = before
             && unfreed == self.unfreed()
@@ -270,6 +281,7 @@ impl World {
             self.check_command(command);
         }
         if self.thorough {
+            self.check_migrations();
             self.check_state();
             self.check_groups();
             self.check_own();
@@ -277,9 +289,6 @@ impl World {
         for command in commands {
             if let Command::Allowance { client, gpu, bytes, .. } = command {
                 self.allowed.insert((client, gpu), bytes);
-            }
-            if self.keep {
-                self.commands.push((self.now, command.clone()));
             }
             let Some(to) = addressee(&command) else {
                 self.look(&command);
@@ -319,7 +328,7 @@ impl World {
                         let stopped = model.stopped;
                         self.feed(Event::Stopped { client: id, stopped });
                     }
-                    Command::Checkpoint { operation, .. } => self.call_helper(id, operation),
+                    Command::Checkpoint { operation, moves, .. } => self.call_helper(id, operation, moves),
                     _ if model.stopped => model.inbox.push_back(command),
                     _ => self.receive(id, command),
                 }

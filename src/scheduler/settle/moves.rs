@@ -1,0 +1,122 @@
+//! Clients that go from one GPU to another of the same kind: each sleeps, is moved, and comes back there.
+//!
+//! A client that sleeps has nothing on a GPU but what the scheduler knows of it. So to move it is to take that out of one GPU's maps
+//! and to put it into the other's, whatever state it is in, and it wakes there as it would have woken at home. Where its process is
+//! restored follows from where it was and where it is attached now (`sleep`); the client hears of it when it is awake.
+
+use crate::{api::*, machine::Machine, memory::Access, timers::Wake};
+
+impl Machine {
+    pub(crate) fn migrate(&mut self, client: ClientId, to: Move) {
+        if !self.clients.contains_key(&client) {
+            return;
+        }
+        let is_away = self.sleep.is_away(client);
+        let asleep = || self.lasting_obstacle(client).filter(|_| !is_away).map(MoveObstacle::Sleep);
+        let why = self.move_obstacle(client, to).or_else(asleep).or_else(|| self.sleep.want_move(client, to));
+        if let Some(why) = why {
+            let Move { from, to } = to;
+            return self.effects.command(Command::Migrated { client, from, to, why: Some(why) });
+        }
+        self.move_sleeper(client);
+        self.hold_off(client);
+        self.try_sleep(client);
+        self.return_next(client);
+        self.answer_move(client);
+    }
+
+    /// Why a client cannot be moved, whether or not it can sleep.
+    fn move_obstacle(&self, client: ClientId, Move { from, to }: Move) -> Option<MoveObstacle> {
+        let total = |id| self.memory.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
+        let is_measured = self.memory.get(&to).is_some_and(|gpu| gpu.measured.is_some() && gpu.verifies);
+        let is_gang = self.lock.gang_peers(client).next().is_some();
+        let is_like_it = total(to).is_some() && total(to) == self.memory.get(&from).map(|gpu| gpu.total);
+        let obstacles = [
+            (self.memory_of(client, from).is_none(), MoveObstacle::NotThere),
+            (self.memory_of(client, to).is_some(), MoveObstacle::Attached),
+            (!is_like_it, MoveObstacle::NoGpu),
+            (is_gang, MoveObstacle::Sleep(SleepObstacle::Gang)),
+            (!is_measured, MoveObstacle::Sleep(SleepObstacle::Unmeasured)),
+        ];
+        let first = obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why);
+        first.or_else(|| (!self.has_room_for(client, from, to)).then_some(MoveObstacle::NoRoom))
+    }
+
+    /// Whether there is room for a client on another GPU: for its context and what it needs, beside what cannot leave; and for its
+    /// context beside what any other client there needs in order to run. And whether what it was promised can be kept there.
+    fn has_room_for(&self, client: ClientId, from: GpuId, to: GpuId) -> bool {
+        let (Some(account), Some(gpu)) = (self.account(client, from), self.memory.get(&to)) else { return false };
+        let here = gpu.promisable(&self.settings);
+        let context = self.memory.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
+        let context = context.unwrap_or_else(|| self.context_of(client, from));
+        let room = here.saturating_sub(context);
+        let runs_all_at_once = |id: &ClientId| gpu.clients.get(id).is_some_and(|it| it.engine != Engine::Managed);
+        // Those whose needs do not fit anyway are not made worse off.
+        let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
+        let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
+        need.max(most) <= room && self.ask_quota(|quota, cx| quota.may_move(cx, client, (from, to), context))
+    }
+
+    /// Moves a client that sleeps, if it is to be moved.
+    pub(super) fn move_sleeper(&mut self, client: ClientId) {
+        let Some(to) = self.sleep.due_move(client) else { return };
+        match self.move_obstacle(client, to) {
+            None => self.move_attachment(client, to),
+            Some(why) => self.sleep.cannot_move(client, why),
+        }
+    }
+
+    /// A client could not be restored on other GPUs: it comes back where it was.
+    pub(super) fn move_back(&mut self, client: ClientId) {
+        for Move { from, to } in self.sleep.moves(client) {
+            self.move_attachment(client, Move { from: to, to: from });
+        }
+        self.sleep.cannot_move(client, MoveObstacle::Failed);
+    }
+
+    /// Says what became of a move, if that is known by now.
+    pub(crate) fn answer_move(&mut self, client: ClientId) {
+        let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
+        self.effects.command(Command::Migrated { client, from, to, why });
+        if why.is_some() && !self.is_absent(client) {
+            self.may_run(client);
+        }
+    }
+
+    /// Moves all that is known of a client that sleeps from one GPU to another. Nothing if that is unknown, or the client is there.
+    fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
+        if self.memory_of(client, to).is_some() || !self.memory.contains_key(&to) {
+            return;
+        }
+        let now = self.now;
+        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.memory.get_mut(&from)) else { return };
+        let (tenant, Some(attachment)) = (state.tenant, gpu.take(client)) else { return };
+        if let Some(gpu) = self.memory.get_mut(&to) {
+            gpu.put(now, client, tenant, attachment);
+        }
+        let wanted = self.with_quota(|quota, cx, _| quota.move_client(cx, client, from, to));
+        let wants = self.lock.wants(client).filter(|wants| wants.contains(&from)).cloned();
+        self.lock.move_client(client, from, to);
+        self.histories.move_client(client, from, to);
+        self.places.move_client(client, from, to);
+        self.effects.wake(Wake::Eviction(client, from), None);
+        self.effects.wake(Wake::Ahead(client, from), None);
+        self.sleep.moved(client, both);
+        self.effects.command(Command::Moved { client, from, to });
+        if let Some(mut wants) = wants {
+            wants.remove(&from);
+            wants.insert(to);
+            self.request(client, wants); // keeps its place
+        }
+        if let Some(bytes) = wanted {
+            self.request_limit(client, to, bytes);
+        }
+        self.lock_changed(client, to);
+        self.schedule_verification(from);
+        for id in [from, to] {
+            self.measure(id);
+            self.touch(id);
+        }
+        self.forget_if_gone(from);
+    }
+}

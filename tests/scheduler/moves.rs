@@ -1,0 +1,392 @@
+//! Clients that go from one GPU to another, message by message.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+const CONTEXT: u64 = 512 * MIB;
+
+/// Two GPUs where memory is measured, and clients that have their memory on one of them.
+struct Scene {
+    t: Talk,
+    /// Whose contexts are where.
+    contexts: BTreeMap<u64, u64>,
+}
+
+impl Scene {
+    /// Client 1 has 4 GiB on GPU 0.
+    fn new() -> Self {
+        let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
+        t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+        let mut scene = Self { t, contexts: BTreeMap::new() };
+        scene.measure();
+        scene.join(1, 0, 4 * GIB);
+        scene
+    }
+
+    fn join(&mut self, n: u64, on: u64, demand: u64) {
+        self.t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+        self.t.say(Event::Attached { client: client(n), gpu: gpu(on), engine: Engine::Swap });
+        self.contexts.insert(n, on);
+        self.measure();
+        self.report(n, demand, 0);
+        self.request(n);
+        self.map(n);
+        self.measure();
+        self.map(n);
+        self.release(n);
+        assert_eq!(self.attachment(n).mapped, demand);
+    }
+
+    /// What is on the GPUs is measured now, and is what clients report.
+    fn measure(&mut self) -> Vec<Command> {
+        self.t.now += ms(1);
+        let begun = self.t.now;
+        let mut commands = Vec::new();
+        for on in 0..2 {
+            let bytes = self.contexts.values().filter(|there| **there == on).count() as u64 * CONTEXT;
+            commands.extend(self.t.say(Event::GpuOverhead { gpu: gpu(on), begun, bytes, complete: true }));
+            let there = self.t.machine.clients().into_iter();
+            let there = there.flat_map(|c| c.attachments.into_iter().map(move |a| (c.client, a)));
+            let there = there.filter(|(_, a)| a.gpu == gpu(on)).map(|(client, a)| (client, a.mapped));
+            // Somebody has to be found, or nobody is taken to be measured at all.
+            let found = there.chain([(client(0), 0)]);
+            let found = found.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
+            commands.extend(self.t.say(Event::Measured { gpu: gpu(on), begun, free: None, found }));
+        }
+        commands
+    }
+
+    fn attachment(&self, n: u64) -> AttachmentView {
+        self.t.attachment(n)
+    }
+
+    fn phase(&self, n: u64) -> SleepPhase {
+        self.t.machine.sleep_of(client(n)).phase
+    }
+
+    fn report(&mut self, n: u64, demand: u64, mapped: u64) -> Vec<Command> {
+        let swapped = demand - mapped;
+        let report = MemoryReport { ack: u32::MAX, demand, mapped, swapped, pinned: 0, limit_ack: u32::MAX };
+        let gpu = self.attachment(n).gpu;
+        self.t.say(Event::Memory { client: client(n), gpu, report })
+    }
+
+    /// Maps, or evicts, exactly what is allowed.
+    fn map(&mut self, n: u64) -> Vec<Command> {
+        let AttachmentView { demand, allowance, .. } = self.attachment(n);
+        self.report(n, demand, allowance.min(demand))
+    }
+
+    fn request(&mut self, n: u64) -> Vec<Command> {
+        let gpus = [self.attachment(n).gpu].into();
+        self.t.say(Event::Requested { client: client(n), gpus })
+    }
+
+    fn release(&mut self, n: u64) -> Vec<Command> {
+        let gpus = [self.attachment(n).gpu].into();
+        self.t.say(Event::Released { client: client(n), gpus, reason: ReleaseReason::Idle, busy: Duration::ZERO })
+    }
+
+    fn migrate(&mut self, n: u64, from: u64, to: u64) -> Vec<Command> {
+        self.t.say(Event::Migrate { client: client(n), from: gpu(from), to: gpu(to) })
+    }
+
+    fn helper(&mut self, n: u64, outcome: SleepOutcome) -> Vec<Command> {
+        self.t.say(Event::Checkpointed { client: client(n), outcome })
+    }
+
+    /// Client 1, which is prepared to sleep, is taken off its GPUs.
+    fn goes(&mut self) -> Vec<Command> {
+        self.map(1);
+        assert_eq!(self.t.say(Event::SleepReady { client: client(1) }), [checkpoint(SleepOperation::Sleep, &[])]);
+        self.contexts.remove(&1);
+        self.helper(1, SleepOutcome::Asleep)
+    }
+
+    /// Client 1, which sleeps and has to wake, has room from now on, and is restored.
+    fn comes(&mut self, moves: &[(u64, u64)]) {
+        let commands = [self.measure(), self.measure()].concat();
+        assert!(commands.contains(&checkpoint(SleepOperation::Wake, moves)), "{commands:?}");
+    }
+
+    /// Client 1 is being restored on GPU 1.
+    fn restoring() -> Self {
+        let mut scene = Self::new();
+        scene.migrate(1, 0, 1);
+        scene.goes();
+        scene.comes(&[(0, 1)]);
+        scene
+    }
+
+    /// Client 1 sleeps until it wants to run.
+    fn asleep() -> Self {
+        let mut scene = Self::new();
+        scene.t.say(Event::SleepWanted { client: client(1), paused: false });
+        scene.goes();
+        assert_eq!(scene.phase(1), SleepPhase::Asleep);
+        scene
+    }
+
+    /// Client 1 runs on that GPU.
+    fn runs_on(&mut self, on: u64) {
+        self.contexts.insert(1, on);
+        self.measure();
+        let commands = [self.request(1), self.map(1), self.measure(), self.map(1)].concat();
+        assert!(commands.contains(&Command::Grant { client: client(1), gpus: gpus([on]) }), "{commands:?}");
+        assert_eq!((self.attachment(1).gpu, self.attachment(1).mapped), (gpu(on), 4 * GIB));
+        let attachments = self.t.machine.clients().into_iter().flat_map(|c| c.attachments);
+        let others: u64 = attachments.filter(|a| a.gpu == gpu(1 - on)).map(|a| a.committed).sum();
+        let view = self.t.machine.gpu(gpu(1 - on)).unwrap();
+        assert_eq!(view.committed, others, "it is promised nothing there any more");
+    }
+}
+
+fn moves(pairs: &[(u64, u64)]) -> Vec<Move> {
+    pairs.iter().map(|(from, to)| Move { from: gpu(*from), to: gpu(*to) }).collect()
+}
+
+fn checkpoint(operation: SleepOperation, pairs: &[(u64, u64)]) -> Command {
+    Command::Checkpoint { client: client(1), operation, moves: moves(pairs) }
+}
+
+fn awake(pairs: &[(u64, u64)]) -> Command {
+    Command::Awake { client: client(1), moved: moves(pairs) }
+}
+
+fn moved(from: u64, to: u64) -> Command {
+    Command::Moved { client: client(1), from: gpu(from), to: gpu(to) }
+}
+
+fn migrated(from: u64, to: u64, why: Option<MoveObstacle>) -> Command {
+    Command::Migrated { client: client(1), from: gpu(from), to: gpu(to), why }
+}
+
+const PREPARE: Command = Command::PrepareSleep { client: ClientId(1), paused: true };
+
+#[test]
+fn one_that_is_idle_sleeps_is_moved_and_wakes() {
+    let mut scene = Scene::new();
+    let commands = scene.migrate(1, 0, 1);
+    assert_eq!(commands.last(), Some(&PREPARE), "{commands:?}");
+    let commands = scene.goes();
+    assert!(commands.contains(&moved(0, 1)), "{commands:?}");
+    let AttachmentView { gpu: on, demand, charge, .. } = scene.attachment(1);
+    assert_eq!((on, demand, charge, scene.phase(1)), (gpu(1), 4 * GIB, 0, SleepPhase::Waking));
+    scene.comes(&[(0, 1)]);
+    let commands = scene.helper(1, SleepOutcome::Runs);
+    let at = |command: Command| commands.iter().position(|c| *c == command).unwrap_or_else(|| panic!("{commands:?}"));
+    assert!(at(awake(&[(0, 1)])) < at(migrated(0, 1, None)));
+    scene.runs_on(1);
+    scene.release(1);
+    scene.t.say(Event::SleepWanted { client: client(1), paused: false });
+    scene.goes();
+    scene.t.say(Event::WakeRequested { client: client(1) });
+    scene.comes(&[]);
+}
+
+#[test]
+fn one_that_has_work_is_asked_for_the_lock_and_goes_on_there() {
+    let mut scene = Scene::new();
+    scene.request(1);
+    assert_eq!(scene.migrate(1, 0, 1), [revoke(1)]);
+    scene.request(1);
+    let commands = scene.release(1);
+    assert!(commands.contains(&PREPARE) && !commands.contains(&grant(1)), "{commands:?}");
+    scene.goes();
+    assert_eq!((scene.attachment(1).gpu, scene.attachment(1).state), (gpu(1), LockState::Waiting));
+    scene.comes(&[(0, 1)]);
+    scene.contexts.insert(1, 1);
+    let mut commands = scene.helper(1, SleepOutcome::Runs);
+    commands.extend([scene.map(1), scene.measure(), scene.map(1)].concat());
+    assert!(commands.contains(&Command::Grant { client: client(1), gpus: gpus([1]) }), "{commands:?}");
+}
+
+#[test]
+fn one_that_sleeps_is_moved_at_once_and_sleeps_on() {
+    let mut scene = Scene::asleep();
+    let commands = scene.migrate(1, 0, 1);
+    assert!(commands.contains(&moved(0, 1)) && commands.contains(&migrated(0, 1, None)), "{commands:?}");
+    scene.t.after(Duration::from_secs(600));
+    assert_eq!((scene.phase(1), scene.attachment(1).gpu), (SleepPhase::Asleep, gpu(1)));
+    scene.t.say(Event::WakeRequested { client: client(1) });
+    scene.comes(&[(0, 1)]);
+    assert!(scene.helper(1, SleepOutcome::Runs).contains(&awake(&[(0, 1)])));
+    scene.runs_on(1);
+}
+
+#[test]
+fn one_that_is_moved_back_before_it_wakes_has_not_been_moved() {
+    let mut scene = Scene::asleep();
+    scene.migrate(1, 0, 1);
+    assert!(scene.migrate(1, 1, 0).contains(&moved(1, 0)));
+    scene.t.say(Event::WakeRequested { client: client(1) });
+    scene.comes(&[]);
+    assert!(scene.helper(1, SleepOutcome::Runs).contains(&awake(&[])));
+    scene.runs_on(0);
+}
+
+#[test]
+fn one_that_cannot_be_restored_there_comes_back_where_it_was() {
+    for settles in [false, true] {
+        let mut scene = Scene::restoring();
+        if settles {
+            scene.helper(1, SleepOutcome::Unknown);
+            assert!(scene.t.after(Duration::from_secs(1)).contains(&checkpoint(SleepOperation::Settle, &[])));
+        }
+        let commands = scene.helper(1, SleepOutcome::Asleep);
+        assert!(commands.contains(&moved(1, 0)), "{commands:?}");
+        assert!(commands.contains(&migrated(0, 1, Some(MoveObstacle::Failed))), "{commands:?}");
+        scene.t.after(Duration::from_secs(1));
+        scene.comes(&[]);
+        assert!(scene.helper(1, SleepOutcome::Runs).contains(&awake(&[])));
+        scene.runs_on(0);
+    }
+}
+
+#[test]
+fn one_that_a_helper_left_running_is_on_the_other_gpu() {
+    let mut scene = Scene::restoring();
+    scene.helper(1, SleepOutcome::Unknown);
+    scene.t.after(Duration::from_secs(1));
+    let commands = scene.helper(1, SleepOutcome::Runs);
+    assert!(commands.contains(&awake(&[(0, 1)])) && commands.contains(&migrated(0, 1, None)), "{commands:?}");
+    scene.runs_on(1);
+}
+
+#[test]
+fn one_that_refuses_to_sleep_goes_on_where_it_is() {
+    let mut scene = Scene::new();
+    scene.request(1);
+    scene.migrate(1, 0, 1);
+    scene.request(1);
+    scene.release(1);
+    scene.map(1);
+    let commands = scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Capture });
+    let why = Some(MoveObstacle::Sleep(SleepObstacle::Capture));
+    assert!(commands.contains(&migrated(0, 1, why)), "{commands:?}");
+    let commands = [commands, scene.map(1), scene.measure(), scene.map(1)].concat();
+    assert!(commands.contains(&grant(1)), "{commands:?}");
+}
+
+#[test]
+fn one_that_is_resumed_before_it_sleeps_stays() {
+    let mut scene = Scene::new();
+    scene.request(1);
+    scene.migrate(1, 0, 1);
+    scene.request(1);
+    let commands = scene.t.say(Event::Resumed { client: client(1) });
+    assert!(commands.contains(&migrated(0, 1, Some(MoveObstacle::Resumed))), "{commands:?}");
+    assert!(scene.release(1).contains(&grant(1)));
+    assert_eq!(scene.t.machine.sleep_of(client(1)).moving, None);
+}
+
+#[test]
+fn one_that_is_paused_while_it_is_restored_there_has_arrived() {
+    let mut scene = Scene::restoring();
+    scene.t.say(Event::SleepWanted { client: client(1), paused: true });
+    let commands = scene.helper(1, SleepOutcome::Runs);
+    assert!(commands.contains(&migrated(0, 1, None)) && commands.contains(&PREPARE), "{commands:?}");
+}
+
+#[test]
+fn who_cannot_be_moved_is_refused_at_once() {
+    let mut scene = Scene::new();
+    let refused = |scene: &mut Scene, from, to, why| {
+        assert_eq!(scene.migrate(1, from, to), [migrated(from, to, Some(why))]);
+        assert_eq!(scene.t.machine.sleep_of(client(1)).moving, None);
+    };
+    refused(&mut scene, 1, 0, MoveObstacle::NotThere);
+    refused(&mut scene, 0, 0, MoveObstacle::Attached);
+    refused(&mut scene, 0, 2, MoveObstacle::NoGpu);
+    scene.t.say(Event::GpuFound { gpu: gpu(2), total: 24 * GIB });
+    refused(&mut scene, 0, 2, MoveObstacle::NoGpu);
+    scene.t.say(Event::GpuFound { gpu: gpu(2), total: 16 * GIB });
+    refused(&mut scene, 0, 2, MoveObstacle::Sleep(SleepObstacle::Unmeasured));
+    scene.t.say(Event::GpuGone { gpu: gpu(2) });
+    refused(&mut scene, 0, 2, MoveObstacle::NoGpu);
+
+    // Beside one that needs nearly all of the other GPU, its context would be too much.
+    scene.join(2, 1, 15 * GIB);
+    refused(&mut scene, 0, 1, MoveObstacle::NoRoom);
+    scene.t.say(Event::Disconnected { client: client(2) });
+    scene.contexts.remove(&2);
+    scene.measure();
+
+    // It is promised more than host memory could take in there.
+    scene.join(2, 1, 8 * GIB);
+    scene.t.say(Event::HostMemory { bytes: GIB });
+    scene.map(1);
+    scene.map(2);
+    let committed: u64 = (1..3).map(|n| scene.attachment(n).committed).sum();
+    assert!(committed > 17 * GIB, "{committed}");
+    refused(&mut scene, 0, 1, MoveObstacle::NoRoom);
+    scene.t.say(Event::HostMemory { bytes: 64 * GIB });
+    scene.t.say(Event::Disconnected { client: client(2) });
+    scene.contexts.remove(&2);
+    scene.measure();
+
+    assert!(scene.migrate(1, 0, 1).contains(&PREPARE));
+    assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::Moving))]);
+    assert_eq!(scene.migrate(9, 0, 1), [], "there is no such client");
+}
+
+#[test]
+fn one_of_a_gang_is_refused() {
+    let mut scene = Scene::new();
+    let group = Group { id: GroupId(1), limits: RuleLimits { gang: true, ..RuleLimits::default() } };
+    scene.join(2, 0, GIB);
+    scene.t.say(Event::Groups { groups: [1, 2].map(|n| (client(n), Some(group))).into() });
+    let why = MoveObstacle::Sleep(SleepObstacle::Gang);
+    assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(why))]);
+}
+
+#[test]
+fn a_group_gets_no_more_than_it_may_have_there() {
+    let mut scene = Scene::new();
+    scene.join(2, 1, 6 * GIB);
+    let limits = RuleLimits { memory_max: Amount::Bytes(10 * GIB), ..RuleLimits::default() };
+    scene.t.say(Event::Groups { groups: [1, 2].map(|n| (client(n), Some(Group { id: GroupId(1), limits }))).into() });
+    (1..3).for_each(|n| drop(scene.map(n)));
+    assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::NoRoom))]);
+}
+
+#[test]
+fn one_for_which_there_is_no_room_any_more_wakes_at_home() {
+    let mut scene = Scene::new();
+    scene.migrate(1, 0, 1);
+    scene.map(1);
+    scene.t.say(Event::SleepReady { client: client(1) });
+    scene.join(2, 1, 15 * GIB);
+    scene.contexts.remove(&1);
+    let commands = scene.helper(1, SleepOutcome::Asleep);
+    assert!(commands.contains(&migrated(0, 1, Some(MoveObstacle::NoRoom))), "{commands:?}");
+    scene.comes(&[]);
+    assert!(scene.helper(1, SleepOutcome::Runs).contains(&awake(&[])));
+    scene.runs_on(0);
+}
+
+#[test]
+fn one_that_ends_on_its_way_leaves_nothing() {
+    for stage in 0..3 {
+        let mut scene = Scene::new();
+        scene.migrate(1, 0, 1);
+        if stage > 0 {
+            scene.goes();
+        }
+        if stage > 1 {
+            scene.comes(&[(0, 1)]);
+        }
+        let commands = scene.t.say(Event::Disconnected { client: client(1) });
+        assert!(!commands.iter().any(|c| addressee(c) == Some(client(1))), "{commands:?}");
+        scene.contexts.clear();
+        scene.measure();
+        scene.measure();
+        for on in 0..2 {
+            let view = scene.t.machine.gpu(gpu(on)).unwrap();
+            assert_eq!((view.committed, view.charged, view.capacity), (0, 0, 16 * GIB));
+        }
+    }
+}
