@@ -268,6 +268,30 @@ fn one_that_is_paused_sleeps_although_it_has_work() {
     program.finish();
 }
 
+/// A scheduler that has not had an answer in time, from a process that was stopped for instance, still waits for it before it asks
+/// for anything else.
+#[test]
+fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 5", "link");
+    fake.serve_until_granted(&mut program);
+    for _ in 0..50 {
+        fake.say(SchedulerMessage::PrepareSleep { flags: 0 });
+        fake.say(SchedulerMessage::Awake { moved: Moves::default() });
+        wait_for("an answer", || {
+            assert_eq!(program.poll(), None);
+            match fake.next_of_sleep()? {
+                ClientMessage::SleepReady {} | ClientMessage::SleepRefused { .. } => Some(()),
+                other => panic!("{other:?}"),
+            }
+        });
+    }
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
 /// A message that arrives while it prepares changes nothing of that, and is carried out.
 #[test]
 fn messages_do_not_keep_it_awake() {

@@ -299,6 +299,11 @@ impl ClientThread {
     /// The process is on its GPUs again, or stays there. `moved`: GPUs that the scheduler has put it on in the place of others. The
     /// driver knows better: a predecessor may have put the process back, of which the scheduler has not heard.
     pub(super) fn wake_up(&mut self, moved: Moves) {
+        if matches!(self.sleep, Sleep::Preparing { .. } | Sleep::Leaving(_)) {
+            // It never left. The scheduler has waited for too long, and asks for nothing else before it has an answer.
+            self.stay_awake(SleepRefusal::Busy);
+            return;
+        }
         // First, so that no thread that goes on names a GPU that was left.
         placement::look_again();
         let gpus = gpu::look_again();
