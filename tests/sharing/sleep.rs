@@ -102,6 +102,98 @@ fn one_that_cannot_sleep_is_held_off_and_says_why() {
     program.finish();
 }
 
+/// A program that is paused stays where it is, and `status` says why. Others have its memory's place meanwhile.
+#[track_caller]
+fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
+    pause(machine, program);
+    let shown = wait_until(machine, program, "sleep-obstacle", why);
+    assert_eq!((&shown["sleep"], &shown["paused"]), (&"awake".into(), &true.into()));
+    let status = machine.ctl(&["status"]);
+    assert!(status.contains(&format!("is held off all the same, but cannot sleep: {why}.")), "{status}");
+    machine.program("mix --mem 64M --chunks 4 --reps 2 --rounds 3").start().finish();
+    resume(machine, program);
+    wait_until(machine, program, "paused", false);
+}
+
+#[test]
+fn one_that_shares_memory_cannot_sleep() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() });
+    let words = format!("--file {} --private 32M --rounds 300", machine.path("meeting").display());
+    let mut exporter = machine.program(&format!("share --role export {words}")).start();
+    let mut importer = machine.program(&format!("share --role import {words}")).start();
+    for program in [&exporter, &importer] {
+        machine.wait_for_grants(program, 2);
+        cannot_sleep(&machine, program, "it shares memory with other processes");
+    }
+    importer.finish();
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn one_whose_gpus_reach_each_other_cannot_sleep() {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
+    let mut program = machine.program("across --mem 16M --how kernel --rounds 300").start();
+    machine.wait_for_grants(&program, 1);
+    cannot_sleep(&machine, &program, "its GPUs reach each other's memory");
+    program.finish();
+}
+
+#[test]
+fn one_that_captures_a_stream_cannot_sleep() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = machine.program("captures --mem 16M --rounds 3 --capture-ms 4000 --mode relaxed").start();
+    machine.wait_for_grants(&program, 1);
+    // Before its first capture it can.
+    let captures = || {
+        pause(&machine, &program);
+        let shown = wait_for("it to sleep, or not to", || {
+            let answered = |client: &Value| client["sleep"] == "sleeping" || client["sleep-obstacle"] != "";
+            client(&machine, &program).filter(answered)
+        });
+        resume(&machine, &program);
+        wait_until(&machine, &program, "paused", false);
+        shown["sleep"] != "sleeping"
+    };
+    while !captures() {}
+    cannot_sleep(&machine, &program, "it captures a stream");
+    program.finish();
+}
+
+/// What passed no gate is waited for before its memory leaves.
+#[test]
+fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = machine.program("unseen --mem 16M --rounds 2 --ms 1500 --pause-ms 100").start();
+    machine.wait_for_grants(&program, 1);
+    thread::sleep(Duration::from_millis(100));
+    pause(&machine, &program);
+    wait_until(&machine, &program, "sleep", "sleeping");
+    resume(&machine, &program);
+    program.finish();
+}
+
+/// It has a device of the kind open by which network cards reach memory of GPUs.
+#[test]
+fn one_whose_memory_other_devices_may_reach_cannot_sleep() {
+    // SAFETY: a plain call.
+    if unsafe { libc::geteuid() } != 0 {
+        return eprintln!("not tried: root is needed");
+    }
+    const DEVICES: &str = "mkdir \"$1\" && mount --rbind /dev \"$1\" && mount -t tmpfs none /dev && mkdir /dev/infiniband /dev/shm && \
+                           : > /dev/infiniband/uverbs0 && ln -s \"$1/null\" /dev/null && shift && exec \"$@\" 9< /dev/infiniband/uverbs0";
+    let machine = Machine::with_scheduler(Setup::default());
+    let (devices, program) = (machine.path("dev"), test_support::artifact("cuda-program"));
+    let (devices, program) = (devices.display().to_string(), program.display().to_string());
+    let script = ["--mount", "--propagation", "private", "sh", "-ec", DEVICES, "sh", &devices, &program];
+    let words = ["naps", "--mem", "8M", "--seconds", "600", "--pause-ms", "5"];
+    let program = machine.command("unshare".as_ref(), &[&script[..], &words[..]].concat()).start();
+    machine.wait_for_grants(&program, 1);
+    cannot_sleep(&machine, &program, "other devices may reach its memory");
+    ends(program);
+}
+
 #[test]
 fn where_the_driver_cannot_do_it_a_program_is_held_off() {
     let without = "cuCheckpointProcessLock cuCheckpointProcessCheckpoint cuCheckpointProcessRestore \

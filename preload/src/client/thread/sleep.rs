@@ -163,6 +163,10 @@ impl ClientThread {
         if exit::has_begun() {
             return Some(SleepRefusal::Busy);
         }
+        // First, since memory that they may reach stays on the GPU like that of work that is not seen.
+        if foreign_devices::may_reach_memory() {
+            return Some(SleepRefusal::Rdma);
+        }
         for gpu in gpu::attached() {
             let Some(space) = gpu.space() else { return Some(SleepRefusal::Immovable) };
             let (account, engine, has_managed, is_exported) = {
@@ -182,10 +186,7 @@ impl ClientThread {
                 return Some(why);
             }
         }
-        if redirect::was_refused() {
-            return Some(SleepRefusal::UnseenWork);
-        }
-        foreign_devices::may_reach_memory().then_some(SleepRefusal::Rdma)
+        redirect::was_refused().then_some(SleepRefusal::UnseenWork)
     }
 
     /// Undoes a preparation, and says why.
