@@ -123,14 +123,19 @@ pub fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Dur
 
 /// `Some(None)`: never.
 pub fn read_sleep_after<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<Duration>>, D::Error> {
+    sleep_after(from).map(Some)
+}
+
+/// `None`: never.
+pub fn sleep_after<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
     let scalar = Scalar::read(from, "sleep-after", "a duration in whole seconds, like \"5min\", or \"never\"")?;
     let parsed = match scalar {
-        Scalar::Text(text) if text == "never" => return Ok(Some(None)),
+        Scalar::Text(text) if text == "never" => return Ok(None),
         Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
         Scalar::Text(text) => units::parse_duration(&text),
     };
     let checked = parsed.and_then(|value| whole_seconds(value, "time until programs sleep", SLEEP_AFTER_SECONDS));
-    checked.map(|after| Some(Some(after))).map_err(|e| de::Error::custom(format!("sleep-after: {e}")))
+    checked.map(Some).map_err(|e| de::Error::custom(format!("sleep-after: {e}")))
 }
 
 fn read_duration<'de, D: Deserializer<'de>>(

@@ -6,6 +6,7 @@
 
 use crate::api::*;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 /// A group that has members.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
@@ -183,6 +184,14 @@ impl Rules {
             Some(true) if rule == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
             Some(true) | None => rule,
         }
+    }
+
+    /// How long a client is idle before it sleeps: as its rule says, or else the settings, and no longer than its environment says.
+    /// Where the settings have nobody sleep, only a rule can. `None`: for ever.
+    pub fn sleep_after(&self, client: ClientId, settings: &Settings) -> Option<Duration> {
+        let rule = self.limits_of(client).and_then(|limits| limits.sleep_after);
+        let rule = rule.or(settings.sleep_after.map(SleepAfter::Idle))?;
+        self.env(client).and_then(|limits| limits.sleep_after).map_or(rule, |env| env.min(rule)).time()
     }
 
     /// Whether allocations of the client wait for memory instead of failing.

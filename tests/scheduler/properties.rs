@@ -326,6 +326,7 @@ fn event() -> impl Strategy<Value = Event> {
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
                 limits: RuleLimits {
+                    sleep_after: (bytes % 5 == 0).then_some(SleepAfter::Idle(Duration::from_millis(bytes % 5000))),
                     memory_max: if id == 0 { Amount::Percent(50) } else { Amount::Bytes(bytes) },
                     share: (bytes % 3 > 0).then(|| Share {
                         weight: (bytes % 5) as u16 * 100,

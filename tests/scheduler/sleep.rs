@@ -443,6 +443,35 @@ mod idle {
         assert!(scene.t.say(refusal).contains(&prepares(2)));
     }
 
+    /// By rule, whatever the settings say; by its environment no later than by rule, and only where it sleeps at all.
+    #[test]
+    fn a_rule_sets_when_its_programs_sleep_and_their_environment_only_sooner() {
+        let minutes = |minutes: u64| SleepAfter::Idle(Duration::from_secs(60 * minutes));
+        let asked_after = |setting: Option<Duration>, rule: Option<SleepAfter>, env: Option<SleepAfter>| {
+            let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
+            let settings = Settings { sleep_after: setting, ..scene.t.machine.settings().clone() };
+            scene.t.say(Event::Configure(settings));
+            let other = RuleLimits { sleep_after: Some(SleepAfter::Never), ..RuleLimits::default() };
+            scene.t.put(&[1, 3], other);
+            let ruled = Group { id: GroupId(8), limits: RuleLimits { sleep_after: rule, ..RuleLimits::default() } };
+            scene.t.say(Event::Groups { groups: [(client(2), Some(ruled))].into() });
+            let limits = EnvLimits { sleep_after: env, ..EnvLimits::default() };
+            scene.t.say(Event::EnvLimits { client: client(2), limits });
+            (1..30).find(|_| scene.t.after(Duration::from_secs(60)).contains(&prepares(2)))
+        };
+        let (never, default) = (Some(SleepAfter::Never), Some(AFTER));
+        assert_eq!(asked_after(default, None, None), Some(5));
+        assert_eq!(asked_after(default, Some(minutes(2)), None), Some(2));
+        assert_eq!(asked_after(default, Some(minutes(9)), None), Some(9));
+        assert_eq!(asked_after(default, never, None), None);
+        assert_eq!(asked_after(None, Some(minutes(2)), None), Some(2));
+        assert_eq!(asked_after(default, None, Some(minutes(3))), Some(3));
+        assert_eq!(asked_after(default, None, Some(minutes(7))), Some(5));
+        assert_eq!(asked_after(default, None, never), Some(5));
+        assert_eq!(asked_after(default, never, Some(minutes(3))), Some(3));
+        assert_eq!(asked_after(None, None, Some(minutes(3))), None, "the driver may not be one that was tested");
+    }
+
     /// Who stops a process keeps it from being settled.
     #[test]
     fn one_that_is_never_settled_keeps_nobody_else_from_sleeping() {

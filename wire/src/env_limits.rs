@@ -4,6 +4,7 @@
 use crate::{
     ClientMessage,
     message::byte_enum,
+    version,
     visible_devices::{PART, ascii},
 };
 use core::ffi::CStr;
@@ -25,11 +26,12 @@ byte_enum! {
         Priority = 6,
         Interactive = 7,
         AllowedGpus = 8,
+        SleepAfter = 9,
     }
 }
 
 impl LimitName {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::MemoryMax,
         Self::MemoryLow,
         Self::SwapMax,
@@ -39,6 +41,7 @@ impl LimitName {
         Self::Priority,
         Self::Interactive,
         Self::AllowedGpus,
+        Self::SleepAfter,
     ];
 
     /// The environment variable.
@@ -53,6 +56,15 @@ impl LimitName {
             Self::Priority => c"NVSHARE_PRIORITY",
             Self::Interactive => c"NVSHARE_INTERACTIVE",
             Self::AllowedGpus => c"NVSHARE_ALLOWED_GPUS",
+            Self::SleepAfter => c"NVSHARE_SLEEP_AFTER",
+        }
+    }
+
+    /// The protocol version from which on it can be sent.
+    pub const fn since(self) -> u16 {
+        match self {
+            Self::SleepAfter => version::SLEEP,
+            _ => version::ENV_LIMITS,
         }
     }
 }

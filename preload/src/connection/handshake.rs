@@ -34,7 +34,14 @@ pub fn announce_limits(socket: &Socket, version: u16) -> bool {
         }
         return true;
     }
-    messages.iter().all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
+    let is_known = |message: &&ClientMessage| match message {
+        ClientMessage::EnvLimit { limit, .. } => limit.since() <= version,
+        _ => true,
+    };
+    messages
+        .iter()
+        .filter(is_known)
+        .all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
 }
 
 /// Connects and shakes hands. Returns the socket, the agreed version and this client's id.

@@ -10,9 +10,9 @@ use serde::de::value::{Error, I64Deserializer, StrDeserializer};
 
 use super::gpu_names::{self, GpuName};
 use super::rule::Rule;
-use super::values::{MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
+use super::values::{IdleTime, MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight, idle_time};
 use crate::config::units;
-use crate::scheduler::{self, Amount, OnMemoryFull, RuleLimits};
+use crate::scheduler::{self, Amount, OnMemoryFull, RuleLimits, SleepAfter};
 
 /// The name of the environment variable in which a program sets a limit.
 pub fn variable(limit: LimitName) -> &'static str {
@@ -34,6 +34,7 @@ enum Value {
     Priority(i8),
     Interactive(bool),
     AllowedGpus(Vec<GpuName>),
+    SleepAfter(SleepAfter),
 }
 
 /// The limits from one program's environment.
@@ -71,6 +72,7 @@ impl EnvLimits {
                 Value::Priority(priority) => limits.priority = Some(*priority),
                 Value::Interactive(is_interactive) => limits.batch = !is_interactive,
                 Value::AllowedGpus(_) => {}
+                Value::SleepAfter(after) => limits.sleep_after = Some(*after),
             }
         }
         limits
@@ -126,6 +128,7 @@ impl Value {
                 "1" => Self::Interactive(true),
                 _ => return Err(format!("interactive cannot be {:?}: 0 or 1 is allowed", shortened(text))),
             },
+            LimitName::SleepAfter => Self::SleepAfter(parse::<IdleTime>(text)?.0),
             LimitName::AllowedGpus => {
                 let names = text.split(',').map(str::trim);
                 let read = |name| gpu_names::read(name).or_else(|_| gpu_names::read(&shortened(name)));
@@ -160,6 +163,10 @@ impl Value {
                 let has = if share.interactive { "interactive" } else { "no interactive" };
                 (*value || !share.interactive, has.into())
             }
+            Self::SleepAfter(value) => match limits.sleep_after {
+                Some(after) => (*value >= after, Self::SleepAfter(after).to_string()),
+                None => (*value == SleepAfter::Never, "no other sleep-after than all programs".into()),
+            },
             // Which GPUs these are depends on who asks.
             Self::AllowedGpus(_) => (false, String::new()),
         };
@@ -186,6 +193,7 @@ impl fmt::Display for Value {
             Self::Priority(priority) => write!(f, "priority {priority}"),
             Self::Interactive(true) => f.write_str("interactive"),
             Self::Interactive(false) => f.write_str("not interactive"),
+            Self::SleepAfter(after) => write!(f, "sleep-after {}", idle_time(*after)),
             Self::AllowedGpus(names) => {
                 let names: Vec<String> = names.iter().map(GpuName::to_string).collect();
                 write!(f, "allowed-gpus {}", names.join(" "))
@@ -252,6 +260,7 @@ mod tests {
             (LimitName::Priority, "-5"),
             (LimitName::Interactive, "0"),
             (LimitName::AllowedGpus, "GPU-8a6c, 1"),
+            (LimitName::SleepAfter, "1min"),
         ]);
         let expected = scheduler::EnvLimits {
             memory_max: Amount::Bytes(8 << 30),
@@ -262,6 +271,7 @@ mod tests {
             time_max: 30,
             priority: Some(-5),
             batch: true,
+            sleep_after: Some(SleepAfter::Idle(std::time::Duration::from_secs(60))),
         };
         assert_eq!(limits.limits(), expected);
         let names = ["GPU-8a6c", "1"].map(|name| GpuName::parse(name).expect("a name"));
@@ -270,7 +280,7 @@ mod tests {
         assert_eq!(
             limits.in_words(Some(&rule)),
             "memory-max 8 GiB, memory-low 25%, swap-max 8 GiB, on-memory-full wait, weight 10, time-max 30%, priority -5, \
-             not interactive, allowed-gpus GPU-8a6c 1"
+             not interactive, allowed-gpus GPU-8a6c 1, sleep-after 60s"
         );
         assert_eq!(limits.remarks(Some(&rule)), Vec::<String>::new());
         assert_eq!(env_limits(&[(LimitName::Weight, "idle")]).limits().weight, Some(0));
@@ -341,7 +351,7 @@ mod tests {
     #[test]
     fn what_is_no_tighter_than_a_rule_has_no_effect() {
         let all = "memory-max = \"8G\"\nmemory-low = \"10%\"\nswap-max = \"4G\"\nweight = 50\ntime-max = \"40%\"\n\
-                   priority = -3\non-memory-full = \"wait\"";
+                   priority = -3\non-memory-full = \"wait\"\nsleep-after = \"1min\"";
         let rule = rule(all);
         for (limit, text, has) in [
             (LimitName::MemoryMax, "8G", "memory-max 8 GiB"),
@@ -353,6 +363,8 @@ mod tests {
             (LimitName::Priority, "0", "priority -3"),
             (LimitName::Interactive, "0", "no interactive"),
             (LimitName::OnMemoryFull, "wait", "on-memory-full wait"),
+            (LimitName::SleepAfter, "60", "sleep-after 60s"),
+            (LimitName::SleepAfter, "never", "sleep-after 60s"),
         ] {
             let (limits, name) = (env_limits(&[(limit, text)]), variable(limit));
             let expected = format!(
@@ -369,6 +381,7 @@ mod tests {
             (LimitName::Weight, "idle"),
             (LimitName::Priority, "-4"),
             (LimitName::OnMemoryFull, "fail"),
+            (LimitName::SleepAfter, "59s"),
         ] {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
         }

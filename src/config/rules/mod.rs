@@ -32,12 +32,13 @@ pub use runtime::{Added, Addition};
 pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
-pub const LIMIT_KEYS: [&str; 15] = [
+pub const LIMIT_KEYS: [&str; 16] = [
     "memory-max",
     "memory-low",
     "swap-max",
     "on-memory-full",
     "wait-order",
+    "sleep-after",
     "weight",
     "time-min",
     "time-max",

@@ -12,7 +12,7 @@ use super::gpu_names::GpuNames;
 use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
 use super::rule::{Origin, Rule, Subject};
-use super::values::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
+use super::values::{IdleTime, MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, RuleLimits, Share};
 
 /// A rule in a file.
@@ -33,6 +33,7 @@ pub struct RawRule {
     swap_max: Option<SwapMax>,
     on_memory_full: Option<OnFull>,
     wait_order: Option<Spanned<Order>>,
+    sleep_after: Option<IdleTime>,
     weight: Option<Weight>,
     time_min: Option<Spanned<Percent>>,
     time_max: Option<Spanned<Percent>>,
@@ -88,14 +89,16 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
-        if memory.is_none() && share.is_none() && self.gang.is_none() && places == Whereabouts::default() {
+        let is_empty = memory.is_none() && share.is_none() && self.gang.is_none() && self.sleep_after.is_none();
+        if is_empty && places == Whereabouts::default() {
             return Err((span, format!("the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "))));
         }
         let name = self.name.unwrap_or_default();
         if name.chars().any(char::is_control) {
             return Err((span, "the name of a rule is one line of text".into()));
         }
-        let limits = RuleLimits { share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
+        let sleep_after = self.sleep_after.map(|after| after.0);
+        let limits = RuleLimits { sleep_after, share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
         Ok(Rule { origin, name, subject, limits, places })
     }
 
@@ -269,6 +272,8 @@ mod tests {
             "weight = 100",
             "memory-low = \"25%\"\nswap-max = \"8G\"\non-memory-full = \"wait\"\nwait-order = \"best-fit\"",
             "on-memory-full = \"fail\"",
+            "sleep-after = \"90s\"",
+            "sleep-after = \"never\"",
             "time-min = \"20%\"",
             "gang = true",
             "allowed-gpus = [\"GPU-8a6c\", 0, \"MIG-1\"]",
@@ -376,6 +381,11 @@ mod tests {
             (
                 "swap-max = \"50%\"",
                 "2:12: swap-max cannot be \"50%\": a size from 2M to 1T like \"8G\", or \"infinity\" is allowed".to_owned(),
+            ),
+            (
+                "sleep-after = \"2d\"",
+                "2:15: sleep-after: the time until programs sleep cannot be 172800 seconds: whole seconds from 1 to 86400 are allowed"
+                    .to_owned(),
             ),
             (
                 "memory-low = \"2G\"\nmemory-max = \"1G\"",

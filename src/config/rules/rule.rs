@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::gpu_names::GpuName;
 use super::places::Whereabouts;
-use super::values::Order;
+use super::values::{Order, idle_time};
 use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share, WaitOrder};
 
 /// Where a rule is written; without a line where it is not in a file.
@@ -51,7 +51,8 @@ impl Rule {
         let Subject { unit, slice, container, pod, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
-        let RuleLimits { memory_max, memory_low, swap_max, on_memory_full, share: says, gang } = self.limits;
+        let RuleLimits { memory_max, memory_low, swap_max, on_memory_full, sleep_after, share: says, gang } =
+            self.limits;
         let amount = |amount: Amount| match amount {
             Amount::Infinity => "infinity".into(),
             Amount::Bytes(bytes) => i64::try_from(bytes).unwrap_or(i64::MAX).into(),
@@ -81,6 +82,7 @@ impl Rule {
             ("swap-max", swap_max.map(|bytes| amount(Amount::Bytes(bytes)))),
             ("on-memory-full", waits),
             ("wait-order", order),
+            ("sleep-after", sleep_after.map(|after| idle_time(after).into())),
             ("weight", says.map(|_| weight)),
             ("time-min", (min > 0).then(|| format!("{min}%").into())),
             ("time-max", (max < 100).then(|| format!("{max}%").into())),

@@ -5,8 +5,8 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
-use crate::config::units;
-use crate::scheduler::{Amount, WaitOrder};
+use crate::config::{settings, units};
+use crate::scheduler::{Amount, SleepAfter, WaitOrder};
 
 /// The smallest limit, which is the granularity of GPU memory, and the largest, which is that of all sizes in the file; bytes.
 const LEAST: u64 = 2 << 20;
@@ -52,6 +52,21 @@ impl Order {
             WaitOrder::Random => "random",
         }
     }
+}
+
+/// When idle programs sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IdleTime(pub SleepAfter);
+
+impl<'de> Deserialize<'de> for IdleTime {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        settings::sleep_after(from).map(|after| Self(after.map_or(SleepAfter::Never, SleepAfter::Idle)))
+    }
+}
+
+/// As it is written.
+pub fn idle_time(after: SleepAfter) -> String {
+    after.time().map_or_else(|| "never".into(), |time| format!("{}s", time.as_secs()))
 }
 
 /// Weight of a share; 0 gets only time that no other program wants.

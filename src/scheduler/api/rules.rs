@@ -1,5 +1,7 @@
 //! What rules say about groups of clients, and what a client's own environment says about that client.
 
+use std::time::Duration;
+
 /// A group: the clients that a rule counts together, such as all programs of a unit, a container or a user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct GroupId(pub u64);
@@ -24,6 +26,9 @@ pub struct RuleLimits {
     /// limit.
     pub swap_max: Option<u64>,
     pub on_memory_full: OnMemoryFull,
+    /// When its clients are put to sleep. `None`: as the settings say.
+    #[serde(default)]
+    pub sleep_after: Option<SleepAfter>,
     /// The group's share of GPU time. `None`: its clients take turns with all other clients of their tenant.
     pub share: Option<Share>,
     /// Makes the group's clients one gang, whatever gang they name themselves.
@@ -51,6 +56,9 @@ pub struct EnvLimits {
     pub priority: Option<i8>,
     /// The client is not interactive, whatever its rule says.
     pub batch: bool,
+    /// When the client is put to sleep, if that is sooner than it would be.
+    #[serde(default)]
+    pub sleep_after: Option<SleepAfter>,
 }
 
 impl Default for EnvLimits {
@@ -64,6 +72,25 @@ impl Default for EnvLimits {
             time_max: 100,
             priority: None,
             batch: false,
+            sleep_after: None,
+        }
+    }
+}
+
+/// How long a client is idle before it is put to sleep where others lack room. The shorter is the lesser.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SleepAfter {
+    Idle(Duration),
+    Never,
+}
+
+impl SleepAfter {
+    /// `None`: for ever.
+    pub fn time(self) -> Option<Duration> {
+        match self {
+            Self::Idle(time) => Some(time),
+            Self::Never => None,
         }
     }
 }

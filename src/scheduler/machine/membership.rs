@@ -69,7 +69,8 @@ impl Machine {
             }
             self.quota.count_member(*client, group.id, true);
             // Memory is protected by what a rule says when memory leaves, so `memory_low` takes effect by itself.
-            let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, share, gang } = before;
+            let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } =
+                before;
             if (memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full) {
                 bounds_changed.extend(self.rules.members(group.id));
             }
@@ -80,6 +81,7 @@ impl Machine {
             }
         }
         bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
+        groups.keys().for_each(|client| self.sleep_after_changed(*client));
         let has_position = |client: &ClientId| self.has_position(*client);
         if shares_changed || groups.keys().any(has_position) {
             self.requeue_all();
@@ -110,6 +112,7 @@ impl Machine {
             return;
         }
         self.bounds_changed(client);
+        self.sleep_after_changed(client);
         if has_position && before.time() != limits.time() {
             self.requeue_all();
         }

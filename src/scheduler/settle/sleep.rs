@@ -52,7 +52,6 @@ impl Machine {
     /// The next client to put to sleep on a GPU, and when. One after the other, since what one leaves may be enough, and that is
     /// measured first.
     fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
-        let after = self.settings.sleep_after?;
         let gpu = self.memory.get(&id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
         let lacks_contexts = self.lacks_contexts(id);
         let demand = |client: &ClientId| match self.sleep.is_away(*client) {
@@ -71,27 +70,36 @@ impl Machine {
         let makes_room = |client: &ClientId| lacks_contexts || demands - demand(client) > usable;
         let can = |client: &ClientId| !self.is_absent(*client) && self.obstacle(*client).is_none();
         let due = |client: &ClientId| {
+            let after = self.sleep_after(*client)?;
             let idle = self.gpus_of(*client).into_iter().filter_map(|id| {
                 let used = self.memory_of(*client, id)?.used.unwrap_or_default();
                 Some(self.lock.of(*client, id)?.last_run.max(used))
             });
-            idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after)
+            Some(idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after))
         };
         let candidates = gpu.clients.keys().filter(|client| makes_room(client) && can(client));
-        candidates.map(|client| (due(client), *client)).min().map(|(due, client)| (client, due))
+        candidates.filter_map(|client| Some((due(client)?, *client))).min().map(|(due, client)| (client, due))
     }
 
     /// Whether there is no room for contexts, and others could sleep for them.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
-        let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.has_only_clients && self.settings.sleep_after.is_some())
-        else {
-            return false;
-        };
+        let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.has_only_clients) else { return false };
         let all = gpu.total.saturating_sub(gpu.reserve(&self.settings));
-        gpu.contexts.deferred() > 0
-            || (!gpu.contexts.is_empty()
-                && (gpu.overhead_wanted(&self.settings) > all
-                    || gpu.ledger.unevictable() > gpu.capacity(&self.settings)))
+        let is_full =
+            || gpu.overhead_wanted(&self.settings) > all || gpu.ledger.unevictable() > gpu.capacity(&self.settings);
+        (gpu.contexts.deferred() > 0 || (!gpu.contexts.is_empty() && is_full()))
+            && gpu.clients.keys().any(|client| self.sleep_after(*client).is_some())
+    }
+
+    fn sleep_after(&self, client: ClientId) -> Option<Duration> {
+        self.rules.sleep_after(client, &self.settings)
+    }
+
+    /// A rule, or the client's environment, may say something else.
+    pub(crate) fn sleep_after_changed(&mut self, client: ClientId) {
+        for id in self.gpus_of(client) {
+            self.touch(id);
+        }
     }
 
     /// Keeps a client that is held off from running: its request waits, and the locks that it has are revoked.
