@@ -132,7 +132,7 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         loading: Mutex::default(),
         lists: Lists::default(),
     };
-    let daemon = Startup { control, config, sockets, trace, bus };
+    let daemon = Startup { control, config, sockets, trace, bus, state };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.
     runtime.shutdown_background();
@@ -212,12 +212,14 @@ struct Startup {
     sockets: Sockets,
     trace: Option<Trace>,
     bus: Bus,
+    /// Where to keep what outlives this daemon.
+    state: Option<PathBuf>,
 }
 
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { control, config, sockets, trace, bus } = self;
+        let Self { control, config, sockets, trace, bus, state } = self;
         let control = Rc::new(control);
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -238,6 +240,9 @@ impl Startup {
         let core = Rc::new(RefCell::new(Core::new(config, trace, settings)?));
         if let Some(directory) = clients_path.parent().filter(|_| directory_remains) {
             core.borrow_mut().create_lock_files_in(directory);
+        }
+        if let Some(directory) = &state {
+            core.borrow_mut().keep_paused(directory);
         }
         let mut reports = start_nvml(&core).await;
         let (holders, holders_changed) = watch::channel(Holders::new());

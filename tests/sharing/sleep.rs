@@ -314,6 +314,63 @@ fn the_next_scheduler_takes_over_sleepers_whose_connections_were_kept() {
     schedulers_end(Machine::with_manager(Setup::default()));
 }
 
+/// It stays asleep, or held off if it cannot sleep, until it is resumed, whatever becomes of the scheduler.
+fn pauses_outlive_the_scheduler(mut machine: Machine, words: &str, phase: &str) {
+    let state = machine.path("state");
+    fs::create_dir(&state).expect("a directory");
+    let again = |machine: &mut Machine| {
+        machine.kill_scheduler();
+        machine.start_scheduler_with(|command| {
+            command.env("STATE_DIRECTORY", &state);
+        });
+    };
+    again(&mut machine);
+    let program = machine.program(words).start();
+    machine.wait_for_grants(&program, 1);
+    pause(&machine, &program);
+    wait_until(&machine, &program, "sleep", phase);
+    for _ in 0..2 {
+        wait_for("it to be saved", || state.join("paused.toml").exists().then_some(()));
+        again(&mut machine);
+        wait_until(&machine, &program, "paused", true);
+        wait_until(&machine, &program, "sleep", phase);
+        let before = grants(&machine.trace(), program.pid());
+        thread::sleep(Duration::from_millis(300));
+        assert_eq!(grants(&machine.trace(), program.pid()), before, "it is held off");
+    }
+    resume(&machine, &program);
+    wait_until(&machine, &program, "sleep", "awake");
+    wait_for("it to be saved", || (!state.join("paused.toml").exists()).then_some(()));
+    again(&mut machine);
+    assert_eq!(wait_until(&machine, &program, "sleep", "awake")["paused"], false);
+    drop(program);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_pause_outlives_the_scheduler() {
+    pauses_outlive_the_scheduler(
+        Machine::with_scheduler(Setup::default()),
+        "naps --mem 8M --seconds 600 --pause-ms 5",
+        "sleeping",
+    );
+}
+
+#[test]
+fn a_pause_outlives_the_scheduler_where_connections_are_kept() {
+    pauses_outlive_the_scheduler(
+        Machine::with_manager(Setup::default()),
+        "naps --mem 8M --seconds 600 --pause-ms 5",
+        "sleeping",
+    );
+}
+
+#[test]
+fn a_pause_of_one_that_cannot_sleep_outlives_the_scheduler() {
+    let words = "mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed";
+    pauses_outlive_the_scheduler(Machine::with_scheduler(Setup::default()), words, "awake");
+}
+
 #[test]
 fn a_program_that_is_killed_on_its_way_leaves_nothing() {
     let machine = Machine::with_scheduler(Setup::default());

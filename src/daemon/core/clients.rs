@@ -45,9 +45,7 @@ impl Core {
         self.add_client(client, arrival, gang, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         self.apply(Event::Connected { client, gang, tenant: account });
-        if is_asleep {
-            self.apply(Event::FoundAsleep { client });
-        }
+        self.restore_sleep(client, is_asleep);
         self.apply_rule(client);
         self.find_place(client);
         client
@@ -67,9 +65,7 @@ impl Core {
             entry.stored_as = Some(name);
         }
         self.apply(Event::Connected { client, gang, tenant: account });
-        if is_asleep {
-            self.apply(Event::FoundAsleep { client });
-        }
+        self.restore_sleep(client, is_asleep);
         self.apply_rule(client);
     }
 

@@ -18,6 +18,7 @@ mod event_log;
 mod gpus;
 mod measure;
 mod metrics;
+mod paused;
 mod placement;
 pub mod pods;
 mod pressure;

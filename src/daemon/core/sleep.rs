@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 use zbus::fdo;
 
+use super::paused::Paused;
 use super::state::{ClientGpuStats, Core};
 use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
@@ -201,6 +203,7 @@ impl Core {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
         }
+        self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
         for client in self.program(pid)? {
             if let Some(entry) = self.clients.get(&client) {
                 let (name, uid) = (&entry.identity.name, entry.identity.uid);
@@ -213,6 +216,23 @@ impl Core {
             });
         }
         Ok(())
+    }
+
+    /// Keeps who is paused in that directory, and has those paused that are named there.
+    pub fn keep_paused(&mut self, directory: &Path) {
+        self.paused = Paused::open(directory);
+    }
+
+    /// A client has connected that an earlier scheduler may have told to sleep. One whose process is paused stays so, whether it was
+    /// this scheduler or an earlier one that was told.
+    pub(super) fn restore_sleep(&mut self, client: ClientId, is_asleep: bool) {
+        if is_asleep {
+            self.apply(Event::FoundAsleep { client });
+        }
+        let is_paused = |client: &super::state::Client| client.lock.is_none() && self.paused.has(client.identity.pid);
+        if self.clients.get(&client).is_some_and(is_paused) {
+            self.apply(Event::SleepWanted { client, paused: true });
+        }
     }
 
     /// Whether all memory that can leave the GPUs has left, or the machine has woken up.

@@ -19,6 +19,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::gpus::Present;
+use super::paused::Paused;
 use super::pods::Pods;
 use super::pressure::Pressure;
 use super::shared_memory::{Import, SharedMemoryRegistry};
@@ -103,6 +104,7 @@ pub struct Core {
     pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
     /// When it was last found that nothing here can do that.
     pub(super) no_checkpoints: Option<Time>,
+    pub(super) paused: Paused,
     pub signals: Rc<Signals>,
 }
 
@@ -311,6 +313,7 @@ impl Core {
             asleep: false,
             checkpoints: None,
             no_checkpoints: None,
+            paused: Paused::default(),
             signals: Rc::default(),
         })
     }
