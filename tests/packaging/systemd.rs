@@ -44,9 +44,12 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     let user = value(&scheduler, "User");
     assert_eq!((value(&socket, "SocketUser"), value(&socket, "SocketMode")), (user.clone(), "0600".to_owned()));
     assert_eq!(value(&service, "User"), user, "it takes requests from its own user");
+    // Neither is enough alone [H100, driver 580.159]: `src/checkpoint/tests/helper.rs` tries each on the simulated GPU.
     for key in ["CapabilityBoundingSet", "AmbientCapabilities"] {
         assert_eq!(value(&service, key), "CAP_SYS_PTRACE CAP_DAC_OVERRIDE");
     }
+    let state = format!("-/var/lib/{}", value(&scheduler, "StateDirectory"));
+    assert!(value(&service, "InaccessiblePaths").split(' ').any(|path| path == state), "{state}");
     assert_eq!(value(&socket, "ListenSequentialPacket"), nvshare::daemon::checkpoint::SOCKET);
     let directory = Path::new(nvshare::daemon::checkpoint::SOCKET).parent().expect("a directory").display().to_string();
     let made = format!("d {directory} 0700 {user} {user} -");
