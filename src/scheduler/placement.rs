@@ -193,18 +193,20 @@ impl Sites<'_> {
     }
 
     /// How well a GPU suits a client: the lower, the better.
-    fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (u64, u64) {
-        let Some(gpu) = self.memory.get(&id) else { return (u64::MAX, u64::MAX) };
+    fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
+        let Some(gpu) = self.memory.get(&id) else { return (true, u64::MAX, u64::MAX) };
+        // Whoever is placed on one that is drained waits.
+        let is_drained = gpu.drained.is_some();
         if self.settings.placement != Placement::Pack {
-            return (there.labels.len() as u64, there.bytes);
+            return (is_drained, there.labels.len() as u64, there.bytes);
         }
         let capacity = gpu.capacity(self.settings);
         let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
         // For a client of unknown need, any room is enough.
         let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.context_bytes(gpu));
         match need.checked_sub(free) {
-            None | Some(0) => (0, free),
-            Some(lack) => (1, lack.saturating_add(excess)),
+            None | Some(0) => (is_drained, 0, free),
+            Some(lack) => (is_drained, 1, lack.saturating_add(excess)),
         }
     }
 

@@ -16,6 +16,8 @@ pub struct GpuView {
     pub total: u64,
     /// Nothing can run there any more.
     pub gone: bool,
+    /// It is to be empty: see [`Event::Drain`].
+    pub drained: bool,
     /// Bytes that can be charged to clients. There is no bound on a GPU that is gone, and there are none while the
     /// machine is about to sleep.
     pub capacity: u64,
@@ -208,6 +210,7 @@ impl Machine {
             gpu: id,
             total: gpu.total,
             gone: gpu.access == Access::Gone,
+            drained: gpu.drained.is_some(),
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),

@@ -390,3 +390,136 @@ fn one_that_ends_on_its_way_leaves_nothing() {
         }
     }
 }
+
+/// GPUs that are to be empty.
+mod drain {
+    use super::*;
+
+    fn drain(scene: &mut Scene, candidates: &[u64]) -> Vec<Command> {
+        let candidates = [(client(1), candidates.iter().map(|on| gpu(*on)).collect())].into();
+        scene.t.say(Event::Drain { gpu: gpu(0), drained: true, candidates })
+    }
+
+    fn undrain(scene: &mut Scene) -> Vec<Command> {
+        scene.t.say(Event::Drain { gpu: gpu(0), drained: false, candidates: BTreeMap::new() })
+    }
+
+    #[test]
+    fn who_is_there_goes_to_another_gpu() {
+        let mut scene = Scene::new();
+        scene.request(1);
+        assert_eq!(drain(&mut scene, &[1]), [revoke(1)]);
+        assert_eq!(scene.release(1).last(), Some(&PREPARE));
+        scene.goes();
+        assert_eq!(scene.attachment(1).gpu, gpu(1));
+        scene.comes(&[(0, 1)]);
+        let commands = scene.helper(1, SleepOutcome::Runs);
+        assert!(commands.contains(&migrated(0, 1, None)), "{commands:?}");
+        scene.runs_on(1);
+        assert_eq!(undrain(&mut scene), []);
+    }
+
+    #[test]
+    fn who_has_no_other_gpu_sleeps_until_it_is_in_use_again() {
+        for is_idle in [false, true] {
+            let mut scene = if is_idle { Scene::asleep() } else { Scene::new() };
+            drain(&mut scene, &[]);
+            if !is_idle {
+                scene.goes();
+            }
+            scene.measure();
+            assert_eq!(scene.phase(1), SleepPhase::Asleep);
+            scene.t.say(Event::Resumed { client: client(1) });
+            if !is_idle {
+                scene.t.say(Event::WakeRequested { client: client(1) });
+            }
+            scene.t.after(Duration::from_secs(600));
+            assert_eq!(scene.phase(1), SleepPhase::Asleep);
+            undrain(&mut scene);
+            assert_eq!(scene.phase(1), SleepPhase::Waking);
+            scene.comes(&[]);
+        }
+    }
+
+    #[test]
+    fn who_was_asleep_before_sleeps_on_after() {
+        let mut scene = Scene::asleep();
+        drain(&mut scene, &[]);
+        undrain(&mut scene);
+        assert_eq!(scene.phase(1), SleepPhase::Asleep);
+        assert!(drain(&mut scene, &[1]).contains(&moved(0, 1)));
+        assert_eq!((scene.phase(1), scene.attachment(1).gpu), (SleepPhase::Asleep, gpu(1)));
+        scene.t.say(Event::WakeRequested { client: client(1) });
+        scene.comes(&[(0, 1)]);
+    }
+
+    #[test]
+    fn who_can_neither_go_nor_sleep_goes_on_and_is_asked_again() {
+        let mut scene = Scene::new();
+        scene.request(1);
+        drain(&mut scene, &[]);
+        scene.request(1);
+        assert!(!scene.release(1).contains(&grant(1)));
+        scene.map(1);
+        let mut commands = scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Ipc });
+        commands.extend([scene.map(1), scene.measure(), scene.map(1)].concat());
+        assert!(commands.contains(&grant(1)), "{commands:?}");
+        let view = scene.t.machine.sleep_of(client(1));
+        assert_eq!((view.phase, view.obstacle), (SleepPhase::Awake, Some(SleepObstacle::Ipc)));
+        assert!(scene.t.after(Duration::from_secs(1)).contains(&revoke(1)));
+        assert!(scene.release(1).contains(&PREPARE));
+        let commands = [undrain(&mut scene), scene.t.say(Event::SleepReady { client: client(1) })].concat();
+        assert!(commands.contains(&awake(&[])), "{commands:?}");
+    }
+
+    #[test]
+    fn who_can_certainly_not_sleep_is_not_interrupted() {
+        let mut scene = Scene::new();
+        let group = Group { id: GroupId(1), limits: RuleLimits { gang: true, ..RuleLimits::default() } };
+        scene.join(2, 0, GIB);
+        scene.t.say(Event::Groups { groups: [1, 2].map(|n| (client(n), Some(group))).into() });
+        scene.request(1);
+        assert_eq!(drain(&mut scene, &[1]), []);
+        let commands = scene.t.after(Duration::from_secs(600));
+        assert!(!commands.contains(&revoke(1)), "{commands:?}");
+        assert_eq!(scene.t.machine.sleep_of(client(1)).obstacle, Some(SleepObstacle::Gang));
+    }
+
+    #[test]
+    fn whoever_comes_waits_and_is_not_refused() {
+        let mut scene = Scene::new();
+        drain(&mut scene, &[1]);
+        scene.t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(2) });
+        let waits = Command::Waiting { client: client(2), gpus: gpus([0]), why: WaitReason::Context };
+        let commands = scene.t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+        assert!(commands.contains(&waits), "{commands:?}");
+        let commands = scene.t.after(Duration::from_secs(3600));
+        assert!(!commands.iter().any(|c| addressee(c) == Some(client(2))), "{commands:?}");
+        let commands = [undrain(&mut scene), scene.t.after(Duration::from_secs(3))].concat();
+        assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }), "{commands:?}");
+    }
+
+    #[test]
+    fn nobody_is_moved_or_placed_there() {
+        let mut scene = Scene::new();
+        scene.t.say(Event::Drain { gpu: gpu(1), drained: true, candidates: BTreeMap::new() });
+        assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::Drained))]);
+        scene.t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(2) });
+        let request = PlacementRequest { candidates: vec![gpu(1), gpu(0)], count: 1, bytes: None, ahead: false };
+        let commands = scene.t.say(Event::PlacementRequested { client: client(2), request });
+        assert_eq!(commands, [Command::Placed { client: client(2), gpus: vec![gpu(0)] }]);
+    }
+
+    #[test]
+    fn one_that_could_not_be_restored_elsewhere_sleeps_at_home() {
+        let mut scene = Scene::new();
+        drain(&mut scene, &[1]);
+        scene.goes();
+        scene.comes(&[(0, 1)]);
+        assert!(scene.helper(1, SleepOutcome::Asleep).contains(&moved(1, 0)));
+        scene.t.after(Duration::from_secs(600));
+        assert_eq!((scene.phase(1), scene.attachment(1).gpu), (SleepPhase::Asleep, gpu(0)));
+        undrain(&mut scene);
+        scene.comes(&[]);
+    }
+}

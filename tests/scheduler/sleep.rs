@@ -251,6 +251,7 @@ fn one_that_has_work_is_not_made_to_sleep() {
     let view = SleepView {
         phase: SleepPhase::Awake,
         paused: false,
+        drained: false,
         obstacle: Some(SleepObstacle::Busy),
         moving: None,
         woken: None,

@@ -60,7 +60,14 @@ mod tests {
             placed: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,
             stopped: false,
-            sleep: SleepView { phase: SleepPhase::Awake, paused: false, obstacle: None, moving: None, woken: None },
+            sleep: SleepView {
+                phase: SleepPhase::Awake,
+                paused: false,
+                drained: false,
+                obstacle: None,
+                moving: None,
+                woken: None,
+            },
             uses: Vec::new(),
         }
     }

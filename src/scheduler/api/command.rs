@@ -120,7 +120,7 @@ pub enum Command {
     /// Whatever the client had on one GPU, its requests included, is on the other from now on: in this and all later commands and
     /// events, that one is meant. The client sleeps; it is told by `Awake`.
     Moved { client: ClientId, from: GpuId, to: GpuId },
-    /// Answers [`Event::Migrate`]: the client is on the other GPU, or (`why`) is not moved there. One that sleeps on may still turn
+    /// Answers [`Event::Migrate`], or says what became of a move off a drained GPU: the client is on the other GPU, or (`why`) is not moved there. One that sleeps on may still turn
     /// out to be unable to run there; it then comes back where it was.
     Migrated { client: ClientId, from: GpuId, to: GpuId, why: Option<MoveObstacle> },
 }

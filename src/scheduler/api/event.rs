@@ -176,6 +176,10 @@ pub enum Event {
     /// has, and comes back there; one that sleeps is moved at once, and sleeps on. Answered by `Command::Migrated`, unless the
     /// client disconnects.
     Migrate { client: ClientId, from: GpuId, to: GpuId },
+    /// From the daemon: the GPU is to be empty (`drained`), or is in use again. Meanwhile nobody gets a context there: who asks
+    /// for one waits. Whoever has one goes to one of its `candidates`, GPUs of the same kind, where there is room, as with `Migrate`,
+    /// or else sleeps until the GPU is in use again. Those that can do neither go on, and are asked again from time to time.
+    Drain { gpu: GpuId, drained: bool, candidates: BTreeMap<ClientId, Vec<GpuId>> },
     /// From the client: it has evicted its memory, and nothing of it enters the driver until `Command::Awake`. Answers
     /// `Command::PrepareSleep`.
     SleepReady { client: ClientId },

@@ -84,6 +84,8 @@ pub enum MoveObstacle {
     Attached,
     /// On the other GPU, what it needs does not fit beside what others need or may not lose, or limits do not allow it.
     NoRoom,
+    /// The other GPU is drained.
+    Drained,
     /// It is being moved already, or sleeps and has been moved from so many GPUs that it could not be told.
     Moving,
     /// It cannot sleep.
@@ -117,6 +119,8 @@ pub struct SleepView {
     pub phase: SleepPhase,
     /// It is held off its GPUs until it is resumed, asleep or not.
     pub paused: bool,
+    /// It is to be off its GPUs because one of them is drained.
+    pub drained: bool,
     /// Why it could not sleep when it last was to.
     pub obstacle: Option<SleepObstacle>,
     /// It is on its way to another GPU.

@@ -49,6 +49,9 @@ impl Machine {
         self.sleep.detached(client, id);
         self.answer_move(client);
         self.touch(id);
+        if self.sleep.is_drained(client) {
+            self.drain_client(client);
+        }
         self.forget_if_gone(id);
     }
 

@@ -83,6 +83,9 @@ pub(crate) struct GpuMemory {
     /// No program uses it that is no client.
     #[serde(default)]
     pub has_only_clients: bool,
+    /// It is to be empty: the GPUs that each of its clients can go to.
+    #[serde(default)]
+    pub drained: Option<BTreeMap<ClientId, Vec<GpuId>>>,
     /// The client that is about to be restored here.
     #[serde(default)]
     pub returning: Option<Returning>,
@@ -140,6 +143,7 @@ impl GpuMemory {
             capacity: 0,
             lacking: false,
             has_only_clients: false,
+            drained: None,
             returning: None,
             overdue: BTreeMap::new(),
             rates: Rates::default(),

@@ -5,6 +5,7 @@
 //! restored follows from where it was and where it is attached now (`sleep`); the client hears of it when it is awake.
 
 use crate::{api::*, machine::Machine, memory::Access, timers::Wake};
+use std::collections::BTreeMap;
 
 impl Machine {
     pub(crate) fn migrate(&mut self, client: ClientId, to: Move) {
@@ -35,6 +36,7 @@ impl Machine {
             (self.memory_of(client, from).is_none(), MoveObstacle::NotThere),
             (self.memory_of(client, to).is_some(), MoveObstacle::Attached),
             (!is_like_it, MoveObstacle::NoGpu),
+            (self.is_drained(to), MoveObstacle::Drained),
             (is_gang, MoveObstacle::Sleep(SleepObstacle::Gang)),
             (!is_measured, MoveObstacle::Sleep(SleepObstacle::Unmeasured)),
         ];
@@ -83,6 +85,53 @@ impl Machine {
         }
     }
 
+    /// `candidates`: the GPU is to be empty; for each of its clients, those that it can go to.
+    pub(crate) fn drain(&mut self, id: GpuId, candidates: Option<BTreeMap<ClientId, Vec<GpuId>>>) {
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        gpu.drained = candidates;
+        let clients: Vec<ClientId> = gpu.clients.keys().copied().collect();
+        clients.into_iter().for_each(|client| self.drain_client(client));
+        self.touch(id);
+    }
+
+    fn is_drained(&self, id: GpuId) -> bool {
+        self.memory.get(&id).is_some_and(|gpu| gpu.drained.is_some())
+    }
+
+    /// Whether a client has a context on a GPU that is drained, or comes back to one.
+    fn has_drained(&self, client: ClientId) -> bool {
+        let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
+        let has_context = |id| self.memory_of(client, id).is_some_and(|memory| memory.attached.is_some());
+        self.gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
+    }
+
+    /// Has a client leave its GPUs because one of them is drained, or come back because none is any more.
+    pub(crate) fn drain_client(&mut self, client: ClientId) {
+        let (is_drained, number) = (self.has_drained(client), self.effects.number());
+        let step = self.sleep.set_drained(client, is_drained, number);
+        self.leave_drained(client);
+        self.move_sleeper(client);
+        self.take_step(client, step);
+    }
+
+    /// Has a client that is to leave a GPU which is drained go to another one, if there is one for it.
+    pub(super) fn leave_drained(&mut self, client: ClientId) {
+        if !self.sleep.is_drained(client) {
+            return;
+        }
+        for from in self.gpus_of(client) {
+            let all = self.memory.get(&from).and_then(|gpu| gpu.drained.as_ref());
+            let candidates = all.and_then(|all| all.get(&client)).into_iter().flatten();
+            let moves = candidates.map(|to| Move { from, to: *to });
+            let free = moves.filter(|both| self.move_obstacle(client, *both).is_none());
+            let clients = |both: &Move| self.memory.get(&both.to).map_or(0, |gpu| gpu.clients.len());
+            if let Some(both) = free.min_by_key(clients) {
+                self.sleep.want_move(client, both);
+                return; // one after the other
+            }
+        }
+    }
+
     /// Moves all that is known of a client that sleeps from one GPU to another. Nothing if that is unknown, or the client is there.
     fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
         if self.memory_of(client, to).is_some() || !self.memory.contains_key(&to) {
@@ -101,7 +150,8 @@ impl Machine {
         self.places.move_client(client, from, to);
         self.effects.wake(Wake::Eviction(client, from), None);
         self.effects.wake(Wake::Ahead(client, from), None);
-        self.sleep.moved(client, both);
+        let (is_drained, number) = (self.has_drained(client), self.effects.number());
+        self.sleep.moved(client, both, is_drained, number);
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {
             wants.remove(&from);

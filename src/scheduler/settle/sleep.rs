@@ -122,7 +122,15 @@ impl Machine {
         if !self.sleep.is_to_prepare(client) {
             return;
         }
+        // Its turn is not ended for nothing.
+        if let Some(why) = self.lasting_obstacle(client).filter(|_| self.sleep.is_drained(client)) {
+            return self.stays_awake(client, why);
+        }
+        self.leave_drained(client);
         let is_ordered = self.sleep.is_ordered(client);
+        if is_ordered {
+            self.hold_off(client);
+        }
         if is_ordered && self.lock.holds_any(client) {
             return; // looked at again when it has released them
         }
@@ -130,14 +138,22 @@ impl Machine {
             self.take_all(client);
         }
         if let Some(why) = self.obstacle(client) {
-            self.sleep.cannot_prepare(self.now, client, why);
-            self.answer_move(client);
-            return self.schedule_sleep(client);
+            return self.stays_awake(client, why);
         }
         let step = self.sleep.prepare(self.now, client);
         self.hold_off(client);
         self.take_all(client);
         self.take_step(client, step);
+    }
+
+    /// A client cannot sleep now, and runs on unless it is paused.
+    fn stays_awake(&mut self, client: ClientId, why: SleepObstacle) {
+        self.sleep.cannot_prepare(self.now, client, why);
+        self.answer_move(client);
+        if !self.is_absent(client) {
+            self.may_run(client);
+        }
+        self.schedule_sleep(client);
     }
 
     /// Why a client cannot sleep, as far as that is known without asking it.
@@ -204,7 +220,9 @@ impl Machine {
     pub(crate) fn attached_asleep(&mut self, client: ClientId) {
         if self.sleep.is_away(client) {
             self.has_left(client);
-            self.return_next(client);
+        }
+        if self.sleep.view(client).phase != SleepPhase::Awake {
+            self.drain_client(client);
         }
     }
 
@@ -233,7 +251,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    fn take_step(&mut self, client: ClientId, step: Step) {
+    pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
         match step {
             Step::Nothing => {}
             Step::Prepare => {

@@ -60,6 +60,9 @@ struct Entry {
     is_wanted: bool,
     /// It is held off its GPUs until it is resumed; otherwise until it wants to enter the driver.
     is_paused: bool,
+    /// A GPU that it has attached is drained: it sleeps until that one is not, or another has taken its place.
+    #[serde(default)]
+    is_drained: bool,
     /// It is to go to another GPU.
     moving: Option<Moving>,
     /// The GPUs that it has attached since it was taken off others, and those others.
@@ -93,6 +96,7 @@ impl Entry {
             state: State::Awake,
             is_wanted: false,
             is_paused: false,
+            is_drained: false,
             moving: None,
             homes: BTreeMap::new(),
             answer: None,
@@ -118,7 +122,17 @@ impl Entry {
 
     /// It is to sleep whatever work it has.
     fn is_ordered(&self) -> bool {
-        self.is_paused || self.is_to_move()
+        self.is_paused || self.is_to_move() || (self.is_drained && !self.is_left_alone())
+    }
+
+    /// It is to be off its GPUs.
+    fn is_to_sleep(&self) -> bool {
+        self.is_wanted || self.is_drained
+    }
+
+    /// It could not sleep, and is asked again later.
+    fn is_left_alone(&self) -> bool {
+        self.state == State::Awake && (self.due.is_some() || self.owes_answer)
     }
 
     fn answer_move(&mut self, why: Option<MoveObstacle>) {
@@ -127,13 +141,13 @@ impl Entry {
         }
     }
 
-    /// The client stays awake for this reason. One that is paused is asked again later.
+    /// The client stays awake for this reason. One that is paused or drained is asked again later.
     fn cannot(&mut self, now: Time, why: SleepObstacle) {
         self.answer_move(Some(MoveObstacle::Sleep(why)));
         (self.state, self.obstacle, self.tried) = (State::Awake, Some(why), Some(now));
         self.is_wanted &= self.is_paused;
         self.due = None;
-        if self.is_wanted {
+        if self.is_to_sleep() {
             self.retry(now);
         }
     }
@@ -144,7 +158,7 @@ impl Entry {
 
     fn is_asleep(&mut self, number: u64) -> Step {
         (self.due, self.backoff) = (None, Duration::ZERO);
-        if self.is_wanted {
+        if self.is_to_sleep() {
             (self.state, self.obstacle) = (State::Asleep, None);
             return Step::Sleeps;
         }
@@ -197,7 +211,7 @@ impl Sleep {
     pub fn is_to_prepare(&self, client: ClientId) -> bool {
         let is_to = |entry: &Entry| {
             entry.state == State::Awake
-                && (entry.is_wanted || entry.is_to_move())
+                && (entry.is_to_sleep() || entry.is_to_move())
                 && !entry.owes_answer
                 && entry.due.is_none()
         };
@@ -236,6 +250,7 @@ impl Sleep {
             phase,
             paused: entry.is_some_and(|entry| entry.is_paused),
             obstacle: entry.and_then(|entry| entry.obstacle),
+            drained: entry.is_some_and(|entry| entry.is_drained),
             moving: entry.and_then(|entry| entry.moving).map(|moving| moving.to),
             woken: entry.and_then(|entry| entry.woken),
         }
@@ -250,6 +265,32 @@ impl Sleep {
         if let State::Waking(_) = entry.state {
             entry.state = State::Asleep;
             entry.answer_move(None); // it is restored some other time
+        }
+    }
+
+    pub fn is_drained(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(|entry| entry.is_drained)
+    }
+
+    /// Whether a GPU that a client has attached is drained. `number` counts up.
+    pub fn set_drained(&mut self, client: ClientId, is_drained: bool, number: u64) -> Step {
+        if !is_drained && !self.is_drained(client) {
+            return Step::Nothing;
+        }
+        let entry = self.clients.entry(client).or_insert_with(Entry::new);
+        entry.is_drained = is_drained;
+        match entry.state {
+            State::Awake => {
+                (entry.due, entry.obstacle) = (None, None);
+                Step::Stays
+            }
+            State::Waking(_) if is_drained => {
+                entry.state = State::Asleep;
+                entry.answer_move(None);
+                Step::Nothing
+            }
+            State::Asleep if !entry.is_to_sleep() => entry.is_asleep(number),
+            _ => Step::Nothing,
         }
     }
 
@@ -280,8 +321,8 @@ impl Sleep {
         }
     }
 
-    /// The attachment of a client that sleeps is on another GPU now.
-    pub fn moved(&mut self, client: ClientId, to: Move) {
+    /// The attachment of a client that sleeps is on another GPU now. `is_drained`: it still has one that is drained.
+    pub fn moved(&mut self, client: ClientId, to: Move, is_drained: bool, number: u64) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let home = entry.homes.remove(&to.from).unwrap_or(to.from);
         if home != to.to {
@@ -289,9 +330,15 @@ impl Sleep {
         }
         if let Some(moving) = entry.moving.as_mut().filter(|moving| moving.to == to) {
             moving.is_moved = true;
-            if entry.is_wanted {
-                entry.answer_move(None);
-            }
+        }
+        entry.is_drained = is_drained;
+        match entry.state {
+            State::Waking(_) if is_drained => entry.state = State::Asleep,
+            State::Asleep if !entry.is_to_sleep() && entry.due.is_none() => entry.state = State::Waking(number),
+            _ => {}
+        }
+        if entry.is_to_sleep() && entry.moving.is_some_and(|moving| moving.is_moved) {
+            entry.answer_move(None);
         }
     }
 
@@ -357,9 +404,11 @@ impl Sleep {
             entry.waking_for.get_or_insert((reason, now));
         }
         match entry.state {
-            State::Asleep => entry.is_asleep(number),
+            State::Asleep if !entry.is_drained => entry.is_asleep(number),
             State::Awake => {
-                entry.due = None;
+                if !entry.is_drained {
+                    entry.due = None;
+                }
                 Step::Stays
             }
             _ => Step::Nothing, // it goes on from there
@@ -391,7 +440,7 @@ impl Sleep {
         }
         match obstacle {
             Some(why) => entry.cannot(now, why),
-            None if entry.is_wanted || entry.is_to_move() => {
+            None if entry.is_to_sleep() || entry.is_to_move() => {
                 (entry.state, entry.due) = (State::Checkpointing, None);
                 return Step::Call(SleepOperation::Sleep);
             }
@@ -431,7 +480,7 @@ impl Sleep {
         match outcome {
             SleepOutcome::Runs => {
                 // One that is to sleep again by now is prepared again.
-                match (entry.is_wanted || entry.is_to_move()) && entry.state != State::Restoring {
+                match (entry.is_to_sleep() || entry.is_to_move()) && entry.state != State::Restoring {
                     true => entry.cannot(now, SleepObstacle::Failed),
                     false => entry.runs(),
                 }
@@ -444,7 +493,7 @@ impl Sleep {
                 Step::Runs
             }
             // A restore that failed without being final is tried again, but not at once.
-            SleepOutcome::Asleep if entry.state == State::Restoring && !entry.is_wanted => {
+            SleepOutcome::Asleep if entry.state == State::Restoring && !entry.is_to_sleep() => {
                 entry.state = State::Asleep;
                 entry.retry(now);
                 Step::Sleeps
@@ -479,7 +528,7 @@ impl Sleep {
                 entry.state = State::Settling { asked: true };
                 Step::Call(SleepOperation::Settle)
             }
-            State::Asleep if !entry.is_wanted => {
+            State::Asleep if !entry.is_to_sleep() => {
                 entry.state = State::Waking(number);
                 Step::Wakes
             }
@@ -528,6 +577,7 @@ mod tests {
             SleepView {
                 phase: SleepPhase::Awake,
                 paused: false,
+                drained: false,
                 obstacle: None,
                 moving: None,
                 woken: Some(Woken { by: WakeReason::Call, took: at(2) })

@@ -34,7 +34,7 @@ impl World {
                 // With the memory of one that is stopped, nobody may have room to wait in line.
                 let is_asleep = self.overdrawn.values().any(|until| *until == Time::MAX);
                 let sleep = self.machine.sleep_of(*client);
-                let is_paused = sleep.paused || sleep.moving.is_some();
+                let is_paused = sleep.paused || sleep.drained || sleep.moving.is_some();
                 let is_stopped = self.models.get(client).is_some_and(|m| m.stopped);
                 assert!(
                     reason
@@ -46,6 +46,9 @@ impl World {
                         || self.now < self.tolerant,
                     "{command:?} for an empty queue"
                 );
+            }
+            Command::Attached { gpu, .. } => {
+                assert!(!self.machine.gpu(*gpu).unwrap().drained, "{command:?} on a GPU that is drained");
             }
             Command::Allowance { client, gpu, bytes, .. } if self.undrainable(*client, *gpu) => {
                 let before = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
@@ -116,7 +119,8 @@ impl World {
         for client in &self.connected {
             let unanswered = self.migrations.get(client).copied().unwrap_or(0);
             let moving = self.machine.sleep_of(*client).moving;
-            assert_eq!(unanswered, u32::from(moving.is_some()), "{client:?} is on its way: {moving:?}");
+            let is_drained = self.has_drained && unanswered == 0;
+            assert!(is_drained || unanswered == u32::from(moving.is_some()), "{client:?} is on its way: {moving:?}");
         }
     }
 

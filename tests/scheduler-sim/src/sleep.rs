@@ -70,20 +70,35 @@ impl World {
         let Some(sleeps) = self.sleeps else { return };
         let connected: Vec<ClientId> = self.connected.iter().copied().collect();
         if self.now >= sleeps.until {
+            let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
+            gpus.into_iter()
+                .for_each(|gpu| self.feed(Event::Drain { gpu, drained: false, candidates: BTreeMap::new() }));
             return connected.into_iter().for_each(|client| self.feed(Event::Resumed { client }));
         }
         let client = match connected.len() as u64 {
             0 => ClientId(0),
             count => connected[self.rng.below(count) as usize],
         };
-        match self.rng.below(6) {
+        match self.rng.below(8) {
             4..6 => self.migrate_somebody(client),
+            6..8 => self.drain_something(),
             0 => self.feed(Event::Resumed { client }),
             1 => self.feed(Event::SleepWanted { client, paused: true }),
             _ => self.feed(Event::SleepWanted { client, paused: false }),
         }
         let next = self.now + self.rng.between(ms(1), ms(700));
         self.at(next, Happening::SleepSomebody);
+    }
+
+    fn drain_something(&mut self) {
+        let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
+        let gpu = gpus[self.rng.below(gpus.len() as u64) as usize];
+        let clients: Vec<ClientId> = self.connected.iter().copied().collect();
+        let mut others = || gpus.iter().filter(|other| **other != gpu && self.rng.one_in(2)).copied().collect();
+        let candidates = clients.into_iter().map(|client| (client, others())).collect();
+        let drained = !self.rng.one_in(3);
+        self.has_drained = true;
+        self.feed(Event::Drain { gpu, drained, candidates });
     }
 
     fn migrate_somebody(&mut self, client: ClientId) {
@@ -108,7 +123,10 @@ impl World {
                 }
                 Command::Migrated { client, .. } => {
                     let unanswered = self.migrations.get_mut(client).filter(|unanswered| **unanswered > 0);
-                    *unanswered.expect("nobody asked for this") -= 1;
+                    match unanswered {
+                        Some(unanswered) => *unanswered -= 1,
+                        None => assert!(self.has_drained, "nobody asked for this"),
+                    }
                 }
                 _ => {}
             }

@@ -75,6 +75,8 @@ pub struct World {
     pub(crate) asked: BTreeMap<ClientId, GpuSet>,
     /// Migrations that were not answered.
     pub(crate) migrations: BTreeMap<ClientId, u32>,
+    /// A GPU has been drained, so others move as well.
+    pub(crate) has_drained: bool,
     /// The allowance that each was last sent.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
     pub(crate) queue: BTreeMap<(Time, u64), Happening>,
@@ -116,6 +118,7 @@ impl World {
             connected: BTreeSet::new(),
             asked: BTreeMap::new(),
             migrations: BTreeMap::new(),
+            has_drained: false,
             allowed: BTreeMap::new(),
             queue: BTreeMap::new(),
             last: BTreeMap::new(),
