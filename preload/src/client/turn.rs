@@ -127,7 +127,7 @@ impl Turn {
         gpu.work.set_contended(false);
         gpu.close_if_lacking();
         self.began = (Instant::now(), gpu.submitted());
-        self.utilization = Utilization::new();
+        self.utilization.begin_turn();
         self.state = State::Holding { contended: None };
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }

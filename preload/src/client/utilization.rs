@@ -32,9 +32,14 @@ pub struct Utilization {
 }
 
 impl Utilization {
-    /// For a turn that begins now.
     pub fn new() -> Self {
         Self { next: Instant::now(), sample: None, seen: 0, busy: 0, reported: None }
+    }
+
+    /// For a turn that begins now. Samples of earlier turns count: those of a program whose bursts are shorter than a report takes
+    /// are all of them from several.
+    pub fn begin_turn(&mut self) {
+        *self = Self { seen: self.seen, busy: self.busy, ..Self::new() };
     }
 
     /// Takes a sample if one is due. Returns the time until the next look.
@@ -78,5 +83,20 @@ impl Utilization {
         {
             self.reported = Some(permille);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_of_several_turns_make_a_report() {
+        let mut utilization = Utilization::new();
+        (utilization.seen, utilization.busy, utilization.reported) = (SAMPLES - 1, 7, Some(500));
+        utilization.begin_turn();
+        assert_eq!((utilization.seen, utilization.busy), (SAMPLES - 1, 7));
+        // Also one that is the same as that of an earlier turn: the scheduler may have forgotten it.
+        assert_eq!(utilization.reported, None);
     }
 }

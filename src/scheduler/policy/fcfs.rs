@@ -2,8 +2,8 @@
 //!
 //! **Turns.** In `on` every turn is the full time quantum, as in the original nvshare. In `auto` it depends on the cost
 //! of changing the holder. Where memory must move, the turn is a multiple of the time of the move
-//! ([`Waiter::moving_turn`]). Where nothing must move it is a drain, and fairness decides: a holder keeps the GPU for twice
-//! what the waiter is expected to need. Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a
+//! ([`Waiter::moving_turn`]). Where nothing must move it is a drain, and fairness decides: a holder keeps the GPU for a
+//! little more than the waiter is expected to need. Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a
 //! short burst soon ends a long turn. This is least attained service: what a client has used since it last ran out of
 //! work predicts what it still needs, because burst lengths are heavy-tailed. A higher class (`fairness::Class`) does
 //! not wait for the turn to end, a lower one waits until the holder has no work. With many waiting clients, `auto`
@@ -45,7 +45,7 @@ impl Policy for Fcfs {
         } else if first.unmeasured {
             SHORTEST_TURN
         } else {
-            (first.burst * 2).max(SHORTEST_TURN).min(settings.time_quantum)
+            a_little_more(first.burst).max(SHORTEST_TURN).min(settings.time_quantum)
         };
         let share = match settings.max_wait {
             Duration::ZERO => Duration::MAX,
@@ -86,6 +86,11 @@ impl Policy for Fcfs {
     fn evicts_by_queue(&self) -> bool {
         false
     }
+}
+
+/// A quarter more, by which bursts of one program differ.
+fn a_little_more(burst: Duration) -> Duration {
+    burst.saturating_add(burst / 4)
 }
 
 /// The largest power of four milliseconds that is not longer than `length`, at least 1 ms.

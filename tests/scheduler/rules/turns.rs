@@ -115,8 +115,12 @@ fn auto_keeps_turns_short_where_nothing_moves() {
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
     t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 1000 });
-    assert_eq!(t.after(ms(299)), [], "twice what the waiter is taken to need: what it ran while it was waited for");
-    assert_eq!(t.after(ms(101)), [revoke(2)]);
+    assert_eq!(
+        t.after(ms(187)),
+        [],
+        "a quarter more than the waiter is taken to need: what it ran while it was waited for"
+    );
+    assert_eq!(t.after(ms(1)), [revoke(2)]);
 }
 
 #[test]
