@@ -51,9 +51,7 @@ impl Scene {
             let there = self.t.machine.clients().into_iter();
             let there = there.flat_map(|c| c.attachments.into_iter().map(move |a| (c.client, a)));
             let there = there.filter(|(_, a)| a.gpu == gpu(on)).map(|(client, a)| (client, a.mapped));
-            // Somebody has to be found, or nobody is taken to be measured at all.
-            let found = there.chain([(client(0), 0)]);
-            let found = found.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
+            let found = there.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
             commands.extend(self.t.say(Event::Measured { gpu: gpu(on), begun, free: None, found }));
         }
         commands
