@@ -10,7 +10,8 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, cdi, debug, driver, pause, place, preload, pressure, replay, rules, run, simulate, timeline,
+    CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, rules, run, simulate,
+    timeline,
 };
 
 fn main() -> ExitCode {
@@ -51,6 +52,9 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Pressure) => print(&pressure::show(&target, arguments.json)?),
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
+        Some(Verb::Migrate { program, to }) => moves::migrate(&target, &program, &to),
+        Some(Verb::Drain { gpu }) => print(&moves::drain(&target, &gpu)?),
+        Some(Verb::Undrain { gpu }) => moves::undrain(&target, &gpu),
         Some(Verb::Run { library, gpus, memory, command }) => {
             Err(run::run(library.as_deref(), place::GpuRequest { gpus, memory }, &command))
         }

@@ -8,7 +8,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
 use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
-use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState, SleepObstacle, SleepPhase, WakeReason};
+use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState, MoveObstacle, SleepObstacle, SleepPhase, WakeReason};
 
 pub mod rules;
 pub mod status;
@@ -44,6 +44,7 @@ pub struct Gpu {
     pub thrashing: bool,
     pub serialized: bool,
     pub gone: bool,
+    pub drained: bool,
 }
 
 /// For how long a group of clients was kept from a GPU: as percentages of the last 10, 60 and 300 seconds, and in seconds since the
@@ -94,6 +95,7 @@ pub struct Client {
     pub stopped: bool,
     pub sleep: String,
     pub paused: bool,
+    pub moving: String,
     pub sleep_obstacle: String,
     pub woken_by: String,
     /// Seconds that its last wake took.
@@ -162,6 +164,9 @@ pub trait Scheduler {
     fn terminate_lock(&self, client: u64) -> zbus::Result<()>;
     fn pause(&self, pid: u32) -> zbus::Result<()>;
     fn resume(&self, pid: u32) -> zbus::Result<()>;
+    fn migrate(&self, pid: u32, gpu: &str) -> zbus::Result<()>;
+    fn drain(&self, gpu: &str) -> zbus::Result<()>;
+    fn undrain(&self, gpu: &str) -> zbus::Result<()>;
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
@@ -311,6 +316,21 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",
         SleepObstacle::Silent => "it does not answer",
         SleepObstacle::Failed => "the driver could not take it off the GPU",
+    }
+}
+
+/// Why a client is not moved to another GPU.
+pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
+    match obstacle {
+        MoveObstacle::NotThere => "it does not use that GPU any more",
+        MoveObstacle::NoGpu => "that GPU is gone, or is of another size",
+        MoveObstacle::Attached => "it uses that GPU as well",
+        MoveObstacle::NoRoom => "what it needs or was promised has no room on that GPU beside its other programs",
+        MoveObstacle::Drained => "that GPU is drained",
+        MoveObstacle::Moving => "it is being moved already",
+        MoveObstacle::Sleep(why) => sleep_obstacle_name(why),
+        MoveObstacle::Resumed => "it was resumed before it had left",
+        MoveObstacle::Failed => "the driver could not restore it there; it comes back where it was",
     }
 }
 

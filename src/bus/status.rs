@@ -51,6 +51,7 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "thrashing": gpu.thrashing,
         "serialized": gpu.serialized,
         "gone": gpu.gone,
+        "drained": gpu.drained,
     })
 }
 
@@ -82,6 +83,7 @@ fn client_json(client: &Client) -> Value {
         "stopped": client.stopped,
         "sleep": client.sleep,
         "paused": client.paused,
+        "moving": client.moving,
         "sleep-obstacle": client.sleep_obstacle,
         "woken-by": client.woken_by,
         "wake-time": client.wake_time,

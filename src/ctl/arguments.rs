@@ -101,6 +101,31 @@ pub enum Verb {
         #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
         program: String,
     },
+    /// Have a running program go to another GPU of the same kind
+    ///
+    /// Returns once it is there.
+    Migrate {
+        /// Its process id, its systemd unit or its container, as `status` shows them
+        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        program: String,
+        /// The GPU: its UUID or number
+        #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
+        to: String,
+    },
+    /// Have all programs leave a GPU, for others of the same kind or to sleep, and let no more onto it
+    ///
+    /// Returns once all that can have left, and names those that sleep or stay.
+    Drain {
+        /// The GPU: its UUID or number
+        #[arg(value_name = "GPU", value_hint = ValueHint::Other)]
+        gpu: String,
+    },
+    /// Let programs use a GPU again that was drained
+    Undrain {
+        /// The GPU: its UUID or number
+        #[arg(value_name = "GPU", value_hint = ValueHint::Other)]
+        gpu: String,
+    },
     /// Run a command whose CUDA programs share GPUs
     Run {
         /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]

@@ -27,7 +27,7 @@ pub fn release(target: &Target, lasts: Duration) -> Result<String, CtlError> {
     )))
 }
 
-fn line(id: u64, client: Option<&Client>) -> String {
+pub(super) fn line(id: u64, client: Option<&Client>) -> String {
     match client {
         Some(Client { pid, name, unit, .. }) if unit.is_empty() => format!("  client {id}: {name} (pid {pid})\n"),
         Some(Client { pid, name, unit, .. }) => format!("  client {id}: {name} (pid {pid}, unit {unit})\n"),

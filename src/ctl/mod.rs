@@ -6,7 +6,7 @@
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`driver`]: having the driver released.
 //! - [`pressure`]: for which part of the time programs were kept from GPUs.
-//! - [`pause`]: taking programs off their GPUs, and resuming them.
+//! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
@@ -23,6 +23,7 @@ pub mod debug;
 pub mod driver;
 mod errors;
 pub mod lock;
+pub mod moves;
 mod password;
 pub mod pause;
 pub mod place;

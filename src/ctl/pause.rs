@@ -1,7 +1,7 @@
 //! `nvsharectl pause` and `resume`: programs off their GPUs, and back.
 
 use super::{CtlError, Target, block_on, password};
-use crate::bus::Client;
+use crate::bus::{Client, SchedulerProxy};
 
 /// Takes programs off their GPUs until they are resumed.
 ///
@@ -20,18 +20,24 @@ pub fn resume(target: &Target, program: &str) -> Result<(), CtlError> {
 fn call(target: &Target, program: &str, method: &str) -> Result<(), CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
-        let pids = match program.parse() {
-            Ok(pid) => vec![pid],
-            Err(_) => pids_of(&scheduler.list_clients().await?, program),
-        };
-        if pids.is_empty() {
-            return Err(CtlError::Failed(format!("no program under nvshare is in a unit or container {program:?}")));
-        }
-        for pid in pids {
+        for pid in pids(&scheduler, program).await? {
             password::call::<()>(&scheduler, method, &(pid,)).await?;
         }
         Ok(())
     })
+}
+
+/// The processes that are meant: one by its number, or those of a unit or a container.
+///
+/// # Errors
+/// If there are none.
+pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Result<Vec<u32>, CtlError> {
+    let pids = match program.parse() {
+        Ok(pid) => vec![pid],
+        Err(_) => pids_of(&scheduler.list_clients().await?, program),
+    };
+    let none = || CtlError::Failed(format!("no program under nvshare is in a unit or container {program:?}"));
+    (!pids.is_empty()).then_some(pids).ok_or_else(none)
 }
 
 /// The processes of the programs of a unit or a container. A container may be named by the beginning of its id, of which

@@ -111,6 +111,9 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     } else if gpu.accounting == "reports" {
         out.push_str("  NVML does not measure this GPU: programs are believed what memory they report\n");
     }
+    if gpu.drained {
+        out.push_str("  drained: programs leave this GPU, and none gets there (to end it: nvsharectl undrain)\n");
+    }
     match (gpu.thrashing, gpu.serialized) {
         (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),
         (true, false) => out.push_str(
@@ -240,6 +243,8 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         let (id, why) = (client.id, &client.sleep_obstacle);
         if client.sleep == "lost" {
             let _ = writeln!(out, "  Client {id} was off the GPU and cannot come back: it has to be killed.");
+        } else if !client.moving.is_empty() {
+            let _ = writeln!(out, "  Client {id} is on its way to {}.", client.moving);
         } else if !why.is_empty() {
             let held = if client.paused { " is held off all the same, but" } else { "" };
             let _ = writeln!(out, "  Client {id}{held} cannot sleep: {why}.");

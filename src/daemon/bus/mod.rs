@@ -70,6 +70,16 @@ pub enum Request {
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
+    /// Has the program with that process id go to that GPU, if it is one of these users'. The answer comes once it is there, or is not
+    /// moved.
+    Migrate {
+        pid: u32,
+        gpu: String,
+        users: BTreeSet<u32>,
+        reply: oneshot::Sender<fdo::Result<()>>,
+    },
+    /// Has a GPU be empty, or used again (`false`).
+    Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
     /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
     /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.

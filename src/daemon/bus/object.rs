@@ -1,6 +1,6 @@
 //! The methods and properties of the object.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -118,6 +118,40 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         self.set_paused(pid, false, &header, connection).await
+    }
+
+    async fn migrate(
+        &self,
+        pid: u32,
+        gpu: String,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let what = format!("move process {pid} to another GPU");
+        let users = self.authorize_for(pid, &what, &header, connection).await?;
+        Ok(self.ask(|reply| Request::Migrate { pid, gpu, users, reply }).await??)
+    }
+
+    async fn drain(
+        &self,
+        gpu: String,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_change(&format!("drain GPU {gpu:?}"), "").await?;
+        Ok(self.ask(|reply| Request::Drain(gpu, true, reply)).await??)
+    }
+
+    async fn undrain(
+        &self,
+        gpu: String,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_change(&format!("let programs use GPU {gpu:?} again"), "").await?;
+        Ok(self.ask(|reply| Request::Drain(gpu, false, reply)).await??)
     }
 
     #[zbus(out_args("rules"))]
@@ -323,13 +357,28 @@ impl Object {
         connection: &Connection,
     ) -> Result<(), Failure> {
         let what = format!("{} process {pid}", if is_paused { "pause" } else { "resume" });
+        let users = self.authorize_for(pid, &what, header, connection).await?;
+        Ok(self.ask(|reply| Request::Pause { pid, is_paused, users, reply }).await??)
+    }
+
+    /// The users of a program.
+    ///
+    /// # Errors
+    /// If the caller may not do this with it: with its own it may.
+    async fn authorize_for(
+        &self,
+        pid: u32,
+        what: &str,
+        header: &Header<'_>,
+        connection: &Connection,
+    ) -> Result<BTreeSet<u32>, Failure> {
         let caller = self.callers.identify(Some(header), connection).await?;
         caller.may_see_others()?;
         let users = self.ask(|reply| Request::UsersOf(pid, reply)).await??;
         for user in &users {
-            caller.may_pause(*user, &what).await?;
+            caller.may_pause(*user, what).await?;
         }
-        Ok(self.ask(|reply| Request::Pause { pid, is_paused, users, reply }).await??)
+        Ok(users)
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {

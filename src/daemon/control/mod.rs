@@ -64,6 +64,8 @@ impl Control {
             Request::Pause { pid, is_paused, users, reply } => {
                 drop(reply.send(core.borrow_mut().pause(pid, is_paused, &users)))
             }
+            Request::Migrate { pid, gpu, users, reply } => core.borrow_mut().migrate(pid, &gpu, &users, reply),
+            Request::Drain(gpu, drained, reply) => drop(reply.send(core.borrow_mut().drain(&gpu, drained))),
             Request::Debug(reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot()))),
             Request::ReleaseDriver(lasts, reply) => {
                 let (released, programs) = core.borrow().release_driver(lasts);

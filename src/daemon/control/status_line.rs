@@ -68,6 +68,7 @@ mod tests {
                 moving: None,
                 woken: None,
             },
+            moving: String::new(),
             uses: Vec::new(),
         }
     }

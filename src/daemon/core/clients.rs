@@ -226,6 +226,9 @@ impl Core {
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
             self.send_open_result(importer, ticket, Sharing::Unknown);
         }
+        if let Some(reply) = self.migrations.remove(&client) {
+            let _ = reply.send(Err(fdo::Error::Failed("it has ended".into())));
+        }
         self.apply(Event::Disconnected { client });
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
@@ -359,6 +362,7 @@ impl Core {
             index: None,
             gone: false,
             minor: None,
+            capability: None,
             accounting: Accounting::default(),
             sample: None,
             _named_by: Some(share),

@@ -153,6 +153,10 @@ impl Core {
             Command::Checkpoint { client, operation, moves } => {
                 return self.request_checkpoint(client, operation, &moves);
             }
+            Command::Migrated { client, to, why, .. } => {
+                self.migrated(client, to, why);
+                return None;
+            }
             Command::Moved { client, from, to } => {
                 self.moved(client, from, to, now);
                 return None;
@@ -160,8 +164,7 @@ impl Core {
             Command::Undrainable { .. }
             | Command::EvictionBlocked { .. }
             | Command::Thrashing { .. }
-            | Command::MappingFailed { .. }
-            | Command::Migrated { .. } => return None,
+            | Command::MappingFailed { .. } => return None,
         };
         self.send(client, message);
         None

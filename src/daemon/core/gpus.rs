@@ -49,14 +49,24 @@ impl Core {
     }
 
     fn gpu_found(&mut self, found: GpuDescription) {
-        let GpuDescription { gpu, kind, name, total, index, minor, link } = found;
+        let GpuDescription { gpu, kind, name, total, index, minor, capability, link } = found;
         let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
         let is_new = before.is_none();
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
-        let entry =
-            Gpu { kind, name, total, index: Some(index), gone: false, minor, accounting, sample, _named_by: None };
+        let entry = Gpu {
+            kind,
+            name,
+            total,
+            index: Some(index),
+            gone: false,
+            minor,
+            capability,
+            accounting,
+            sample,
+            _named_by: None,
+        };
         if is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
             self.create_lock_files(gpu);

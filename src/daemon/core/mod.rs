@@ -7,7 +7,7 @@
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - `pressure`: for which part of the time clients are kept from GPUs.
-//! - `sleep`: sleep of the machine, and of programs.
+//! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
@@ -18,6 +18,7 @@ mod event_log;
 mod gpus;
 mod measure;
 mod metrics;
+mod moves;
 mod paused;
 mod placement;
 pub mod pods;

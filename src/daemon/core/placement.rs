@@ -130,6 +130,29 @@ impl Core {
         Ok(rule.to_string())
     }
 
+    /// Whether a client may be on a GPU.
+    ///
+    /// # Errors
+    /// A sentence, if its rule or its environment does not allow it.
+    pub(super) fn may_be_on(&self, client: ClientId, gpu: GpuId) -> Result<(), String> {
+        let known = self.known(0);
+        let is_named = |names: &[GpuName]| {
+            let mut meant = known.iter().filter(|known| known.0 == gpu);
+            meant.any(|gpu| names.iter().any(|name| means(name, gpu, &known)))
+        };
+        let rule = self.rule_of(client);
+        if let Some((rule, names)) = rule.and_then(|rule| Some((rule, rule.places.allowed.as_ref()?)))
+            && !is_named(names)
+        {
+            return Err(format!("rule {rule} does not allow that GPU"));
+        }
+        let by_environment = self.clients.get(&client).and_then(|entry| entry.env_limits.allowed());
+        if by_environment.is_some_and(|names| !is_named(names)) {
+            return Err(format!("{} does not allow that GPU", variable(LimitName::AllowedGpus)));
+        }
+        Ok(())
+    }
+
     /// The GPUs among those device files, all of them for 0, in the order of NVML's indices.
     fn known(&self, devices: u64) -> Vec<Known<'_>> {
         let is_seen = |gpu: &Gpu| {

@@ -13,15 +13,12 @@ use tracing::{debug, info, warn};
 use zbus::fdo;
 
 use super::paused::Paused;
-use super::state::{ClientGpuStats, Core};
+use super::state::Core;
 use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
-use crate::daemon::gpu::accounting::History;
 use crate::daemon::gpu::nvml::DriverVersions;
 use crate::identity::Identity;
-use crate::scheduler::{
-    ClientId, Event, GpuId, GpuSet, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time,
-};
+use crate::scheduler::{ClientId, Event, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time};
 use crate::sys::clock;
 
 /// What could not be done at all is tried again after this time: the driver may have been replaced.
@@ -114,8 +111,7 @@ impl Core {
         operation: SleepOperation,
         moves: &[Move],
     ) -> Option<Event> {
-        let host = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !gpu.is_slice()).map(|(id, _)| *id);
-        let pairs = pairs(host.collect(), moves);
+        let pairs = self.pairs(moves);
         let entry = self.clients.get_mut(&client)?;
         let operation = match operation {
             SleepOperation::Sleep => Operation::Sleep,
@@ -136,18 +132,6 @@ impl Core {
         }
         let outcome = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
         Some(Event::Checkpointed { client, outcome })
-    }
-
-    /// What a client had on one GPU is on another from now on.
-    pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
-        let Some(entry) = self.clients.get_mut(&client) else { return };
-        entry.session.moved(from, to);
-        if let Some(stats) = entry.gpus.remove(&from) {
-            // What it had there before is not to be found here.
-            entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
-        }
-        self.counts.moved(client, from, to);
-        self.record_extent(client, to, now);
     }
 
     /// What has been done with a client's process.
@@ -177,7 +161,7 @@ impl Core {
     ///
     /// # Errors
     /// `InvalidArgs` if there is none.
-    fn program(&self, pid: u32) -> fdo::Result<Vec<ClientId>> {
+    pub(super) fn program(&self, pid: u32) -> fdo::Result<Vec<ClientId>> {
         let is_meant =
             |client: &super::state::Client| client.lock.is_none() && i64::from(client.identity.pid) == i64::from(pid);
         let found = self.clients.iter().filter(|(_, client)| pid > 0 && is_meant(client)).map(|(id, _)| *id);
@@ -241,40 +225,9 @@ impl Core {
     }
 }
 
-/// For each GPU of the host, the one on which what a process had there is restored: the driver takes these only for all of them. None
-/// if nothing is moved.
-fn pairs(host: GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
-    if moves.is_empty() {
-        return Vec::new();
-    }
-    let (from, to): (GpuSet, GpuSet) = moves.iter().map(|both| (both.from, both.to)).unzip();
-    // Those that something is moved to, and nothing from, take the places of those that something is moved from.
-    let others = to.difference(&from).zip(from.difference(&to)).map(|(to, from)| (*to, *from));
-    let same = host.iter().filter(|id| !from.contains(id) && !to.contains(id)).map(|id| (*id, *id));
-    let all = moves.iter().map(|both| (both.from, both.to)).chain(others).chain(same);
-    all.map(|(from, to)| (from.0.0, to.0.0)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_restore_on_another_gpu_names_each_gpu_of_the_host_once_on_either_side() {
-        let gpu = |n| GpuId(nvshare_wire::Uuid([n; 16]));
-        let host = || (0..4).map(gpu).collect::<GpuSet>();
-        assert_eq!(pairs(host(), &[]), []);
-        let shown = |moves: &[(u8, u8)]| {
-            let moves: Vec<Move> = moves.iter().map(|(from, to)| Move { from: gpu(*from), to: gpu(*to) }).collect();
-            let mut pairs: Vec<(u8, u8)> = pairs(host(), &moves).iter().map(|(from, to)| (from[0], to[0])).collect();
-            pairs.sort_unstable();
-            pairs
-        };
-        assert_eq!(shown(&[(0, 2)]), [(0, 2), (1, 1), (2, 0), (3, 3)]);
-        assert_eq!(shown(&[(0, 2), (2, 3)]), [(0, 2), (1, 1), (2, 3), (3, 0)]);
-        assert_eq!(shown(&[(0, 1), (1, 0)]), [(0, 1), (1, 0), (2, 2), (3, 3)]);
-        assert_eq!(shown(&[(0, 2), (1, 3)]), [(0, 2), (1, 3), (2, 0), (3, 1)]);
-    }
 
     #[test]
     fn idle_programs_sleep_by_default_only_with_drivers_that_were_tested() {

@@ -19,6 +19,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::gpus::Present;
+use super::moves::Reply;
 use super::paused::Paused;
 use super::pods::Pods;
 use super::pressure::Pressure;
@@ -105,6 +106,8 @@ pub struct Core {
     /// When it was last found that nothing here can do that.
     pub(super) no_checkpoints: Option<Time>,
     pub(super) paused: Paused,
+    /// Who waits for a client to be on another GPU.
+    pub(super) migrations: BTreeMap<ClientId, Reply>,
     pub signals: Rc<Signals>,
 }
 
@@ -244,6 +247,8 @@ pub(super) struct Gpu {
     pub gone: bool,
     /// Minor number of its device file; a MIG slice has its GPU's.
     pub minor: Option<u32>,
+    /// Its compute capability.
+    pub capability: Option<(i32, i32)>,
     pub accounting: Accounting,
     /// The newest measurement by NVML.
     pub sample: Option<Sample>,
@@ -314,6 +319,7 @@ impl Core {
             checkpoints: None,
             no_checkpoints: None,
             paused: Paused::default(),
+            migrations: BTreeMap::new(),
             signals: Rc::default(),
         })
     }

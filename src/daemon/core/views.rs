@@ -31,6 +31,8 @@ pub struct ClientView {
     pub connected: SystemTime,
     pub stopped: bool,
     pub sleep: SleepView,
+    /// The label of the GPU that it is on its way to, or empty.
+    pub moving: String,
     pub uses: Vec<bus::GpuUse>,
 }
 
@@ -66,6 +68,7 @@ impl ClientView {
             stopped: self.stopped,
             sleep: bus::sleep_phase_name(self.sleep.phase).into(),
             paused: self.sleep.paused,
+            moving: self.moving.clone(),
             sleep_obstacle: self.sleep.obstacle.map_or("", bus::sleep_obstacle_name).into(),
             woken_by: self.sleep.woken.map_or("", |woken| bus::wake_reason_name(woken.by)).into(),
             wake_time: self.sleep.woken.map(|woken| woken.took.as_secs_f64()),
@@ -129,6 +132,7 @@ impl Core {
                     grants: attachment.grants,
                 }
             });
+            let sleep = self.machine.sleep_of(seen.client);
             Some(ClientView {
                 id: seen.client,
                 identity: client.identity.clone(),
@@ -141,7 +145,8 @@ impl Core {
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,
                 stopped: seen.stopped,
-                sleep: self.machine.sleep_of(seen.client),
+                sleep,
+                moving: sleep.moving.and_then(|both| self.label(both.to)).unwrap_or_default(),
                 uses: uses.collect(),
             })
         };
@@ -198,6 +203,7 @@ impl Core {
                 thrashing: seen.thrashes,
                 serialized: seen.serialized,
                 gone: seen.gone,
+                drained: seen.drained,
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()

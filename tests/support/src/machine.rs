@@ -191,7 +191,8 @@ impl Machine {
         self.scheduler.take().expect("a scheduler runs").wait().expect("its end");
     }
 
-    fn ctl_output(&self, arguments: &[&str]) -> Output {
+    /// Runs `nvsharectl`, whatever becomes of it.
+    pub fn ctl_output(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(artifact("nvsharectl"));
         command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
         command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts")

@@ -98,6 +98,7 @@ impl<'a> Devices<'a> {
                     total: memory.total,
                     index: *index,
                     minor: *minor,
+                    capability: device.cuda_compute_capability().ok().map(|is| (is.major, is.minor)),
                     link: link(device),
                 }),
                 Err(e) => self.error = Some(e),

@@ -123,6 +123,8 @@ pub struct GpuDescription {
     pub index: u32,
     /// The number of its device file; a slice has its GPU's.
     pub minor: Option<u32>,
+    /// Compute capability.
+    pub capability: Option<(i32, i32)>,
     /// Bytes per second that copies over its PCIe link reach, by what both ends can do.
     pub link: Option<u64>,
 }

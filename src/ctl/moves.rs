@@ -1,0 +1,203 @@
+//! `nvsharectl migrate`, `drain` and `undrain`: programs off a GPU, to another one or to sleep.
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use super::{CtlError, Target, block_on, driver, password, pause};
+use crate::bus::{Client, Gpu, SchedulerProxy};
+
+/// How often it is looked how far programs have got.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Has programs go to another GPU, one after the other. Returns once they are there.
+///
+/// # Errors
+/// If there is no such program, or one is not moved.
+pub fn migrate(target: &Target, program: &str, gpu: &str) -> Result<(), CtlError> {
+    block_on(async {
+        let scheduler = target.connect().await?;
+        for pid in pause::pids(&scheduler, program).await? {
+            let arguments = (pid, gpu);
+            let moves = password::call::<()>(&scheduler, "Migrate", &arguments);
+            let mut moves = std::pin::pin!(moves);
+            let mut progress = Progress::new();
+            loop {
+                tokio::select! {
+                    moved = &mut moves => break moved?,
+                    () = tokio::time::sleep(LOOK), if progress.is_shown => {
+                        let clients = scheduler.list_clients().await.unwrap_or_default();
+                        let client = clients.iter().find(|client| client.pid == pid && !client.moving.is_empty());
+                        progress.show(client.map_or_else(String::new, |client| format!("{pid}: {}", step(client))));
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Has a GPU be empty. Returns what to print, once everybody that can has left it.
+///
+/// # Errors
+/// If there is no such GPU, or programs stay there.
+pub fn drain(target: &Target, gpu: &str) -> Result<String, CtlError> {
+    block_on(async {
+        let scheduler = target.connect().await?;
+        password::call::<()>(&scheduler, "Drain", &(gpu,)).await?;
+        let mut progress = Progress::new();
+        loop {
+            let there = There::look(&scheduler, gpu).await?;
+            if there.leave.is_empty() {
+                progress.show(String::new());
+                return there.result(gpu);
+            }
+            let steps = there.leave.iter().map(|client| format!("{}: {}", client.pid, step(client)));
+            progress.show(steps.collect::<Vec<_>>().join("; "));
+            tokio::time::sleep(LOOK).await;
+        }
+    })
+}
+
+/// Lets programs use a GPU again.
+///
+/// # Errors
+/// If there is no such GPU.
+pub fn undrain(target: &Target, gpu: &str) -> Result<(), CtlError> {
+    block_on(async {
+        let scheduler = target.connect().await?;
+        Ok(password::call::<()>(&scheduler, "Undrain", &(gpu,)).await?)
+    })
+}
+
+/// How far a program on its way off its GPU has got.
+fn step(client: &Client) -> &'static str {
+    match client.sleep.as_str() {
+        "awake" => "its work ends",
+        "preparing" => "its memory leaves",
+        "checkpointing" => "it is taken off the GPU",
+        "sleeping" | "waking" => "it waits for room",
+        "restoring" => "it is put back",
+        _ => "it is found out where it is",
+    }
+}
+
+/// The programs on a GPU that is drained.
+#[derive(Debug, Default)]
+struct There {
+    leave: Vec<Client>,
+    asleep: Vec<Client>,
+    stay: Vec<Client>,
+}
+
+impl There {
+    async fn look(scheduler: &SchedulerProxy<'_>, gpu: &str) -> Result<Self, CtlError> {
+        let gpus = scheduler.list_gpus().await?;
+        let is_meant = |listed: &&Gpu| {
+            let index = listed.index.map(|index| index.to_string());
+            gpu.is_empty() || listed.uuid.eq_ignore_ascii_case(gpu) || index.as_deref() == Some(gpu)
+        };
+        match gpus.iter().find(is_meant) {
+            Some(listed) if listed.drained => Ok(Self::of(scheduler.list_clients().await?, &listed.uuid)),
+            Some(_) => Err(CtlError::Failed("programs may use it again: somebody has undrained it".into())),
+            None => Ok(Self::default()), // it is gone
+        }
+    }
+
+    fn of(clients: Vec<Client>, uuid: &str) -> Self {
+        let mut there = Self::default();
+        // Whoever waits for a context has nothing there.
+        let is_there = |client: &Client| client.gpus.iter().any(|at| at.uuid == uuid && at.state != "attaching");
+        for client in clients.into_iter().filter(is_there) {
+            let list = match client.sleep.as_str() {
+                "sleeping" | "lost" if client.moving.is_empty() => &mut there.asleep,
+                "awake" if !client.sleep_obstacle.is_empty() => &mut there.stay,
+                _ => &mut there.leave,
+            };
+            list.push(client);
+        }
+        there
+    }
+
+    fn result(&self, gpu: &str) -> Result<String, CtlError> {
+        let lines = |clients: &[Client], why: fn(&Client) -> String| {
+            let line =
+                |client: &Client| format!("{}{}\n", driver::line(client.id, Some(client)).trim_end(), why(client));
+            clients.iter().map(line).collect::<String>()
+        };
+        let mut text = String::new();
+        if !self.asleep.is_empty() {
+            text += "These programs sleep until it is undrained. Before another version of the driver is loaded, they have to end:\n";
+            text += &lines(&self.asleep, |_| String::new());
+        }
+        if self.stay.is_empty() {
+            return Ok(format!(
+                "No program is on the GPU, and none gets there until `nvsharectl undrain {gpu}`.\n{text}"
+            ));
+        }
+        let stay = lines(&self.stay, |client| format!(": {}", client.sleep_obstacle));
+        Err(CtlError::Failed(format!(
+            "programs stay on the GPU that can neither be moved nor sleep; they are asked again from time to time:\n{stay}{text}"
+        )))
+    }
+}
+
+/// A line on a terminal that is written again and again.
+struct Progress {
+    is_shown: bool,
+    length: usize,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self { is_shown: std::io::stderr().is_terminal(), length: 0 }
+    }
+
+    fn show(&mut self, text: String) {
+        if !self.is_shown {
+            return;
+        }
+        let text: String = text.chars().take(78).collect(); // of one line, which can be written again
+        let mut stderr = std::io::stderr();
+        let _ = write!(stderr, "\r{:1$}\r{text}", "", self.length);
+        let _ = stderr.flush();
+        self.length = text.chars().count();
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.show(String::new());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bus::GpuUse;
+
+    #[test]
+    fn who_is_on_a_drained_gpu_leaves_sleeps_or_stays() {
+        let client = |pid: u32, sleep: &str, obstacle: &str| Client {
+            id: pid.into(),
+            pid,
+            name: "python".into(),
+            sleep: sleep.into(),
+            sleep_obstacle: obstacle.into(),
+            gpus: vec![GpuUse { uuid: "GPU-1".into(), state: "idle".into(), ..GpuUse::default() }],
+            ..Client::default()
+        };
+        let elsewhere = Client { gpus: Vec::new(), ..client(9, "awake", "") };
+        let mut waits = client(8, "awake", "");
+        waits.gpus[0].state = "attaching".into();
+        let moves = Client { moving: "GPU-2".into(), ..client(4, "sleeping", "") };
+        let all = vec![client(1, "awake", ""), client(2, "sleeping", ""), moves, elsewhere, waits];
+        let there = There::of(all, "GPU-1");
+        let pids = |clients: &[Client]| clients.iter().map(|client| client.pid).collect::<Vec<_>>();
+        assert_eq!((pids(&there.leave), pids(&there.asleep), pids(&there.stay)), (vec![1, 4], vec![2], vec![]));
+        let text = there.result("0").expect("nobody stays");
+        assert!(text.contains("undrain 0") && text.ends_with("  client 2: python (pid 2)\n"), "{text}");
+        let there = There::of(vec![client(3, "awake", "it is in a gang")], "GPU-1");
+        let text = there.result("0").expect_err("one stays").to_string();
+        assert!(text.contains("  client 3: python (pid 3): it is in a gang\n"), "{text}");
+    }
+}

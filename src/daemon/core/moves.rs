@@ -1,0 +1,165 @@
+//! Programs that go from one GPU to another of the same kind, and GPUs that are drained.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use nvshare_wire::client::GpuKind;
+use tokio::sync::oneshot;
+use tracing::info;
+use zbus::fdo;
+
+use super::state::{ClientGpuStats, Core, Gpu};
+use crate::bus;
+use crate::daemon::checkpoint::Uuid;
+use crate::daemon::gpu::accounting::History;
+use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
+
+/// Where to say that a program is on the other GPU, or why not.
+pub type Reply = oneshot::Sender<fdo::Result<()>>;
+
+impl Core {
+    /// Has a program go to another GPU. `users`: those that the caller may do it for. The reply comes once it is there, or is not
+    /// moved: `InvalidArgs` if there is no such program or GPU, or the process id has become that of another user's.
+    pub fn migrate(&mut self, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) {
+        match self.migration(pid, gpu, users) {
+            Err(e) => drop(reply.send(Err(e))),
+            Ok((client, Move { from, to })) => {
+                self.migrations.insert(client, reply);
+                self.apply(Event::Migrate { client, from, to });
+            }
+        }
+    }
+
+    /// The client to move, and where.
+    fn migration(&self, pid: u32, gpu: &str, users: &BTreeSet<u32>) -> fdo::Result<(ClientId, Move)> {
+        if !self.users_of(pid)?.is_subset(users) {
+            return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
+        }
+        let failed = |text: &str| Err(fdo::Error::Failed(text.into()));
+        let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
+        let to = GpuId(named.uuid);
+        let [client] = *self.program(pid)? else { return failed("its process has loaded the library several times") };
+        let Some(entry) = self.clients.get(&client) else { return failed("it has just ended") };
+        let mut gpus = entry.gpus.keys();
+        let from = match (gpus.next(), gpus.next()) {
+            (None, _) => return failed("it uses no GPU"),
+            (Some(from), None) => *from,
+            (Some(_), Some(_)) => return failed("it uses several GPUs"),
+        };
+        if from == to {
+            return failed("it is there already");
+        }
+        if self.machine.sleep_of(client).moving.is_some() {
+            return failed(bus::move_obstacle_name(MoveObstacle::Moving));
+        }
+        if !self.is_of_one_kind(from, to) {
+            let label = self.label(from).unwrap_or_default();
+            return Err(fdo::Error::Failed(format!(
+                "{} is not of the same kind as {label}: model, memory and compute capability must be the same, and no GPU of the host be cut into slices",
+                named.label
+            )));
+        }
+        self.may_be_on(client, to).map_err(fdo::Error::Failed)?;
+        Ok((client, Move { from, to }))
+    }
+
+    /// Whether what a process has on one GPU can be restored on the other: both are whole GPUs of one model. The driver asks for
+    /// each GPU of the host, so none may be cut into slices.
+    fn is_of_one_kind(&self, one: GpuId, other: GpuId) -> bool {
+        let kind = |id| {
+            let Gpu { kind, name, total, capability, .. } =
+                self.gpus.get(&id).filter(|gpu| gpu.index.is_some() && !gpu.gone)?;
+            Some((*kind, name, *total, *capability))
+        };
+        let is_whole = self.gpus.values().all(|gpu| gpu.kind == GpuKind::Gpu || gpu.index.is_none());
+        is_whole && kind(one).is_some() && kind(one) == kind(other)
+    }
+
+    /// The machine says what became of a move.
+    pub(super) fn migrated(&mut self, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
+        let reply = self.migrations.remove(&client);
+        if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
+            let (pid, name) = (entry.identity.pid, &entry.identity.name);
+            match why {
+                None => info!(client = client.0, pid, gpu = label, "{name} has been moved to another GPU"),
+                Some(why) => {
+                    let why = bus::move_obstacle_name(why);
+                    info!(client = client.0, pid, gpu = label, "{name} is not moved to another GPU: {why}");
+                }
+            }
+        }
+        if let Some(reply) = reply {
+            let answer = why.map_or(Ok(()), |why| Err(fdo::Error::Failed(bus::move_obstacle_name(why).into())));
+            let _ = reply.send(answer); // whoever asked may have left
+        }
+    }
+
+    /// What a client had on one GPU is on another from now on.
+    pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        entry.session.moved(from, to);
+        if let Some(stats) = entry.gpus.remove(&from) {
+            // What it had there before is not to be found here.
+            entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
+        }
+        self.counts.moved(client, from, to);
+        self.record_extent(client, to, now);
+    }
+
+    /// Has a GPU be empty (`drained`), or be used again.
+    ///
+    /// # Errors
+    /// `InvalidArgs` if there is no such GPU.
+    pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<()> {
+        let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
+        let id = GpuId(named.uuid);
+        let others = || self.gpus.keys().copied().filter(|other| *other != id && self.is_of_one_kind(id, *other));
+        let places = |client: ClientId| others().filter(|to| self.may_be_on(client, *to).is_ok()).collect::<Vec<_>>();
+        let users = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&id)).map(|(client, _)| *client);
+        let candidates: BTreeMap<ClientId, Vec<GpuId>> = users.map(|client| (client, places(client))).collect();
+        let what = if drained { "is drained" } else { "is used again" };
+        info!(gpu = named.label, "{} {what}", named.title);
+        self.apply(Event::Drain { gpu: id, drained, candidates });
+        Ok(())
+    }
+
+    /// For each GPU of the host, the one on which what a process had there is restored, for these moves.
+    pub(super) fn pairs(&self, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
+        let host = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !gpu.is_slice()).map(|(id, _)| *id);
+        pairs(&host.collect(), moves)
+    }
+}
+
+/// The driver takes pairs only for all GPUs of a host. None if nothing is moved.
+fn pairs(host: &GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
+    if moves.is_empty() {
+        return Vec::new();
+    }
+    let (from, to): (GpuSet, GpuSet) = moves.iter().map(|both| (both.from, both.to)).unzip();
+    // Those that something is moved to, and nothing from, take the places of those that something is moved from.
+    let others = to.difference(&from).zip(from.difference(&to)).map(|(to, from)| (*to, *from));
+    let same = host.iter().filter(|id| !from.contains(id) && !to.contains(id)).map(|id| (*id, *id));
+    let all = moves.iter().map(|both| (both.from, both.to)).chain(others).chain(same);
+    all.map(|(from, to)| (from.0.0, to.0.0)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_restore_on_another_gpu_names_each_gpu_of_the_host_once_on_either_side() {
+        let gpu = |n| GpuId(nvshare_wire::Uuid([n; 16]));
+        let host = (0..4).map(gpu).collect::<GpuSet>();
+        assert_eq!(pairs(&host, &[]), []);
+        let shown = |moves: &[(u8, u8)]| {
+            let moves: Vec<Move> = moves.iter().map(|(from, to)| Move { from: gpu(*from), to: gpu(*to) }).collect();
+            let mut pairs: Vec<(u8, u8)> = pairs(&host, &moves).iter().map(|(from, to)| (from[0], to[0])).collect();
+            pairs.sort_unstable();
+            pairs
+        };
+        assert_eq!(shown(&[(0, 2)]), [(0, 2), (1, 1), (2, 0), (3, 3)]);
+        assert_eq!(shown(&[(0, 2), (2, 3)]), [(0, 2), (1, 1), (2, 3), (3, 0)]);
+        assert_eq!(shown(&[(0, 1), (1, 0)]), [(0, 1), (1, 0), (2, 2), (3, 3)]);
+        assert_eq!(shown(&[(0, 2), (1, 3)]), [(0, 2), (1, 3), (2, 0), (3, 1)]);
+    }
+}
