@@ -14,6 +14,7 @@ mod limits;
 mod memory;
 mod memory_info;
 mod metrics;
+mod migrate;
 mod moves;
 mod offline;
 mod peers;

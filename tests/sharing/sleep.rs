@@ -8,25 +8,25 @@ use serde_json::Value;
 use test_support::machine::*;
 
 /// What is known of a program.
-fn client(machine: &Machine, program: &Program) -> Option<Value> {
+pub fn client(machine: &Machine, program: &Program) -> Option<Value> {
     let status = machine.status();
     let mut clients = status["clients"].as_array().expect("clients").iter();
     clients.find(|client| client["pid"] == program.pid()).cloned()
 }
 
 #[track_caller]
-fn wait_until(machine: &Machine, program: &Program, key: &str, value: impl Into<Value>) -> Value {
+pub fn wait_until(machine: &Machine, program: &Program, key: &str, value: impl Into<Value>) -> Value {
     let value = value.into();
     wait_for(&format!("{key} of `{}` to be {value}", program.name), || {
         client(machine, program).filter(|client| client[key] == value)
     })
 }
 
-fn pause(machine: &Machine, program: &Program) {
+pub fn pause(machine: &Machine, program: &Program) {
     machine.ctl(&["pause", &program.pid().to_string()]);
 }
 
-fn resume(machine: &Machine, program: &Program) {
+pub fn resume(machine: &Machine, program: &Program) {
     machine.ctl(&["resume", &program.pid().to_string()]);
 }
 
@@ -38,9 +38,9 @@ fn naps(machine: &Machine, memory: &str, pause: u32) -> Program {
 }
 
 /// It ends soon, with right results.
-fn ends(mut program: Program) {
+pub fn ends(mut program: Program) -> Report {
     program.signal(libc::SIGUSR1);
-    program.finish();
+    program.finish()
 }
 
 #[test]
@@ -217,7 +217,7 @@ fn idle_programs_sleep_until_they_call_the_driver() {
     wait_for("one to have slept and woken", || {
         programs.iter().any(|program| client(&machine, program).is_some_and(|c| c["woken-by"] == "call")).then_some(())
     });
-    programs.into_iter().for_each(ends);
+    programs.into_iter().for_each(|program| drop(ends(program)));
     machine.wait_until_empty();
 }
 
@@ -227,7 +227,7 @@ fn nobody_sleeps_where_all_have_room() {
     let programs = [0, 1].map(|_| naps(&machine, "16M", 2500));
     thread::sleep(Duration::from_secs(4));
     assert!(!machine.trace().iter().any(|m| m.what == "prepare-sleep"));
-    programs.into_iter().for_each(ends);
+    programs.into_iter().for_each(|program| drop(ends(program)));
 }
 
 /// There is room for two contexts beside the memory of one that works; a third takes the place of one that is idle.
@@ -248,7 +248,7 @@ fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
 }
 
 /// The processes that a scheduler has started.
-fn helpers(scheduler: u32) -> Vec<i32> {
+pub fn helpers(scheduler: u32) -> Vec<i32> {
     let tasks = fs::read_dir(format!("/proc/{scheduler}/task")).into_iter().flatten().flatten();
     let children = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
     children.flat_map(|text| text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<_>>()).collect()

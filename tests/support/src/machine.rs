@@ -198,6 +198,15 @@ impl Machine {
         command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts")
     }
 
+    /// `nvsharectl` with those words, to be started beside others.
+    pub fn order(&self, words: &str) -> Launch<'_> {
+        let control = self.path("control/control.sock");
+        let mut launch = self.command(&artifact("nvsharectl"), &["--control"]).without_nvshare();
+        launch.command.arg(control).args(words.split_whitespace());
+        launch.name = format!("nvsharectl {words}");
+        launch
+    }
+
     /// Runs `nvsharectl`, which must fail, and gives what it says of that.
     #[track_caller]
     pub fn ctl_fails(&self, arguments: &[&str]) -> String {

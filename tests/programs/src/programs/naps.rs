@@ -1,5 +1,5 @@
 //! Threads that launch, that ask about events, and that allocate, on each of some GPUs and each with pauses: a program that is idle
-//! often and never for long.
+//! often and never for long. With `--later` it uses that GPU as well from when it is sent SIGUSR2.
 
 use super::{Outcome, expect};
 use crate::{
@@ -37,7 +37,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         });
     }
     let ordinals = args.text("gpus", "0").split(',').map(str::parse).collect::<Result<Vec<i32>, _>>()?;
-    let gpus = ordinals.into_iter().map(Gpu::open).collect::<cuda::Result<Vec<Arc<Gpu>>>>()?;
+    let mut gpus = ordinals.into_iter().map(Gpu::open).collect::<cuda::Result<Vec<Arc<Gpu>>>>()?;
     let each: [Work; 3] = [launch, ask, allocate];
     let start = |(gpu, work): (Arc<Gpu>, Work)| {
         thread::spawn(move || {
@@ -50,6 +50,16 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let all = gpus.iter().flat_map(|gpu| each.map(|work| (gpu.clone(), work)));
     let threads: Vec<_> = all.map(start).collect();
     report.integer("threads", threads.len() as u64);
+    if args.given("later") {
+        // SAFETY: as before.
+        unsafe { libc::signal(libc::SIGUSR2, told_of_another as extern "C" fn(i32) as usize) };
+        while !(TOLD_OF_ANOTHER.load(Ordering::SeqCst) || has_ended(end)) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let gpu = Gpu::open(args.number("later", "1") as i32)?;
+        gpus.push(gpu.clone());
+        launch(&gpu, memory, pause, end)?;
+    }
     for thread in threads {
         thread.join().map_err(|_| "a thread panicked")??;
     }
@@ -64,6 +74,12 @@ static TOLD: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn told(_: i32) {
     TOLD.store(true, Ordering::SeqCst);
+}
+
+static TOLD_OF_ANOTHER: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn told_of_another(_: i32) {
+    TOLD_OF_ANOTHER.store(true, Ordering::SeqCst);
 }
 
 /// Whether the time is over, or a signal has come.
