@@ -4,11 +4,12 @@
   sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200] [--seed 1]
 
 Each program of a crowd, which calls the driver all the time, is paused until nothing of it is on the GPU, and resumed. Then it is killed at
-a random moment: three in four once they are back, the others while they may still be on the way. Another takes its place. At the end a
+a random moment: three in four once they are back, the others while they may still be on the way. Another takes its place. Where there are
+several GPUs, half of those that sleep change GPUs before they are resumed, and half of the others change GPUs instead. At the end a
 witness checks its results. Some drivers have hung hosts then (NVIDIA/cuda-checkpoint#53): let nothing of value run there.
 
-Prints a line of JSON: the kills, seconds until programs slept and were back (median and slowest), what went wrong, and MiB in use before and
-after. The exit status is 1 if anything was not right. `cuda-program` and `nvshare-checkpoint` must be among --programs. Needs a GPU, and
+Prints a line of JSON: the kills, how many changed GPUs, seconds until programs slept, were back, and had changed GPUs (median and slowest),
+what went wrong, and MiB in use before and after. The exit status is 1 if anything was not right. `cuda-program` and `nvshare-checkpoint` must be among --programs. Needs a GPU, and
 as root `setpriv`: the scheduler gives up all capabilities, and can then take only programs of a user other than root off the GPU.
 """
 
@@ -37,13 +38,13 @@ def be_nobody():
 
 def in_use():
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.check_output(words, text=True).split()[0])
+    return sum(map(int, subprocess.check_output(words, text=True).split()))
 
 
 class Program:
     def __init__(self, start):
         self.child, self.state, self.since = start(), "starts", time.monotonic()
-        self.kill_at, self.began = None, self.since
+        self.kill_at, self.began, self.move = None, self.since, None
 
     def takes(self):
         """Seconds since the last step began."""
@@ -80,16 +81,25 @@ def main():
             words = [programs / "nvsharectl", "--control", directory / "control.sock", *words]
             return subprocess.check_output(words, text=True, timeout=30)
 
+        def move(program, client, gpus):
+            """Has it go to another GPU."""
+            others = [gpu["uuid"] for gpu in gpus if gpu["uuid"] != client["gpus"][0]["uuid"]]
+            words = [programs / "nvsharectl", "--control", directory / "control.sock", "migrate", str(program.child.pid)]
+            program.move = subprocess.Popen([*words, "--to", dice.choice(others)], stderr=subprocess.PIPE, text=True)
+
         def kill(program):
             program.child.kill()
             program.child.wait()
             crowd.remove(program)
 
-        crowd, kills, slept, woke, wrong = [], {"back": 0, "on the way": 0}, [], [], []
+        crowd, kills, slept, woke, moved, wrong = [], {"back": 0, "on the way": 0}, [], [], [], []
+        asleep_moved = 0
         begun = time.monotonic()
         while sum(kills.values()) < options.kills and time.monotonic() - begun < options.limit and not wrong:
             crowd += [Program(start) for _ in range(options.crowd - len(crowd))]
-            known = {client["pid"]: client for client in json.loads(control("--json", "status"))["clients"]}
+            status = json.loads(control("--json", "status"))
+            known = {client["pid"]: client for client in status["clients"]}
+            several = len(status["gpus"]) > 1
             for program in list(crowd):
                 client = known.get(program.child.pid, {"sleep": None, "gpus": []})
                 if program.child.poll() is not None:
@@ -97,10 +107,30 @@ def main():
                 elif time.monotonic() - program.since > PATIENCE:
                     wrong.append(f"one that {program.state} is {client['sleep']}: {client.get('sleep-obstacle')}")
                 elif program.state == "starts" and any(use["resident"] for use in client["gpus"]):
+                    if several and dice.random() < 0.5:
+                        move(program, client, status["gpus"])
+                        program.goes_on("moves")
+                        if dice.random() < 0.25:
+                            program.kill_at = time.monotonic() + dice.uniform(0, 1)
+                        continue
                     control("pause", str(program.child.pid))
                     program.goes_on("falls asleep")
+                elif program.state == "moves" and program.kill_at and time.monotonic() > program.kill_at:
+                    kill(program)
+                    kills["on the way"] += 1
+                elif program.state == "moves" and not program.kill_at and program.move.poll() is not None:
+                    if program.move.returncode:
+                        wrong.append(f"one could not change GPUs: {program.move.stderr.read().strip()}")
+                    moved.append(program.takes())
+                    program.goes_on("is back")
+                    program.kill_at = time.monotonic() + dice.uniform(0, 0.3)
                 elif program.state == "falls asleep" and client["sleep"] == "sleeping":
                     slept.append(program.takes())
+                    if several and dice.random() < 0.5:
+                        move(program, client, status["gpus"])
+                        if program.move.wait(timeout=30):
+                            wrong.append(f"one that sleeps could not change GPUs: {program.move.stderr.read().strip()}")
+                        asleep_moved += 1
                     control("resume", str(program.child.pid))
                     program.goes_on("wakes")
                     if dice.random() < 0.25:
@@ -134,6 +164,7 @@ def main():
         return {"median": round(statistics.median(seconds), 3), "slowest": round(max(seconds), 3)} if seconds else None
 
     result = {"kills": kills, "seconds": round(took, 1), "slept": times(slept), "woke": times(woke)}
+    result |= {"moves": len(moved), "moves asleep": asleep_moved, "moved": times(moved)}
     print(json.dumps(result | {"wrong": wrong, "in_use_before": before, "in_use_after": after}))
     sys.exit(bool(wrong))
 
