@@ -81,8 +81,12 @@ class Trainer:
         # Deterministic matrix products need it.
         environment = os.environ | environment | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self.child = subprocess.Popen(words, env=environment, preexec_fn=stage.end_with_parent, **pipes)
+
+    def begun(self):
+        """Waits until it has its memory, and returns it."""
         if self.child.stdout.readline() != '"ready"\n':
             raise SystemExit("a trainer has ended before it began")
+        return self
 
     def end(self):
         """What it says in the end; nothing if it has failed."""
@@ -94,7 +98,7 @@ def is_right(said, gib, environment):
     """Whether one alone comes to the same results in as many steps."""
     if said is None:
         return False
-    alone = Trainer(gib, environment, said["steps"]).end()
+    alone = Trainer(gib, environment, said["steps"]).begun().end()
     return alone is not None and all(alone[name] == said[name] for name in ("steps", "check", "held"))
 
 
@@ -155,7 +159,7 @@ class Stage(sleep.Stage):
 
 def one_of(gib, moves, environment, stage_):
     before = [stage_.nvml.used(gpu) for gpu in (0, 1)]
-    one = Trainer(gib, stage_.environment | environment)
+    one = Trainer(gib, stage_.environment | environment).begun()
     orders, took, left = [], [], []
     for number in range(moves):
         time.sleep(PAUSE)
@@ -177,7 +181,8 @@ def one_of(gib, moves, environment, stage_):
 
 def drain(count, gib, stage_):
     before = [stage_.nvml.used(gpu) for gpu in (0, 1)]
-    all_of = [Trainer(gib, stage_.environment) for _ in range(count)]
+    # All import PyTorch at the same time, which takes a dozen seconds.
+    all_of = [one.begun() for one in [Trainer(gib, stage_.environment) for _ in range(count)]]
     time.sleep(2 * PAUSE)
     begun = time.monotonic()
     name, control = stage_.nvml.names[0], stage_.directory / "control.sock"

@@ -48,7 +48,7 @@ fn bash_offers_subcommands_options_and_values() {
         assert!(all.contains(&name), "{name}: {all:?}");
     }
     for (line, offered) in [
-        ("nvsharectl pre", vec!["preload"]),
+        ("nvsharectl prel", vec!["preload"]),
         ("nvsharectl preload e", vec!["enable"]),
         ("nvsharectl set time", vec!["time-quantum"]),
         ("nvsharectl set anti-thrash o", vec!["on", "off"]),
