@@ -19,7 +19,7 @@ use crate::sys::clock;
 
 /// The windows of the averages, in seconds: those of the kernel.
 pub const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
-/// The group of a unit or tenant whose last client has gone is forgotten after this time, the longest window.
+/// A group whose last client has gone is forgotten after this time, the longest window. Clients can name units, and GPUs that do not exist.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// For how long something has been so, in all and recently.
@@ -75,6 +75,11 @@ struct Group {
 }
 
 impl Group {
+    /// Whether it has clients, or had some not long ago.
+    fn is_known(&self, now: Time) -> bool {
+        self.members > 0 || now.saturating_sub(self.left) < FORGOTTEN
+    }
+
     /// What one of its clients does on a GPU changes; `None`: it has not attached it.
     fn changes(&mut self, now: Time, before: Option<Activity>, after: Option<Activity>) {
         let count = |is_so: fn(&Activity) -> bool, of: usize| {
@@ -123,7 +128,7 @@ impl Pressure {
                 continue;
             }
             if before.is_none() {
-                self.groups.retain(|_, group| group.members > 0 || now.saturating_sub(group.left) < FORGOTTEN);
+                self.groups.retain(|_, group| group.is_known(now));
             }
             for subject in Self::subjects(gpu, &identity) {
                 self.groups.entry(subject).or_default().changes(now, before, after);
@@ -181,7 +186,8 @@ impl Core {
     /// The groups: kind and name, and for how long clients were stalled: some, and full.
     fn groups(&self) -> impl Iterator<Item = (&'static str, String, Stall, Stall)> {
         let now = clock::now();
-        self.pressure.groups.iter().filter_map(move |(subject, group)| {
+        let known = self.pressure.groups.iter().filter(move |(_, group)| group.is_known(now));
+        known.filter_map(move |(subject, group)| {
             let (kind, name) = match subject {
                 Subject::Gpu(gpu) => ("gpu", self.gpus.get(gpu)?.label(*gpu)),
                 Subject::Tenant(tenant) => ("tenant", tenant.to_string()),
