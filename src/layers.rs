@@ -27,7 +27,7 @@ const DAEMON: [&str; 14] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
 /// the state machine, then what needs more than one of them.
-const SCHEDULER: [&str; 17] = [
+const SCHEDULER: [&str; 18] = [
     "encoding",
     "api",
     "entity",
@@ -45,6 +45,7 @@ const SCHEDULER: [&str; 17] = [
     "machine",
     "settle",
     "view",
+    "explain",
 ];
 
 fn files(folder: &Path) -> Vec<PathBuf> {

@@ -21,12 +21,14 @@
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
 //! - `timers`: wake-ups, one per reason.
 //! - [`view`]: a copy of the state for status and metrics.
+//! - [`explain`]: why a client does not run, and when it is expected to.
 //! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
 
 pub mod api;
 mod effects;
 mod encoding;
 mod entity;
+pub mod explain;
 mod fairness;
 mod lock;
 mod machine;
@@ -42,5 +44,6 @@ mod timers;
 pub mod view;
 
 pub use api::*;
+pub use explain::{Ahead, Explanation, HolderAhead, Obstacle, Reason};
 pub use machine::Machine;
 pub use view::{Activity, AttachmentView, ClientView, GpuView, HolderView, LockState, Turns, WaiterView};

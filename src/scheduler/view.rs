@@ -316,7 +316,7 @@ impl Machine {
         self.lock.is_held(gpu)
     }
 
-    fn state(&self, client: ClientId, id: GpuId) -> LockState {
+    pub(crate) fn state(&self, client: ClientId, id: GpuId) -> LockState {
         match self.lock.hold(client, id) {
             Some(hold) if hold.suspended => LockState::Suspended,
             Some(hold) if hold.revoked.is_none() => LockState::Holding,

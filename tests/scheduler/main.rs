@@ -5,6 +5,7 @@ mod accounting;
 mod adaptive;
 mod ahead;
 mod env_limits;
+mod explain;
 mod gangs;
 mod memory;
 mod moves;

@@ -22,9 +22,14 @@ impl DrainTime {
         }
     }
 
+    /// How long a drain usually takes.
+    pub fn expected(&self) -> Duration {
+        self.usual.unwrap_or(FIRST)
+    }
+
     /// The time after which a drain lags.
     pub fn lags_after(&self) -> Duration {
-        (self.usual.unwrap_or(FIRST) * LONGER).clamp(LAGS.0, LAGS.1)
+        (self.expected() * LONGER).clamp(LAGS.0, LAGS.1)
     }
 }
 

@@ -45,6 +45,11 @@ impl Rates {
         at_rate(bytes, self.out)
     }
 
+    /// The time for `bytes` to come back.
+    pub fn coming(&self, bytes: u64) -> Duration {
+        at_rate(bytes, self.back)
+    }
+
     /// The time for `bytes` to leave at a client's rate (`None`: unknown) and to come back. Chunks that did not change
     /// since they came in leave without being copied, but are copied when they come back.
     pub fn both_ways(&self, bytes: u64, rate: Option<u64>) -> Duration {

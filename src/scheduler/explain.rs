@@ -1,0 +1,376 @@
+//! Why a client does not run on a GPU at this moment, and when it is expected to. No decision depends on it, and nothing is kept
+//! for it: an answer takes time in proportion to the length of the queue.
+//!
+//! What is expected is what would happen if nobody else came, each one ahead ran for as long as it usually does, or for a turn, and
+//! its memory moved at the rates that were measured. Clients that can run at the same moment start sooner.
+
+use crate::{
+    api::*,
+    lock::{Blocked, Entity, Hold, QueueKey, Tier},
+    machine::Machine,
+    memory::Access,
+    policy::{self, Precedence, Waiter},
+    view::LockState,
+};
+use std::time::Duration;
+
+/// A turn that is longer than this is no turn: nobody ends it.
+const NO_TURN: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// What a client does on one GPU, and what it waits for. Amounts are bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Explanation {
+    pub gpu: GpuId,
+    pub state: LockState,
+    /// How long it has waited for the lock.
+    pub waits: Option<Duration>,
+    /// What keeps it out of the queue, or has it want nothing.
+    pub obstacle: Option<Obstacle>,
+    /// Those because of which it is not granted the lock, in the order of their grants; for a holder, itself.
+    pub holders: Vec<HolderAhead>,
+    /// Requests that are served before its own, the next one first.
+    pub ahead: Vec<Ahead>,
+    /// What it needs is not on the GPU: bytes that others have to give first, bytes that come back from host memory, and about
+    /// how long both take.
+    pub leaves: u64,
+    pub comes: u64,
+    pub moving: Duration,
+    /// Clients take turns here only because together they thrashed.
+    pub kept_apart: bool,
+    /// In about what time it is expected to run. `None`: it does not wait, or that depends on what cannot be known.
+    pub starts: Option<Duration>,
+}
+
+/// A holder in front of a waiting client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HolderAhead {
+    pub client: ClientId,
+    pub state: LockState,
+    /// The rest of its turn; 0 once it was asked to release the lock. `None`: nobody makes it leave.
+    pub left: Option<Duration>,
+    /// It keeps the GPU for as long as it has work, by its rule or by that of the one that waits.
+    pub precedes: bool,
+}
+
+/// A request in front of a waiting client's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ahead {
+    /// One, or the members of a gang.
+    pub clients: Vec<ClientId>,
+    pub reason: Reason,
+    /// For about how long it keeps the GPU, its memory's way there included. `None`: for as long as it has work.
+    pub takes: Option<Duration>,
+}
+
+/// Why a request is served before another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// Its rule has a higher priority.
+    Priority,
+    /// The other one's rule gives it only time that nobody else wants.
+    OtherIsIdle,
+    /// Its rule says interactive, and its owner has had no more than its share.
+    Interactive,
+    /// Its owner has had less than its minimum.
+    BelowMinimum,
+    /// Other members of its gang have their turn.
+    GangTurn,
+    /// Its owner has had less of its share.
+    Share,
+    /// It has waited for so long that it goes before all others of its owner.
+    Aged,
+    Earlier,
+    /// It is expected to need the GPU for a shorter time, the moves of its memory included.
+    Shorter,
+    /// It has had less time on the GPU (policy adaptive).
+    LessServed,
+}
+
+/// Why a client is in no queue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Obstacle {
+    /// It is held off its GPUs until it is resumed.
+    Paused,
+    /// The GPU is drained.
+    Drained,
+    /// It is off its GPUs, or on the way there or back.
+    Sleeps(SleepPhase),
+    /// Its process is stopped.
+    Stopped,
+    /// It waits for room for its context; `deferred`: beside that, another client could never run again.
+    Context { deferred: bool },
+    /// An allocation waits until others have freed memory, for so many bytes in all.
+    Memory(u64),
+    /// These members of its gang are stopped, paused or asleep.
+    Away(Vec<ClientId>),
+    /// It had too little room for its memory when it last ran, and waits for so long.
+    MappingFailed(Duration),
+    /// Its owner has used its maximum of the period, and waits for so long.
+    TimeMax(Duration),
+    /// It still holds a lock that it was asked to release.
+    OwnHold,
+    /// So many bytes of others cannot leave that GPU, and what it needs does not fit beside them.
+    Pinned(GpuId, u64),
+    /// Somebody of a better class uses or wants that GPU, which it wants as well.
+    Behind(GpuId),
+    /// The machine is about to sleep.
+    MachineSleeps,
+}
+
+impl Machine {
+    /// Explains what a client waits for on each of its GPUs. `now` must not be before the newest event.
+    pub fn explain(&self, client: ClientId, now: Time) -> Vec<Explanation> {
+        let gpus: Vec<GpuId> = self.lock.all_of(client).map(|(id, _)| id).collect();
+        gpus.into_iter().filter_map(|id| self.explain_on(client, id, now)).collect()
+    }
+
+    /// In about what time each client in the queue of a GPU is expected to run, the next one first. It ends where nothing can be
+    /// expected any more.
+    pub fn expected_starts(&self, id: GpuId, now: Time) -> Vec<(ClientId, Duration)> {
+        let queue = self.whole_queue(id);
+        let mut starts = Vec::new();
+        let Some(mut at) = queue.first().and_then(|first| self.holders_leave_in(*first, id, now)) else {
+            return starts;
+        };
+        for (position, entity) in queue.iter().enumerate() {
+            let clients = self.lock.wanting(*entity, id);
+            starts.extend(clients.map(|client| (client, at.saturating_add(self.arrival(*entity, id, position == 0)))));
+            let Some(takes) = self.takes(*entity, queue.get(position + 1).copied(), id, position == 0) else { break };
+            at = at.saturating_add(takes);
+        }
+        starts
+    }
+
+    fn explain_on(&self, client: ClientId, id: GpuId, now: Time) -> Option<Explanation> {
+        let state = self.state(client, id);
+        let entity = self.lock.waiting(client).filter(|_| self.lock.waits_for(client, id));
+        let request = entity.and_then(|entity| self.lock.request(entity));
+        let waits = request.and_then(|request| request.since.get(&client)).map(|since| now.saturating_sub(*since));
+        let mut explanation = Explanation {
+            gpu: id,
+            state,
+            waits,
+            obstacle: self.kept_out_by(client, id, now),
+            holders: Vec::new(),
+            ahead: Vec::new(),
+            leaves: 0,
+            comes: 0,
+            moving: Duration::ZERO,
+            kept_apart: false,
+            starts: None,
+        };
+        if let Some(hold) = self.lock.hold(client, id) {
+            explanation.holders = vec![self.holder_ahead(client, hold, None, now, state)];
+        }
+        let Some((entity, request)) = entity.zip(request) else { return Some(explanation) };
+        let is_let_in = self.is_admissible(entity, id);
+        if !is_let_in {
+            let holders = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
+            let ahead = |(holder, hold)| self.holder_ahead(holder, hold, Some(entity), now, self.state(holder, id));
+            explanation.holders = holders.map(ahead).collect();
+            explanation.kept_apart = self.settings.anti_thrash == AntiThrash::Auto && self.keeps_apart(id);
+        }
+        let lacking = self.lacking(entity, id);
+        let gpu = self.memory.get(&id)?;
+        explanation.leaves = lacking.saturating_sub(gpu.free(&self.settings));
+        let reports = self.lock.wanting(entity, id).filter_map(|member| Some(self.account(member, id)?.report));
+        let swapped = reports.fold(0u64, |sum, report| sum.saturating_add(report.swapped));
+        explanation.comes = swapped.min(lacking);
+        explanation.moving = gpu.rates.moving(explanation.leaves) + gpu.rates.coming(explanation.comes);
+        if explanation.obstacle.is_some() || request.blocked.is_some() {
+            return Some(explanation);
+        }
+        let queue = self.whole_queue(id);
+        let own = queue.iter().position(|queued| *queued == entity)?;
+        let mut at = if is_let_in { Some(Duration::ZERO) } else { self.holders_leave_in(queue[0], id, now) };
+        for (position, other) in queue[..own].iter().enumerate() {
+            let takes = self.takes(*other, queue.get(position + 1).copied(), id, position == 0);
+            at = at.zip(takes).map(|(at, takes)| at.saturating_add(takes));
+            let clients = self.lock.members(*other, id);
+            explanation.ahead.push(Ahead { clients, reason: self.reason(*other, entity), takes });
+        }
+        explanation.starts = at.map(|at| at.saturating_add(self.arrival(entity, id, own == 0)));
+        Some(explanation)
+    }
+
+    fn kept_out_by(&self, client: ClientId, id: GpuId, now: Time) -> Option<Obstacle> {
+        let sleep = self.sleep.view(client);
+        let gpu = self.memory.get(&id)?;
+        if sleep.paused {
+            return Some(Obstacle::Paused);
+        }
+        if sleep.drained {
+            return Some(Obstacle::Drained);
+        }
+        if sleep.phase != SleepPhase::Awake {
+            return Some(Obstacle::Sleeps(sleep.phase));
+        }
+        if self.clients.get(&client)?.stopped {
+            return Some(Obstacle::Stopped);
+        }
+        if gpu.access == Access::Asleep {
+            return Some(Obstacle::MachineSleeps);
+        }
+        if let Some(place) = gpu.contexts.iter().position(|pending| pending.client == client) {
+            return Some(Obstacle::Context { deferred: place >= gpu.contexts.len() - gpu.contexts.deferred() });
+        }
+        if let Some(wanted) = self.quota.limit(client, id).and_then(|limit| limit.wanted.as_ref())
+            && wanted.held.is_some()
+        {
+            return Some(Obstacle::Memory(wanted.bytes));
+        }
+        let entity = self.lock.waiting(client).filter(|_| self.lock.waits_for(client, id))?;
+        Some(match self.lock.request(entity)?.blocked? {
+            Blocked::Until(until) if self.is_delayed(entity) => Obstacle::MappingFailed(until.saturating_sub(now)),
+            Blocked::Until(until) => Obstacle::TimeMax(until.saturating_sub(now)),
+            Blocked::Absent => {
+                let members = self.lock.clients_of_entity(entity).into_iter();
+                Obstacle::Away(members.filter(|member| self.is_absent(*member)).collect())
+            }
+            Blocked::Undrained => Obstacle::OwnHold,
+            Blocked::Pinned(full) => {
+                let ledger = self.memory.get(&full).map(|gpu| &gpu.ledger);
+                let stays = ledger.map_or(0, |all| all.unevictable().saturating_sub(all.unevictable_of(client)));
+                Obstacle::Pinned(full, stays)
+            }
+            Blocked::Behind(other) => Obstacle::Behind(other),
+        })
+    }
+
+    fn holder_ahead(
+        &self,
+        client: ClientId,
+        hold: &Hold,
+        waiter: Option<Entity>,
+        now: Time,
+        state: LockState,
+    ) -> HolderAhead {
+        let precedence = waiter.map(|waiter| self.shares().precedence(waiter, client));
+        let left = match hold.revoked {
+            Some(_) => Some(Duration::ZERO),
+            None => hold.ends.map(|ends| ends.saturating_sub(now)).filter(|left| *left < NO_TURN),
+        };
+        HolderAhead { client, state, left, precedes: precedence == Some(Precedence::After) }
+    }
+
+    /// When the holders that keep the first request of the queue from its grant have drained. `None`: that cannot be known.
+    fn holders_leave_in(&self, first: Entity, id: GpuId, now: Time) -> Option<Duration> {
+        if self.is_admissible(first, id) {
+            return Some(Duration::ZERO);
+        }
+        // Without holders it waits for something elsewhere, such as another gang.
+        let mut latest = None;
+        for (holder, hold) in self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()) {
+            if hold.stuck {
+                return None;
+            }
+            let left = self.holder_ahead(holder, hold, None, now, LockState::Holding).left?;
+            let drain = self.lock.of(holder, id).map_or(Duration::ZERO, |lock| lock.drains.expected());
+            latest = latest.max(Some(left.saturating_add(drain)));
+        }
+        latest
+    }
+
+    /// Bytes that the members of a request lack on a GPU.
+    fn lacking(&self, entity: Entity, id: GpuId) -> u64 {
+        let lacking = |client| {
+            let allowed = self.account(client, id).map_or(0, |account| account.allowance);
+            self.need(client, id).saturating_sub(allowed)
+        };
+        self.lock.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
+    }
+
+    /// How long memory moves before a request is granted, once nothing else is in its way. What clients that do not run can give to the
+    /// first request moves while others run.
+    fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
+        let Some(gpu) = self.memory.get(&id) else { return Duration::ZERO };
+        let lacking = self.lacking(entity, id);
+        let ready = if is_first { gpu.free(&self.settings).saturating_add(gpu.ledger.evicting()) } else { 0 };
+        let others = || gpu.ledger.eviction_order().filter(|(_, client)| self.lock.waiting(*client) != Some(entity));
+        let idle = || others().filter_map(|(_, client)| Some(gpu.ledger.account(client)?.evictable()));
+        let given = if is_first { idle().fold(ready, u64::saturating_add) } else { 0 };
+        gpu.rates.both_ways(lacking.saturating_sub(given), None)
+    }
+
+    /// How long a queued request keeps a GPU from the next one: what it is expected to need, but no longer than a turn, and until its
+    /// memory is there. `None`: for as long as it has work, and it is not known how long that is.
+    fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
+        let gpu = self.memory.get(&id)?;
+        let next = next?;
+        let burst = |entity: Entity| {
+            let members = self.lock.wanting(entity, id).filter_map(|member| self.histories.of(member, id));
+            members.map(|history| history.bursts.expected()).max().unwrap_or_default()
+        };
+        let moves = gpu.rates.both_ways(self.lacking(next, id), None);
+        let client = self.lock.wanting(entity, id).next()?;
+        let (tier, next_tier) = (self.tier(entity)?, self.tier(next)?);
+        let waiter = Waiter {
+            precedence: if tier < next_tier { Precedence::After } else { Precedence::Equal },
+            burst: burst(next),
+            moving: moves,
+            arrives: moves,
+            evicts: !moves.is_zero(),
+            holders_measured: true,
+            waiters: self.lock.queue_length(id),
+            ..Waiter::default()
+        };
+        let holder = policy::Holder {
+            exchange: moves,
+            fills: gpu.rates.both_ways(self.need(client, id), None),
+            batch: self.shares().share_of(client).weight == 0,
+            attained: self
+                .histories
+                .of(client, id)
+                .map_or(Duration::ZERO, |it| it.progress.after(self.now, Duration::ZERO).0),
+            same_owner: self.owner_of(entity) == self.owner_of(next),
+            ..policy::Holder::default()
+        };
+        let turn = self.policy().turn(&self.settings, &holder, &waiter);
+        let has_run = self.lock.of(client, id).is_some_and(|lock| lock.grants > 0);
+        let runs = if has_run { turn.min(burst(entity)) } else { turn };
+        (runs < NO_TURN).then(|| runs.saturating_add(self.arrival(entity, id, is_first)))
+    }
+
+    fn tier(&self, entity: Entity) -> Option<Tier> {
+        Some(self.lock.request(entity)?.key.class.tier)
+    }
+
+    /// Why a queued request is served before another one.
+    fn reason(&self, ahead: Entity, behind: Entity) -> Reason {
+        let (Some(one), Some(other)) = (self.lock.request(ahead), self.lock.request(behind)) else {
+            return Reason::Earlier;
+        };
+        let (own, its) = (self.key_now(ahead, &one.key), self.key_now(behind, &other.key));
+        if own.class.tier != its.class.tier {
+            return if its.class.tier == Tier::Idle { Reason::OtherIsIdle } else { Reason::Priority };
+        }
+        if own.class.interactive_first != its.class.interactive_first {
+            return Reason::Interactive;
+        }
+        if own.class.below_minimum != its.class.below_minimum {
+            return Reason::BelowMinimum;
+        }
+        if own.has_turn != its.has_turn {
+            return Reason::GangTurn;
+        }
+        let is_same_owner = self.owner_of(ahead) == self.owner_of(behind);
+        // The finish tag of the one behind, and not its rank, holds it back.
+        let is_by_share = own.at != its.at && (!self.policy().tenants_take_turns() || its.at > its.rank);
+        if is_by_share && !is_same_owner {
+            return Reason::Share;
+        }
+        if one.aged && !other.aged {
+            return Reason::Aged;
+        }
+        let since = |request: &crate::lock::Request| request.since.values().min().copied();
+        match (since(one) <= since(other), self.policy().tenants_take_turns()) {
+            (true, true) => Reason::Earlier,
+            (false, true) => Reason::Shorter,
+            (_, false) => Reason::LessServed,
+        }
+    }
+
+    fn key_now(&self, entity: Entity, otherwise: &QueueKey) -> QueueKey {
+        self.current_key(entity).unwrap_or(*otherwise)
+    }
+}

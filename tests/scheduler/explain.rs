@@ -1,0 +1,201 @@
+//! What the scheduler says of a client that waits: who is ahead of it and why, and whether what it expects then happens.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+fn s(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn of(t: &Talk, n: u64) -> Explanation {
+    t.machine.explain(client(n), t.now).remove(0)
+}
+
+fn reasons(t: &Talk, n: u64) -> Vec<(u64, Reason)> {
+    of(t, n).ahead.iter().map(|ahead| (ahead.clients[0].0, ahead.reason)).collect()
+}
+
+#[test]
+fn turns_that_end_by_the_clock_end_when_expected() {
+    let mut t = Talk::with_waiter();
+    t.join(3, GIB);
+    t.request(3);
+    t.after(ms(300));
+    let what = of(&t, 3);
+    let holder = HolderAhead { client: client(1), state: LockState::Holding, left: Some(ms(700)), precedes: false };
+    assert_eq!(what.holders, [holder]);
+    let ahead = Ahead { clients: vec![client(2)], reason: Reason::Earlier, takes: Some(s(1)) };
+    assert_eq!((&what.ahead[..], what.obstacle, what.leaves), (&[ahead][..], None, 0));
+    assert_eq!(what.waits, Some(ms(300)));
+    let starts = what.starts.expect("all turns end");
+    assert!((ms(1700)..ms(1800)).contains(&starts), "the rest of a turn, a drain and a turn: {starts:?}");
+    let all = t.machine.expected_starts(gpu(0), t.now);
+    assert_eq!(all.iter().map(|(client, _)| client.0).collect::<Vec<_>>(), [2, 3]);
+    assert_eq!(all[1].1, starts);
+    // And so it is.
+    assert!(t.after(ms(700)).contains(&revoke(1)));
+    assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
+    t.request(1);
+    assert_eq!(of(&t, 3).ahead, [], "it is the next");
+    assert!(t.after(s(1)).contains(&revoke(2)));
+    assert!(t.release(2, ReleaseReason::Revoked).contains(&grant(3)));
+    let own = of(&t, 3);
+    assert_eq!((own.state, own.waits, own.holders.len()), (LockState::Holding, None, 1));
+}
+
+#[test]
+fn who_waits_for_nothing_is_told_nothing_else() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    let idle = of(&t, 1);
+    assert_eq!((idle.state, idle.waits, idle.obstacle, idle.starts), (LockState::Idle, None, None, None));
+    t.request(1);
+    let alone = of(&t, 1);
+    assert_eq!((alone.state, alone.holders[0].left), (LockState::Holding, None), "nobody waits");
+    assert!(t.machine.explain(client(77), t.now).is_empty(), "it is unknown");
+}
+
+#[test]
+fn a_holder_that_nobody_makes_leave_has_no_expected_end() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join_of(TenantId(1), 1, GIB);
+    t.join_of(TenantId(2), 2, GIB);
+    t.put(&[2], RuleLimits { share: Some(Share { weight: 0, ..Share::default() }), ..RuleLimits::default() });
+    t.request(1);
+    t.request(2);
+    let what = of(&t, 2);
+    assert_eq!((what.holders.len(), what.starts), (1, None));
+    assert!(what.holders[0].precedes && what.holders[0].left.is_none());
+    // A third, which is of no rule, goes first.
+    t.join_of(TenantId(3), 3, GIB);
+    t.request(3);
+    assert_eq!(reasons(&t, 2), [(3, Reason::OtherIsIdle)]);
+    assert_eq!(reasons(&t, 3), []);
+}
+
+#[test]
+fn a_rule_that_goes_first_is_the_reason() {
+    for (share, reason) in [
+        (Share { priority: 5, ..Share::default() }, Reason::Priority),
+        (Share { interactive: true, ..Share::default() }, Reason::Interactive),
+        (Share { min: 50, ..Share::default() }, Reason::BelowMinimum),
+    ] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        for n in [1, 2, 3] {
+            t.join_of(TenantId(n), n, GIB);
+        }
+        // The holder is in the group as well, so that it goes on.
+        t.put(&[1, 3], RuleLimits { share: Some(share), ..RuleLimits::default() });
+        t.request(1);
+        t.after(ms(1));
+        t.request(2);
+        t.after(ms(1));
+        t.request(3);
+        assert_eq!(reasons(&t, 2), [(3, reason)]);
+        assert_eq!(reasons(&t, 3), []);
+    }
+}
+
+#[test]
+fn an_owner_that_has_had_less_goes_first() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for (n, tenant) in [(1, 1), (2, 2), (3, 1), (4, 4)] {
+        t.join_of(TenantId(tenant), n, GIB);
+    }
+    t.request(1);
+    t.after(ms(1));
+    t.request(3);
+    t.after(ms(1));
+    t.request(2);
+    assert_eq!(reasons(&t, 2), [(3, Reason::Earlier)]);
+    t.after(s(1));
+    t.release(1, ReleaseReason::Revoked);
+    // Its owner has used a second, so that client 3 waits although it asked first.
+    assert_eq!(t.state(2), LockState::Holding);
+    t.request(4);
+    assert_eq!(reasons(&t, 3), [(4, Reason::Share)]);
+}
+
+#[test]
+fn what_keeps_a_client_out_of_the_queue_is_named() {
+    let mut t = Talk::with_waiter();
+    t.say(Event::Stopped { client: client(2), stopped: true });
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Stopped));
+    assert_eq!(of(&t, 2).starts, None);
+    t.say(Event::Stopped { client: client(2), stopped: false });
+    assert_eq!(of(&t, 2).obstacle, None);
+    t.say(Event::SleepWanted { client: client(2), paused: true });
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Paused));
+
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.request(1);
+    t.report(1, 12 * GIB, 12 * GIB, 12 * GIB);
+    t.release(1, ReleaseReason::Idle);
+    t.join(2, 8 * GIB);
+    t.request(2);
+    assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Pinned(gpu(0), 12 * GIB)));
+
+    let (t, _) = Talk::with_undrainable(AntiThrash::On, [10 * GIB, 10 * GIB]);
+    assert_eq!((of(&t, 1).state, of(&t, 2).starts), (LockState::Undrainable, None));
+}
+
+#[test]
+fn memory_that_has_to_move_is_told_and_takes_time() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuLink { gpu: gpu(0), rate: 8 * GIB });
+    t.join(1, 12 * GIB);
+    t.request(1);
+    t.map(1);
+    t.join(2, 12 * GIB);
+    t.request(2);
+    let what = of(&t, 2);
+    assert_eq!(what.leaves, 8 * GIB, "4 GiB are free");
+    assert!(what.moving >= s(1), "8 GiB at 8 GiB/s: {:?}", what.moving);
+    let rest = what.holders[0].left.expect("its turn ends");
+    assert!(what.starts.expect("an end") >= rest + s(1), "{what:?}");
+}
+
+/// Of clients that always have work: how far what was expected is from what happened, in seconds, at several moments.
+fn errors(mode: AntiThrash, clients: u64, demand: u64, until: u64) -> Vec<f64> {
+    let mut world = World::with_gpu(mode, s(2), 16 * GIB);
+    world.feed(Event::GpuLink { gpu: gpu(0), rate: 40 * GIB });
+    world.most_steps = 3_000_000;
+    let all: Vec<ClientId> = (0..clients)
+        .map(|n| world.add(Plan { tenant: TenantId(n), demand, gpu: s(10_000), ..Plan::default() }))
+        .collect();
+    let mut expected = Vec::new();
+    for at in (until / 2..until).step_by(3) {
+        world.run(s(at));
+        for client in &all {
+            let what = world.machine.explain(*client, world.now).remove(0);
+            if what.waits.is_some() {
+                expected.push((*client, world.now, what.starts.expect("all turns end")));
+            }
+        }
+    }
+    world.run(s(until * 2));
+    assert!(!expected.is_empty());
+    let error = |(client, at, starts): (ClientId, Time, Duration)| {
+        let granted = world.grants_of(client).into_iter().find(|granted| *granted >= at).expect("it runs");
+        (at + starts).as_secs_f64() - granted.as_secs_f64()
+    };
+    expected.into_iter().map(error).collect()
+}
+
+#[test]
+fn what_is_expected_happens_within_a_turn() {
+    for (mode, clients, demand) in [
+        (AntiThrash::On, 2, GIB),
+        (AntiThrash::On, 4, GIB),
+        (AntiThrash::On, 3, 12 * GIB),
+        (AntiThrash::Auto, 2, 12 * GIB),
+        (AntiThrash::Auto, 3, 12 * GIB),
+    ] {
+        let errors = errors(mode, clients, demand, 120);
+        let worst = errors.iter().fold(0f64, |worst, error| worst.max(error.abs()));
+        assert!(worst <= 2.0, "{mode:?}, {clients} clients of {} GiB: {errors:.2?}", demand / GIB);
+    }
+}
