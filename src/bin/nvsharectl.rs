@@ -11,7 +11,7 @@ use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
     CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, rules, run, simulate,
-    timeline,
+    timeline, why,
 };
 
 fn main() -> ExitCode {
@@ -50,6 +50,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
         Some(Verb::Pressure) => print(&pressure::show(&target, arguments.json)?),
+        Some(Verb::Why { program }) => print(&why::show(&target, &program, arguments.json)?),
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Migrate { program, to }) => moves::migrate(&target, &program, &to),
@@ -103,7 +104,11 @@ fn toggle(command: &Preload, target: &Target, json: bool) -> Result<u8, CtlError
 
 fn show(target: &Target, json: bool) -> Result<(), CtlError> {
     let status = status::ask(target)?;
-    if json { print(&format!("{:#}\n", status.json())) } else { print(&status::text(&status, Style::of_stdout())) }
+    if json {
+        return print(&format!("{:#}\n", status.json()));
+    }
+    let waits = why::of_all(target, &status.clients)?;
+    print(&status::text(&status, &waits, Style::of_stdout()))
 }
 
 /// Prints; a reader that went away (`| head`) is no error.

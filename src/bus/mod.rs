@@ -154,6 +154,7 @@ pub trait Scheduler {
     fn list_gpus(&self) -> zbus::Result<Vec<Gpu>>;
     fn list_clients(&self) -> zbus::Result<Vec<Client>>;
     fn list_pressure(&self) -> zbus::Result<Vec<Pressure>>;
+    fn explain(&self, pid: u32) -> zbus::Result<Vec<String>>;
     fn acquire_lock(
         &self,
         gpu: &str,

@@ -89,6 +89,12 @@ pub enum Verb {
     },
     /// Show for which part of the time programs were kept from GPUs
     Pressure,
+    /// Tell what a program waits for, and when it is expected to run
+    Why {
+        /// Its process id, its systemd unit or its container, as `status` shows them
+        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        program: String,
+    },
     /// Take a running program off its GPUs altogether, until it is resumed
     Pause {
         /// Its process id, its systemd unit or its container, as `status` shows them

@@ -6,6 +6,7 @@
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`driver`]: having the driver released.
 //! - [`pressure`]: for which part of the time programs were kept from GPUs.
+//! - [`why`]: what a program waits for.
 //! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
@@ -37,6 +38,7 @@ pub mod simulate;
 pub mod status;
 mod table;
 pub mod timeline;
+pub mod why;
 
 pub use connect::Target;
 pub use errors::CtlError;

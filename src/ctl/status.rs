@@ -6,6 +6,7 @@ use std::time::Duration;
 use nvshare_wire::client::EngineReason;
 
 use super::table::{Align, Table};
+use super::why::Waits;
 use super::{CtlError, Target, block_on};
 use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse};
@@ -52,8 +53,8 @@ pub fn ask(target: &Target) -> Result<Status, CtlError> {
     })
 }
 
-/// For people.
-pub fn text(status: &Status, style: Style) -> String {
+/// For people. `waits`: what programs wait for.
+pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     let mut out = String::new();
     let _ = writeln!(
         out,
@@ -65,7 +66,7 @@ pub fn text(status: &Status, style: Style) -> String {
     }
     for gpu in &status.gpus {
         out.push('\n');
-        gpu_text(&mut out, gpu, &status.clients, style);
+        gpu_text(&mut out, gpu, &status.clients, waits, style);
     }
     let elsewhere: Vec<&Client> = status.clients.iter().filter(|client| client.gpus.is_empty()).collect();
     if !elsewhere.is_empty() {
@@ -84,7 +85,7 @@ pub fn text(status: &Status, style: Style) -> String {
     out
 }
 
-fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
+fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
     let number = gpu.index.map_or(String::new(), |index| format!(" {index}"));
     let kind = if gpu.kind == "mig" { "MIG slice of GPU" } else { "GPU" };
     let heading = format!("{kind}{number}  {}  {}", gpu.name, gpu.uuid);
@@ -190,6 +191,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         ]);
     }
     write_table(out, &table, &colours, style);
+    // The sentences are about all of its GPUs.
+    for client in clients.iter().filter(|client| client.gpus.first().is_some_and(|usage| usage.uuid == gpu.uuid)) {
+        if let Some(sentences) = waits.get(&client.id) {
+            let _ = writeln!(out, "  Client {}: {}", client.id, sentences.join(" "));
+        }
+    }
     for client in clients {
         for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && is_unusual(u)) {
             let (id, engine, why) = (client.id, &usage.engine, &usage.engine_reason);
@@ -411,30 +418,33 @@ GPU 0  NVIDIA H200  GPU-1
        3  103  root  waiting #1     1min 10s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 c.py
        1  101  root  waiting #2         1.0s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 a.py
 ";
-        assert!(!text(&status, Style::default()).contains("another API"));
+        assert!(!text(&status, &Waits::new(), Style::default()).contains("another API"));
         let mut other = status.clone();
         other.clients[1].gpus[0].untracked_work = true;
         assert!(
-            text(&other, Style::default())
+            text(&other, &Waits::new(), Style::default())
                 .ends_with("  Client 2 gives this GPU work by another API than CUDA: its memory stays.\n")
         );
-        assert!(!text(&status, Style::default()).contains("engine swap"), "the usual needs no words");
+        assert!(!text(&status, &Waits::new(), Style::default()).contains("engine swap"), "the usual needs no words");
         let mut asked = status.clone();
         let usage = &mut asked.clients[2].gpus[0];
         (usage.engine, usage.engine_reason) = ("none".into(), bus::engine_reason(EngineReason::Asked).into());
-        assert!(text(&asked, Style::default()).ends_with("  Client 3 has engine none: NVSHARE_ENGINE asks for it.\n"));
+        assert!(
+            text(&asked, &Waits::new(), Style::default())
+                .ends_with("  Client 3 has engine none: NVSHARE_ENGINE asks for it.\n")
+        );
         let mut stays = status.clone();
         stays.clients[0].gpus[0].eviction_blocked = "host memory is full".into();
         assert!(
-            text(&stays, Style::default())
+            text(&stays, &Waits::new(), Style::default())
                 .ends_with("  The memory of client 1 stays on the GPU: host memory is full.\n")
         );
         let squeeze =
             |text: &str| text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>();
-        let shown = text(&status, Style::default());
+        let shown = text(&status, &Waits::new(), Style::default());
         assert_eq!(squeeze(&shown), squeeze(expected));
         assert!(!shown.contains('\x1b'));
-        let coloured = text(&status, Style { colour: true, width: Some(40) });
+        let coloured = text(&status, &Waits::new(), Style { colour: true, width: Some(40) });
         assert!(coloured.contains("\x1b[32m"), "{coloured}");
         assert!(!coloured.contains("c.py"), "lines are cut: {coloured}");
     }
@@ -446,7 +456,7 @@ GPU 0  NVIDIA H200  GPU-1
             client.sleep = "awake".into();
             change(&mut client);
             let gpus = vec![Gpu { uuid: "GPU-1".into(), queue: vec![7], ..Gpu::default() }];
-            text(&Status { gpus, clients: vec![client], ..Status::default() }, Style::default())
+            text(&Status { gpus, clients: vec![client], ..Status::default() }, &Waits::new(), Style::default())
         };
         assert!(shown(|_| ()).contains("waiting #1"));
         assert!(shown(|client| client.sleep = "sleeping".into()).contains("sleeping"));
@@ -459,10 +469,20 @@ GPU 0  NVIDIA H200  GPU-1
     }
 
     #[test]
+    fn it_says_what_a_program_waits_for() {
+        let clients = vec![client(7, "python3 a.py", usage("waiting", 1.0, 1 << 30))];
+        let gpus = vec![Gpu { uuid: "GPU-1".into(), queue: vec![7], ..Gpu::default() }];
+        let status = Status { gpus, clients, ..Status::default() };
+        let waits = Waits::from([(7, vec!["It has waited.".into(), "It is expected to run at once.".into()])]);
+        let shown = text(&status, &waits, Style::default());
+        assert!(shown.contains("\n  Client 7: It has waited. It is expected to run at once.\n"), "{shown}");
+    }
+
+    #[test]
     fn it_says_that_programs_thrash_and_that_they_take_turns_for_it() {
         let of = |thrashing, serialized| {
             let gpus = vec![Gpu { thrashing, serialized, ..Gpu::default() }];
-            text(&Status { gpus, ..Status::default() }, Style::default())
+            text(&Status { gpus, ..Status::default() }, &Waits::new(), Style::default())
         };
         assert!(of(true, false).contains("thrashing: ") && of(true, false).contains("nvsharectl set anti-thrash auto"));
         assert!(of(true, true).contains("thrashing: ") && of(true, true).contains("take turns for now"));

@@ -396,6 +396,37 @@ fn pressure_is_the_time_in_which_somebody_waits() {
     });
 }
 
+#[test]
+fn a_program_is_told_what_it_waits_for() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let refused = refusal(scheduler.explain(0).await);
+        assert_eq!(refused.0, "org.freedesktop.DBus.Error.InvalidArgs", "{}", refused.1);
+        let (holder, waiter) = (daemon.client(), daemon.client());
+        holder.attach();
+        // Both are of this process.
+        let own = std::process::id();
+        let idle = scheduler.explain(own).await.expect("sentences");
+        assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for it.")), "{idle:?}");
+        assert!(idle.iter().any(|sentence| sentence == "It uses no GPU."), "{idle:?}");
+        holder.request();
+        holder.until_granted();
+        waiter.attach();
+        waiter.request();
+        second_once(&scheduler, "waiting").await;
+        let text = scheduler.explain(own).await.expect("sentences").join(" ");
+        for part in
+            ["It holds GPU-", "It has waited for GPU-", &format!("(process {own}) holds GPU-"), "It is expected to run"]
+        {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        holder.release();
+        waiter.until_granted();
+        let text = scheduler.explain(own).await.expect("sentences").join(" ");
+        assert!(!text.contains("It has waited"), "{text}");
+    });
+}
+
 /// The second client, once it is in that state.
 async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
     loop {

@@ -50,6 +50,8 @@ pub enum Request {
     Clients(oneshot::Sender<Arc<Vec<ClientView>>>),
     Gpus(oneshot::Sender<Arc<Vec<bus::Gpu>>>),
     Pressure(oneshot::Sender<Vec<bus::Pressure>>),
+    /// Why the program with that process id does not run, in sentences.
+    Explain(u32, oneshot::Sender<fdo::Result<Vec<String>>>),
     Set(Change, oneshot::Sender<Result<(), Failure>>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),

@@ -69,6 +69,17 @@ impl Object {
         Ok(self.ask(Request::Pressure).await?)
     }
 
+    #[zbus(out_args("sentences"))]
+    async fn explain(
+        &self,
+        pid: u32,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<String>, Failure> {
+        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        Ok(self.ask(|reply| Request::Explain(pid, reply)).await??)
+    }
+
     #[zbus(out_args("lock"))]
     async fn acquire_lock(
         &self,

@@ -8,6 +8,7 @@
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - `pressure`: for which part of the time clients are kept from GPUs.
 //! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
+//! - `explain`: why a program does not run, in sentences.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
@@ -15,6 +16,7 @@ mod clients;
 mod counts;
 mod dispatch;
 mod event_log;
+mod explain;
 mod gpus;
 mod measure;
 mod metrics;

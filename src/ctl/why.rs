@@ -1,0 +1,81 @@
+//! `nvsharectl why`: what programs wait for, in the scheduler's sentences.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::{CtlError, Target, block_on, pause};
+use crate::bus::Client;
+
+/// What clients wait for, in sentences, by the client's id.
+pub type Waits = BTreeMap<u64, Vec<String>>;
+
+/// The sentences about a program: a line each, below the process id if there are several processes; or JSON.
+///
+/// # Errors
+/// If there is no such program, or the scheduler does not answer.
+pub fn show(target: &Target, program: &str, as_json: bool) -> Result<String, CtlError> {
+    let all = block_on(async {
+        let scheduler = target.connect().await?;
+        let mut all = Vec::new();
+        for pid in pause::pids(&scheduler, program).await? {
+            all.push((pid, scheduler.explain(pid).await?));
+        }
+        Ok(all)
+    })?;
+    if as_json {
+        let all: serde_json::Map<String, Value> =
+            all.iter().map(|(pid, sentences)| (pid.to_string(), json!(sentences))).collect();
+        return Ok(format!("{:#}\n", Value::Object(all)));
+    }
+    Ok(text(&all))
+}
+
+/// What each client waits for that waits, of those whose process is known. One that has just gone is left out, and so are all if the
+/// scheduler is older than the question.
+///
+/// # Errors
+/// If the scheduler is not there.
+pub fn of_all(target: &Target, clients: &[Client]) -> Result<Waits, CtlError> {
+    let is_waiting =
+        |client: &&Client| client.gpus.iter().any(|usage| ["waiting", "attaching"].contains(&&*usage.state));
+    let waiting: Vec<&Client> = clients.iter().filter(is_waiting).filter(|client| client.pid > 0).collect();
+    if waiting.is_empty() {
+        return Ok(Waits::new());
+    }
+    block_on(async {
+        let scheduler = target.connect().await?;
+        let mut waits = Waits::new();
+        for client in waiting {
+            if let Ok(sentences) = scheduler.explain(client.pid).await {
+                waits.insert(client.id, sentences);
+            }
+        }
+        Ok(waits)
+    })
+}
+
+fn text(all: &[(u32, Vec<String>)]) -> String {
+    let mut out = String::new();
+    for (pid, sentences) in all {
+        let indent = if all.len() > 1 { "  " } else { "" };
+        if all.len() > 1 {
+            out += &format!("Process {pid}:\n");
+        }
+        sentences.iter().for_each(|sentence| out += &format!("{indent}{sentence}\n"));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_sentence_is_a_line() {
+        let one = (7, vec!["It waits.".to_owned(), "Not for long.".to_owned()]);
+        assert_eq!(text(std::slice::from_ref(&one)), "It waits.\nNot for long.\n");
+        let other = (8, vec!["It uses no GPU.".to_owned()]);
+        assert_eq!(text(&[one, other]), "Process 7:\n  It waits.\n  Not for long.\nProcess 8:\n  It uses no GPU.\n");
+    }
+}

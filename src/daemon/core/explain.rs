@@ -1,0 +1,345 @@
+//! Why a program does not run on a GPU, and when it is expected to, in sentences. They have no more of other programs than
+//! `ListClients` shows to everybody: names, process ids, and rules.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use zbus::fdo;
+
+use super::state::Core;
+use super::views::printable;
+use crate::config::units;
+use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
+use crate::sys::clock;
+
+/// So many of the programs ahead are named; the others are counted.
+const NAMED: usize = 5;
+/// Shorter times are not told: what is expected is no more exact.
+const SHORTEST: Duration = Duration::from_millis(100);
+
+/// Names of clients and GPUs, and the rule of a client.
+trait Names {
+    fn client(&self, client: ClientId) -> String;
+    fn gpu(&self, gpu: GpuId) -> String;
+    fn rule(&self, client: ClientId) -> Option<String>;
+}
+
+impl Names for Core {
+    fn client(&self, client: ClientId) -> String {
+        let identity = self.clients.get(&client).map(|entry| &entry.identity);
+        let name = identity.map(|identity| printable(&identity.name)).filter(|name| !name.is_empty());
+        let name = name.unwrap_or_else(|| "a program".into());
+        match identity.map_or(0, |identity| identity.pid) {
+            pid if pid > 0 => format!("{name} (process {pid})"),
+            _ => format!("{name} (client {})", client.0),
+        }
+    }
+
+    fn gpu(&self, gpu: GpuId) -> String {
+        let entry = self.gpus.get(&gpu);
+        match entry.and_then(|entry| entry.index.filter(|_| !entry.is_slice())) {
+            Some(index) => format!("GPU {index}"),
+            None => entry.map_or_else(|| gpu.0.to_string(), |entry| entry.label(gpu)),
+        }
+    }
+
+    fn rule(&self, client: ClientId) -> Option<String> {
+        let rule = self.rule_of(client)?;
+        Some(if rule.name.is_empty() { format!("rule {}", rule.origin) } else { format!("rule {:?}", rule.name) })
+    }
+}
+
+impl Core {
+    /// The sentences about a process, for each of its GPUs.
+    ///
+    /// # Errors
+    /// `InvalidArgs` if no client has that process id.
+    pub fn explain(&self, pid: u32) -> fdo::Result<Vec<String>> {
+        let is_meant = |identity_pid: i32| pid > 0 && i64::from(identity_pid) == i64::from(pid);
+        let clients = self.clients.iter().filter(|(_, client)| is_meant(client.identity.pid)).map(|(id, _)| *id);
+        let clients: Vec<ClientId> = clients.collect();
+        if clients.is_empty() {
+            return Err(fdo::Error::InvalidArgs(format!("no program under nvshare has the process id {pid}")));
+        }
+        let now = clock::now();
+        let mut text = Vec::new();
+        for client in clients {
+            let all = self.machine.explain(client, now);
+            if all.is_empty() {
+                text.push("It uses no GPU.".into());
+            }
+            for explanation in &all {
+                text.extend(sentences(self, client, explanation));
+            }
+            if all.iter().filter(|explanation| explanation.waits.is_some()).count() > 1 {
+                text.push("It runs once it has all of these GPUs.".into());
+            }
+        }
+        Ok(text)
+    }
+}
+
+/// What one client waits for on one GPU.
+fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<String> {
+    let gpu = names.gpu(what.gpu);
+    let mut text = Vec::new();
+    let obstacle = what.obstacle.as_ref().map(|obstacle| obstacle_sentence(names, &gpu, obstacle));
+    let Some(waits) = what.waits else {
+        text.push(match (what.state, what.holders.first()) {
+            (LockState::Idle, _) if obstacle.is_some() => String::new(),
+            (LockState::Idle | LockState::Waiting, _) | (_, None) => {
+                format!("It does not wait for {gpu}: it has no work for it.")
+            }
+            (_, Some(own)) => holds(&gpu, own),
+        });
+        text.extend(obstacle);
+        text.retain(|sentence| !sentence.is_empty());
+        return text;
+    };
+    let before = what.ahead.len() + what.holders.len();
+    let before = match before {
+        0 => "and is the next".to_owned(),
+        1 => "and one program is ahead of it".to_owned(),
+        many => format!("and {many} programs are ahead of it"),
+    };
+    let before = if obstacle.is_some() { String::new() } else { format!(", {before}") };
+    text.push(format!("It has waited for {gpu} for {}{before}.", units::duration(waits)));
+    text.extend(obstacle);
+    text.extend(what.holders.iter().map(|holder| holder_sentence(names, client, &gpu, holder)));
+    if what.kept_apart {
+        text.push(format!("Programs take turns on {gpu} for now, because together they thrashed."));
+    }
+    text.extend(what.ahead.iter().take(NAMED).map(|ahead| ahead_sentence(names, client, ahead)));
+    if let Some(others) = what.ahead.get(NAMED..).filter(|others| !others.is_empty()) {
+        let takes = others.iter().try_fold(Duration::ZERO, |sum, other| Some(sum.saturating_add(other.takes?)));
+        let takes = takes.map_or(String::new(), |takes| format!(", for {} in all", about(takes)));
+        text.push(format!("After these come {} more{takes}.", others.len()));
+    }
+    text.extend(moves(what));
+    text.push(match what.starts {
+        Some(starts) if starts < SHORTEST => "It is expected to run at once.".into(),
+        Some(starts) => format!("It is expected to run in {}.", about(starts)),
+        None => "When it will run cannot be told.".into(),
+    });
+    text
+}
+
+/// What the holder of a GPU is told of its own turn.
+fn holds(gpu: &str, own: &HolderAhead) -> String {
+    match (own.state, own.left) {
+        (LockState::Suspended, _) => format!("It holds {gpu}, and its process is stopped: others run beside it."),
+        (LockState::Holding, Some(left)) => format!("It holds {gpu}; its turn ends in {}.", about(left)),
+        (LockState::Holding, None) => format!("It holds {gpu}, and no end of its turn is set."),
+        _ => format!("It holds {gpu}, and was asked to release it: it finishes its work."),
+    }
+}
+
+fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> String {
+    match obstacle {
+        Obstacle::Paused => "It is paused, until it is resumed.".into(),
+        Obstacle::Drained => format!("{gpu} is drained: programs leave it, and none may come."),
+        Obstacle::Sleeps(phase) => match phase {
+            SleepPhase::Preparing | SleepPhase::Checkpointing => format!("It is on its way off {gpu}, to sleep."),
+            SleepPhase::Waking => format!("It comes back from sleep, and waits for room on {gpu}."),
+            SleepPhase::Restoring => format!("It comes back from sleep: the driver puts it back on {gpu}."),
+            SleepPhase::Lost => "It was off its GPUs and cannot come back: it has to be killed.".into(),
+            SleepPhase::Settling => "Whether it is on its GPUs is being found out.".into(),
+            SleepPhase::Asleep | SleepPhase::Awake => "It sleeps, and wakes when it calls the driver.".into(),
+        },
+        Obstacle::Stopped => "Its process is stopped, by a signal or a debugger.".into(),
+        Obstacle::Context { deferred: false } => format!("It waits for room for its context on {gpu}."),
+        Obstacle::Context { deferred: true } => format!(
+            "It waits for room for its context on {gpu}: beside it, a program that is there could never run again."
+        ),
+        Obstacle::Memory(bytes) => {
+            format!("An allocation of it waits until others have freed memory, for {} in all.", units::size(*bytes))
+        }
+        Obstacle::Away(members) => {
+            let members: Vec<String> = members.iter().map(|member| names.client(*member)).collect();
+            let are = if members.len() == 1 { "is" } else { "are" };
+            format!("It can run only together with {}, which {are} stopped, paused or asleep.", members.join(", "))
+        }
+        Obstacle::MappingFailed(left) => {
+            format!("There was no room for its memory when it last ran: it is tried again in {}.", about(*left))
+        }
+        Obstacle::TimeMax(left) => {
+            format!("It has used its time-max of {gpu}: it may run again in {}.", about(*left))
+        }
+        Obstacle::OwnHold => format!("It was asked to release {gpu} earlier, and has not yet."),
+        Obstacle::Pinned(full, bytes) => format!(
+            "{} of other programs' memory cannot leave {}, and what it needs does not fit beside that.",
+            units::size(*bytes),
+            names.gpu(*full)
+        ),
+        Obstacle::Behind(other) => {
+            format!("It needs {} as well, which a program whose rule goes before uses or waits for.", names.gpu(*other))
+        }
+        Obstacle::MachineSleeps => "The machine is about to sleep.".into(),
+    }
+}
+
+fn holder_sentence(names: &impl Names, client: ClientId, gpu: &str, holder: &HolderAhead) -> String {
+    let who = names.client(holder.client);
+    match (holder.state, holder.left) {
+        (LockState::Stuck | LockState::Undrainable, _) => {
+            format!("{who} holds {gpu}, was asked to release it, and its work does not end.")
+        }
+        (LockState::Revoking, _) => format!("{who} holds {gpu}, was asked to release it, and finishes its work."),
+        (_, Some(left)) => format!("{who} holds {gpu}; its turn ends in {}.", about(left)),
+        (_, None) if holder.precedes => {
+            let rule = names.rule(holder.client).or_else(|| names.rule(client));
+            let by = rule.map_or(String::new(), |rule| format!(" by {rule}"));
+            format!("{who} holds {gpu} for as long as it has work{by}.")
+        }
+        (_, None) => format!("{who} holds {gpu}, and no end of its turn is set."),
+    }
+}
+
+fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String {
+    let clients: Vec<String> = ahead.clients.iter().map(|member| names.client(*member)).collect();
+    let first = ahead.clients.first().copied().unwrap_or(client);
+    let of = |client: ClientId| names.rule(client).map_or(String::new(), |rule| format!(" ({rule})"));
+    let why = match ahead.reason {
+        Reason::Priority => format!("its priority is higher{}", of(first)),
+        Reason::OtherIsIdle => format!("this one has only time that nobody else wants{}", of(client)),
+        Reason::Interactive => format!("it is interactive and has had no more than its share{}", of(first)),
+        Reason::BelowMinimum => format!("it has had less than its time-min{}", of(first)),
+        Reason::GangTurn => "others that run together with it have their turn".into(),
+        Reason::Share => "its owner has had less of its share".into(),
+        Reason::Aged => "it has waited so long that it goes first".into(),
+        Reason::Earlier => "it asked earlier".into(),
+        Reason::Shorter => "it is expected to need less time".into(),
+        Reason::LessServed => "it has had less time".into(),
+    };
+    let takes = ahead.takes.map_or("for as long as it has work".to_owned(), |takes| format!("for {}", about(takes)));
+    format!("Before it, {} runs {takes}: {why}.", clients.join(" and "))
+}
+
+fn moves(what: &Explanation) -> Option<String> {
+    let (leaves, comes) = (units::size(what.leaves), units::size(what.comes));
+    let mut text = match (what.leaves, what.comes) {
+        (0, 0) => return None,
+        (_, 0) => format!("{leaves} have to leave the GPU first"),
+        (0, _) => format!("{comes} of its memory have to come back first"),
+        _ => format!("{leaves} have to leave the GPU first, and {comes} of its memory to come back"),
+    };
+    let _ = write!(text, ", which takes {}.", about(what.moving));
+    Some(text)
+}
+
+/// A time that is not known exactly.
+fn about(duration: Duration) -> String {
+    if duration < SHORTEST { "less than 0.1s".into() } else { format!("about {}", units::duration(duration)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scheduler::Uuid;
+
+    struct Fake;
+
+    impl Names for Fake {
+        fn client(&self, client: ClientId) -> String {
+            format!("program {}", client.0)
+        }
+        fn gpu(&self, _: GpuId) -> String {
+            "GPU 0".into()
+        }
+        fn rule(&self, client: ClientId) -> Option<String> {
+            (client.0 == 9).then(|| "rule \"render\"".into())
+        }
+    }
+
+    fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn waiting() -> Explanation {
+        Explanation {
+            gpu: GpuId(Uuid([1; 16])),
+            state: LockState::Waiting,
+            waits: Some(Duration::from_millis(4200)),
+            obstacle: None,
+            holders: Vec::new(),
+            ahead: Vec::new(),
+            leaves: 0,
+            comes: 0,
+            moving: Duration::ZERO,
+            kept_apart: false,
+            starts: None,
+        }
+    }
+
+    fn holder(client: u64, state: LockState, left: Option<Duration>) -> HolderAhead {
+        HolderAhead { client: ClientId(client), state, left, precedes: left.is_none() }
+    }
+
+    fn ahead(client: u64, reason: Reason) -> Ahead {
+        Ahead { clients: vec![ClientId(client)], reason, takes: Some(s(2)) }
+    }
+
+    fn of(what: &Explanation) -> Vec<String> {
+        sentences(&Fake, ClientId(1), what)
+    }
+
+    #[test]
+    fn who_is_ahead_what_moves_and_when_it_runs() {
+        let what = Explanation {
+            holders: vec![holder(2, LockState::Holding, Some(s(3)))],
+            ahead: vec![ahead(9, Reason::Priority), ahead(4, Reason::Share)],
+            leaves: 3 << 30,
+            comes: 1 << 30,
+            moving: Duration::from_millis(200),
+            kept_apart: true,
+            starts: Some(s(7)),
+            ..waiting()
+        };
+        let expected = [
+            "It has waited for GPU 0 for 4.2s, and 3 programs are ahead of it.",
+            "program 2 holds GPU 0; its turn ends in about 3.0s.",
+            "Programs take turns on GPU 0 for now, because together they thrashed.",
+            "Before it, program 9 runs for about 2.0s: its priority is higher (rule \"render\").",
+            "Before it, program 4 runs for about 2.0s: its owner has had less of its share.",
+            "3 GiB have to leave the GPU first, and 1 GiB of its memory to come back, which takes about 0.2s.",
+            "It is expected to run in about 7.0s.",
+        ];
+        assert_eq!(of(&what), expected);
+    }
+
+    #[test]
+    fn of_a_long_queue_only_the_next_are_named() {
+        let queue = (2..=14).map(|client| ahead(client, Reason::Earlier)).collect();
+        let text = of(&Explanation { ahead: queue, starts: Some(s(26)), ..waiting() });
+        assert_eq!(text.len(), 1 + NAMED + 2, "{text:?}");
+        assert_eq!(text[NAMED + 1], "After these come 8 more, for about 16s in all.");
+    }
+
+    #[test]
+    fn what_cannot_be_known_is_not_told() {
+        let what = Explanation { holders: vec![holder(9, LockState::Holding, None)], ..waiting() };
+        let text = of(&what);
+        assert_eq!(text[1], "program 9 holds GPU 0 for as long as it has work by rule \"render\".");
+        assert_eq!(text[2], "When it will run cannot be told.");
+        let what = Explanation { holders: vec![holder(2, LockState::Stuck, Some(s(0)))], ..waiting() };
+        assert_eq!(of(&what)[1], "program 2 holds GPU 0, was asked to release it, and its work does not end.");
+    }
+
+    #[test]
+    fn who_does_not_wait_is_told_so() {
+        let idle = Explanation { waits: None, state: LockState::Idle, ..waiting() };
+        assert_eq!(of(&idle), ["It does not wait for GPU 0: it has no work for it."]);
+        let paused = Explanation { obstacle: Some(Obstacle::Paused), ..idle.clone() };
+        assert_eq!(of(&paused), ["It is paused, until it is resumed."]);
+        let own = vec![holder(1, LockState::Holding, Some(s(5)))];
+        let holding = Explanation { state: LockState::Holding, holders: own, ..idle };
+        assert_eq!(of(&holding), ["It holds GPU 0; its turn ends in about 5.0s."]);
+        let capped = Explanation { obstacle: Some(Obstacle::TimeMax(s(2))), ..waiting() };
+        let expected = [
+            "It has waited for GPU 0 for 4.2s.",
+            "It has used its time-max of GPU 0: it may run again in about 2.0s.",
+            "When it will run cannot be told.",
+        ];
+        assert_eq!(of(&capped), expected);
+    }
+}
