@@ -35,6 +35,8 @@ LICENSES = {
     "ISC": "ISC",
     "BSD-3-Clause": "BSD-3-Clause",
 }
+# Sources of others that are in a crate: where, whose they are, and under which licence. The last paragraph about a file counts.
+INCLUDED = {"libsqlite3-sys": ("sqlite3", "the authors of SQLite, who disclaim it", "public-domain")}
 # Each file of a crate that may name who has the copyright.
 NAMES = re.compile(r"^(licen[cs]e|copying|copyright|notice|unlicense)", re.I)
 HOLDER = re.compile(r"^\W*copyright\s+(?:(?:\(c\)|©)\s*)?(?=.*[A-Za-z]{3})(.*\d{4}.*|.+)$", re.I)
@@ -98,6 +100,9 @@ def paragraphs():
             + "".join(f" {holder}\n" for holder in holders(directory, authors))
             + f"License: {LICENSES[license]}\n"
         )
+        if name in INCLUDED:
+            where, holder, license = INCLUDED[name]
+            yield f"Files: vendor/{name}/{where}/*\nCopyright:\n {holder}\nLicense: {license}\n"
 
 
 def main():

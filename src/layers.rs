@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const CRATE: [&str; 9] = ["sys", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
-const DAEMON: [&str; 14] = [
+const DAEMON: [&str; 15] = [
     "logging",
     "node",
     "systemd",
@@ -17,6 +17,7 @@ const DAEMON: [&str; 14] = [
     "checkpoint",
     "gpu",
     "metrics",
+    "usage",
     "core",
     "connections",
     "bus",

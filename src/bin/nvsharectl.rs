@@ -10,7 +10,7 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, rules, run, simulate,
+    CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, rules, run, simulate,
     timeline, why,
 };
 
@@ -51,6 +51,14 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
         Some(Verb::Pressure) => print(&pressure::show(&target, arguments.json)?),
         Some(Verb::Why { program }) => print(&why::show(&target, &program, arguments.json)?),
+        Some(Verb::Report { since, by, csv }) => {
+            let form = match (arguments.json, csv) {
+                (true, _) => report::Form::Json,
+                (false, true) => report::Form::Csv,
+                (false, false) => report::Form::Table,
+            };
+            print(&report::show(&target, since, by, form)?)
+        }
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Migrate { program, to }) => moves::migrate(&target, &program, &to),

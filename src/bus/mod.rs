@@ -64,6 +64,26 @@ pub struct Pressure {
     pub full_total: f64,
 }
 
+/// What was used, of what the question tells apart: of the hour or day that begins at that time and lasts for so many seconds, of a
+/// GPU, by a tenant, a unit, a container. Sums over all else.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Usage {
+    pub begins: Option<u64>,
+    pub lasts: Option<u64>,
+    pub gpu: Option<String>,
+    pub tenant: Option<String>,
+    pub unit: Option<String>,
+    pub container: Option<String>,
+    pub lock_seconds: f64,
+    pub grants: u64,
+    pub wait_seconds: f64,
+    pub resident_byte_seconds: f64,
+    pub swapped_byte_seconds: f64,
+    pub swapped_in_bytes: u64,
+    pub swapped_out_bytes: u64,
+}
+
 /// A client.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
@@ -155,6 +175,7 @@ pub trait Scheduler {
     fn list_clients(&self) -> zbus::Result<Vec<Client>>;
     fn list_pressure(&self) -> zbus::Result<Vec<Pressure>>;
     fn explain(&self, pid: u32) -> zbus::Result<Vec<String>>;
+    fn list_usage(&self, since: f64, by: &[&str]) -> zbus::Result<Vec<Usage>>;
     fn acquire_lock(
         &self,
         gpu: &str,

@@ -13,8 +13,8 @@ use super::metrics::{Listen, MetricsSection};
 use super::paths::CONFIGURATION;
 use super::rules::{self, Origin, RawRule, Rule, Rules};
 use super::settings::{
-    self, MemorySection, SchedulerSettings, read_anti_thrash, read_context, read_max_clients, read_max_wait,
-    read_placement, read_policy, read_reserve, read_sleep_after, read_time_period, read_time_quantum,
+    self, AccountingSection, MemorySection, SchedulerSettings, read_anti_thrash, read_context, read_max_clients,
+    read_max_wait, read_placement, read_policy, read_reserve, read_sleep_after, read_time_period, read_time_quantum,
 };
 use super::swap::{SwapMax, SwapSection};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
@@ -36,6 +36,8 @@ pub struct Config {
     pub swap_ahead: SwapMax,
     /// Where metrics are served, beside what systemd passes.
     pub metrics: Listen,
+    /// For how long it is recorded what programs have used.
+    pub keep_usage: Duration,
     /// Limits and shares of programs, by unit, slice, control group, user and so on.
     pub rules: Rules,
 }
@@ -53,6 +55,8 @@ impl Default for Config {
             swap_ahead: SwapMax::Percent(25),
             // It takes a privilege.
             metrics: Listen::Nowhere,
+            // A year can be compared with the one before, a month at a time.
+            keep_usage: Duration::from_secs(400 * 24 * 3600),
             rules: Rules::default(),
         }
     }
@@ -125,6 +129,7 @@ impl Config {
             swap_max: all.swap.max.unwrap_or(default.swap_max),
             swap_ahead: all.swap.ahead.unwrap_or(default.swap_ahead),
             metrics: all.metrics.listen.unwrap_or(default.metrics),
+            keep_usage: all.accounting.keep.unwrap_or(default.keep_usage),
             rules,
         })
     }
@@ -183,6 +188,8 @@ struct File {
     #[serde(default)]
     metrics: MetricsSection,
     #[serde(default)]
+    accounting: AccountingSection,
+    #[serde(default)]
     rule: Vec<Spanned<RawRule>>,
 }
 
@@ -206,6 +213,7 @@ impl File {
             },
             swap: SwapSection { max: self.swap.max.or(before.swap.max), ahead: self.swap.ahead.or(before.swap.ahead) },
             metrics: MetricsSection { listen: self.metrics.listen.or(before.metrics.listen) },
+            accounting: AccountingSection { keep: self.accounting.keep.or(before.accounting.keep) },
             rule: Vec::new(),
         }
     }
@@ -258,7 +266,7 @@ mod tests {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\n\
-                    [metrics]\nlisten = \"/run/m.sock\"\n";
+                    [metrics]\nlisten = \"/run/m.sock\"\n[accounting]\nkeep = \"30d\"\n";
         let expected = Config {
             settings: Settings {
                 time_quantum: Duration::from_secs(120),
@@ -278,6 +286,7 @@ mod tests {
             swap_max: SwapMax::Bytes(64 << 30),
             swap_ahead: SwapMax::Bytes(0),
             metrics: Listen::Path("/run/m.sock".into()),
+            keep_usage: Duration::from_secs(30 * 86_400),
             rules: Rules::default(),
         };
         assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));
@@ -368,6 +377,10 @@ mod tests {
                 "nvshare.toml:2:10: metrics.listen cannot be \"9810\": the path of a socket, like \"/run/nvshare-metrics/metrics.sock\", an address with a port, like \"127.0.0.1:9810\" or \"[::1]:9810\", or nothing at all is allowed",
             ),
             (
+                "[accounting]\nkeep = \"1h\"",
+                "nvshare.toml:2:8: accounting.keep: the time for which records are kept cannot be 3600 seconds: whole seconds from 86400 to 316224000 are allowed",
+            ),
+            (
                 "max-clients-per-tenant = 0",
                 "nvshare.toml:1:26: max-clients-per-tenant cannot be 0: 1 to 65535 are allowed",
             ),
@@ -377,7 +390,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `accounting`, `rule`",
             ),
         ];
         for (text, expected) in cases {

@@ -23,6 +23,9 @@ pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
 /// After how many whole seconds idle programs can be put to sleep.
 pub const SLEEP_AFTER_SECONDS: RangeInclusive<u64> = 1..=86_400;
 
+/// For how many whole seconds it can be recorded what programs have used: from a day to ten years.
+pub const KEEP_SECONDS: RangeInclusive<u64> = 86_400..=3_660 * 86_400;
+
 /// For how many whole seconds the driver can be released.
 pub const RELEASE_SECONDS: RangeInclusive<u64> = 1..=3600;
 
@@ -107,6 +110,20 @@ pub struct MemorySection {
     pub reserve: Option<u64>,
     #[serde(default, deserialize_with = "read_context")]
     pub context: Option<u64>,
+}
+
+/// `[accounting]`: the records of what programs have used.
+#[derive(Debug, Clone, Copy, Deserialize, Default)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct AccountingSection {
+    #[serde(default, deserialize_with = "read_keep_usage")]
+    pub keep: Option<Duration>,
+}
+
+fn read_keep_usage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "accounting.keep", |value| {
+        whole_seconds(value, "time for which records are kept", KEEP_SECONDS)
+    })
 }
 
 pub fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {

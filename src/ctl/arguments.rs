@@ -12,6 +12,7 @@ use nvshare_wire::MAX_SLOTS;
 use super::cdi::{Generate, Install};
 use super::lock::OnLoss;
 use super::preload::Of;
+use super::report::By;
 use super::rules;
 use super::settings::parse_seconds;
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
@@ -94,6 +95,26 @@ pub enum Verb {
         /// Its process id, its systemd unit or its container, as `status` shows them
         #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
         program: String,
+    },
+    /// Show what users, units and containers have had of the GPUs: time, memory, waits and moved memory
+    ///
+    /// Users see what they had themselves; root sees all, and so does whom polkit lets see command lines.
+    Report {
+        /// Only what was used since then, to the hour, and to the day what is older than a month
+        #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other, default_value = "-30d")]
+        since: Duration,
+        /// By what it is told apart
+        #[arg(
+            long,
+            value_name = "user|unit|container",
+            value_enum,
+            default_value = "user",
+            hide_possible_values = true
+        )]
+        by: By,
+        /// Print comma-separated values
+        #[arg(long, conflicts_with = "json")]
+        csv: bool,
     },
     /// Take a running program off its GPUs altogether, until it is resumed
     Pause {
@@ -297,7 +318,7 @@ fn parse_release(text: &str) -> Result<Duration, String> {
 
 /// `-10min`: so long ago.
 fn parse_since(text: &str) -> Result<Duration, String> {
-    let ago = text.strip_prefix('-').ok_or_else(|| format!("{text:?} is no time before the end, like \"-10min\""))?;
+    let ago = text.strip_prefix('-').ok_or_else(|| format!("{text:?} is no time before now, like \"-10min\""))?;
     units::parse_duration(ago)
 }
 

@@ -7,6 +7,7 @@
 //! - [`driver`]: having the driver released.
 //! - [`pressure`]: for which part of the time programs were kept from GPUs.
 //! - [`why`]: what a program waits for.
+//! - [`report`]: what users, units and containers have had.
 //! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
@@ -31,6 +32,7 @@ pub mod place;
 pub mod preload;
 pub mod pressure;
 pub mod replay;
+pub mod report;
 pub mod rules;
 pub mod run;
 pub mod settings;

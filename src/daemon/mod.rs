@@ -11,6 +11,7 @@
 //! - `checkpoint`: clients' processes taken off their GPUs and put back, by programs of their own.
 //! - `gpu`: NVML, memory accounting, traffic, host memory, the driver's limits.
 //! - `metrics`: metrics for monitoring.
+//! - `usage`: records of what programs have used, on disk.
 //! - `core`: the state machine, and all that it decides about.
 //! - `connections`: clients' connections from beginning to end, GPU locks over D-Bus.
 //! - `bus`: the D-Bus object.
@@ -32,5 +33,6 @@ mod systemd;
 mod tasks;
 mod tenants;
 mod transport;
+mod usage;
 
 pub use run::{Options, StartError, run};

@@ -40,6 +40,9 @@ const FIRST_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time to wait for the name on the bus before systemd is told that the daemon is ready.
 const BUS_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Time to wait at the end until what programs have used is saved.
+const USAGE_PATIENCE: Duration = Duration::from_secs(2);
+
 /// The command line.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -243,6 +246,7 @@ impl Startup {
         }
         if let Some(directory) = &state {
             core.borrow_mut().keep_paused(directory);
+            core.borrow_mut().keep_usage(directory);
         }
         let mut reports = start_nvml(&core).await;
         let (holders, holders_changed) = watch::channel(Holders::new());
@@ -300,6 +304,7 @@ impl Startup {
         info!(name: "stopping", "nvshare-scheduler stops");
         core.borrow_mut().stop();
         bus.stop();
+        core.borrow_mut().finish_usage(USAGE_PATIENCE);
         Ok(())
     }
 }

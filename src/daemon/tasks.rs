@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::select;
 use tokio::sync::{mpsc, watch};
@@ -36,6 +36,9 @@ const LIMITS_AT_ONCE: usize = 64;
 
 /// Time between measurements of traffic. NVML counts for 20 ms in each direction.
 const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
+
+/// Time between two times at which it is saved what programs use: what a crash can lose.
+const USAGE_PERIOD: Duration = Duration::from_secs(60);
 
 /// Time between checks of stopped processes.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
@@ -74,6 +77,7 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(publish_holders(core.clone(), holders));
     spawn_local(publish_clients(core.clone(), clients));
     spawn_local(announce_limits(core.clone()));
+    spawn_local(save_usage(core.clone()));
 }
 
 /// Wakes the machine at its deadlines.
@@ -180,6 +184,16 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
         signals.arrivals.notified().await;
         clients.send_replace(core.borrow().client_pids());
         tokio::time::sleep(PUBLISHING_PERIOD).await;
+    }
+}
+
+/// Has it saved each minute of the clock what programs use, so that a minute never belongs to two hours.
+async fn save_usage(core: Rc<RefCell<Core>>) {
+    loop {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let passed = Duration::new(since.as_secs() % USAGE_PERIOD.as_secs(), since.subsec_nanos());
+        tokio::time::sleep(USAGE_PERIOD.saturating_sub(passed)).await;
+        core.borrow_mut().save_usage();
     }
 }
 

@@ -283,6 +283,12 @@ impl Machine {
         Some(self.account(id, gpu)?.extent(ignored))
     }
 
+    /// The bytes that a client has on a GPU, and in host memory. `None`: it has not attached the GPU.
+    pub fn resident_and_swapped(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
+        let account = self.account(id, gpu)?;
+        Some((account.report.mapped.saturating_add(account.frees.present()), account.report.swapped))
+    }
+
     /// What a client does on each of its GPUs.
     pub fn activities(&self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
         let sleep = self.sleep.view(id);

@@ -17,3 +17,4 @@ mod shared_memory;
 mod sleep;
 mod thrash;
 mod unverified_frees;
+mod usage;

@@ -37,6 +37,7 @@ use crate::daemon::core::{
     Present, Thrashing,
     views::{ClientPids, ClientView, Holders},
 };
+use crate::daemon::usage::{Answer, Query};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
@@ -52,6 +53,8 @@ pub enum Request {
     Pressure(oneshot::Sender<Vec<bus::Pressure>>),
     /// Why the program with that process id does not run, in sentences.
     Explain(u32, oneshot::Sender<fdo::Result<Vec<String>>>),
+    /// What was used.
+    Usage(Query, oneshot::Sender<Answer>),
     Set(Change, oneshot::Sender<Result<(), Failure>>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
@@ -134,7 +137,7 @@ impl BusServer {
         let (done, stopped) = blocking::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         thread::Builder::new().name("dbus".into()).spawn(move || {
-            let shared = Shared { requests, bundling: Arc::default(), followed };
+            let shared = Shared { requests, bundling: Arc::default(), reading_usage: Arc::default(), followed };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
                     spawn_local(serve_peers(control, shared.clone()));
@@ -182,6 +185,8 @@ struct Shared {
     requests: mpsc::UnboundedSender<Request>,
     /// Held while a debug bundle is made: it takes memory, so there is one at a time.
     bundling: Arc<Mutex<()>>,
+    /// Held while it is read what was used, which can be much.
+    reading_usage: Arc<Mutex<()>>,
     followed: Followed,
 }
 

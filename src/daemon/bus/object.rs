@@ -18,6 +18,10 @@ use crate::config::{names, settings};
 use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::views::{ClientView, Holders};
+use crate::daemon::usage::{Amounts, Column, Key, Query};
+
+/// Shortest time between two answers of what was used.
+const USAGE_PERIOD: Duration = Duration::from_millis(50);
 
 /// The object to which zbus's macro dispatches. A call can wait while a user types a password, so every method takes
 /// `&self`, for the reason given in [`super::served`].
@@ -78,6 +82,31 @@ impl Object {
     ) -> Result<Vec<String>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         Ok(self.ask(|reply| Request::Explain(pid, reply)).await??)
+    }
+
+    #[zbus(out_args("usage"))]
+    async fn list_usage(
+        &self,
+        since: f64,
+        by: Vec<String>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<bus::Usage>, Failure> {
+        let by = by.iter().map(|name| Column::parse(name)).collect::<Result<BTreeSet<_>, _>>();
+        let by = by.map_err(fdo::Error::InvalidArgs)?;
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        let identity = caller.identity("see what was used")?;
+        let tenant = (!caller.sees_all().await).then(|| identity.tenant.to_string());
+        let turn = self.shared.reading_usage.clone().lock_owned().await;
+        let query = Query { since, by: by.clone(), tenant };
+        let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
+        // For an answer the scheduling loop looks at all clients, so it has time for other things before the next one.
+        tokio::spawn(async move {
+            tokio::time::sleep(USAGE_PERIOD).await;
+            drop(turn);
+        });
+        let rows = rows.map_err(|why| fdo::Error::Failed(format!("what was used is not known: {why}")))?;
+        Ok(rows.into_iter().map(|(key, amounts)| present_usage(key, &amounts, &by)).collect())
     }
 
     #[zbus(out_args("lock"))]
@@ -397,6 +426,28 @@ impl Object {
         let (reply, answer) = oneshot::channel();
         self.shared.requests.send(request(reply)).map_err(|_| stopping())?;
         answer.await.map_err(|_| stopping())
+    }
+}
+
+/// What was used, with what the question tells apart.
+fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
+    let ((begins, lasts), account) = (key.time, key.account);
+    let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));
+    let name = |column, name| by.contains(&column).then_some(name);
+    bus::Usage {
+        begins: time(begins),
+        lasts: time(lasts),
+        gpu: name(Column::Gpu, account.gpu),
+        tenant: name(Column::Tenant, key.tenant),
+        unit: name(Column::Unit, account.unit),
+        container: name(Column::Container, account.container),
+        lock_seconds: amounts.lock_seconds,
+        grants: amounts.grants as u64,
+        wait_seconds: amounts.wait_seconds,
+        resident_byte_seconds: amounts.resident_byte_seconds,
+        swapped_byte_seconds: amounts.swapped_byte_seconds,
+        swapped_in_bytes: amounts.swapped_in_bytes as u64,
+        swapped_out_bytes: amounts.swapped_out_bytes as u64,
     }
 }
 

@@ -52,6 +52,7 @@ impl Control {
             Request::Gpus(reply) => self.lists.gpus(reply),
             Request::Pressure(reply) => drop(reply.send(core.borrow().list_pressure())),
             Request::Explain(pid, reply) => drop(reply.send(core.borrow().explain(pid))),
+            Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
             Request::Rules(reply) => {
                 let core = core.borrow();
                 let all = core.config.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string()));

@@ -120,6 +120,7 @@ fn configuration(config: &Config) -> Value {
         swap_max,
         swap_ahead,
         metrics,
+        keep_usage,
         rules,
     } = config;
     let rules = rules.all().map(|rule| {
@@ -151,6 +152,7 @@ fn configuration(config: &Config) -> Value {
         "memory": { "reserve": settings.reserve, "context": settings.context },
         "swap": { "max": swap_max.to_string(), "ahead": swap_ahead.to_string() },
         "metrics": { "listen": metrics },
+        "accounting": { "keep": format!("{}s", keep_usage.as_secs()) },
         "rule": rules.collect::<Vec<_>>(),
     })
 }

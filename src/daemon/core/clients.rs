@@ -198,6 +198,7 @@ impl Core {
     pub fn disconnect(&mut self, client: ClientId, why: &str) {
         let now = clock::now();
         self.trace(now, client, None, "disconnect", None);
+        self.record_usage_of_all(client, now);
         let Some(gone) = self.clients.remove(&client) else { return };
         if gone.lock.is_none() {
             self.count_attachments(|count| count - gone.gpus.len());

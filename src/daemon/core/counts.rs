@@ -7,6 +7,7 @@ use std::time::Duration;
 use nvshare_wire::{Counts as Reported, version};
 
 use super::state::Core;
+use super::usage::Used;
 use crate::daemon::metrics::snapshot::{Counted, Waits};
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 
@@ -44,6 +45,8 @@ pub struct ClientCounts {
     reported: Option<Reported>,
     /// The machine's sum of waits on this attachment, as far as it has been counted.
     waited: Duration,
+    /// What of it has been recorded.
+    pub(super) used: Used,
 }
 
 impl Counts {
@@ -54,6 +57,16 @@ impl Counts {
     /// The connected clients, with each GPU that they use or have used.
     pub fn clients(&self) -> impl Iterator<Item = (ClientId, GpuId, &ClientCounts)> {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
+    }
+
+    /// The GPUs that a client uses or has used.
+    pub(super) fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
+        self.clients.get(&client).into_iter().flat_map(BTreeMap::keys).copied().collect()
+    }
+
+    /// The counters of a client on a GPU, if it uses or has used that.
+    pub(super) fn of(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut ClientCounts> {
+        self.clients.get_mut(&client)?.get_mut(&gpu)
     }
 
     /// Forgets a GPU.
@@ -139,6 +152,9 @@ impl Core {
     fn count_detached(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         if let Some(turns) = self.machine.turns(client, gpu, now) {
             self.counts.detached(client, gpu, &turns);
+        }
+        if let Some(counts) = self.counts.of(client, gpu) {
+            counts.used.has(now, 0, 0);
         }
     }
 

@@ -60,9 +60,10 @@ impl Core {
         }
     }
 
-    /// Records the bounds on a client's mapped memory from now on.
+    /// Records the bounds on a client's mapped memory from now on, and what it uses.
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
+        self.note_bytes(client, gpu, now);
         if let Some(stats) = self.stats(client, gpu) {
             stats.history.record(now, extent);
         }

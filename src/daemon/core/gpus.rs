@@ -104,6 +104,7 @@ impl Core {
 
     /// Forgets a GPU that the machine has forgotten.
     pub(super) fn forget(&mut self, gpu: GpuId) {
+        self.record_usage();
         self.gpus.remove(&gpu);
         self.remove_lock_files(gpu);
         self.counts.forget(gpu);

@@ -6,6 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - `usage`: what tenants, units and containers use, for the records on disk.
 //! - `pressure`: for which part of the time clients are kept from GPUs.
 //! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
 //! - `explain`: why a program does not run, in sentences.
@@ -32,6 +33,7 @@ mod sharing;
 mod sleep;
 mod state;
 mod traffic;
+mod usage;
 pub mod views;
 
 pub use gpus::Present;

@@ -101,6 +101,7 @@ impl Core {
             // What it had there before is not to be found here.
             entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
         }
+        self.record_usage_of(client, from, to, now);
         self.counts.moved(client, from, to);
         self.record_extent(client, to, now);
     }

@@ -26,6 +26,7 @@ use super::pressure::Pressure;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::traffic::Thrashing;
+use super::usage::Usage;
 use super::{counts, placement, sleep, traffic};
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
@@ -85,6 +86,7 @@ pub struct Core {
     pub(super) log_limit: LogRateLimit,
     pub(super) counts: counts::Counts,
     pub(super) pressure: Pressure,
+    pub(super) usage: Usage,
     pub(super) trace: Option<Trace>,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
     /// Whether NVML answers queries.
@@ -304,6 +306,7 @@ impl Core {
             log_limit: LogRateLimit::default(),
             counts: counts::Counts::default(),
             pressure: Pressure::default(),
+            usage: Usage::default(),
             trace,
             nvml: None,
             nvml_state: nvml::State::Usable,
@@ -388,6 +391,9 @@ impl Core {
         }
         if before.rules != self.config.rules {
             self.reapply_rules(&before.rules);
+        }
+        if before.keep_usage != self.config.keep_usage {
+            self.usage.keep(self.config.keep_usage);
         }
         if before.metrics != self.config.metrics {
             warn!("[metrics] listen changed; restart the scheduler to apply it");

@@ -1,0 +1,218 @@
+//! What tenants, units and containers use, for the records that [`crate::daemon::usage`] keeps: how much clients' counters have grown
+//! since they were last looked at, and bytes multiplied by the time that they were there.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::oneshot;
+
+use super::state::Core;
+use crate::bus;
+use crate::daemon::metrics::snapshot::Counted;
+use crate::daemon::usage::{Account, Amounts, Answer, Keeper, Query, Tenants};
+use crate::scheduler::{ClientId, GpuId, Time};
+use crate::sys::clock;
+use nvshare_wire::client::GpuKind;
+
+/// Seconds of an hour.
+const HOUR: u64 = 3600;
+
+/// What of a client's counters on one GPU has been recorded, and what it has there now.
+#[derive(Debug, Clone, Default)]
+pub struct Used {
+    recorded: Counted,
+    /// Bytes on the GPU and in host memory since that time.
+    resident: u64,
+    swapped: u64,
+    since: Time,
+    /// Their products with the time that have not been recorded.
+    resident_byte_seconds: f64,
+    swapped_byte_seconds: f64,
+}
+
+impl Used {
+    /// From now on the client has so many bytes on the GPU and in host memory.
+    pub fn has(&mut self, now: Time, resident: u64, swapped: u64) {
+        let seconds = now.saturating_sub(self.since).as_secs_f64();
+        self.resident_byte_seconds += self.resident as f64 * seconds;
+        self.swapped_byte_seconds += self.swapped as f64 * seconds;
+        (self.resident, self.swapped, self.since) = (resident, swapped, self.since.max(now));
+    }
+
+    /// What was used since the last time.
+    fn take(&mut self, now: Time, counted: Counted) -> Amounts {
+        self.has(now, self.resident, self.swapped);
+        let before = std::mem::replace(&mut self.recorded, counted.clone());
+        let seconds = |after: Duration, before: Duration| after.saturating_sub(before).as_secs_f64();
+        let number = |after: u64, before: u64| after.saturating_sub(before) as f64;
+        Amounts {
+            lock_seconds: seconds(counted.lock_time, before.lock_time),
+            grants: number(counted.grants, before.grants),
+            wait_seconds: seconds(counted.wait_time, before.wait_time),
+            resident_byte_seconds: std::mem::take(&mut self.resident_byte_seconds),
+            swapped_byte_seconds: std::mem::take(&mut self.swapped_byte_seconds),
+            swapped_in_bytes: number(counted.swapped_in, before.swapped_in),
+            swapped_out_bytes: number(counted.swapped_out, before.swapped_out),
+        }
+    }
+}
+
+/// What has not been given to the thread that records it.
+#[derive(Debug, Default)]
+pub struct Usage {
+    keeper: Option<Keeper>,
+    pending: Tenants,
+    /// Since when it is pending, in seconds since 1970.
+    since: u64,
+}
+
+impl Usage {
+    /// Changes for how long records are kept.
+    pub fn keep(&self, keep: Duration) {
+        if let Some(keeper) = &self.keeper {
+            keeper.keep(keep);
+        }
+    }
+
+    /// Gives it away: it belongs to the hour in which the time began that it was used in, which is at most a minute, and ends with
+    /// the hour.
+    fn give(&mut self) {
+        let (since, now) = (std::mem::replace(&mut self.since, unix_time()), std::mem::take(&mut self.pending));
+        if let Some(keeper) = self.keeper.as_ref().filter(|_| !now.is_empty()) {
+            keeper.add(i64::try_from(since / HOUR * HOUR).unwrap_or(0), now);
+        }
+    }
+}
+
+fn unix_time() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
+impl Core {
+    /// Has what programs use recorded in that directory.
+    pub fn keep_usage(&mut self, directory: &Path) {
+        let keeper = Keeper::start(directory, self.config.keep_usage);
+        self.usage = Usage { keeper, pending: BTreeMap::new(), since: unix_time() };
+    }
+
+    /// Takes note of the bytes that a client has on a GPU and in host memory from now on.
+    pub(super) fn note_bytes(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+        let Some((resident, swapped)) = self.machine.resident_and_swapped(client, gpu) else { return };
+        if let Some(counts) = self.counts.of(client, gpu) {
+            counts.used.has(now, resident, swapped);
+        }
+    }
+
+    /// Takes what a client has used of a GPU since the last time. `to` is the GPU that it has for it now.
+    pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
+        if self.usage.keeper.is_none() {
+            return;
+        }
+        let turns = self.machine.turns(client, to, now).unwrap_or_default();
+        let Some(counts) = self.counts.of(client, gpu) else { return };
+        let mut counted = counts.counted.clone();
+        counted.lock_time = counted.lock_time.saturating_add(turns.lock_time);
+        let amounts = counts.used.take(now, counted);
+        let Some(entry) = self.clients.get(&client).filter(|_| amounts != Amounts::default()) else { return };
+        let label =
+            |gpu| self.gpus.get(&gpu).map_or_else(|| bus::gpu_name(GpuKind::Gpu, gpu), |known| known.label(gpu));
+        let identity = &entry.identity;
+        let account = Account { gpu: label(gpu), unit: identity.unit.clone(), container: identity.container.clone() };
+        self.usage.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
+    }
+
+    /// The same for all GPUs of a client that is about to go.
+    pub(super) fn record_usage_of_all(&mut self, client: ClientId, now: Time) {
+        for gpu in self.counts.gpus_of(client) {
+            self.record_usage_of(client, gpu, gpu, now);
+        }
+    }
+
+    /// Gives what all clients have used until now to the thread that records it.
+    pub(super) fn record_usage(&mut self) {
+        let now = clock::now();
+        let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
+        for (client, gpu) in all {
+            self.record_usage_of(client, gpu, gpu, now);
+        }
+        self.usage.give();
+    }
+
+    /// Has it saved what all clients have used until now.
+    pub fn save_usage(&mut self) {
+        self.record_usage();
+        if let Some(keeper) = &self.usage.keeper {
+            keeper.save();
+        }
+    }
+
+    /// The same, before the daemon ends: waits so long at most.
+    pub fn finish_usage(&mut self, patience: Duration) {
+        self.save_usage();
+        if let Some(keeper) = self.usage.keeper.take() {
+            keeper.finish(patience);
+        }
+    }
+
+    /// Answers what was used, until now.
+    pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<Answer>) {
+        self.record_usage();
+        match &self.usage.keeper {
+            Some(keeper) => keeper.read(query, reply),
+            None => {
+                let _ = reply.send(Err("the scheduler has no directory for its state (StateDirectory=)".into()));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn bytes_are_multiplied_by_the_time_for_which_they_were_there() {
+        let mut used = Used::default();
+        used.has(at(100), 10, 1);
+        used.has(at(103), 20, 0);
+        used.has(at(103), 5, 7);
+        let first = used.take(at(104), Counted::default());
+        assert_eq!((first.resident_byte_seconds, first.swapped_byte_seconds), (35.0, 10.0));
+        used.has(at(106), 0, 0); // it ends
+        let then = used.take(at(200), Counted::default());
+        assert_eq!((then.resident_byte_seconds, then.swapped_byte_seconds), (10.0, 14.0));
+        assert_eq!(used.take(at(300), Counted::default()), Amounts::default());
+    }
+
+    #[test]
+    fn what_a_counter_has_grown_by_is_taken_once() {
+        let mut used = Used::default();
+        let counted = |lock: u64, waits: u64, moved: u64| Counted {
+            lock_time: at(lock),
+            wait_time: at(waits),
+            grants: lock,
+            swapped_in: moved,
+            swapped_out: 2 * moved,
+            hand_overs: 9,
+            ..Counted::default()
+        };
+        let first = used.take(at(1), counted(3, 4, 5));
+        let expected = Amounts {
+            lock_seconds: 3.0,
+            grants: 3.0,
+            wait_seconds: 4.0,
+            swapped_in_bytes: 5.0,
+            swapped_out_bytes: 10.0,
+            ..Amounts::default()
+        };
+        assert_eq!(first, expected);
+        assert_eq!(used.take(at(2), counted(3, 4, 5)), Amounts::default());
+        let more = Amounts { wait_seconds: 2.0, ..Amounts::default() };
+        assert_eq!(used.take(at(3), counted(3, 6, 5)), more);
+    }
+}

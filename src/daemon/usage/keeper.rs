@@ -1,0 +1,232 @@
+//! What the thread does: keeps what is not saved yet in memory, saves it, and answers questions. A disk that is full or read-only,
+//! or a directory that is missing, is reported once and tried again each time; a damaged database is set aside.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use tracing::{info, warn};
+
+use super::store::{FILE, Failure, HOUR, MAX_ANSWER, Store, set_aside};
+use super::{Accounts, Answer, Job, Key, Query, Tenants};
+
+/// Tenants' hours that are kept in memory while they cannot be saved. The oldest are given up.
+const MAX_UNSAVED: usize = 10_000;
+
+pub struct Records {
+    path: PathBuf,
+    store: Option<Store>,
+    keep: Duration,
+    /// By the hour, in seconds since 1970, and the tenant.
+    unsaved: BTreeMap<(i64, String), Accounts>,
+    /// When the database was tidied last: the hour, in seconds since 1970.
+    tidied: Option<i64>,
+    /// The log has said that records cannot be saved.
+    has_failed: bool,
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+impl Records {
+    pub fn new(directory: &Path, keep: Duration) -> Self {
+        let path = directory.join(FILE);
+        Self { path, store: None, keep, unsaved: BTreeMap::new(), tidied: None, has_failed: false }
+    }
+
+    pub fn does(&mut self, job: Job) {
+        match job {
+            Job::Add(hour, tenants) => self.add(hour, tenants),
+            Job::Save => self.save(),
+            Job::Keep(keep) => {
+                (self.keep, self.tidied) = (keep, None);
+                self.save();
+            }
+            // It is no error if nobody waits for the answer any more.
+            Job::Read(query, reply) => drop(reply.send(self.read(&query))),
+        }
+    }
+
+    fn add(&mut self, hour: i64, tenants: Tenants) {
+        for (tenant, accounts) in tenants {
+            let sums = self.unsaved.entry((hour, tenant)).or_default();
+            accounts.0.into_iter().for_each(|(account, amounts)| sums.add(account, &amounts));
+        }
+        while self.unsaved.len() > MAX_UNSAVED {
+            self.unsaved.pop_first();
+        }
+    }
+
+    fn save(&mut self) {
+        let hour = now().div_euclid(HOUR) * HOUR;
+        // While nobody has used anything there is no file.
+        if self.unsaved.is_empty() && (self.tidied == Some(hour) || !self.path.exists()) {
+            return;
+        }
+        let result = self.with_store(|store, records| {
+            let used = records.unsaved.iter().map(|((hour, tenant), accounts)| (*hour, tenant.as_str(), accounts));
+            store.add(used)?;
+            records.unsaved.clear();
+            if records.tidied != Some(hour) {
+                store.tidy(now(), records.keep)?;
+                records.tidied = Some(hour);
+            }
+            Ok(())
+        });
+        match result {
+            Ok(()) if self.has_failed => {
+                self.has_failed = false;
+                info!("what programs use is recorded again in {}", self.path.display());
+            }
+            Ok(()) => {}
+            Err(failure) => {
+                if !std::mem::replace(&mut self.has_failed, true) {
+                    warn!("what programs use cannot be recorded: {}: {}", self.path.display(), failure.reason());
+                }
+            }
+        }
+    }
+
+    fn read(&mut self, query: &Query) -> Answer {
+        let rows = match self.has_failed || self.path.exists() {
+            true => self.with_store(|store, _| store.read(query)),
+            false => Ok(BTreeMap::new()),
+        };
+        let mut rows = rows.map_err(|failure| format!("{}: {}", self.path.display(), failure.reason()))?;
+        for ((hour, tenant), accounts) in &self.unsaved {
+            if (hour + HOUR) as f64 <= query.since || query.tenant.as_ref().is_some_and(|only| only != tenant) {
+                continue;
+            }
+            for (account, amounts) in &accounts.0 {
+                let key = Key { time: (*hour, HOUR), tenant: tenant.clone(), account: account.clone() };
+                rows.entry(key.reduced(&query.by)).or_default().add(amounts);
+            }
+        }
+        if rows.len() > MAX_ANSWER {
+            return Err(format!(
+                "there are more than {MAX_ANSWER} records: ask for a shorter time, or tell less apart"
+            ));
+        }
+        Ok(rows.into_iter().collect())
+    }
+
+    /// Does something with the database, and, if that is damaged, again with a new one.
+    fn with_store<T>(
+        &mut self,
+        mut what: impl FnMut(&mut Store, &mut Self) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let mut attempt = |records: &mut Self| {
+            let mut store = match records.store.take() {
+                Some(store) => store,
+                None => Store::open(&records.path)?,
+            };
+            let result = what(&mut store, records);
+            // One that failed is opened again, as another file may be there now.
+            records.store = result.is_ok().then_some(store);
+            result
+        };
+        let result = attempt(self);
+        let Err(Failure::Unusable(reason)) = &result else { return result };
+        match set_aside(&self.path) {
+            Ok(aside) => {
+                let (path, aside) = (self.path.display(), aside.display());
+                warn!("{path} cannot be used ({reason}): it is now {aside}, and a new one is begun");
+                self.tidied = None;
+                attempt(self)
+            }
+            Err(e) => Err(Failure::Other(format!("{reason}, and it cannot be set aside: {e}"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::store::DAMAGED;
+    use super::super::{Account, Amounts, Column};
+    use super::*;
+    use test_support::Directory;
+
+    const KEEP: Duration = Duration::from_secs(400 * 24 * 3600);
+
+    fn used(tenant: &str, lock_seconds: f64) -> Tenants {
+        let mut accounts = Accounts::default();
+        accounts.add(Account::default(), &Amounts { lock_seconds, ..Amounts::default() });
+        [(tenant.to_owned(), accounts)].into()
+    }
+
+    fn hour() -> i64 {
+        now().div_euclid(HOUR) * HOUR
+    }
+
+    /// Seconds of each tenant.
+    fn read(records: &mut Records) -> Result<Vec<(String, f64)>, String> {
+        let query = Query { since: 0.0, by: [Column::Tenant].into(), tenant: None };
+        let rows = records.read(&query)?;
+        Ok(rows.into_iter().map(|(key, amounts)| (key.tenant, amounts.lock_seconds)).collect())
+    }
+
+    #[test]
+    fn what_is_not_saved_yet_is_seen_and_lost_when_the_process_is_killed() {
+        let directory = Directory::new();
+        let mut records = Records::new(&directory.0, KEEP);
+        records.does(Job::Add(hour(), used("root", 2.0)));
+        records.does(Job::Save);
+        records.does(Job::Add(hour(), used("root", 3.0)));
+        records.does(Job::Add(hour(), used("user 1", 1.0)));
+        assert_eq!(read(&mut records), Ok(vec![("root".into(), 5.0), ("user 1".into(), 1.0)]));
+        let mut next = Records::new(&directory.0, KEEP);
+        assert_eq!(read(&mut next), Ok(vec![("root".into(), 2.0)]));
+        records.does(Job::Save);
+        assert_eq!(read(&mut next), read(&mut records));
+        let of_one = Query { since: 0.0, by: [].into(), tenant: Some("user 1".into()) };
+        records.does(Job::Add(hour(), used("user 1", 1.5)));
+        let rows = records.read(&of_one).expect("rows");
+        assert_eq!(rows, [(Key::default(), Amounts { lock_seconds: 2.5, ..Amounts::default() })]);
+    }
+
+    #[test]
+    fn a_damaged_database_is_set_aside_before_and_while_it_is_used() {
+        let directory = Directory::new();
+        let (path, aside) = (directory.0.join(FILE), directory.0.join(format!("{FILE}{DAMAGED}")));
+        std::fs::write(&path, "nonsense ".repeat(1000)).expect("a file");
+        let mut records = Records::new(&directory.0, KEEP);
+        records.does(Job::Add(hour(), used("root", 2.0)));
+        records.does(Job::Save);
+        assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("nonsense"));
+        assert_eq!(read(&mut Records::new(&directory.0, KEEP)), Ok(vec![("root".into(), 2.0)]));
+        // Somebody writes over it.
+        std::fs::write(&path, "other nonsense ".repeat(1000)).expect("a file");
+        records.does(Job::Add(hour(), used("root", 4.0)));
+        records.does(Job::Save);
+        assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("other"));
+        assert_eq!(read(&mut Records::new(&directory.0, KEEP)), Ok(vec![("root".into(), 4.0)]));
+    }
+
+    #[test]
+    fn a_directory_that_is_missing_is_tried_again() {
+        let directory = Directory::new();
+        let state = directory.0.join("state");
+        let mut records = Records::new(&state, KEEP);
+        records.does(Job::Add(hour(), used("root", 2.0)));
+        records.does(Job::Save);
+        assert!(records.has_failed && read(&mut records).is_err_and(|e| e.contains("usage.sqlite: No such file")));
+        std::fs::create_dir(&state).expect("a directory");
+        records.does(Job::Add(hour(), used("root", 1.0)));
+        records.does(Job::Save);
+        assert!(!records.has_failed);
+        assert_eq!(read(&mut Records::new(&state, KEEP)), Ok(vec![("root".into(), 3.0)]));
+    }
+
+    #[test]
+    fn while_nothing_can_be_saved_memory_is_bounded() {
+        let directory = Directory::new();
+        let mut records = Records::new(&directory.0.join("missing"), KEEP);
+        for at in 0..2 * MAX_UNSAVED as i64 {
+            records.does(Job::Add(at * HOUR, used("root", 1.0)));
+        }
+        assert_eq!(records.unsaved.len(), MAX_UNSAVED);
+        assert_eq!(records.unsaved.first_key_value().map(|((hour, _), _)| *hour), Some(MAX_UNSAVED as i64 * HOUR));
+    }
+}

@@ -1,0 +1,249 @@
+//! What tenants, their systemd units and containers have had of each GPU, hour by hour, kept in the directory that systemd provides
+//! (`StateDirectory=`).
+//!
+//! A thread of its own writes and reads, since a disk can take long: the scheduling loop sends it what was used and never waits.
+//! `store` is the database; `keeper` the thread.
+
+mod keeper;
+mod store;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tracing::warn;
+
+/// Accounts of one tenant in one hour. What it uses beyond them is counted together.
+pub const MAX_ACCOUNTS: usize = 100;
+/// The unit under which that is counted, which is no unit's name.
+pub const OTHERS: &str = "others";
+
+/// What a tenant has had, of one GPU by one unit and container. Empty where there is none.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Account {
+    pub gpu: String,
+    pub unit: String,
+    pub container: String,
+}
+
+impl Account {
+    fn others() -> Self {
+        Self { unit: OTHERS.into(), ..Self::default() }
+    }
+}
+
+/// Sums, which never decrease.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Amounts {
+    /// Time with the lock.
+    pub lock_seconds: f64,
+    /// Waits that ended with the lock: how many, and how long all together.
+    pub grants: f64,
+    pub wait_seconds: f64,
+    /// Bytes on the GPU and in host memory, multiplied by the time that they were there.
+    pub resident_byte_seconds: f64,
+    pub swapped_byte_seconds: f64,
+    /// Bytes that were copied to the GPU, and from it.
+    pub swapped_in_bytes: f64,
+    pub swapped_out_bytes: f64,
+}
+
+impl Amounts {
+    fn all(&self) -> [f64; 7] {
+        [
+            self.lock_seconds,
+            self.grants,
+            self.wait_seconds,
+            self.resident_byte_seconds,
+            self.swapped_byte_seconds,
+            self.swapped_in_bytes,
+            self.swapped_out_bytes,
+        ]
+    }
+
+    fn from_all(all: [f64; 7]) -> Self {
+        let [
+            lock_seconds,
+            grants,
+            wait_seconds,
+            resident_byte_seconds,
+            swapped_byte_seconds,
+            swapped_in_bytes,
+            swapped_out_bytes,
+        ] = all;
+        Self {
+            lock_seconds,
+            grants,
+            wait_seconds,
+            resident_byte_seconds,
+            swapped_byte_seconds,
+            swapped_in_bytes,
+            swapped_out_bytes,
+        }
+    }
+
+    pub fn add(&mut self, more: &Self) {
+        let (mut sums, more) = (self.all(), more.all());
+        sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
+        *self = Self::from_all(sums);
+    }
+}
+
+/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one for what is more.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Accounts(BTreeMap<Account, Amounts>);
+
+impl Accounts {
+    pub fn add(&mut self, account: Account, amounts: &Amounts) {
+        let is_room = self.0.len() < MAX_ACCOUNTS || self.0.contains_key(&account);
+        self.0.entry(if is_room { account } else { Account::others() }).or_default().add(amounts);
+    }
+}
+
+/// What tenants have used, by their names.
+pub type Tenants = BTreeMap<String, Accounts>;
+
+/// By what records are told apart in an answer; over all else they are added up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Column {
+    /// The hours, and, a month later, the days.
+    Time,
+    Gpu,
+    Tenant,
+    Unit,
+    Container,
+}
+
+impl Column {
+    /// # Errors
+    /// A sentence with the names that there are.
+    pub fn parse(name: &str) -> Result<Self, String> {
+        match name {
+            "time" => Ok(Self::Time),
+            "gpu" => Ok(Self::Gpu),
+            "tenant" => Ok(Self::Tenant),
+            "unit" => Ok(Self::Unit),
+            "container" => Ok(Self::Container),
+            _ => Err(format!("there is no column {name:?}: time, gpu, tenant, unit and container are")),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct Query {
+    /// Seconds since 1970: records that end later are meant.
+    pub since: f64,
+    pub by: BTreeSet<Column>,
+    /// Only of this one.
+    pub tenant: Option<String>,
+}
+
+/// What is in one hour or day, or over all of them; empty where the question does not tell it apart.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    /// Seconds since 1970 at which it begins, and seconds for which it lasts.
+    pub time: (i64, i64),
+    pub tenant: String,
+    pub account: Account,
+}
+
+impl Key {
+    /// The key with what the question tells apart.
+    fn reduced(self, by: &BTreeSet<Column>) -> Self {
+        let text = |column, text: String| if by.contains(&column) { text } else { String::new() };
+        Self {
+            time: if by.contains(&Column::Time) { self.time } else { (0, 0) },
+            tenant: text(Column::Tenant, self.tenant),
+            account: Account {
+                gpu: text(Column::Gpu, self.account.gpu),
+                unit: text(Column::Unit, self.account.unit),
+                container: text(Column::Container, self.account.container),
+            },
+        }
+    }
+}
+
+/// The rows, or a sentence that says why there are none.
+pub type Answer = Result<Vec<(Key, Amounts)>, String>;
+
+enum Job {
+    /// Used in the hour that begins at that time, seconds since 1970.
+    Add(i64, Tenants),
+    Save,
+    Keep(Duration),
+    Read(Query, oneshot::Sender<Answer>),
+}
+
+/// The thread.
+#[derive(Debug)]
+pub struct Keeper {
+    jobs: Sender<Job>,
+    ended: Receiver<()>,
+}
+
+impl Keeper {
+    /// Starts the thread on the database in that directory. Records are deleted `keep` after they end.
+    pub fn start(directory: &Path, keep: Duration) -> Option<Self> {
+        let (jobs, asked) = mpsc::channel();
+        let (end, ended) = mpsc::channel::<()>();
+        let mut keeper = keeper::Records::new(directory, keep);
+        let started = thread::Builder::new().name("usage".into()).spawn(move || {
+            while let Ok(job) = asked.recv() {
+                keeper.does(job);
+            }
+            drop(end);
+        });
+        started.inspect_err(|e| warn!("what programs use is not recorded: {e}")).ok().map(|_| Self { jobs, ended })
+    }
+
+    /// Adds what was used in the hour that begins at that time, seconds since 1970.
+    pub fn add(&self, hour: i64, used: Tenants) {
+        let _ = self.jobs.send(Job::Add(hour, used));
+    }
+
+    pub fn save(&self) {
+        let _ = self.jobs.send(Job::Save);
+    }
+
+    /// Changes for how long records are kept.
+    pub fn keep(&self, keep: Duration) {
+        let _ = self.jobs.send(Job::Keep(keep));
+    }
+
+    pub fn read(&self, query: Query, reply: oneshot::Sender<Answer>) {
+        let _ = self.jobs.send(Job::Read(query, reply));
+    }
+
+    /// Waits until everything is saved, but not for ever: a disk may not answer.
+    pub fn finish(self, patience: Duration) {
+        let Self { jobs, ended } = self;
+        drop(jobs);
+        if ended.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            warn!("what programs used in the last minute is not recorded: the disk does not answer");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_uses_many_accounts_has_the_rest_counted_together() {
+        let mut accounts = Accounts::default();
+        let one = Amounts { lock_seconds: 1.0, grants: 2.0, ..Amounts::default() };
+        for round in 0..2 {
+            for number in 0..MAX_ACCOUNTS + 50 {
+                let unit = format!("run-{number}.scope");
+                accounts.add(Account { gpu: "GPU".into(), unit, ..Account::default() }, &one);
+            }
+            assert_eq!(accounts.0.len(), MAX_ACCOUNTS + 1, "round {round}");
+        }
+        assert_eq!(accounts.0[&Account::others()], Amounts { lock_seconds: 100.0, grants: 200.0, ..one });
+        let sum: f64 = accounts.0.values().map(|amounts| amounts.lock_seconds).sum();
+        assert_eq!(sum, 300.0, "nothing is lost");
+    }
+}

@@ -1,0 +1,409 @@
+//! The database: a table with a row for each hour, tenant, GPU, unit and container. Hours become days after a month, and rows are
+//! deleted when they are older than they are to be kept, or are too many.
+
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
+
+use super::{Account, Accounts, Amounts, Key, MAX_ACCOUNTS, Query};
+
+pub const FILE: &str = "usage.sqlite";
+/// What follows the name of a database that was set aside.
+pub const DAMAGED: &str = ".damaged";
+
+/// The number of this schema. A database with another one was written by another version, and is not understood.
+const VERSION: i64 = 1;
+const SCHEMA: &str = "
+    CREATE TABLE usage (
+        begins INTEGER NOT NULL,
+        lasts INTEGER NOT NULL,
+        tenant TEXT NOT NULL,
+        gpu TEXT NOT NULL,
+        unit TEXT NOT NULL,
+        container TEXT NOT NULL,
+        lock_seconds REAL NOT NULL,
+        grants REAL NOT NULL,
+        wait_seconds REAL NOT NULL,
+        resident_byte_seconds REAL NOT NULL,
+        swapped_byte_seconds REAL NOT NULL,
+        swapped_in_bytes REAL NOT NULL,
+        swapped_out_bytes REAL NOT NULL,
+        PRIMARY KEY (begins, lasts, tenant, gpu, unit, container)
+    ) STRICT, WITHOUT ROWID;
+    PRAGMA user_version = 1;";
+
+pub const HOUR: i64 = 3600;
+pub const DAY: i64 = 24 * HOUR;
+/// Hours become days after this many seconds: the longest month.
+const HOURS_LAST: i64 = 31 * DAY;
+/// The rows that there may be in all, about 100 MB: the oldest are deleted.
+const MAX_ROWS: i64 = 500_000;
+/// The rows of an answer.
+pub const MAX_ANSWER: usize = 10_000;
+
+const ADD: &str = "
+    INSERT INTO usage VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)
+    ON CONFLICT DO UPDATE SET
+        lock_seconds = lock_seconds + excluded.lock_seconds,
+        grants = grants + excluded.grants,
+        wait_seconds = wait_seconds + excluded.wait_seconds,
+        resident_byte_seconds = resident_byte_seconds + excluded.resident_byte_seconds,
+        swapped_byte_seconds = swapped_byte_seconds + excluded.swapped_byte_seconds,
+        swapped_in_bytes = swapped_in_bytes + excluded.swapped_in_bytes,
+        swapped_out_bytes = swapped_out_bytes + excluded.swapped_out_bytes";
+
+/// Why the database cannot be used.
+#[derive(Debug)]
+pub enum Failure {
+    /// It is damaged, or of another version.
+    Unusable(String),
+    /// The disk is full or read-only, or anything else that may pass.
+    Other(String),
+}
+
+impl Failure {
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Unusable(reason) | Self::Other(reason) => reason,
+        }
+    }
+}
+
+impl From<rusqlite::Error> for Failure {
+    fn from(error: rusqlite::Error) -> Self {
+        match error.sqlite_error_code() {
+            Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase) => Self::Unusable(error.to_string()),
+            // A table or a column is missing, or has something else in it.
+            Some(ErrorCode::Unknown | ErrorCode::TypeMismatch | ErrorCode::ConstraintViolation) => {
+                Self::Unusable(error.to_string())
+            }
+            _ => Self::Other(error.to_string()),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub struct Store {
+    connection: Connection,
+}
+
+impl Store {
+    /// Opens the database, or creates it.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        // What programs of others are called is nobody's business.
+        let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
+        created.map_err(|e| Failure::Other(e.to_string()))?;
+        let mut connection = Connection::open(path)?;
+        connection.busy_timeout(Duration::from_secs(1))?;
+        let version: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+        let tables: i64 = connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
+        match (version, tables) {
+            (0, 0) => {
+                let creation = connection.transaction()?;
+                creation.execute_batch(SCHEMA)?;
+                creation.commit()?;
+            }
+            (VERSION, _) => {
+                let found: String = connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))?;
+                if found != "ok" {
+                    return Err(Failure::Unusable(found));
+                }
+            }
+            _ => return Err(Failure::Unusable(format!("it has the format {version} instead of {VERSION}"))),
+        }
+        Ok(Self { connection })
+    }
+
+    /// Adds what was used: all of it, or, if that fails, nothing. The hours are given by their beginnings, in seconds since 1970.
+    pub fn add<'a>(&mut self, used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>) -> Result<(), Failure> {
+        let transaction = self.connection.transaction()?;
+        {
+            let mut of_account = transaction.prepare(
+                "SELECT EXISTS (SELECT 1 FROM usage
+                WHERE begins = ?1 AND lasts = ?2 AND tenant = ?3 AND gpu = ?4 AND unit = ?5 AND container = ?6)",
+            )?;
+            let mut of_tenant =
+                transaction.prepare("SELECT count(*) FROM usage WHERE begins = ?1 AND lasts = ?2 AND tenant = ?3")?;
+            let mut add = transaction.prepare(ADD)?;
+            let others = Account::others();
+            for (hour, tenant, accounts) in used {
+                for (account, amounts) in &accounts.0 {
+                    let Account { gpu, unit, container } = account;
+                    let has_row: bool =
+                        of_account.query_row(params![hour, HOUR, tenant, gpu, unit, container], |row| row.get(0))?;
+                    let rows: i64 = of_tenant.query_row(params![hour, HOUR, tenant], |row| row.get(0))?;
+                    let is_room = has_row || rows < MAX_ACCOUNTS as i64;
+                    insert(&mut add, (hour, HOUR), tenant, if is_room { account } else { &others }, amounts)?;
+                }
+            }
+        }
+        Ok(transaction.commit()?)
+    }
+
+    /// Makes days of the hours before the last month, and deletes what is older than `keep`, and the oldest of what is too much.
+    /// `now` in seconds since 1970.
+    pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), Failure> {
+        self.tidy_to(now, keep, MAX_ROWS)
+    }
+
+    fn tidy_to(&mut self, now: i64, keep: Duration, most: i64) -> Result<(), Failure> {
+        let transaction = self.connection.transaction()?;
+        let keep = i64::try_from(keep.as_secs()).unwrap_or(i64::MAX);
+        transaction.execute("DELETE FROM usage WHERE begins + lasts <= ?1", [now.saturating_sub(keep)])?;
+        let first_whole_hour = (now - HOURS_LAST).div_euclid(DAY) * DAY;
+        let days: Vec<i64> = transaction
+            .prepare("SELECT DISTINCT begins / ?1 * ?1 FROM usage WHERE begins < ?2 AND lasts < ?1")?
+            .query_map([DAY, first_whole_hour], |row| row.get(0))?
+            .collect::<Result<_, _>>()?;
+        for day in days {
+            make_day(&transaction, day)?;
+        }
+        // All of the hours and days that do not fit as a whole.
+        let beyond =
+            "DELETE FROM usage WHERE begins <= (SELECT begins FROM usage ORDER BY begins DESC LIMIT 1 OFFSET ?1)";
+        transaction.execute(beyond, [most])?;
+        Ok(transaction.commit()?)
+    }
+
+    /// The rows that a question is about, added up by what it tells apart: at most one more than [`MAX_ANSWER`].
+    pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, Failure> {
+        // By columns that are named by nobody but this function.
+        let mut statement = self.connection.prepare(
+            "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
+                CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
+                CASE WHEN ?6 THEN unit ELSE '' END AS service, CASE WHEN ?7 THEN container ELSE '' END AS box,
+                sum(lock_seconds), sum(grants), sum(wait_seconds), sum(resident_byte_seconds),
+                sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
+            FROM usage WHERE begins + lasts > ?1 AND (?2 IS NULL OR tenant = ?2)
+            GROUP BY time, duration, whose, device, service, box LIMIT ?8",
+        )?;
+        let by = |column| query.by.contains(&column);
+        use super::Column::{Container, Gpu, Tenant, Time, Unit};
+        let rows = statement.query_map(
+            params![
+                query.since,
+                query.tenant,
+                by(Time),
+                by(Tenant),
+                by(Gpu),
+                by(Unit),
+                by(Container),
+                MAX_ANSWER as i64 + 1
+            ],
+            |row| {
+                let account = Account { gpu: row.get(3)?, unit: row.get(4)?, container: row.get(5)? };
+                Ok((Key { time: (row.get(0)?, row.get(1)?), tenant: row.get(2)?, account }, amounts(row, 6)?))
+            },
+        )?;
+        Ok(rows.collect::<Result<_, _>>()?)
+    }
+}
+
+/// Amounts from the columns that begin with that one.
+fn amounts(row: &Row<'_>, first: usize) -> rusqlite::Result<Amounts> {
+    let mut all = [0.0; 7];
+    for (at, amount) in all.iter_mut().enumerate() {
+        *amount = row.get(first + at)?;
+    }
+    Ok(Amounts::from_all(all))
+}
+
+fn insert(
+    add: &mut Statement<'_>,
+    (begins, lasts): (i64, i64),
+    tenant: &str,
+    account: &Account,
+    amounts: &Amounts,
+) -> rusqlite::Result<()> {
+    let Account { gpu, unit, container } = account;
+    let [lock, grants, waits, resident, swapped, moved_in, moved_out] = amounts.all();
+    add.execute(params![
+        begins, lasts, tenant, gpu, unit, container, lock, grants, waits, resident, swapped, moved_in, moved_out
+    ])?;
+    Ok(())
+}
+
+/// Makes one row of each account's hours of a day. Of a tenant with many accounts, those that used a GPU longest stay.
+fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
+    let sums = "SELECT tenant, gpu, unit, container, sum(lock_seconds), sum(grants), sum(wait_seconds),
+            sum(resident_byte_seconds), sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
+        FROM usage WHERE begins >= ?1 AND begins < ?1 + ?2 GROUP BY tenant, gpu, unit, container
+        ORDER BY sum(lock_seconds) DESC";
+    let mut tenants: BTreeMap<String, Accounts> = BTreeMap::new();
+    {
+        let mut statement = transaction.prepare(sums)?;
+        let mut rows = statement.query([day, DAY])?;
+        while let Some(row) = rows.next()? {
+            let account = Account { gpu: row.get(1)?, unit: row.get(2)?, container: row.get(3)? };
+            tenants.entry(row.get(0)?).or_default().add(account, &amounts(row, 4)?);
+        }
+    }
+    transaction.execute("DELETE FROM usage WHERE begins >= ?1 AND begins < ?1 + ?2", [day, DAY])?;
+    let mut add = transaction.prepare(ADD)?;
+    for (tenant, accounts) in &tenants {
+        for (account, amounts) in &accounts.0 {
+            insert(&mut add, (day, DAY), tenant, account, amounts)?;
+        }
+    }
+    Ok(())
+}
+
+/// Sets a database aside, in the place of one that was set aside before.
+pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
+    let with = |end: &str| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(end);
+        PathBuf::from(name)
+    };
+    // The journal of this one is not for the next one.
+    match std::fs::remove_file(with("-journal")) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    std::fs::rename(path, with(DAMAGED)).map(|()| with(DAMAGED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Column;
+    use super::*;
+    use test_support::Directory;
+
+    fn account(unit: &str) -> Account {
+        Account { gpu: "GPU-1".into(), unit: unit.into(), ..Account::default() }
+    }
+
+    fn seconds(lock_seconds: f64) -> Amounts {
+        Amounts { lock_seconds, swapped_in_bytes: lock_seconds * 10.0, ..Amounts::default() }
+    }
+
+    fn add(store: &mut Store, hour: i64, tenant: &str, unit: &str, lock_seconds: f64) {
+        let mut accounts = Accounts::default();
+        accounts.add(account(unit), &seconds(lock_seconds));
+        store.add([(hour, tenant, &accounts)].into_iter()).expect("added");
+    }
+
+    fn read(store: &Store, since: i64, by: &[Column], tenant: Option<&str>) -> Vec<(Key, Amounts)> {
+        let query = Query { since: since as f64, by: by.iter().copied().collect(), tenant: tenant.map(str::to_owned) };
+        store.read(&query).expect("rows").into_iter().collect()
+    }
+
+    fn rows(store: &Store) -> i64 {
+        store.connection.query_row("SELECT count(*) FROM usage", [], |row| row.get(0)).expect("a number")
+    }
+
+    #[test]
+    fn what_is_added_is_summed_by_what_is_asked_for() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        add(&mut store, 0, "user 1", "a.service", 1.0);
+        add(&mut store, 0, "user 1", "a.service", 2.0);
+        add(&mut store, HOUR, "user 1", "b.service", 4.0);
+        add(&mut store, HOUR, "user 2", "b.service", 8.0);
+        drop(store);
+        let store = Store::open(&directory.0.join(FILE)).expect("the same");
+        let of = |since, by: &[Column], tenant| -> Vec<(Key, Amounts)> { read(&store, since, by, tenant) };
+        assert_eq!(of(0, &[], None), [(Key::default(), seconds(15.0))]);
+        assert_eq!(of(HOUR, &[], None), [(Key::default(), seconds(12.0))], "what has ended by then is not meant");
+        let whose = |tenant: &str| Key { tenant: tenant.into(), ..Key::default() };
+        let both = [(whose("user 1"), seconds(7.0)), (whose("user 2"), seconds(8.0))];
+        assert_eq!(of(0, &[Column::Tenant], None), both);
+        assert_eq!(of(0, &[Column::Tenant], Some("user 2")), both[1..]);
+        let at = |begins, unit: &str| {
+            let account = Account { unit: unit.into(), ..Account::default() };
+            Key { time: (begins, HOUR), tenant: String::new(), account }
+        };
+        let expected = [(at(0, "a.service"), seconds(3.0)), (at(HOUR, "b.service"), seconds(12.0))];
+        assert_eq!(of(0, &[Column::Unit, Column::Time], None), expected);
+        assert_eq!(of(5 * HOUR, &[], None), []);
+    }
+
+    #[test]
+    fn hours_become_days_and_days_are_deleted() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        for hour in 0..48 {
+            add(&mut store, hour * HOUR, "user 1", "a.service", 1.0);
+        }
+        let keep = Duration::from_secs(400 * DAY as u64);
+        store.tidy(32 * DAY, keep).expect("tidied");
+        let times = |store: &Store| -> Vec<_> {
+            read(store, 0, &[Column::Time], None).into_iter().map(|(key, amounts)| (key.time, amounts)).collect()
+        };
+        let first = times(&store);
+        assert_eq!((first.len(), first[0]), (25, ((0, DAY), seconds(24.0))), "the second day is within the month");
+        store.tidy(33 * DAY + 1, keep).expect("tidied");
+        let days = [((0, DAY), seconds(24.0)), ((DAY, DAY), seconds(24.0))];
+        assert_eq!(times(&store), days);
+        // What comes late, since the disk was full, adds to the day.
+        add(&mut store, HOUR, "user 1", "a.service", 3.0);
+        store.tidy(33 * DAY + 1, keep).expect("tidied");
+        assert_eq!(times(&store)[0], ((0, DAY), seconds(27.0)));
+        store.tidy(401 * DAY, keep).expect("tidied");
+        assert_eq!(times(&store), days[1..]);
+        store.tidy(402 * DAY, keep).expect("tidied");
+        assert_eq!(rows(&store), 0);
+    }
+
+    #[test]
+    fn a_tenant_with_many_units_takes_few_rows() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        for number in 0..250 {
+            add(&mut store, 0, "user 1", &format!("run-{number}.scope"), 1.0);
+            add(&mut store, HOUR, "user 1", &format!("run-{}.scope", number + 1000), 2.0);
+        }
+        add(&mut store, 0, "user 2", "a.service", 5.0);
+        assert_eq!(rows(&store), 2 * (MAX_ACCOUNTS as i64 + 1) + 1);
+        let of = |store: &Store, unit: &str| {
+            let units = read(store, 0, &[Column::Unit], None);
+            units.into_iter().find(|(key, _)| key.account.unit == unit).map(|(_, amounts)| amounts)
+        };
+        assert_eq!(of(&store, super::super::OTHERS), Some(seconds(150.0 + 300.0)));
+        assert_eq!(of(&store, "a.service"), Some(seconds(5.0)), "another tenant is not concerned");
+        store.tidy(40 * DAY, Duration::from_secs(400 * DAY as u64)).expect("tidied");
+        assert_eq!(rows(&store), MAX_ACCOUNTS as i64 + 1);
+        assert_eq!(of(&store, super::super::OTHERS), Some(seconds(450.0 + 100.0 + 2.0)), "those with least are joined");
+        assert_eq!(read(&store, 0, &[], None), [(Key::default(), seconds(750.0 + 5.0))], "nothing is lost");
+    }
+
+    #[test]
+    fn the_oldest_rows_are_deleted_when_there_are_too_many() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        for hour in 0..10 {
+            add(&mut store, hour * HOUR, "user 1", "a.service", 1.0);
+            add(&mut store, hour * HOUR, "user 2", "a.service", 1.0);
+        }
+        let keep = Duration::from_secs(400 * DAY as u64);
+        store.tidy_to(10 * HOUR, keep, 20).expect("tidied");
+        assert_eq!(rows(&store), 20);
+        store.tidy_to(10 * HOUR, keep, 7).expect("tidied");
+        assert_eq!(rows(&store), 6, "of an hour all or none");
+        assert_eq!(read(&store, 0, &[Column::Time], None)[0].0.time, (7 * HOUR, HOUR));
+    }
+
+    #[test]
+    fn what_is_not_understood_is_unusable() {
+        let directory = Directory::new();
+        let path = directory.0.join(FILE);
+        let failure = |text: &str| {
+            std::fs::write(&path, text).expect("a file");
+            Store::open(&path).expect_err("not a database")
+        };
+        assert!(matches!(failure(&"nonsense ".repeat(1000)), Failure::Unusable(_)));
+        std::fs::remove_file(&path).expect("removed");
+        let newer = Connection::open(&path).expect("a database");
+        newer.execute_batch("CREATE TABLE other (a); PRAGMA user_version = 2;").expect("a schema");
+        drop(newer);
+        let Err(Failure::Unusable(reason)) = Store::open(&path) else { panic!("it is of another version") };
+        assert!(reason.contains("format 2"), "{reason}");
+        let missing = Store::open(&directory.0.join("missing").join(FILE)).expect_err("no directory");
+        assert!(matches!(missing, Failure::Other(_)), "{missing:?}");
+    }
+}
