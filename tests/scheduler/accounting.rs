@@ -462,6 +462,10 @@ fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any()
 /// A client that holds the lock and has grown twice.
 fn growing(t: &mut Talk, n: u64, from: u64) {
     t.join(n, from);
+    grows(t, n, from);
+}
+
+fn grows(t: &mut Talk, n: u64, from: u64) {
     t.request(n);
     for step in 1..=2 {
         t.now += ms(1);
@@ -496,6 +500,31 @@ fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
     assert_eq!(t.state(1), LockState::Holding, "nothing has to leave");
     t.map(1);
     assert_eq!(t.attachment(2).allowance, 11 * GIB + 512 * MIB);
+}
+
+#[test]
+fn what_may_be_mapped_ahead_is_given_to_another_of_the_same_gang() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    let join = |t: &mut Talk, n: u64, demand: u64| {
+        t.say(Event::Connected { client: client(n), gang: 1, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, demand, 0, 0);
+        t.map(n);
+    };
+    join(&mut t, 1, 4 * GIB);
+    grows(&mut t, 1, 4 * GIB);
+    assert_eq!(t.attachment(1).allowance, 5 * GIB + 32 * MIB);
+    t.join(3, 0);
+    t.request(3);
+    t.release(1, ReleaseReason::Idle);
+    t.request(1);
+    join(&mut t, 2, 11 * GIB + 512 * MIB);
+    t.request(2);
+    t.map(1);
+    t.map(2);
+    t.release(3, ReleaseReason::Idle);
+    assert_eq!((t.attachment(1).allowance, t.attachment(2).allowance), (4 * GIB + 512 * MIB, 11 * GIB + 512 * MIB));
+    assert_eq!((t.state(1), t.state(2)), (LockState::Holding, LockState::Holding));
 }
 
 #[test]

@@ -78,7 +78,7 @@ impl Machine {
     /// no other client has any, and then memory that rules protect. Clients in `exempt` give none.
     pub(crate) fn evict(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) {
         let before = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
-        self.take_back_ahead(id, bytes, exempt);
+        self.take_back_ahead(id, bytes);
         let after = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
         let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
@@ -127,11 +127,11 @@ impl Machine {
         }
     }
 
-    /// Takes back allowances beyond demand, until `bytes` are being freed.
-    fn take_back_ahead(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId]) {
+    /// Takes back allowances beyond demand, until `bytes` are being freed. Nobody is exempt: of the members of a gang, one can have
+    /// more than it needs while another lacks bytes.
+    fn take_back_ahead(&mut self, id: GpuId, bytes: u64) {
         let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.ledger.ahead());
         let ahead: Vec<(ClientId, u64)> = clients
-            .filter(|client| !exempt.contains(client))
             .filter(|client| self.eviction_block(*client, id).is_none())
             .map(|client| (client, self.ahead(client, id)))
             .filter(|(_, ahead)| *ahead > 0)
