@@ -1,13 +1,17 @@
 //! What `nvshare-checkpoint` is asked and answers: one packet each, over the `SOCK_SEQPACKET` socket that is its standard input.
-//! The request comes with a pidfd of the process. Numbers are little-endian.
+//! A request comes with a pidfd of the process. Numbers are little-endian. Another request may follow an answer.
 //!
 //! Whoever asks waits as long as it likes. Hanging up takes a request back as far as that is possible: the process is never left
 //! locked, so it then runs, or it is asleep, if its checkpoint had begun already.
+
+use std::time::Duration;
 
 /// The version of these packets. Both sides are installed together.
 const VERSION: u8 = 1;
 /// `CUuuid`
 pub type Uuid = [u8; 16];
+/// How long it waits for a request, the first one or another, before it ends.
+pub const IDLE: Duration = Duration::from_secs(10);
 /// The most GPUs that a process can be moved between.
 pub const MAX_PAIRS: usize = 64;
 /// The length of the longest request.

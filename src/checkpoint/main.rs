@@ -1,5 +1,5 @@
-//! `nvshare-checkpoint`: takes one process off its GPUs, or puts it back, and ends. Standard input is a socket to the scheduler,
-//! which says what to do; the crate's library describes the packets.
+//! `nvshare-checkpoint`: takes a process off its GPUs, or puts it back, as long as it is asked to. Standard input is a socket to the
+//! scheduler, which says what to do; the crate's library describes the packets.
 //!
 //! A call of the driver takes seconds, for ever while the process is stopped, and cannot be taken back. So nobody who has other
 //! work makes them but this program, and the scheduler hangs up when it has waited long enough.
@@ -8,9 +8,12 @@ mod driver;
 mod process;
 
 use driver::{Code, Driver, ILLEGAL_STATE, SUCCESS, State};
-use nvshare_checkpoint::{Answer, MAX_REQUEST, Operation, Outcome, Request, Step};
+use nvshare_checkpoint::{Answer, IDLE, MAX_REQUEST, Operation, Outcome, Request, Step};
 use process::{Process, has_hung_up};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec},
+    net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, UCred, recvmsg, send},
+};
 use std::{
     io::{IoSliceMut, stdin},
     mem::MaybeUninit,
@@ -21,25 +24,36 @@ use std::{
 fn main() -> ExitCode {
     let stdin = stdin();
     let socket = stdin.as_fd();
-    let Some((request, pidfd)) = receive(socket) else {
+    if !is_scheduler(socket) {
         eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
-    };
-    let answer = match Process::of(pidfd) {
-        Some(process) => perform(&request, &process, socket),
-        None => Answer { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
-    };
-    // Whoever has hung up does not want to know.
-    let _ = send(socket, &answer.encode(), SendFlags::NOSIGNAL);
+    }
+    // Before anything is asked: it takes a while.
+    let driver = Driver::load();
+    while let Some((request, pidfd)) = receive(socket) {
+        let answer = match Process::of(pidfd) {
+            Some(process) => perform(&request, &process, driver.as_ref(), socket),
+            None => Answer { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
+        };
+        // Whoever has hung up does not want to know.
+        if send(socket, &answer.encode(), SendFlags::NOSIGNAL).is_err() {
+            break;
+        }
+    }
     ExitCode::SUCCESS
 }
 
-/// One request, with one descriptor, of the user that this program runs as, or of root.
+/// Whether the other side of the socket is of the user that this program runs as, or of root.
+fn is_scheduler(socket: BorrowedFd<'_>) -> bool {
+    let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid == rustix::process::geteuid();
+    rustix::net::sockopt::socket_peercred(socket).is_ok_and(is_allowed)
+}
+
+/// One request, with one descriptor. `None` if none comes, or what is no request.
 fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
-    let peer = rustix::net::sockopt::socket_peercred(socket).ok()?;
-    if !peer.uid.is_root() && peer.uid != rustix::process::geteuid() {
-        return None;
-    }
+    let mut fds = [PollFd::new(&socket, PollFlags::IN)];
+    let limit = Timespec { tv_sec: IDLE.as_secs() as i64, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&limit)).ok().filter(|ready| *ready > 0)?;
     let mut packet = [0; MAX_REQUEST + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -55,12 +69,12 @@ fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
 /// A call that failed.
 struct Failure(Step, Code);
 
-fn perform(request: &Request, process: &Process, socket: BorrowedFd<'_>) -> Answer {
-    let driver = match Driver::load() {
+fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>, socket: BorrowedFd<'_>) -> Answer {
+    let driver = match driver {
         Ok(driver) => driver,
-        Err(error) => return Answer { outcome: Outcome::Unknown, failed: Step::Driver, error },
+        Err(error) => return Answer { outcome: Outcome::Unknown, failed: Step::Driver, error: *error },
     };
-    let calls = Calls { driver: &driver, process };
+    let calls = Calls { driver, process };
     let done = match request.operation {
         Operation::Sleep if !process.is_of(request.uid) => Err(Failure(Step::User, SUCCESS)),
         // One that has changed its user asleep is put back all the same.

@@ -2,16 +2,16 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio::select;
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
 
-use crate::daemon::checkpoint::Helpers;
+use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::core::views::{ClientPids, Holders};
-use crate::daemon::core::{Checkpoint, Core, SAMPLE_QUIET};
+use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
@@ -48,21 +48,32 @@ const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
 /// Has clients' processes taken off their GPUs and put back, as the machine decides.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
-    let (request, mut requests) = mpsc::unbounded_channel::<Checkpoint>();
+    let (request, mut requests) = mpsc::unbounded_channel();
     core.borrow_mut().use_checkpoints(request);
-    let (core, helpers) = (core.clone(), Rc::new(helpers));
+    let (core, helpers, prepared) = (core.clone(), Rc::new(helpers), Rc::new(RefCell::new(Prepared::default())));
     spawn_local(async move {
         while let Some(request) = requests.recv().await {
-            let Checkpoint { client, operation, process, identity, pairs, mut awaited } = request;
-            let (core, helpers) = (core.clone(), helpers.clone());
+            let CheckpointRequest { client, operation, process, identity, pairs, mut awaited } = match request {
+                Checkpoint::Prepare(client) => {
+                    prepared.borrow_mut().keep(Instant::now(), client, || helpers.prepare());
+                    continue;
+                }
+                Checkpoint::Do(request) => request,
+            };
+            let (core, helpers, prepared) = (core.clone(), helpers.clone(), prepared.clone());
             spawn_local(async move {
-                let asked = helpers.ask(operation, process, identity.uid, &identity.tenant, pairs);
-                let answer = select! {
+                let helper = prepared.borrow_mut().take(client);
+                let asked = helpers.ask(helper, operation, process, identity.uid, &identity.tenant, pairs);
+                let (answer, helper) = select! {
                     answer = asked => answer,
                     () = awaited.closed() => return,
                 };
                 drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
+                // One that moves is put back at once.
+                if core.borrow().is_to_wake(client) {
+                    prepared.borrow_mut().keep(Instant::now(), client, || helper);
+                }
             });
         }
     });

@@ -179,20 +179,10 @@ impl Sleeper {
         self.helper_as(Command::new(HELPER), operation, uid, pidfd)
     }
 
-    fn helper_as(&self, mut command: Command, operation: Operation, uid: u32, pidfd: OwnedFd) -> Helper {
-        let (own, its) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets");
-        let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT_MS, pairs: Vec::new() }.encode();
-        let descriptors = [pidfd.as_fd()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
-        sendmsg(&own, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
-        command.stdin(Stdio::from(its));
-        if !command.get_envs().any(|(name, _)| name == "LD_LIBRARY_PATH") {
-            command.env("LD_LIBRARY_PATH", machine());
-        }
-        Helper { socket: Some(own), child: command.spawn().expect("start it") }
+    fn helper_as(&self, command: Command, operation: Operation, uid: u32, pidfd: OwnedFd) -> Helper {
+        let helper = Helper::start(command);
+        helper.request(operation, uid, pidfd);
+        helper
     }
 
     fn ask(&self, operation: Operation) -> Answer {
@@ -206,7 +196,27 @@ struct Helper {
 }
 
 impl Helper {
-    fn answer(mut self) -> Answer {
+    fn start(mut command: Command) -> Self {
+        let (own, its) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets");
+        command.stdin(Stdio::from(its));
+        if !command.get_envs().any(|(name, _)| name == "LD_LIBRARY_PATH") {
+            command.env("LD_LIBRARY_PATH", machine());
+        }
+        Self { socket: Some(own), child: command.spawn().expect("start it") }
+    }
+
+    fn request(&self, operation: Operation, uid: u32, pidfd: OwnedFd) {
+        let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT_MS, pairs: Vec::new() }.encode();
+        let descriptors = [pidfd.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        let socket = self.socket.as_ref().expect("not hung up");
+        sendmsg(socket, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
+    }
+
+    fn says(&self) -> Answer {
         let mut packet = [0; ANSWER];
         let socket = self.socket.as_ref().expect("not hung up");
         let received = loop {
@@ -215,8 +225,18 @@ impl Helper {
                 received => break received.expect("an answer").0,
             }
         };
-        assert!(self.child.wait().expect("it ends").success());
         Answer::decode(&packet[..received]).expect("an answer")
+    }
+
+    fn answer(self) -> Answer {
+        let answer = self.says();
+        self.ends();
+        answer
+    }
+
+    fn ends(mut self) {
+        self.socket = None;
+        assert!(self.child.wait().expect("it ends").success());
     }
 }
 
@@ -230,6 +250,22 @@ fn a_process_leaves_the_gpu_and_comes_back() {
         assert_eq!((sleeper.ask(Operation::Wake), sleeper.says(), used()), (DONE, 7, 48));
         assert_eq!((sleeper.ask(Operation::Wake), sleeper.ask(Operation::Settle)), (DONE, DONE));
     }
+}
+
+#[test]
+fn one_that_was_started_before_is_asked_more_than_once() {
+    let Some(mut sleeper) = start("one_that_was_started_before_is_asked_more_than_once") else { return };
+    let helper = Helper::start(Command::new(HELPER));
+    for _ in 0..2 {
+        for (operation, answer) in [(Operation::Sleep, ASLEEP), (Operation::Wake, DONE)] {
+            helper.request(operation, geteuid().as_raw(), sleeper.pidfd());
+            assert_eq!(helper.says(), answer);
+        }
+    }
+    helper.ends();
+    sleeper.tell("read");
+    assert_eq!((sleeper.says(), used()), (7, 48));
+    Helper::start(Command::new(HELPER)).ends();
 }
 
 #[test]

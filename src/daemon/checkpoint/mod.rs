@@ -1,6 +1,9 @@
-//! Clients' processes are taken off their GPUs and put back by `nvshare-checkpoint`, a program of its own for each request, because a
+//! Clients' processes are taken off their GPUs and put back by `nvshare-checkpoint`, a program of its own for each process, because a
 //! call of the driver may take seconds, and for ever while the process is stopped. Here one is started and asked. Whatever becomes
 //! of it, there is an answer in bounded time.
+//!
+//! It initialises the driver as soon as it is started, which takes 0.2 s for each GPU that nobody has open [H100]. So one is started
+//! when its client is told to prepare, and one whose client is to come back at once, to another GPU, is asked for that as well.
 
 #[cfg(test)]
 mod tests;
@@ -14,9 +17,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use nvshare_checkpoint::{ANSWER, MAX_PAIRS, Request, Step};
+use nvshare_checkpoint::{ANSWER, IDLE, MAX_PAIRS, Request, Step};
 pub use nvshare_checkpoint::{Operation, Outcome, Uuid};
 use rustix::net::Shutdown;
 use tokio::io::Interest;
@@ -28,6 +31,7 @@ use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use crate::identity::Tenant;
+use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
 /// Where systemd starts one for each connection: `nvshare-checkpoint.socket`.
@@ -40,6 +44,8 @@ const MAX_HELPERS: usize = 8;
 /// The most for processes of one tenant, late ones included: who stops a process keeps its helper from ending. `MaxConnections=` of
 /// the socket has room for those of many tenants.
 const MAX_HELPERS_OF_TENANT: usize = 4;
+/// The most that wait to be asked; beyond these one is started when it is asked.
+const MAX_PREPARED: usize = 8;
 /// How long a lock waits for calls and work of the process to end. It has been prepared, so none is expected.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -57,7 +63,7 @@ struct Patience {
     end: Duration,
 }
 
-/// `RuntimeMaxSec=` of the service is longer than `answer` and `end` together.
+/// `RuntimeMaxSec=` of the service is longer than two of `answer`, the waits before them ([`IDLE`]), and `end` together.
 const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
@@ -170,27 +176,36 @@ impl Helpers {
         Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), tenants: RefCell::default() }
     }
 
+    /// Starts one that is to be asked soon. It ends by itself if it is not.
+    pub fn prepare(&self) -> Option<Helper> {
+        self.start().ok() // whoever asks hears of it
+    }
+
     /// Has a process taken off its GPUs or put back. Dropped before it is done, it is taken back as far as that is possible, and the
     /// state of the process is to be settled.
     ///
-    /// `process`: a pidfd. `uid`: the user that one which is to sleep must be of. `tenant`: whose process it is. `pairs`: for a wake,
+    /// `prepared`: one that was started before. `process`: a pidfd. `uid`: the user that one which is to sleep must be of. `tenant`: whose process it is. `pairs`: for a wake,
     /// on which GPU to restore what was on each that the process sees; none for where it was, at most `MAX_PAIRS`.
     ///
-    /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs.
+    /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs. If it
+    /// sleeps, the helper can be asked again.
     pub async fn ask(
         &self,
+        prepared: Option<Helper>,
         operation: Operation,
         process: OwnedFd,
         uid: u32,
         tenant: &Tenant,
         pairs: Vec<(Uuid, Uuid)>,
-    ) -> Answer {
+    ) -> (Answer, Option<Helper>) {
         let untouched = if operation == Operation::Sleep { Outcome::Runs } else { Outcome::Unknown };
         let not_begun = |failure| Answer { outcome: untouched, failure: Some(failure) };
-        let Ok(place) = timeout(self.patience.place, self.place(tenant)).await else { return not_begun(Failure::Busy) };
-        let helper = match self.start(operation, &[process], uid, pairs) {
+        let Ok(place) = timeout(self.patience.place, self.place(tenant)).await else {
+            return (not_begun(Failure::Busy), None);
+        };
+        let helper = match self.send(prepared, operation, &[process], uid, pairs) {
             Ok(helper) => helper,
-            Err(e) => return not_begun(Failure::NotStarted(e)),
+            Err(e) => return (not_begun(Failure::NotStarted(e)), None),
         };
         let patience = match operation {
             Operation::Settle => self.patience.settled,
@@ -207,11 +222,17 @@ impl Helpers {
             };
             // One that is late may never end, and keeps only others of its tenant from theirs.
             let _of_all = answer.is_some().then_some(of_all);
-            let _ = asker.send(answer);
-            helper.end(end).await;
+            let has_slept = |answer: nvshare_checkpoint::Answer| answer.outcome == Outcome::Asleep;
+            let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
+            let (kept, done) = if goes_on { (Some(helper), None) } else { (None, Some(helper)) };
+            let not_taken = asker.send((answer, kept)).err().and_then(|(_, helper)| helper);
+            if let Some(helper) = done.or(not_taken) {
+                helper.end(end).await;
+            }
         });
         let unknown = |failure| Answer { outcome: Outcome::Unknown, failure: Some(failure) };
-        match answer.await.unwrap_or_default() {
+        let (answer, helper) = answer.await.unwrap_or_default();
+        let answer = match answer {
             None => unknown(Failure::TimedOut),
             Some(None) => unknown(Failure::Died),
             Some(Some(answer)) => match Failure::of(answer.failed, answer.error) {
@@ -219,7 +240,8 @@ impl Helpers {
                 Some(failure) if answer.failed == Step::Driver => not_begun(failure),
                 failure => Answer { outcome: answer.outcome, failure },
             },
-        }
+        };
+        (answer, helper)
     }
 
     async fn place(&self, tenant: &Tenant) -> Place {
@@ -238,8 +260,10 @@ impl Helpers {
         }
     }
 
-    fn start(
+    /// Asks one, which is started if there is none, or the one that there was has ended since.
+    fn send(
         &self,
+        prepared: Option<Helper>,
         operation: Operation,
         process: &[OwnedFd],
         uid: u32,
@@ -249,16 +273,24 @@ impl Helpers {
             return Err(io::Error::other(format!("{} GPUs are too many", pairs.len())));
         }
         let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT.as_millis() as u32, pairs }.encode();
+        let ask = |helper: &Helper| socket::send_with(helper.socket.get_ref().as_fd(), &request, process);
+        if let Some(helper) = prepared.filter(|helper| ask(helper).is_ok()) {
+            return Ok(helper);
+        }
+        let helper = self.start()?;
+        ask(&helper)?;
+        Ok(helper)
+    }
+
+    fn start(&self) -> io::Result<Helper> {
         match &self.start {
             Start::Connect(path) => {
                 let own = socket::connect(path, socket::Kind::Packets)?;
-                socket::send_with(own.as_fd(), &request, process)?;
                 Ok(Helper { socket: descriptors::watch(own)?, child: None })
             }
             Start::Child(program) => {
                 let (own, its) = socket::packet_pair()?;
                 rustix::io::ioctl_fionbio(&its, false)?;
-                socket::send_with(own.as_fd(), &request, process)?;
                 let own = descriptors::watch(own)?;
                 let mut command = Command::new(program);
                 command.stdin(Stdio::from(its)).stdout(Stdio::null()).env("NVSHARE_DISABLE", "1");
@@ -269,9 +301,29 @@ impl Helpers {
     }
 }
 
+/// Helpers that wait to be asked, each for what becomes of one client.
+#[derive(Debug, Default)]
+pub struct Prepared(Vec<(ClientId, Instant, Helper)>);
+
+impl Prepared {
+    /// Keeps the one that this returns, or does not call it: a client that is told to prepare again and again, and refuses, does not
+    /// have one started each time.
+    pub fn keep(&mut self, now: Instant, client: ClientId, helper: impl FnOnce() -> Option<Helper>) {
+        self.0.retain(|(_, since, _)| now < *since + IDLE); // others have ended
+        if self.0.len() < MAX_PREPARED && self.0.iter().all(|(other, ..)| *other != client) {
+            self.0.extend(helper().map(|helper| (client, now, helper)));
+        }
+    }
+
+    pub fn take(&mut self, client: ClientId) -> Option<Helper> {
+        let at = self.0.iter().position(|(other, ..)| *other == client)?;
+        Some(self.0.swap_remove(at).2)
+    }
+}
+
 /// One that was started. Dropped, it is hung up on, and undoes what it can; the runtime waits for a child's end.
 #[derive(Debug)]
-struct Helper {
+pub struct Helper {
     socket: AsyncFd<OwnedFd>,
     child: Option<Child>,
 }

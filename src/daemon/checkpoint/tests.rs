@@ -31,7 +31,7 @@ fn own_user() -> u32 {
 }
 
 async fn ask(helpers: &Helpers, operation: Operation) -> Answer {
-    helpers.ask(operation, own_process(), own_user(), &OWN, Vec::new()).await
+    helpers.ask(None, operation, own_process(), own_user(), &OWN, Vec::new()).await.0
 }
 
 /// The places that the tenant has left; `None` for all.
@@ -90,7 +90,8 @@ fn what_is_asked_and_answered_arrives() {
             say(&socket, Outcome::Lost, Step::Restore, 2);
             wait_for_end(&socket).await;
         };
-        let (answer, ()) = tokio::join!(helpers.ask(Operation::Wake, own_process(), 1234, &OWN, pairs.clone()), served);
+        let asked = helpers.ask(None, Operation::Wake, own_process(), 1234, &OWN, pairs.clone());
+        let ((answer, _), ()) = tokio::join!(asked, served);
         assert_eq!(answer.outcome, Outcome::Lost);
         let why = answer.failure.expect("a reason").to_string();
         assert_eq!(why, "cuCheckpointProcessRestore failed with error 2");
@@ -159,8 +160,8 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
             say(&socket, Outcome::Asleep, Step::None, 0);
         };
         let others = Tenant::Container("of the same user".into());
-        let others = helpers.ask(Operation::Sleep, own_process(), own_user(), &others, Vec::new());
-        assert_eq!(tokio::join!(others, served).0.outcome, Outcome::Asleep, "another tenant's has a place");
+        let others = helpers.ask(None, Operation::Sleep, own_process(), own_user(), &others, Vec::new());
+        assert_eq!(tokio::join!(others, served).0.0.outcome, Outcome::Asleep, "another tenant's has a place");
         assert_eq!(helpers.all.available_permits(), MAX_HELPERS, "however many tenants have late ones");
         drop(sockets.pop());
         let served = async {
@@ -169,6 +170,79 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
             say(&socket, Outcome::Runs, Step::None, 0);
         };
         let (answer, ()) = tokio::join!(ask(&helpers, Operation::Settle), served);
+        assert!(answer.outcome == Outcome::Runs && answer.failure.is_none(), "{answer:?}");
+    });
+}
+
+#[test]
+fn one_that_was_started_before_is_asked_and_asked_again_once_its_process_sleeps() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, LONG);
+        let listener = descriptors::watch(listener).expect("watched");
+        let served = async {
+            let socket = accept(&listener).await;
+            for (operation, outcome) in [(Operation::Sleep, Outcome::Asleep), (Operation::Wake, Outcome::Runs)] {
+                assert_eq!(request(&socket).await.0.operation, operation);
+                say(&socket, outcome, Step::None, 0);
+            }
+            wait_for_end(&socket).await;
+        };
+        let asked = async {
+            let mut helper = helpers.prepare();
+            assert!(helper.is_some());
+            for operation in [Operation::Sleep, Operation::Wake] {
+                let (answer, kept) = helpers.ask(helper, operation, own_process(), own_user(), &OWN, Vec::new()).await;
+                assert!(answer.failure.is_none(), "{answer:?}");
+                assert_eq!(kept.is_some(), operation == Operation::Sleep);
+                helper = kept;
+            }
+        };
+        tokio::join!(asked, served);
+    });
+}
+
+#[test]
+fn one_is_started_for_a_client_that_prepares_again_only_when_the_first_has_ended() {
+    let directory = Directory::new();
+    run(async {
+        let (_listener, helpers) = listen(&directory, LONG);
+        let begun = Instant::now();
+        let (mut prepared, mut started) = (Prepared::default(), 0);
+        let mut prepare = |prepared: &mut Prepared, after, client| {
+            prepared.keep(begun + after, ClientId(client), || {
+                started += 1;
+                helpers.prepare()
+            });
+            started
+        };
+        let (soon, late) = (IDLE / 2, 2 * IDLE);
+        assert_eq!([1, 1, 2].map(|client| prepare(&mut prepared, soon, client)), [1, 1, 2]);
+        assert!(prepared.take(ClientId(1)).is_some());
+        assert!(prepared.take(ClientId(1)).is_none());
+        assert_eq!(prepare(&mut prepared, soon, 1), 3);
+        let others = MAX_PREPARED as u64 + 1;
+        let last = (3..=others).map(|client| prepare(&mut prepared, soon, client)).last();
+        assert_eq!(last, Some(MAX_PREPARED + 1));
+        assert_eq!(prepare(&mut prepared, late, 1), MAX_PREPARED + 2);
+    });
+}
+
+#[test]
+fn another_is_asked_where_one_that_was_started_before_has_ended() {
+    let directory = Directory::new();
+    run(async {
+        let (listener, helpers) = listen(&directory, LONG);
+        let listener = descriptors::watch(listener).expect("watched");
+        let helper = helpers.prepare();
+        drop(accept(&listener).await);
+        let served = async {
+            let socket = accept(&listener).await;
+            request(&socket).await;
+            say(&socket, Outcome::Runs, Step::None, 0);
+        };
+        let asked = helpers.ask(helper, Operation::Sleep, own_process(), own_user(), &OWN, Vec::new());
+        let ((answer, _), ()) = tokio::join!(asked, served);
         assert!(answer.outcome == Outcome::Runs && answer.failure.is_none(), "{answer:?}");
     });
 }
@@ -276,7 +350,7 @@ fn the_helper_is_asked_as_a_child() {
         child.wait().expect("it ends");
         for operation in [Operation::Sleep, Operation::Wake, Operation::Settle] {
             let process = pidfd.try_clone().expect("a copy");
-            let answer = helpers.ask(operation, process, own_user(), &OWN, Vec::new()).await;
+            let (answer, _) = helpers.ask(None, operation, process, own_user(), &OWN, Vec::new()).await;
             assert!(answer.outcome == Outcome::Gone && answer.failure.is_none(), "{answer:?}");
         }
         let _all = helpers.all.acquire_many(MAX_HELPERS as u32).await.expect("they have ended");

@@ -7,6 +7,7 @@ use nvshare_wire::{Moves, SchedulerMessage, scheduler as wire, version};
 use tracing::debug;
 
 use super::pressure;
+use super::sleep::Checkpoint;
 use super::state::Core;
 use crate::daemon::transport::peer;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time, WaitReason};
@@ -141,6 +142,9 @@ impl Core {
             Command::PrepareSleep { client, paused } => {
                 if let Some(why) = self.sleep_obstacle(client, now) {
                     return Some(Event::SleepRefused { client, why });
+                }
+                if let Some(requests) = &self.checkpoints {
+                    let _ = requests.send(Checkpoint::Prepare(client));
                 }
                 (client, SchedulerMessage::PrepareSleep { flags: if paused { wire::PAUSED } else { 0 } })
             }

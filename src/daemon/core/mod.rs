@@ -37,6 +37,6 @@ mod usage;
 pub mod views;
 
 pub use gpus::Present;
-pub use sleep::Checkpoint;
+pub use sleep::{Checkpoint, CheckpointRequest};
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

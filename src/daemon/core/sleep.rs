@@ -18,7 +18,9 @@ use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
 use crate::daemon::gpu::nvml::DriverVersions;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Event, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, Time};
+use crate::scheduler::{
+    ClientId, Event, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, Time,
+};
 use crate::sys::clock;
 
 /// What could not be done at all is tried again after this time: the driver may have been replaced.
@@ -35,9 +37,17 @@ pub(super) fn settings(config: &Config, driver: Option<&str>) -> Settings {
     Settings { sleep_after, ..config.settings.clone() }
 }
 
+/// What is asked of the checkpoint helpers.
+#[derive(Debug)]
+pub enum Checkpoint {
+    /// A client prepares: its process is soon to be taken off its GPUs.
+    Prepare(ClientId),
+    Do(CheckpointRequest),
+}
+
 /// A process to be taken off its GPUs, or put back.
 #[derive(Debug)]
-pub struct Checkpoint {
+pub struct CheckpointRequest {
     pub client: ClientId,
     pub operation: Operation,
     /// A pidfd.
@@ -125,13 +135,18 @@ impl Core {
         let (awaited, awaits) = oneshot::channel();
         let identity = entry.identity.clone();
         let request = process.get_ref().try_clone();
-        let request = request.map(|process| Checkpoint { client, operation, process, identity, pairs, awaited });
-        if request.is_ok_and(|request| requests.send(request).is_ok()) {
+        let request = request.map(|process| CheckpointRequest { client, operation, process, identity, pairs, awaited });
+        if request.is_ok_and(|request| requests.send(Checkpoint::Do(request)).is_ok()) {
             entry.checkpoint = Some(awaits);
             return None;
         }
         let outcome = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
         Some(Event::Checkpointed { client, outcome })
+    }
+
+    /// Whether a client is to come back to its GPUs.
+    pub fn is_to_wake(&self, client: ClientId) -> bool {
+        self.machine.sleep_of(client).phase == SleepPhase::Waking
     }
 
     /// What has been done with a client's process.
