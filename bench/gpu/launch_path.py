@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
-"""What nvshare adds to a launch of PyTorch, measured within one process: the driver's functions that libcudart keeps for launches are
-exchanged, again and again, for the driver's own and for nvshare's.
+"""What nvshare adds to the launches and copies of PyTorch, measured within one process: the driver's functions that libcudart keeps for
+these are exchanged, again and again, for the driver's own and for nvshare's.
 
-  launch_path.py [--programs target/release] [--pairs 300] [--json FILE] [--commit ID]
+  launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE] [--commit ID]
+
+  launches  additions to 64 numbers, which are bound by launching, in samples of 0.1 s
+  decode    a Llama of 12.6 GiB that answers one request at a time, in samples of one answer of 16 tokens
 
 Two processes differ by several percent from each other, nvshare or not, since their memory lies elsewhere; samples of one process do
-not. Additions to 64 numbers are launched, which are bound by launching, in pairs of samples of 0.1 s that follow each other: one with
-nvshare's functions, one without, in both orders. Prints the median of the pairs' ratios and its 95 % interval (by ranks), in percent,
-and the same where both samples are without nvshare; the figure `launch-bound-slowdown` is the upper end. What the placement of memory by
-nvshare changes is not in it: `solo.py` compares processes. Needs a GPU and PyTorch with a dynamic libcudart.
+not. They are taken in pairs that follow each other: one with nvshare's functions, one without, in both orders. Prints the median of the
+pairs' ratios and its 95 % interval (by ranks), in percent, and the same where both samples are without nvshare; the figures
+`launch-bound-slowdown` and `solo-slowdown-decode` are the upper ends. What the placement of memory by nvshare changes is not in it:
+`solo.py` compares processes. Needs a GPU, PyTorch with a dynamic libcudart and, for `decode`, transformers.
 """
 
 import argparse
 import ctypes
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,8 +30,10 @@ import figures
 import solo
 import stage
 
-FUNCTIONS = ["cuLaunchKernel", "cuLaunchKernel_ptsz", "cuLaunchKernelEx", "cuLaunchKernelEx_ptsz"]
-SAMPLE = 0.1
+# What is called while a program works. Not what makes or frees anything: that has to be the same all the time.
+FUNCTIONS = re.compile(r"cu(LaunchKernel|Memcpy.*Async|Memset.*Async|StreamSynchronize|StreamWaitEvent|StreamQuery|EventRecord|EventSynchronize)")
+# The figure, and the seconds of a sample.
+LOADS = {"launches": ("launch-bound-slowdown", 0.1), "decode": ("solo-slowdown-decode", 0)}
 
 
 class DlInfo(ctypes.Structure):
@@ -67,9 +73,8 @@ class Switch:
         ours, runtime = (next(name for name in mapped if part in name) for part in ("libnvshare.so", "libcudart"))
         driver = next(name for name in mapped if "libcuda.so" in name)
         hooks, real = symbols(ours), symbols(driver)
-        pairs = {
-            mapped[ours][0] + hooks[name]: mapped[driver][0] + real[name] for name in FUNCTIONS if name in hooks and name in real
-        }
+        names = [name for name in hooks if FUNCTIONS.match(name) and name in real]
+        pairs = {mapped[ours][0] + hooks[name]: mapped[driver][0] + real[name] for name in names}
         self.places = []
         for begin, end in mapped[runtime][1]:
             words = (ctypes.c_uint64 * ((end - begin) // 8)).from_address(begin)
@@ -82,19 +87,19 @@ class Switch:
             words[i] = hook if to_nvshare else real
 
 
-def work(pairs):
+def work(load, pairs):
     """The child: prints the ratios with nvshare, without, and how long a step takes."""
     stage.end_with_parent()
     import torch
 
-    step = solo.step_of("launches")
+    step = solo.step_of(load)
     step()
     torch.cuda.synchronize()
     switch = Switch()
 
     def sample(to_nvshare, steps):
         switch.set(to_nvshare)
-        for _ in range(3):
+        for _ in range(3 if load == "launches" else 0):
             step()
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -103,8 +108,9 @@ def work(pairs):
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    once = sample(True, 100) / 100
-    steps = max(1, round(SAMPLE / once))
+    sample(True, 1)
+    once = sample(True, 3) / 3
+    steps = max(1, round(LOADS[load][1] / once))
     ratios = {"nvshare": [], "control": []}
     for pair in range(pairs):
         for which, with_nvshare in (("nvshare", True), ("control", False)):
@@ -119,6 +125,7 @@ def work(pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--load", choices=LOADS, default="launches")
     parser.add_argument("--pairs", type=int, default=150)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
@@ -127,7 +134,7 @@ def main():
     with tempfile.TemporaryDirectory() as directory:
         daemon = stage.scheduler(programs, Path(directory), "")
         try:
-            words = [sys.executable, __file__, "--work", str(arguments.pairs)]
+            words = [sys.executable, __file__, "--work", arguments.load, str(arguments.pairs)]
             environment = os.environ | stage.under_nvshare(programs, Path(directory))
             said = json.loads(subprocess.run(words, env=environment, stdout=subprocess.PIPE, check=True).stdout)
         finally:
@@ -137,17 +144,19 @@ def main():
         low, high = solo.interval(values)
         return f"median {statistics.median(values):.2f}, its 95 % interval {low:.2f} to {high:.2f}"
 
-    note = f"within one process, {len(said['nvshare'])} pairs of samples of about {SAMPLE:g} s with and without nvshare's functions: "
+    name, seconds = LOADS[arguments.load]
+    seconds = max(seconds, said["step"])
+    note = f"within one process, {len(said['nvshare'])} pairs of samples of about {seconds:.1g} s with and without nvshare's functions: "
     note += f"{middle(said['nvshare'])}, which ends at the figure; both without: {middle(said['control'])}; "
-    note += f"a step of 100 launches takes {1e3 * said['step']:.3f} ms"
+    note += f"a step takes {1e3 * said['step']:.3f} ms; {said['places']} functions exchanged"
     print(note)
     if arguments.json:
-        figure = ("launch-bound-slowdown", solo.interval(said["nvshare"])[1], "percent", note)
+        figure = (name, solo.interval(said["nvshare"])[1], "percent", note)
         figures.add(arguments.json, [figure], arguments.commit)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(int(sys.argv[2]))
+        work(sys.argv[2], int(sys.argv[3]))
     else:
         main()
