@@ -15,16 +15,13 @@ pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 
-/// The most submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch: less than a
-/// percent of so many.
-const MAX_PER_MARK: u32 = 128;
-
 /// The window of a new program, in submissions, before anything is known about its kernels; and the largest window.
 pub(super) const FIRST_WINDOW: u32 = 1;
 
 const MAX_WINDOW: u32 = 4096;
 
-/// Keeps the steps small in which the window moves on.
+/// Keeps the steps small in which the window moves on. A mark is an event and a few queries, so it costs about as much as a launch:
+/// little where the window is large, for small kernels.
 const MARKS_PER_WINDOW: u32 = 8;
 
 /// The longest wait of a thread for a mark at first. It is longer where recent work took longer, and half as long after each wait
@@ -197,7 +194,8 @@ impl Work {
 
     pub(super) fn set_window(&self, inner: &mut Inner, window: u32) {
         inner.window = window;
-        let per_mark = (window / MARKS_PER_WINDOW).clamp(1, MAX_PER_MARK);
+        // A power of two, so that it seldom becomes less, which all threads have to hear of.
+        let per_mark = 1 << (window / MARKS_PER_WINDOW).max(1).ilog2();
         if per_mark < self.per_mark.swap(per_mark, Ordering::Relaxed) {
             epoch::end();
         }
