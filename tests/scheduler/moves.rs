@@ -313,13 +313,11 @@ fn who_cannot_be_moved_is_refused_at_once() {
     scene.contexts.remove(&2);
     scene.measure();
 
-    // It is promised more than host memory could take in there.
-    scene.join(2, 1, 8 * GIB);
+    // With what another one has there it is more than the GPU and host memory have room for.
+    scene.join(2, 1, 13 * GIB);
     scene.t.say(Event::HostMemory { bytes: GIB });
     scene.map(1);
     scene.map(2);
-    let committed: u64 = (1..3).map(|n| scene.attachment(n).committed).sum();
-    assert!(committed > 17 * GIB, "{committed}");
     refused(&mut scene, 0, 1, MoveObstacle::NoRoom);
     scene.t.say(Event::HostMemory { bytes: 64 * GIB });
     scene.t.say(Event::Disconnected { client: client(2) });
@@ -329,6 +327,65 @@ fn who_cannot_be_moved_is_refused_at_once() {
     assert!(scene.migrate(1, 0, 1).contains(&PREPARE));
     assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::Moving))]);
     assert_eq!(scene.migrate(9, 0, 1), [], "there is no such client");
+}
+
+/// A client that has a whole GPU as its limit has 4 GiB; one on the other GPU has 8 GiB, and host memory is scarce.
+fn scarce() -> Scene {
+    let mut scene = Scene::new();
+    scene.join(2, 1, 8 * GIB);
+    scene.t.say(Event::HostMemory { bytes: GIB });
+    (1..3).for_each(|n| drop(scene.map(n)));
+    let committed: u64 = (1..3).map(|n| scene.attachment(n).committed).sum();
+    assert!(committed > 30 * GIB, "{committed}");
+    scene
+}
+
+#[test]
+fn where_host_memory_is_scarce_others_limits_leave_room_for_one_that_comes() {
+    let mut scene = scarce();
+    let commands = scene.migrate(1, 0, 1);
+    let own = commands.iter().position(|c| matches!(c, Command::Limit { client: ClientId(1), .. }));
+    assert!(own < commands.iter().position(|c| *c == PREPARE), "{commands:?}");
+    assert_eq!(scene.attachment(1).limit, 4 * GIB, "it is promised what it has");
+    assert!(scene.attachment(2).limit <= 13 * GIB, "{commands:?}");
+    scene.map(2);
+    let commands = scene.goes();
+    assert!(
+        commands.contains(&moved(0, 1)),
+        "{commands:?} {:?} {:?}",
+        scene.attachment(1),
+        scene.t.machine.gpu(gpu(1))
+    );
+    let (host, promised) = scene.t.machine.host();
+    assert!(Some(promised) <= host);
+    scene.comes(&[(0, 1)]);
+    scene.helper(1, SleepOutcome::Runs);
+    scene.runs_on(1);
+    assert!(scene.attachment(1).limit > 4 * GIB, "it is awake");
+    let (host, promised) = scene.t.machine.host();
+    assert!(Some(promised) <= host);
+}
+
+#[test]
+fn one_that_sleeps_is_moved_when_others_have_acknowledged_lower_limits() {
+    for answers in [false, true] {
+        let mut scene = scarce();
+        scene.t.say(Event::SleepWanted { client: client(1), paused: true });
+        scene.goes();
+        let commands = scene.migrate(1, 0, 1);
+        let is_there = |commands: &[Command]| commands.contains(&moved(0, 1));
+        assert!(!is_there(&commands) && scene.attachment(2).limit <= 13 * GIB, "{commands:?}");
+        if answers {
+            let commands = scene.map(2);
+            assert!(is_there(&commands) && commands.contains(&migrated(0, 1, None)), "{commands:?}");
+        } else {
+            let commands = scene.t.after(Duration::from_secs(5));
+            assert!(commands.contains(&migrated(0, 1, Some(MoveObstacle::NoRoom))), "{commands:?}");
+            scene.map(2);
+            assert!(scene.attachment(2).limit > 14 * GIB, "nobody comes any more");
+        }
+        assert_eq!(scene.phase(1), SleepPhase::Asleep);
+    }
 }
 
 #[test]

@@ -194,12 +194,16 @@ proptest! {
     fn who_is_put_to_sleep_is_served_all_the_same(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..10, unruly in unruly(), until in 500u64..20_000,
         odds in (1u64..6, 2u64..12, 2u64..6, 2u64..6), after in prop::option::of(10u64..5000),
+        host in prop::option::of(0u64..60),
     ) {
         let sleep_after = after.map(ms);
         let settings = Settings { context: 256 * MIB, sleep_after, ..settings_of(mode, ms(500)) };
         let mut world = World::new(settings.clone(), seed);
         for n in 0..gpus {
             world.add_gpu(gpu(n), TOTAL, 512 * MIB);
+        }
+        if let Some(host) = host {
+            world.set_host(host * GIB);
         }
         for _ in 0..clients {
             let plan = plan(&mut world.rng, gpus, unruly);

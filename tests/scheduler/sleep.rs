@@ -236,11 +236,43 @@ fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
     scene.t.map(1);
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.attachment(1).allowance, 0);
-    assert_eq!(scene.t.after(Duration::from_secs(1)), [Command::PrepareSleep { client: client(1), paused: true }]);
+    let commands = scene.t.after(Duration::from_secs(1));
+    assert_eq!(commands.last(), Some(&Command::PrepareSleep { client: client(1), paused: true }));
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.machine.sleep_of(client(1)).obstacle, Some(SleepObstacle::Busy));
     assert!(scene.resume(1).contains(&grant(1)));
     assert_eq!(scene.t.after(Duration::from_secs(60)), []);
+}
+
+#[test]
+fn a_sleeper_is_promised_what_it_has_and_more_only_if_it_asks() {
+    let mut scene = Scene::new(&[4 * GIB, GIB]);
+    let before = scene.t.attachment(1).limit;
+    let commands = scene.pause(1);
+    let limits = |commands: &[Command]| {
+        let of = |c: &Command| match c {
+            Command::Limit { client, bytes, .. } if *client == ClientId(1) => Some(*bytes),
+            _ => None,
+        };
+        commands.iter().filter_map(of).collect::<Vec<_>>()
+    };
+    assert_eq!((limits(&commands), scene.t.attachment(1).limit), (vec![4 * GIB], 4 * GIB));
+    // A thread of it that waits for more memory gets no error because of that.
+    let commands = scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(0), bytes: 6 * GIB });
+    assert_eq!(limits(&commands), [6 * GIB]);
+    scene.t.map(1);
+    scene.ready(1);
+    scene.contexts.retain(|n| *n != 1);
+    scene.helper(1, SleepOutcome::Asleep);
+    scene.measure();
+    assert_eq!(scene.t.attachment(1).committed, 6 * GIB);
+    scene.resume(1);
+    scene.measure();
+    scene.contexts.push(1);
+    let commands = scene.helper(1, SleepOutcome::Runs);
+    assert_eq!(limits(&commands).len(), 1, "{commands:?}");
+    scene.measure();
+    assert_eq!(scene.t.attachment(1).limit, before);
 }
 
 #[test]
@@ -277,7 +309,7 @@ fn a_helper_that_dies_leaves_the_client_as_it_is_found() {
     scene.ready(1);
     assert_eq!(scene.helper(1, SleepOutcome::Unknown), []);
     assert_eq!(scene.t.after(Duration::from_secs(1)), [checkpoint(1, SleepOperation::Settle)]);
-    assert_eq!(scene.helper(1, SleepOutcome::Runs), [awake(1)]);
+    assert_eq!(scene.helper(1, SleepOutcome::Runs).first(), Some(&awake(1)));
     assert!(scene.t.request(1).contains(&grant(1)));
 }
 

@@ -31,6 +31,7 @@ impl Machine {
         let gpus: Vec<GpuId> = self.lock.all_of(id).map(|(gpu, _)| gpu).collect();
         self.withdraw(id);
         self.sleep.forget(id); // whoever is gone is told nothing any more
+        self.limit_sleeper(id);
         for gpu in gpus {
             self.detach(id, gpu);
         }

@@ -133,6 +133,9 @@ impl Machine {
                 break;
             }
             self.with_quota(Quota::balance);
+            for client in self.quota.take_expected() {
+                self.retry_move(client);
+            }
         }
         self.effects.take_commands()
     }

@@ -12,14 +12,23 @@ pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
 /// bytes stay.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Those of the clients that have no limits may have all that the GPU offers.
-fn whole_gpu<'a>(cx: Context, id: GpuId, clients: impl Iterator<Item = &'a ClientId>) -> impl Iterator<Item = Target> {
-    let bytes = cx.gpus.offer(id);
-    let free = clients.filter(move |client| !cx.rules.is_bounded(**client));
-    free.map(move |client| Target { client: *client, gpu: id, bytes, exact: false, bound: None })
-}
-
 impl Quota {
+    /// Those of the clients that have no limits may have all that the GPU offers.
+    fn whole_gpu<'a>(
+        &self,
+        cx: Context,
+        id: GpuId,
+        clients: impl Iterator<Item = &'a ClientId>,
+    ) -> impl Iterator<Item = Target> {
+        let offer = cx.gpus.offer(id);
+        let free = clients.filter(move |client| !cx.rules.is_bounded(**client));
+        free.map(move |client| {
+            let asleep = self.limit(*client, id).filter(|_| self.asleep.contains(client));
+            let bytes = asleep.map_or(offer, |limit| limit.while_asleep().min(offer));
+            Target { client: *client, gpu: id, bytes, exact: false, bound: None }
+        })
+    }
+
     /// Takes note of a GPU's offer and of the number of its clients.
     pub fn note_offer(&mut self, cx: Context, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
@@ -90,11 +99,9 @@ impl Quota {
         for id in ids.union(&joined) {
             self.gpus.get_mut(id).into_iter().for_each(|gpu| gpu.fresh.clear());
         }
-        for lower in [true, false] {
-            for target in &targets {
-                self.approach(cx, fx, target, lower);
-            }
-        }
+        targets.iter().for_each(|target| self.approach(cx, fx, target, true));
+        self.set_all_aside(cx);
+        targets.iter().for_each(|target| self.approach(cx, fx, target, false));
         let is_below = |target: &&Target| self.limit(target.client, target.gpu).is_some_and(Limit::is_below_target);
         self.rising = match self.host.is_scarce() {
             true => targets.iter().filter(is_below).map(|target| (target.gpu, target.client)).collect(),
@@ -108,6 +115,7 @@ impl Quota {
     /// Raises limits further towards their targets, which are what they were: where no client waits for memory and no rule
     /// bounds it, what is computed follows from demands alone, not from what is acknowledged.
     fn raise(&mut self, cx: Context, fx: &mut Effects) {
+        self.set_all_aside(cx);
         let targets = self.rising.iter().filter_map(|(id, client)| {
             let bytes = self.limit(*client, *id)?.target;
             Some(Target { client: *client, gpu: *id, bytes, exact: false, bound: None })
@@ -124,13 +132,13 @@ impl Quota {
     /// The targets of clients without limits, where host memory suffices: all that their GPU offers.
     fn unbounded_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
-        gpus.flat_map(|(id, gpu)| whole_gpu(cx, id, gpu.clients.keys())).collect()
+        gpus.flat_map(|(id, gpu)| self.whole_gpu(cx, id, gpu.clients.keys())).collect()
     }
 
     /// The same, of clients that came since limits were last computed.
     fn fresh_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
-        gpus.flat_map(|(id, gpu)| whole_gpu(cx, id, gpu.fresh.iter())).collect()
+        gpus.flat_map(|(id, gpu)| self.whole_gpu(cx, id, gpu.fresh.iter())).collect()
     }
 
     /// Moves one limit towards its target, down or up.
@@ -184,7 +192,7 @@ impl Quota {
     }
 
     /// Bytes by which the limits on a GPU can rise in all.
-    fn committable(&self, cx: Context, id: GpuId) -> u64 {
+    pub(super) fn committable(&self, cx: Context, id: GpuId) -> u64 {
         let Some(budget) = self.host.budget() else { return u64::MAX };
         let here = self.gpus.get(&id).map_or(0, |gpu| cx.gpus.offer(id).saturating_sub(gpu.committed));
         here.saturating_add(budget.saturating_sub(self.host.committed))

@@ -13,14 +13,18 @@
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
+//! - `coming`: limits of clients that are about to be moved to another GPU.
 //! - `ahead`: host memory for what is still on a GPU.
+//! - `asleep`: clients that are off their GPUs, which are promised what they have.
 //!
 //! The quota knows demands, limits and requests. It asks [`Capacities`] for the capacity of GPUs, and [`Rules`] for
 //! what rules say.
 
 mod ahead;
+mod asleep;
 mod balance;
 mod bounds;
+mod coming;
 mod held;
 mod host;
 mod limit;
@@ -28,12 +32,14 @@ mod request;
 mod solver;
 
 pub(crate) use balance::FIRST_LIMIT_TIMEOUT;
+pub(crate) use coming::RoomToMove;
 pub(crate) use held::CONTEXT_APPEARS;
 pub(crate) use limit::Limit;
 
 use crate::{api::*, effects::Effects, rules::Rules};
 use ahead::Ahead;
 use balance::ACK_TIMEOUT;
+use coming::Coming;
 use held::HeldRequest;
 use host::Host;
 use limit::Wanted;
@@ -74,8 +80,14 @@ pub(crate) struct Quota {
     ahead: Ahead,
     /// Clients whose process is stopped: they acknowledge nothing.
     stopped: BTreeSet<ClientId>,
+    /// Clients that are off their GPUs, or on their way off or back: they are promised no more than they have.
+    #[serde(default)]
+    asleep: BTreeSet<ClientId>,
     /// Limits that clients have requested, and that are neither granted nor denied.
     requests: BTreeSet<(GpuId, ClientId)>,
+    /// Clients for which room has been set aside since this was last asked.
+    #[serde(default)]
+    expected: BTreeSet<ClientId>,
     /// Limits below their target, while host memory is scarce: they rise as others acknowledge lower ones.
     rising: BTreeSet<(GpuId, ClientId)>,
     /// Limits that were lowered, and that their clients have not acknowledged.
@@ -89,7 +101,9 @@ struct GpuLimits {
     /// The demands of those that have any, the least first.
     demands: BTreeSet<(u64, ClientId)>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
-    /// Σ committed, and the part of each group.
+    #[serde(default)]
+    coming: BTreeMap<ClientId, Coming>,
+    /// Σ committed, with what is set aside for those that are coming; and the part of each group.
     committed: u64,
     by_group: BTreeMap<GroupId, u64>,
     /// The bytes of `committed` beyond the GPU's offer, and those of Σ max(demand, offer).
@@ -115,12 +129,14 @@ struct ClientLimit {
 impl GpuLimits {
     /// Bytes in host memory if every client used a whole GPU, or its demand where that is more.
     fn most_in_host(&self, offer: u64) -> u64 {
-        let all = offer.saturating_mul(self.clients.len() as u64);
+        let all = offer.saturating_mul((self.clients.len() + self.coming.len()) as u64);
         let beyond = self.demands.range((offer, ClientId(u64::MAX))..).map(|(demand, _)| demand.saturating_sub(offer));
-        let most = beyond.fold(all, u64::saturating_add).saturating_sub(offer);
+        let coming = self.coming.values().map(|coming| coming.bytes.saturating_sub(offer));
+        let most = beyond.chain(coming).fold(all, u64::saturating_add).saturating_sub(offer);
         debug_assert_eq!(most, {
-            let needs = self.clients.values().map(|entry| entry.limit.demand().max(offer));
-            needs.fold(0, u64::saturating_add).saturating_sub(offer)
+            let needs =
+                self.clients.values().map(|entry| entry.limit.demand()).chain(self.coming.values().map(|c| c.bytes));
+            needs.map(|bytes| bytes.max(offer)).fold(0, u64::saturating_add).saturating_sub(offer)
         });
         most
     }
@@ -176,28 +192,6 @@ impl Quota {
         self.ahead.forget((client, id));
     }
 
-    /// Whether what a client was promised on one GPU can be kept on another: host memory suffices for what would not fit there,
-    /// and its group stays within its limit.
-    /// `context`: bytes that its context will need there.
-    pub fn may_move(&self, cx: Context, client: ClientId, (from, to): (GpuId, GpuId), context: u64) -> bool {
-        let Some(entry) = self.entry(client, from) else { return false };
-        let committed = entry.limit.committed();
-        let (here, there) = (self.committed(from), self.committed(to));
-        let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
-        let before = here.saturating_sub(offer_here).saturating_add(there.saturating_sub(offer_there));
-        let stays = here.saturating_sub(committed).saturating_sub(offer_here);
-        let comes = there.saturating_add(committed).saturating_sub(offer_there.saturating_sub(context));
-        let grows = stays.saturating_add(comes).saturating_sub(before);
-        let fits_in_host =
-            self.host.bytes().is_none_or(|all| grows == 0 || self.host.committed.saturating_add(grows) <= all);
-        let group = self.group_bound(cx, client, to).zip(cx.rules.group(client));
-        let fits_in_group = group.is_none_or(|(most, group)| {
-            let of_group = self.gpus.get(&to).and_then(|gpu| gpu.by_group.get(&group)).copied().unwrap_or(0);
-            of_group.saturating_add(committed).saturating_add(entry.context(cx, from)) <= most
-        });
-        fits_in_host && fits_in_group
-    }
-
     /// Moves a client's limit from one GPU to another. Returns the bytes that it has requested and that are to be requested again.
     #[must_use]
     pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
@@ -211,6 +205,7 @@ impl Quota {
         gpu.summed_for = None;
         self.requests.remove(&(from, client));
         let rises = self.rising.remove(&(from, client));
+        self.expect(cx, client, None);
         self.falling.remove(&(from, client));
         self.ahead.move_client(client, from, to);
         let wanted = entry.limit.wanted.map(|wanted| wanted.bytes).or(held.map(|held| held.bytes()));
@@ -251,7 +246,8 @@ impl Quota {
     /// Updates the sums of a group for a client that has joined it, or is about to leave it.
     pub fn count_member(&mut self, client: ClientId, group: GroupId, joins: bool) {
         for gpu in self.gpus.values_mut() {
-            let counted = gpu.clients.get(&client).map_or(0, |entry| entry.limit.counted);
+            let coming = gpu.coming.get(&client).map_or(0, |coming| coming.counted);
+            let counted = gpu.clients.get(&client).map_or(0, |entry| entry.limit.counted) + coming;
             match joins {
                 true => gpu.count_for(Some(group), 0, counted),
                 false => gpu.count_for(Some(group), counted, 0),
@@ -290,6 +286,7 @@ impl Quota {
             self.host.committed_changed();
             if was_unresponsive {
                 self.host.answers_again();
+                self.host.mark_changed(id); // its limit may rise again
             }
             self.mark_bounded_changed(cx, client, id);
         } else if needs_another && self.is_awaited(cx, client, id) {

@@ -37,7 +37,7 @@ struct ClientQuota {
     granted: u64,
     /// The most that it can get, unless the floor is higher.
     most: u64,
-    /// The most slack that its group leaves it.
+    /// The most slack that its group leaves it; none while it is off its GPUs.
     slack: u64,
     /// Its limit where its group has more than it may.
     cap: u64,
@@ -48,6 +48,22 @@ struct ClientQuota {
 }
 
 impl ClientQuota {
+    /// What one that is about to come to a GPU has, its context included.
+    fn fixed(client: ClientId, bytes: u64) -> Self {
+        Self {
+            client,
+            floor: bytes,
+            base: bytes,
+            granted: 0,
+            most: bytes,
+            slack: 0,
+            cap: u64::MAX,
+            unresponsive: true,
+            exact: false,
+            bound: None,
+        }
+    }
+
     /// The limit with this slack.
     fn at(&self, slack: u64) -> u64 {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
@@ -295,12 +311,24 @@ impl Quota {
                     base: limit.demand(),
                     granted: 0,
                     most: env_bound.map_or(capacity, |max| max.min(capacity)),
-                    slack: u64::MAX,
+                    slack: if self.asleep.contains(&client) { 0 } else { u64::MAX },
                     cap: u64::MAX,
                     unresponsive,
                     exact: env_bound.is_some(),
                     bound: None,
                 });
+            }
+            for (client, coming) in &gpu.coming {
+                let at = At { gpu: problem.gpus.len(), quota: quotas.len() };
+                let (group, max) = (cx.rules.group(*client), cx.rules.memory_max(*client, total));
+                if let Some((group, max)) = group.zip(max) {
+                    let fresh = Bound { max, why: Denial::MemoryMax, quotas: Vec::new() };
+                    let bound = bounds.entry((BoundOf::Group(group), Some(at.gpu))).or_insert(fresh);
+                    bound.quotas.push(at);
+                } else if budget.is_none() {
+                    continue;
+                }
+                quotas.push(ClientQuota::fixed(*client, coming.bytes));
             }
             problem.gpus.push(GpuQuota { id, capacity, quotas, attaching: cx.gpus.is_attaching(id) });
         }

@@ -4,7 +4,7 @@
 //! and to put it into the other's, whatever state it is in, and it wakes there as it would have woken at home. Where its process is
 //! restored follows from where it was and where it is attached now (`sleep`); the client hears of it when it is awake.
 
-use crate::{api::*, machine::Machine, memory::Access, timers::Wake};
+use crate::{api::*, machine::Machine, memory::Access, quota::RoomToMove, sleep::Step, timers::Wake};
 use std::collections::BTreeMap;
 
 impl Machine {
@@ -19,15 +19,14 @@ impl Machine {
             let Move { from, to } = to;
             return self.effects.command(Command::Migrated { client, from, to, why: Some(why) });
         }
+        self.limit_sleeper(client);
         self.move_sleeper(client);
         self.hold_off(client);
-        self.try_sleep(client);
-        self.return_next(client);
-        self.answer_move(client);
+        self.take_step(client, Step::Nothing);
     }
 
     /// Why a client cannot be moved, whether or not it can sleep.
-    fn move_obstacle(&self, client: ClientId, Move { from, to }: Move) -> Option<MoveObstacle> {
+    fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
         let total = |id| self.memory.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
         // That clients are measured shows only where there are any: here they were, or it would not sleep.
         let is_measured = self.memory.get(&to).is_some_and(|gpu| gpu.measured.is_some());
@@ -42,31 +41,50 @@ impl Machine {
             (!is_measured, MoveObstacle::Sleep(SleepObstacle::Unmeasured)),
         ];
         let first = obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why);
-        first.or_else(|| (!self.has_room_for(client, from, to)).then_some(MoveObstacle::NoRoom))
+        first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
+    }
+
+    /// Bytes that a client's context will need on another GPU than this one.
+    pub(super) fn context_elsewhere(&self, client: ClientId, from: GpuId) -> u64 {
+        let away = self.memory.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
+        away.unwrap_or_else(|| self.context_of(client, from))
     }
 
     /// Whether there is room for a client on another GPU: for its context and what it needs, beside what cannot leave; and for its
     /// context beside what any other client there needs in order to run. And whether what it was promised can be kept there.
-    fn has_room_for(&self, client: ClientId, from: GpuId, to: GpuId) -> bool {
-        let (Some(account), Some(gpu)) = (self.account(client, from), self.memory.get(&to)) else { return false };
+    fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
+        let (Some(account), Some(gpu)) = (self.account(client, from), self.memory.get(&to)) else {
+            return RoomToMove::None;
+        };
         let here = gpu.promisable(&self.settings);
-        let context = self.memory.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
-        let context = context.unwrap_or_else(|| self.context_of(client, from));
+        let context = self.context_elsewhere(client, from);
         let room = here.saturating_sub(context);
         let runs_all_at_once = |id: &ClientId| gpu.clients.get(id).is_some_and(|it| it.engine != Engine::Managed);
         // Those whose needs do not fit anyway are not made worse off.
         let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
         let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
-        need.max(most) <= room && self.ask_quota(|quota, cx| quota.may_move(cx, client, (from, to), context))
+        if need.max(most) > room {
+            return RoomToMove::None;
+        }
+        let is_away = self.sleep.is_away(client);
+        self.ask_quota(|quota, cx| quota.room_to_move(cx, client, both, context, is_away))
     }
 
     /// Moves a client that sleeps, if it is to be moved.
     pub(super) fn move_sleeper(&mut self, client: ClientId) {
         let Some(to) = self.sleep.due_move(client) else { return };
         match self.move_obstacle(client, to) {
-            None => self.move_attachment(client, to),
             Some(why) => self.sleep.cannot_move(client, why),
+            None if self.room_for(client, to) == RoomToMove::Now => self.move_attachment(client, to),
+            None if self.sleep.waits_for_room(self.now, client) => {} // others are to acknowledge lower limits first
+            None => self.sleep.cannot_move(client, MoveObstacle::NoRoom),
         }
+    }
+
+    /// Limits have room for a client on the GPU to which it is to be moved.
+    pub(crate) fn retry_move(&mut self, client: ClientId) {
+        self.move_sleeper(client);
+        self.take_step(client, Step::Nothing);
     }
 
     /// A client could not be restored on other GPUs: it comes back where it was.
@@ -80,6 +98,7 @@ impl Machine {
     /// Says what became of a move, if that is known by now.
     pub(crate) fn answer_move(&mut self, client: ClientId) {
         let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
+        self.limit_sleeper(client);
         self.effects.command(Command::Migrated { client, from, to, why });
         if why.is_some() && !self.is_absent(client) {
             self.may_run(client);
@@ -128,6 +147,7 @@ impl Machine {
             let clients = |both: &Move| self.memory.get(&both.to).map_or(0, |gpu| gpu.clients.len());
             if let Some(both) = free.min_by_key(clients) {
                 self.sleep.want_move(client, both);
+                self.limit_sleeper(client);
                 return; // one after the other
             }
         }

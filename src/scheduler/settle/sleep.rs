@@ -248,10 +248,12 @@ impl Machine {
     pub(crate) fn look_at_sleep(&mut self, client: ClientId) {
         let number = self.effects.number();
         let step = self.sleep.look(self.now, client, number);
+        self.move_sleeper(client);
         self.take_step(client, step);
     }
 
     pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
+        self.limit_sleeper(client); // before it is told to prepare: so it acknowledges lower limits before it is prepared
         match step {
             Step::Nothing => {}
             Step::Prepare => {
@@ -288,6 +290,16 @@ impl Machine {
         self.return_next(client);
         self.try_sleep(client);
         self.schedule_sleep(client);
+    }
+
+    /// Has limits follow from a client's sleep, and from where it is to be moved.
+    pub(crate) fn limit_sleeper(&mut self, client: ClientId) {
+        let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
+        let coming = self.sleep.coming(client).map(|to| (to, self.context_elsewhere(client, to.from)));
+        self.with_quota(|quota, cx, fx| {
+            quota.set_asleep(cx, fx, client, is_asleep);
+            quota.expect(cx, client, coming);
+        });
     }
 
     fn schedule_sleep(&mut self, client: ClientId) {

@@ -14,6 +14,8 @@ use std::time::Duration;
 
 /// How long a client may take to prepare: longer than the library itself waits.
 const PREPARATION: Duration = Duration::from_secs(40);
+/// How long one that is moved asleep waits for others to acknowledge lower limits: a little longer than the quota does.
+const ROOM: Duration = Duration::from_secs(5);
 /// What failed is tried again after the first of these times, then after twice as long each time, up to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
@@ -88,6 +90,9 @@ struct Moving {
     to: Move,
     /// Its attachment is on the other GPU, where it has not been restored yet. Before that, it is to sleep.
     is_moved: bool,
+    /// How long it waits asleep for limits to leave room there.
+    #[serde(default)]
+    until: Option<Time>,
 }
 
 impl Entry {
@@ -304,14 +309,32 @@ impl Sleep {
             State::Awake => entry.due = None, // it is not waited for the next attempt
             _ => {}
         }
-        entry.moving = Some(Moving { to, is_moved: false });
+        entry.moving = Some(Moving { to, is_moved: false, until: None });
         None
+    }
+
+    /// The move that a client is still to make.
+    pub fn coming(&self, client: ClientId) -> Option<Move> {
+        self.clients.get(&client).filter(|entry| entry.is_to_move())?.moving.map(|moving| moving.to)
     }
 
     /// The move for which a client sleeps now.
     pub fn due_move(&self, client: ClientId) -> Option<Move> {
         let entry = self.clients.get(&client).filter(|entry| entry.is_to_move())?;
         matches!(entry.state, State::Asleep | State::Waking(_)).then_some(entry.moving?.to)
+    }
+
+    /// Whether a client that sleeps waits for room on the GPU to which it is to be moved. One that is to wake does not.
+    pub fn waits_for_room(&mut self, now: Time, client: ClientId) -> bool {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Asleep) else {
+            return false;
+        };
+        let Some(moving) = entry.moving.as_mut() else { return false };
+        let until = *moving.until.get_or_insert(now + ROOM);
+        if now < until {
+            entry.due = Some(entry.due.map_or(until, |due| due.min(until)));
+        }
+        now < until
     }
 
     /// A client that sleeps is not moved after all.

@@ -171,6 +171,9 @@ impl World {
         }
         if let Some(host) = self.host {
             let (_, promised) = self.machine.host();
+            // What a context that has just been made, or is back, takes of a GPU was promised before.
+            let contexts = self.sleeps.map_or(0, |_| self.machine.settings().context * self.models.len() as u64);
+            let host = host + contexts * self.totals.len() as u64;
             assert!(promised <= host, "{promised} promised of {host} in the host");
             assert!(in_host <= host, "{in_host} needed of {host} in the host");
         }

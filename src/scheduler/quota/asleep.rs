@@ -1,0 +1,45 @@
+//! Clients that are off their GPUs, or on their way off or back: they are promised no more than they have, so that others can have
+//! the rest, and so that they can be moved to a GPU where nothing more is left. A client learns its lower limit before it is to
+//! prepare, and so acknowledges it before it is prepared. What it asks for all the same it gets like any other client.
+
+use super::{Context, Quota, limit::Limit};
+use crate::{api::*, effects::Effects};
+
+impl Quota {
+    /// A client is about to leave its GPUs, or is back (`!asleep`).
+    pub fn set_asleep(&mut self, cx: Context, fx: &mut Effects, client: ClientId, asleep: bool) {
+        let has_changed = if asleep { self.asleep.insert(client) } else { self.asleep.remove(&client) };
+        if !has_changed {
+            return;
+        }
+        for id in self.gpus_of(client) {
+            self.host.mark_changed(id);
+            if asleep {
+                self.lower_to_demand(cx, fx, client, id);
+            }
+        }
+    }
+
+    fn lower_to_demand(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
+        let Some(entry) = self.entry_mut(client, id) else { return };
+        let (told, limit) = (entry.is_told, &mut entry.limit);
+        let bytes = limit.while_asleep();
+        if bytes >= limit.limit || !limit.is_responsive() {
+            return;
+        }
+        limit.target = bytes;
+        limit.set(cx.now, bytes, told);
+        self.rising.remove(&(id, client));
+        self.recommit(cx, client, id);
+        if told {
+            self.tell(cx, fx, client, id);
+        }
+    }
+}
+
+impl Limit {
+    /// The limit of a client that is off its GPUs: what it has, and what it has requested.
+    pub(super) fn while_asleep(&self) -> u64 {
+        self.demand().max(self.wanted.map_or(0, |wanted| wanted.bytes))
+    }
+}

@@ -1,0 +1,171 @@
+//! Clients that are about to be moved to another GPU. What they have is set aside among the limits there before they are, as for
+//! one that has come already: others' limits fall, and rise no more, until there is room. So a move asks for no memory that
+//! limits still promise to others, and is not refused for what these only might use.
+
+use super::{Context, Quota, limit::Limit};
+use crate::api::*;
+use std::collections::BTreeSet;
+
+/// Room for a client that is about to come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Coming {
+    from: GpuId,
+    /// What it has, in bytes, and what its context will need.
+    pub bytes: u64,
+    /// The part of it that is set aside: all or nothing.
+    pub counted: u64,
+}
+
+/// Whether limits leave room for a client on another GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum RoomToMove {
+    None,
+    /// Once other clients have acknowledged lower limits.
+    Later,
+    Now,
+}
+
+impl Quota {
+    /// Sets room aside for a client that is to be moved, and for its context of so many bytes; `None`: no longer.
+    pub fn expect(&mut self, cx: Context, client: ClientId, to: Option<(Move, u64)>) {
+        let coming = |quota: &Self| {
+            let (Move { from, to }, context) = to?;
+            let bytes = quota.limit(client, from)?.demand().saturating_add(context);
+            Some((to, Coming { from, bytes, counted: 0 }))
+        };
+        let wanted = coming(self).filter(|(to, _)| self.limit(client, *to).is_none());
+        let there = self.gpus.iter().find_map(|(id, gpu)| Some((*id, *gpu.coming.get(&client)?)));
+        let is_same = |(to, wanted): (GpuId, Coming)| {
+            there.is_some_and(|(id, coming)| id == to && coming == Coming { counted: coming.counted, ..wanted })
+        };
+        if wanted.map_or(there.is_none(), is_same) {
+            return;
+        }
+        if let Some((id, _)) = there {
+            self.set_aside(cx, client, id, 0);
+            self.gpus.get_mut(&id).and_then(|gpu| gpu.coming.remove(&client));
+        }
+        if let Some((gpu, coming)) = wanted.and_then(|(to, coming)| Some((self.gpus.get_mut(&to)?, coming))) {
+            gpu.coming.insert(client, coming);
+        }
+        for id in there.map(|(id, _)| id).into_iter().chain(wanted.map(|(to, _)| to)) {
+            self.gpus.get_mut(&id).into_iter().for_each(|gpu| gpu.summed_for = None);
+            self.note_offer(cx, id);
+            self.host.mark_changed(id);
+        }
+    }
+
+    fn set_aside(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(coming) = gpu.coming.get_mut(&client) else { return };
+        let before = std::mem::replace(&mut coming.counted, bytes);
+        gpu.count(cx.rules.group(client), before, bytes);
+        self.count_in_host(cx, id);
+    }
+
+    /// Sets room aside for those that come, as far as there is some.
+    pub(super) fn set_all_aside(&mut self, cx: Context) {
+        let wanting = |(id, gpu): (&GpuId, &super::GpuLimits)| {
+            let wanting = gpu.coming.iter().filter(|(_, coming)| coming.counted < coming.bytes);
+            wanting
+                .map(|(client, coming)| (*client, *id, coming.bytes - coming.counted, coming.bytes))
+                .collect::<Vec<_>>()
+        };
+        for (client, id, more, bytes) in self.gpus.iter().flat_map(wanting).collect::<Vec<_>>() {
+            if more <= self.committable(cx, id) && self.bytes_in_group(cx, client, id).is_none_or(|room| more <= room) {
+                self.set_aside(cx, client, id, bytes);
+                self.expected.insert(client);
+            }
+        }
+    }
+
+    /// The clients for which room has been set aside since this was last called.
+    pub fn take_expected(&mut self) -> BTreeSet<ClientId> {
+        std::mem::take(&mut self.expected)
+    }
+
+    /// Bytes that a client's group may still be promised on a GPU where the client itself is not yet. `None`: there is no limit.
+    fn bytes_in_group(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
+        let (max, group) = self.group_bound(cx, client, id).zip(cx.rules.group(client))?;
+        let used = self.gpus.get(&id).and_then(|gpu| gpu.by_group.get(&group)).copied().unwrap_or(0);
+        Some(max.saturating_sub(used))
+    }
+
+    /// Whether what a client was promised on one GPU can be kept on another: host memory suffices for what would not fit there,
+    /// and its group stays within its limit. `context`: bytes that its context will need there. `away`: it acknowledges no lower
+    /// limit any more.
+    pub fn room_to_move(&self, cx: Context, client: ClientId, both: Move, context: u64, away: bool) -> RoomToMove {
+        let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
+        let (committed, demand) = (entry.limit.committed(), entry.limit.demand());
+        let own_context = entry.context(cx, both.from);
+        let set_aside =
+            self.gpus.get(&both.to).and_then(|gpu| gpu.coming.get(&client)).map_or(0, |coming| coming.counted);
+        let now = Sums {
+            here: self.committed(both.from),
+            leaves: committed,
+            there: self.committed(both.to).saturating_sub(set_aside),
+            comes: committed,
+            in_host: self.host.committed - self.excess(cx, both),
+        };
+        let in_group = self.bytes_in_group(cx, client, both.to).map(|room| room.saturating_add(set_aside));
+        if self.fits(cx, both, context, &now)
+            && in_group.is_none_or(|room| committed.saturating_add(own_context) <= room)
+        {
+            return RoomToMove::Now;
+        }
+        // The least that others can be promised, and that it can.
+        let least = |id: GpuId| {
+            let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
+            clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(self.least(cx, *client, &entry.limit)))
+        };
+        let kept = if away { committed } else { demand };
+        let others = self.gpus.keys().filter(|id| **id != both.from && **id != both.to);
+        let in_host = others.map(|id| least(*id).saturating_sub(cx.gpus.offer(*id))).fold(0, u64::saturating_add);
+        let later = Sums {
+            here: least(both.from),
+            leaves: self.least(cx, client, &entry.limit),
+            there: least(both.to),
+            comes: kept,
+            in_host,
+        };
+        let max = cx.rules.memory_max(client, cx.gpus.total(both.to));
+        let of_group = || {
+            let members =
+                cx.rules.group_peers(client).filter_map(|member| Some((member, self.entry(member, both.to)?)));
+            let sum = members
+                .map(|(member, entry)| self.least(cx, member, &entry.limit).saturating_add(entry.context(cx, both.to)));
+            sum.fold(kept.saturating_add(own_context), u64::saturating_add)
+        };
+        let is_possible = self.fits(cx, both, context, &later) && max.is_none_or(|max| of_group() <= max);
+        if is_possible { RoomToMove::Later } else { RoomToMove::None }
+    }
+
+    fn least(&self, cx: Context, client: ClientId, limit: &Limit) -> u64 {
+        if self.is_unresponsive(cx, client, limit) { limit.committed() } else { limit.demand() }
+    }
+
+    /// Bytes of both GPUs in host memory if every client used its limit.
+    fn excess(&self, cx: Context, Move { from, to }: Move) -> u64 {
+        let of = |id| self.committed(id).saturating_sub(cx.gpus.offer(id));
+        of(from).saturating_add(of(to)).min(self.host.committed)
+    }
+
+    /// Whether host memory suffices for what does not fit on the GPUs after a move.
+    fn fits(&self, cx: Context, Move { from, to }: Move, context: u64, sums: &Sums) -> bool {
+        let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
+        let before = sums.here.saturating_sub(offer_here).saturating_add(sums.there.saturating_sub(offer_there));
+        let stays = sums.here.saturating_sub(sums.leaves).saturating_sub(offer_here.saturating_add(context));
+        let comes = sums.there.saturating_add(sums.comes).saturating_sub(offer_there.saturating_sub(context));
+        let after = stays.saturating_add(comes);
+        after <= before || self.host.bytes().is_none_or(|all| sums.in_host.saturating_add(after) <= all)
+    }
+}
+
+/// Bytes promised on two GPUs, the part of one client, and the bytes of other GPUs in host memory.
+struct Sums {
+    here: u64,
+    leaves: u64,
+    there: u64,
+    comes: u64,
+    in_host: u64,
+}
