@@ -245,7 +245,7 @@ impl Startup {
             core.borrow_mut().create_lock_files_in(directory);
         }
         if let Some(directory) = &state {
-            core.borrow_mut().keep_paused(directory);
+            core.borrow_mut().keep_orders(directory);
             core.borrow_mut().keep_usage(directory);
         }
         let mut reports = start_nvml(&core).await;

@@ -35,6 +35,12 @@ struct Place {
 pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,
+    /// GPUs between which clients can be moved.
+    #[serde(default)]
+    kinds: Vec<GpuSet>,
+    /// The GPUs on which clients may be that may not be on all.
+    #[serde(default)]
+    allowed: BTreeMap<ClientId, GpuSet>,
 }
 
 impl Place {
@@ -47,6 +53,36 @@ impl Placements {
     /// The GPUs on which a client was placed.
     pub fn of(&self, client: ClientId) -> Vec<GpuId> {
         self.places.get(&client).into_iter().flat_map(|place| place.gpus.keys().copied()).collect()
+    }
+
+    pub fn set_kinds(&mut self, kinds: Vec<GpuSet>) {
+        self.kinds = kinds;
+    }
+
+    pub fn kinds(&self) -> &[GpuSet] {
+        &self.kinds
+    }
+
+    pub fn allow(&mut self, allowed: BTreeMap<ClientId, Option<GpuSet>>) {
+        for (client, gpus) in allowed {
+            match gpus {
+                Some(gpus) => self.allowed.insert(client, gpus),
+                None => self.allowed.remove(&client),
+            };
+        }
+    }
+
+    /// The GPUs on which a client may be; `None`: any.
+    pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
+        self.allowed.get(&client)
+    }
+
+    /// The GPUs that a client on this one can be moved to.
+    pub fn candidates(&self, client: ClientId, from: GpuId) -> impl Iterator<Item = GpuId> {
+        let kind = self.kinds.iter().find(|kind| kind.contains(&from));
+        let allowed = self.allowed.get(&client);
+        let may = move |id: &GpuId| *id != from && allowed.is_none_or(|allowed| allowed.contains(id));
+        kind.into_iter().flatten().copied().filter(may)
     }
 
     pub fn label(&mut self, labels: &BTreeMap<ClientId, Labels>) {
@@ -115,6 +151,7 @@ impl Placements {
     /// Removes a client. A placement for a program that has not started yet is kept, within [`MOST_WAITING`].
     pub fn leave(&mut self, client: ClientId, is_here: impl Fn(&ClientId) -> bool) {
         self.labels.remove(&client);
+        self.allowed.remove(&client);
         let Some(place) = self.places.get(&client) else { return };
         let tenant = place.tenant;
         if !place.ahead {
@@ -196,7 +233,7 @@ impl Sites<'_> {
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
         let Some(gpu) = self.memory.get(&id) else { return (true, u64::MAX, u64::MAX) };
         // Whoever is placed on one that is drained waits.
-        let is_drained = gpu.drained.is_some();
+        let is_drained = gpu.drained;
         if self.settings.placement != Placement::Pack {
             return (is_drained, there.labels.len() as u64, there.bytes);
         }

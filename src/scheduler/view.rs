@@ -210,7 +210,7 @@ impl Machine {
             gpu: id,
             total: gpu.total,
             gone: gpu.access == Access::Gone,
-            drained: gpu.drained.is_some(),
+            drained: gpu.drained,
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),

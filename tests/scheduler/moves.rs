@@ -13,6 +13,7 @@ struct Scene {
     t: Talk,
     /// Whose contexts are where.
     contexts: BTreeMap<u64, u64>,
+    gpus: u64,
 }
 
 impl Scene {
@@ -20,7 +21,7 @@ impl Scene {
     fn new() -> Self {
         let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
         t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
-        let mut scene = Self { t, contexts: BTreeMap::new() };
+        let mut scene = Self { t, contexts: BTreeMap::new(), gpus: 2 };
         scene.measure();
         scene.join(1, 0, 4 * GIB);
         scene
@@ -40,12 +41,18 @@ impl Scene {
         assert_eq!(self.attachment(n).mapped, demand);
     }
 
+    fn add_gpu(&mut self, n: u64) {
+        self.t.say(Event::GpuFound { gpu: gpu(n), total: 16 * GIB });
+        self.gpus = self.gpus.max(n + 1);
+        self.measure();
+    }
+
     /// What is on the GPUs is measured now, and is what clients report.
     fn measure(&mut self) -> Vec<Command> {
         self.t.now += ms(1);
         let begun = self.t.now;
         let mut commands = Vec::new();
-        for on in 0..2 {
+        for on in 0..self.gpus {
             let bytes = self.contexts.values().filter(|there| **there == on).count() as u64 * CONTEXT;
             commands.extend(self.t.say(Event::GpuOverhead { gpu: gpu(on), begun, bytes, complete: true }));
             let there = self.t.machine.clients().into_iter();
@@ -451,12 +458,15 @@ mod drain {
     use super::*;
 
     fn drain(scene: &mut Scene, candidates: &[u64]) -> Vec<Command> {
-        let candidates = [(client(1), candidates.iter().map(|on| gpu(*on)).collect())].into();
-        scene.t.say(Event::Drain { gpu: gpu(0), drained: true, candidates })
+        scene.t.say(Event::Kinds { kinds: vec![(0..3).map(gpu).collect()] });
+        scene.t.say(Event::Allowed {
+            allowed: [(client(1), Some(candidates.iter().map(|on| gpu(*on)).collect()))].into(),
+        });
+        scene.t.say(Event::Drain { gpu: gpu(0), drained: true })
     }
 
     fn undrain(scene: &mut Scene) -> Vec<Command> {
-        scene.t.say(Event::Drain { gpu: gpu(0), drained: false, candidates: BTreeMap::new() })
+        scene.t.say(Event::Drain { gpu: gpu(0), drained: false })
     }
 
     #[test]
@@ -557,12 +567,58 @@ mod drain {
     #[test]
     fn nobody_is_moved_or_placed_there() {
         let mut scene = Scene::new();
-        scene.t.say(Event::Drain { gpu: gpu(1), drained: true, candidates: BTreeMap::new() });
+        scene.t.say(Event::Drain { gpu: gpu(1), drained: true });
         assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::Drained))]);
         scene.t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(2) });
         let request = PlacementRequest { candidates: vec![gpu(1), gpu(0)], count: 1, bytes: None, ahead: false };
         let commands = scene.t.say(Event::PlacementRequested { client: client(2), request });
         assert_eq!(commands, [Command::Placed { client: client(2), gpus: vec![gpu(0)] }]);
+    }
+
+    #[test]
+    fn one_that_could_not_be_restored_on_one_gpu_goes_to_the_next() {
+        let mut scene = Scene::new();
+        scene.add_gpu(2);
+        drain(&mut scene, &[1, 2]);
+        scene.goes();
+        scene.comes(&[(0, 1)]);
+        let commands = scene.helper(1, SleepOutcome::Asleep);
+        assert!(commands.contains(&moved(1, 0)) && commands.contains(&moved(0, 2)), "{commands:?}");
+        scene.t.after(Duration::from_secs(1));
+        scene.comes(&[(0, 2)]);
+        assert!(scene.helper(1, SleepOutcome::Asleep).contains(&moved(2, 0)));
+        assert_eq!(scene.t.after(Duration::from_secs(600)), [], "there is no other");
+        assert_eq!((scene.phase(1), scene.attachment(1).gpu), (SleepPhase::Asleep, gpu(0)));
+        assert!(drain(&mut scene, &[1, 2]).contains(&moved(0, 1)), "it is told again");
+    }
+
+    #[test]
+    fn one_that_finds_the_other_gpu_full_goes_to_the_next() {
+        let mut scene = Scene::new();
+        scene.add_gpu(2);
+        drain(&mut scene, &[1, 2]);
+        scene.map(1);
+        scene.t.say(Event::SleepReady { client: client(1) });
+        scene.join(2, 1, 15 * GIB);
+        scene.contexts.remove(&1);
+        let commands = scene.helper(1, SleepOutcome::Asleep);
+        assert!(commands.contains(&moved(0, 2)), "{commands:?}");
+        scene.comes(&[(0, 2)]);
+    }
+
+    /// A scheduler that has just been started is told that the GPU is drained, and then of those that are there.
+    #[test]
+    fn one_that_was_there_before_the_scheduler_goes_as_well() {
+        let mut scene = Scene::new();
+        scene.t.say(Event::Disconnected { client: client(1) });
+        drain(&mut scene, &[1]);
+        scene.t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(1) });
+        scene.t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+        let mut commands = scene.report(1, 4 * GIB, 4 * GIB);
+        commands.extend([scene.measure(), scene.t.after(Duration::from_secs(2)), scene.measure()].concat());
+        commands.extend(scene.t.after(Duration::from_secs(2)));
+        assert!(commands.contains(&PREPARE), "{commands:?}");
+        assert!(scene.goes().contains(&moved(0, 1)));
     }
 
     #[test]

@@ -304,8 +304,9 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (c(), any::<bool>()).prop_map(|(client, paused)| Event::SleepWanted { client, paused }),
         1 => c().prop_map(|client| Event::Resumed { client }),
         2 => (c(), g(), g()).prop_map(|(client, from, to)| Event::Migrate { client, from, to }),
-        1 => (g(), any::<bool>(), prop::collection::btree_map(c(), prop::collection::vec(g(), 0..3), 0..4))
-            .prop_map(|(gpu, drained, candidates)| Event::Drain { gpu, drained, candidates }),
+        1 => (g(), any::<bool>()).prop_map(|(gpu, drained)| Event::Drain { gpu, drained }),
+        1 => prop::collection::vec(set(), 0..3).prop_map(|kinds| Event::Kinds { kinds }),
+        1 => prop::collection::btree_map(c(), prop::option::of(set()), 0..4).prop_map(|allowed| Event::Allowed { allowed }),
         2 => c().prop_map(|client| Event::SleepReady { client }),
         1 => c().prop_map(|client| Event::SleepRefused { client, why: SleepObstacle::Busy }),
         1 => c().prop_map(|client| Event::WakeRequested { client }),

@@ -14,7 +14,6 @@ mod limits;
 mod memory;
 mod memory_info;
 mod metrics;
-mod migrate;
 mod moves;
 mod offline;
 mod peers;

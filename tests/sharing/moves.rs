@@ -6,15 +6,10 @@ use std::time::Duration;
 use serde_json::Value;
 use test_support::machine::*;
 
-fn two_gpus() -> Setup {
-    Setup { simulator: vec![("CUDA_SIM_GPUS", "2".to_owned())], ..Setup::default() }
-}
+use crate::sleep::{client, ends, helpers, pause, resume, wait_until};
 
-/// What is known of a program.
-fn client(machine: &Machine, program: &Program) -> Option<Value> {
-    let status = machine.status();
-    let mut clients = status["clients"].as_array().expect("clients").iter();
-    clients.find(|client| client["pid"] == program.pid()).cloned()
+fn setup() -> Setup {
+    Setup { simulator: vec![("CUDA_SIM_GPUS", "2".to_owned())], ..Setup::default() }
 }
 
 /// A GPU by its number.
@@ -25,122 +20,229 @@ fn gpu(machine: &Machine, number: usize) -> Value {
     gpus.find(|gpu| gpu["index"] == number).cloned().expect("the GPU")
 }
 
-fn uuid(machine: &Machine, number: usize) -> Value {
-    gpu(machine, number)["uuid"].clone()
+/// UUIDs of the GPUs, in the order of their numbers.
+fn uuids(machine: &Machine) -> [String; 2] {
+    [0, 1].map(|number| gpu(machine, number)["uuid"].as_str().expect("a UUID").to_owned())
 }
 
-#[track_caller]
-fn wait_until(machine: &Machine, program: &Program, is_so: impl Fn(&Value) -> bool) -> Value {
-    wait_for(&format!("`{}` to be so", program.name), || client(machine, program).filter(&is_so))
+/// A program of three threads that calls the driver all the time, or with such pauses.
+fn naps<'a>(machine: &'a Machine, words: &str) -> Launch<'a> {
+    machine.program(&format!("naps --seconds 600 {words}"))
 }
 
-/// A program of three threads that calls the driver all the time, on the first GPU that it sees.
-fn naps(machine: &Machine, memory: &str, more: &str) -> Program {
-    let program = machine.program(&format!("naps --mem {memory} --seconds 600 --pause-ms 5 {more}")).start();
+fn started(machine: &Machine, launch: Launch<'_>) -> Program {
+    let program = launch.start();
     machine.wait_for_grants(&program, 1);
     program
 }
 
-fn migrate(machine: &Machine, program: &Program, to: usize) {
-    machine.ctl(&["migrate", &program.pid().to_string(), "--to", &to.to_string()]);
-    let (here, uuid) = (client(machine, program).expect("it runs"), uuid(machine, to));
-    assert_eq!((&here["gpus"][0]["uuid"], here["gpus"].as_array().map(Vec::len)), (&uuid, Some(1)));
+fn migrate(machine: &Machine, program: &Program, to: &str) {
+    machine.ctl(&["migrate", &program.pid().to_string(), "--to", to]);
 }
 
-/// It ends soon, with right results, and knows on which GPU it is.
-fn ends(machine: &Machine, mut program: Program, on: usize) {
-    program.signal(libc::SIGUSR1);
-    let uuid = uuid(machine, on);
-    let seen = program.finish().0["uuids"].clone();
-    assert!(uuid.as_str().zip(seen.as_str()).is_some_and(|(uuid, seen)| uuid.ends_with(seen)), "{uuid}: {seen}");
+/// The GPUs that a program is on.
+fn places(machine: &Machine, program: &Program) -> Vec<String> {
+    let client = client(machine, program).expect("it runs");
+    client["gpus"].as_array().expect("GPUs").iter().map(|at| at["uuid"].as_str().expect("a UUID").to_owned()).collect()
+}
+
+/// A program is here, by the scheduler and by the driver, and nothing of it is on the other GPU.
+#[track_caller]
+fn is_on(machine: &Machine, program: &Program, gpu: usize) {
+    assert_eq!(places(machine, program), [uuids(machine)[gpu].clone()]);
+    assert_eq!(machine.free_on(1 - gpu), machine.setup.memory, "nothing is left on the other");
+    assert!(machine.free_on(gpu) < machine.setup.memory);
+}
+
+/// It is given the GPU: it does not stand still.
+#[track_caller]
+fn goes_on(machine: &Machine, program: &Program) {
+    let time = || client(machine, program).and_then(|client| client["gpus"][0]["lock-time"].as_f64());
+    let before = time();
+    wait_for("it to go on", || (time() > before).then_some(()));
+}
+
+/// It ends with right results, and knows that it is there.
+#[track_caller]
+fn ends_on(machine: &Machine, program: Program, gpu: usize) -> Report {
+    let known = uuids(machine)[gpu].clone();
+    let report = ends(program);
+    assert_eq!(report.0["uuids"], known);
+    report
 }
 
 #[test]
-fn a_program_goes_to_another_gpu_and_back_while_it_runs() {
-    let machine = Machine::with_scheduler(two_gpus());
-    let program = naps(&machine, "8M", "");
-    for round in 0..6 {
-        let (from, to) = (round % 2, 1 - round % 2);
-        migrate(&machine, &program, to);
-        assert_eq!(machine.free_on(from), machine.setup.memory, "nothing is left there");
-        assert!(machine.free_on(to) < machine.setup.memory);
-        machine.wait_for_grants(&program, round + 2);
+fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
+    let machine = Machine::with_scheduler(setup());
+    let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 1"));
+    is_on(&machine, &program, 0);
+    for to in [1, 0, 1, 0, 1] {
+        migrate(&machine, &program, &to.to_string()); // by its number; elsewhere by its UUID
+        is_on(&machine, &program, to);
+        goes_on(&machine, &program);
+        assert_eq!(client(&machine, &program).expect("it runs")["moving"], "");
+        thread::sleep(Duration::from_millis(100));
     }
-    let said = machine.ctl_fails(&["migrate", &program.pid().to_string(), "--to", "0"]);
+    let said = machine.ctl_fails(&["migrate", &program.pid().to_string(), "--to", "1"]);
     assert!(said.contains("it is there already"), "{said}");
-    ends(&machine, program, 0);
+    ends_on(&machine, program, 1);
+    machine.wait_until_empty();
+}
+
+/// More memory than fits on either GPU beside the other program there.
+#[test]
+fn it_takes_turns_with_those_that_are_there() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let program = started(&machine, naps(&machine, "--mem 100M --pause-ms 1"));
+    let visible = |list| naps(&machine, "--mem 100M --pause-ms 1").env("CUDA_VISIBLE_DEVICES", list);
+    let others = [started(&machine, visible("0")), started(&machine, visible("1"))];
+    for to in [1, 0, 1, 0, 1] {
+        migrate(&machine, &program, &both[to]);
+        assert_eq!(places(&machine, &program), both[to..=to]);
+        thread::sleep(Duration::from_millis(500));
+    }
+    ends_on(&machine, program, 1);
+    for (gpu, other) in others.into_iter().enumerate() {
+        ends_on(&machine, other, gpu);
+    }
     machine.wait_until_empty();
 }
 
 #[test]
 fn programs_that_fill_a_gpu_divide_two_between_them() {
-    let machine = Machine::with_scheduler(two_gpus());
-    let programs = [0, 1].map(|_| naps(&machine, "100M", ""));
-    migrate(&machine, &programs[1], 1);
-    let [one, other] = programs;
-    wait_until(&machine, &other, |client| client["gpus"][0]["swapped"] == 0);
-    ends(&machine, one, 0);
-    ends(&machine, other, 1);
+    let machine = Machine::with_scheduler(setup());
+    let [one, other] = [0, 1].map(|_| started(&machine, naps(&machine, "--mem 100M --pause-ms 5")));
+    migrate(&machine, &other, "1");
+    wait_for("all of its memory", || client(&machine, &other).filter(|client| client["gpus"][0]["swapped"] == 0));
+    ends_on(&machine, one, 0);
+    ends_on(&machine, other, 1);
     machine.wait_until_empty();
 }
 
+/// It sees another GPU as its only one.
 #[test]
-fn a_paused_program_is_moved_and_stays_paused() {
-    let machine = Machine::with_scheduler(two_gpus());
-    let program = naps(&machine, "8M", "");
-    machine.ctl(&["pause", &program.pid().to_string()]);
-    wait_until(&machine, &program, |client| client["sleep"] == "sleeping");
-    migrate(&machine, &program, 1);
-    thread::sleep(Duration::from_millis(300));
-    wait_until(&machine, &program, |client| client["sleep"] == "sleeping" && client["paused"] == true);
-    machine.ctl(&["resume", &program.pid().to_string()]);
-    wait_until(&machine, &program, |client| client["sleep"] == "awake");
-    assert_eq!(machine.free(), machine.setup.memory);
-    ends(&machine, program, 1);
+fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let program = naps(&machine, "--mem 16M --pause-ms 1").env("CUDA_VISIBLE_DEVICES", "1");
+    let program = started(&machine, program);
+    for to in [0, 1, 0] {
+        is_on(&machine, &program, 1 - to);
+        migrate(&machine, &program, &both[to]);
+        is_on(&machine, &program, to);
+    }
+    ends_on(&machine, program, 0);
+}
+
+/// One that the scheduler had placed counts the GPU that it is on, in NVML, too.
+#[test]
+fn nvml_follows_a_program_that_was_placed() {
+    let machine = Machine::with_scheduler(Setup { placement: "spread", ..setup() });
+    let both = uuids(&machine);
+    let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --nvml 1"));
+    let from = both.iter().position(|uuid| places(&machine, &program) == [uuid.clone()]).expect("one of both");
+    migrate(&machine, &program, &both[1 - from]);
+    let report = ends_on(&machine, program, 1 - from);
+    assert_eq!(report.0["nvml_uuid"], both[1 - from]);
 }
 
 #[test]
-fn who_cannot_be_moved_goes_on_and_it_is_said_why() {
-    let rules = "[[rule]]\nallowed-gpus = [0]\n".to_owned();
-    let machine = Machine::with_scheduler(two_gpus());
-    let mut program =
-        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 400 --cpu-ms 5 --kind managed").start();
-    machine.wait_for_grants(&program, 1);
-    let pid = program.pid().to_string();
-    let said = machine.ctl_fails(&["migrate", &pid, "--to", "1"]);
-    assert!(said.contains("it has managed memory"), "{said}");
-    let said = machine.ctl_fails(&["migrate", &pid, "--to", "7"]);
-    assert!(said.contains("there is no GPU \"7\""), "{said}");
-    let said = machine.ctl_fails(&["migrate", "1", "--to", "1"]);
-    assert!(said.contains("no program under nvshare has the process id 1"), "{said}");
-    program.finish();
+fn a_sleeping_program_is_moved_and_wakes_there() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 5"));
+    for to in [1, 0, 1] {
+        pause(&machine, &program);
+        wait_until(&machine, &program, "sleep", "sleeping");
+        migrate(&machine, &program, &both[to]);
+        thread::sleep(Duration::from_millis(100));
+        let shown = client(&machine, &program).expect("it sleeps");
+        assert_eq!((&shown["sleep"], &shown["paused"]), (&"sleeping".into(), &true.into()));
+        assert_eq!(places(&machine, &program), both[to..=to]);
+        assert_eq!([0, 1].map(|gpu| machine.free_on(gpu)), [machine.setup.memory; 2]);
+        resume(&machine, &program);
+        wait_until(&machine, &program, "sleep", "awake");
+        is_on(&machine, &program, to);
+    }
+    ends_on(&machine, program, 1);
+}
 
-    let machine = Machine::with_scheduler(Setup { rules, ..two_gpus() });
-    let program = naps(&machine, "8M", "");
+#[test]
+fn what_cannot_be_moved_stays_and_says_why() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let refused = |program: &Program, to: &str, why: &str| {
+        let said = machine.ctl_fails(&["migrate", &program.pid().to_string(), "--to", to]);
+        assert!(said.contains(why), "{said}");
+        wait_until(&machine, program, "sleep", "awake");
+    };
+    let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
+    refused(&program, &both[0], "it is there already");
+    refused(&program, "GPU-of-nobody", "GPU-of-nobody");
+    refused(&program, "7", "there is no GPU \"7\"");
+    assert!(machine.ctl_fails(&["migrate", "1", "--to", &both[1]]).contains("the process id 1"));
+    let two = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --gpus 0,1"));
+    refused(&two, &both[1], "it uses several GPUs");
+    let managed = machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed");
+    let managed = started(&machine, managed);
+    refused(&managed, &both[1], "it has managed memory");
+    is_on_still(&machine, &program, &both[..1]);
+    is_on_still(&machine, &two, &both);
+    ends(program);
+    ends(two);
+    drop(managed);
+
+    let rules = "[[rule]]\nallowed-gpus = [0]\n".to_owned();
+    let machine = Machine::with_scheduler(Setup { rules, ..setup() });
+    let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     let said = machine.ctl_fails(&["migrate", &program.pid().to_string(), "--to", "1"]);
     assert!(said.contains("does not allow that GPU"), "{said}");
-    ends(&machine, program, 0);
+    ends_on(&machine, program, 0);
+}
+
+#[track_caller]
+fn is_on_still(machine: &Machine, program: &Program, gpus: &[String]) {
+    let mut places = places(machine, program);
+    places.sort();
+    let mut gpus = gpus.to_vec();
+    gpus.sort();
+    assert_eq!(places, gpus);
+}
+
+/// A program that has moved uses the GPU that it was on before as another one.
+#[test]
+fn the_gpu_that_it_left_is_one_that_it_may_use() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let first = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --gpus 0 --later 1"));
+    migrate(&machine, &first, &both[1]);
+    is_on(&machine, &first, 1);
+    first.signal(libc::SIGUSR2);
+    wait_for("both GPUs", || (places(&machine, &first).len() == 2).then_some(()));
+    assert_eq!(ends(first).0["uuids"], format!("{},{}", both[1], both[0]));
 }
 
 #[test]
-fn a_drained_gpu_is_left_for_another() {
-    let machine = Machine::with_scheduler(two_gpus());
-    let programs = [0, 1, 2].map(|_| naps(&machine, "60M", ""));
+fn a_gpu_is_drained_and_used_again() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let programs = [0, 1, 2].map(|_| started(&machine, naps(&machine, "--mem 60M --pause-ms 2")));
     let said = machine.ctl(&["drain", "0"]);
     assert!(said.contains("No program is on the GPU") && !said.contains("sleep"), "{said}");
-    assert_eq!(machine.free(), machine.setup.memory);
-    let (drained, other) = (gpu(&machine, 0), gpu(&machine, 1));
-    assert_eq!((&drained["drained"], &other["clients"]), (&true.into(), &3.into()));
+    programs.iter().for_each(|program| is_on(&machine, program, 1));
+    assert_eq!((&gpu(&machine, 0)["drained"], &gpu(&machine, 1)["clients"]), (&true.into(), &3.into()));
     assert!(machine.ctl(&["status"]).contains("drained: programs leave this GPU"));
     // One that comes waits, and gets no error.
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
-    wait_until(&machine, &newcomer, |client| client["gpus"][0]["state"] == "attaching");
+    wait_for("it to wait", || client(&machine, &newcomer).filter(|it| it["gpus"][0]["state"] == "attaching"));
     thread::sleep(Duration::from_millis(2500));
     assert_eq!(newcomer.poll(), None);
-    machine.ctl(&["undrain", "0"]);
+    machine.ctl(&["undrain", &both[0]]);
     newcomer.finish();
-    for program in programs {
-        ends(&machine, program, 1);
+    migrate(&machine, &programs[0], &both[0]);
+    for (program, gpu) in programs.into_iter().zip([0, 1, 1]) {
+        ends_on(&machine, program, gpu);
     }
     machine.wait_until_empty();
 }
@@ -148,7 +250,7 @@ fn a_drained_gpu_is_left_for_another() {
 #[test]
 fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     let machine = Machine::with_scheduler(Setup::default());
-    let program = naps(&machine, "8M", "");
+    let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     let mut managed =
         machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 600 --cpu-ms 5 --kind managed").start();
     machine.wait_for_grants(&managed, 1);
@@ -158,38 +260,132 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     managed.finish();
     machine.ctl(&["drain", "0"]);
     assert_eq!(machine.free(), machine.setup.memory);
-    machine.ctl(&["resume", &program.pid().to_string()]);
+    resume(&machine, &program);
     thread::sleep(Duration::from_millis(300));
-    wait_until(&machine, &program, |client| client["sleep"] == "sleeping");
+    wait_until(&machine, &program, "sleep", "sleeping");
     machine.ctl(&["undrain", "0"]);
-    wait_until(&machine, &program, |client| client["sleep"] == "awake");
-    ends(&machine, program, 0);
+    wait_until(&machine, &program, "sleep", "awake");
+    ends(program);
     machine.wait_until_empty();
 }
 
-/// Ends the scheduler at moments of all kinds, while a program is moved to and fro.
-#[test]
-fn schedulers_that_are_killed_leave_programs_on_one_gpu_or_the_other() {
-    let mut machine = Machine::with_scheduler(two_gpus());
-    let program = naps(&machine, "8M", "");
-    let mut random = Dice::seeded();
-    for round in 0..8 {
-        let (pid, to) = (program.pid().to_string(), (1 - round % 2).to_string());
-        thread::scope(|scope| {
-            let machine = &machine;
-            scope.spawn(move || drop(machine.ctl_output(&["migrate", &pid, "--to", &to])));
-            thread::sleep(random.milliseconds(200));
-            // SAFETY: a plain call.
-            unsafe { libc::kill(machine.scheduler_pid() as i32, libc::SIGKILL) };
-        });
+/// Until it is undrained the next scheduler has it empty, too, and moves who was there.
+fn a_drain_outlives(mut machine: Machine) {
+    let state = machine.path("state");
+    std::fs::create_dir(&state).expect("a directory");
+    let again = |machine: &mut Machine| {
         machine.kill_scheduler();
-        machine.start_scheduler();
-        wait_until(&machine, &program, |client| client["sleep"] == "awake" && client["gpus"][0]["uuid"].is_string());
-    }
-    let here = client(&machine, &program).expect("it runs")["gpus"][0]["uuid"].clone();
-    let on = usize::from(here != uuid(&machine, 0));
-    assert_eq!(machine.free_on(1 - on), machine.setup.memory);
-    assert!(machine.free_on(on) < machine.setup.memory);
-    ends(&machine, program, on);
+        machine.start_scheduler_with(|command| {
+            command.env("STATE_DIRECTORY", &state);
+        });
+    };
+    again(&mut machine);
+    let programs = [0, 1].map(|_| started(&machine, naps(&machine, "--mem 16M --pause-ms 5")));
+    let drain = machine.order("drain 0").start();
+    wait_for("it to be saved", || state.join("drained.toml").exists().then_some(()));
+    drop(drain);
+    again(&mut machine);
+    programs
+        .iter()
+        .for_each(|program| wait_for("it to be moved", || (is_somewhere(&machine, program) == 1).then_some(())));
+    assert_eq!(gpu(&machine, 0)["drained"], true);
+    machine.ctl(&["undrain", "0"]);
+    wait_for("it to be saved", || (!state.join("drained.toml").exists()).then_some(()));
+    again(&mut machine);
+    assert_eq!(gpu(&machine, 0)["drained"], false);
+    programs.into_iter().for_each(|program| drop(ends_on(&machine, program, 1)));
     machine.wait_until_empty();
+}
+
+#[test]
+fn a_drain_outlives_the_scheduler() {
+    a_drain_outlives(Machine::with_scheduler(setup()));
+}
+
+#[test]
+fn a_drain_outlives_the_scheduler_where_connections_are_kept() {
+    a_drain_outlives(Machine::with_manager(setup()));
+}
+
+/// Whatever became of the last order: it is awake on one of both, or comes to be, and nothing is left on the other.
+#[track_caller]
+fn is_somewhere(machine: &Machine, program: &Program) -> usize {
+    wait_for(&format!("`{}` to be awake on one GPU", program.name), || {
+        let client = client(machine, program)?;
+        let is_settled = client["sleep"] == "awake" && client["moving"] == "" && client["gpus"].as_array()?.len() == 1;
+        let gpu = uuids(machine).iter().position(|uuid| client["gpus"][0]["uuid"] == **uuid)?;
+        (is_settled && machine.free_on(1 - gpu) == machine.setup.memory).then_some(gpu)
+    })
+}
+
+#[test]
+fn helpers_that_are_killed_leave_programs_on_one_gpu() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
+    let mut random = Dice::seeded();
+    let mut killed = 0;
+    for _ in 0..20 {
+        let from = is_somewhere(&machine, &program);
+        let mut order = machine.order(&format!("migrate {} --to {}", program.pid(), both[1 - from])).start();
+        let end = std::time::Instant::now() + random.milliseconds(400);
+        while std::time::Instant::now() < end {
+            for helper in helpers(machine.scheduler_pid()) {
+                thread::sleep(random.milliseconds(5));
+                // SAFETY: a plain call.
+                killed += u32::from(unsafe { libc::kill(helper, libc::SIGKILL) } == 0);
+            }
+        }
+        order.wait(); // done or not, it says so
+    }
+    let gpu = is_somewhere(&machine, &program);
+    assert!(killed > 0, "none was there to be killed");
+    ends_on(&machine, program, gpu);
+    machine.wait_until_empty();
+}
+
+/// Ends the scheduler over and over at moments of all kinds while a program is moved.
+fn schedulers_end(mut machine: Machine) {
+    let both = uuids(&machine);
+    let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
+    let mut random = Dice::seeded();
+    for _ in 0..12 {
+        let from = is_somewhere(&machine, &program);
+        let order = machine.order(&format!("migrate {} --to {}", program.pid(), both[1 - from])).start();
+        thread::sleep(random.milliseconds(250));
+        machine.kill_scheduler();
+        drop(order);
+        thread::sleep(random.milliseconds(50));
+        machine.start_scheduler();
+    }
+    let gpu = is_somewhere(&machine, &program);
+    ends_on(&machine, program, gpu);
+    machine.wait_until_empty();
+    assert_eq!([0, 1].map(|gpu| machine.free_on(gpu)), [machine.setup.memory; 2]);
+}
+
+#[test]
+fn schedulers_that_are_killed_leave_programs_on_one_gpu() {
+    schedulers_end(Machine::with_scheduler(setup()));
+}
+
+#[test]
+fn the_next_scheduler_learns_where_programs_are_whose_connections_were_kept() {
+    schedulers_end(Machine::with_manager(setup()));
+}
+
+#[test]
+fn a_program_that_is_killed_while_it_moves_leaves_nothing() {
+    let machine = Machine::with_scheduler(setup());
+    let both = uuids(&machine);
+    let mut random = Dice::seeded();
+    for _ in 0..10 {
+        let mut program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
+        let mut order = machine.order(&format!("migrate {} --to {}", program.pid(), both[1])).start();
+        thread::sleep(random.milliseconds(250));
+        program.kill();
+        order.wait();
+        machine.wait_until_empty();
+    }
+    wait_for("the memory", || ([0, 1].map(|gpu| machine.free_on(gpu)) == [machine.setup.memory; 2]).then_some(()));
 }

@@ -374,6 +374,7 @@ impl Core {
         self.create_lock_files(gpu);
         self.gpus.insert(gpu, entry);
         self.apply(Event::GpuFound { gpu, total });
+        self.drain_again(gpu);
         self.announce_limits([client]);
         self.signals.limits.notify_one();
         self.publish_gpus();

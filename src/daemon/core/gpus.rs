@@ -45,6 +45,7 @@ impl Core {
         if is_complete {
             missing.into_iter().for_each(|gpu| self.gpu_gone(gpu));
         }
+        self.tell_kinds();
         self.publish_gpus();
     }
 
@@ -74,6 +75,7 @@ impl Core {
         self.gpus.insert(gpu, entry);
         if !is_same_size {
             self.apply(Event::GpuFound { gpu, total });
+            self.drain_again(gpu);
             self.announce_all_limits();
         }
         if let Some(rate) = link.filter(|_| is_news || !is_same_size) {

@@ -28,6 +28,7 @@ pub mod pods;
 mod pressure;
 mod refusals;
 mod rules;
+mod saved;
 mod shared_memory;
 mod sharing;
 mod sleep;

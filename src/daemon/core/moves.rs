@@ -113,14 +113,53 @@ impl Core {
     pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<()> {
         let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
         let id = GpuId(named.uuid);
-        let others = || self.gpus.keys().copied().filter(|other| *other != id && self.is_of_one_kind(id, *other));
-        let places = |client: ClientId| others().filter(|to| self.may_be_on(client, *to).is_ok()).collect::<Vec<_>>();
-        let users = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&id)).map(|(client, _)| *client);
-        let candidates: BTreeMap<ClientId, Vec<GpuId>> = users.map(|client| (client, places(client))).collect();
         let what = if drained { "is drained" } else { "is used again" };
         info!(gpu = named.label, "{} {what}", named.title);
-        self.apply(Event::Drain { gpu: id, drained, candidates });
+        match drained {
+            true => self.drained.all.insert(named.label),
+            false => self.drained.all.remove(&named.label),
+        };
+        self.drained.save();
+        self.apply(Event::Drain { gpu: id, drained });
         Ok(())
+    }
+
+    /// A GPU has been found, which may have been drained before, also by order to an earlier daemon.
+    pub(super) fn drain_again(&mut self, gpu: GpuId) {
+        if self.label(gpu).is_some_and(|label| self.drained.all.contains(&label)) {
+            self.apply(Event::Drain { gpu, drained: true });
+        }
+    }
+
+    /// Tells the machine between which GPUs programs can be moved, after a change of `gpus`.
+    pub(super) fn tell_kinds(&mut self) {
+        let mut kinds: Vec<GpuSet> = Vec::new();
+        for id in self.gpus.keys().copied().filter(|id| self.is_of_one_kind(*id, *id)) {
+            let known = kinds.iter_mut().find(|kind| kind.iter().all(|other| self.is_of_one_kind(*other, id)));
+            match known {
+                Some(kind) => drop(kind.insert(id)),
+                None => kinds.push(GpuSet::from([id])),
+            }
+        }
+        if self.machine.kinds() != kinds {
+            self.apply(Event::Kinds { kinds });
+            self.tell_allowed(self.clients.keys().copied().collect::<Vec<_>>());
+        }
+    }
+
+    /// Tells the machine on which GPUs these clients may be.
+    pub(super) fn tell_allowed(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+        let allowed = |client: ClientId| {
+            let (may, may_not): (GpuSet, GpuSet) =
+                self.gpus.keys().partition(|gpu| self.may_be_on(client, **gpu).is_ok());
+            (client, (!may_not.is_empty()).then_some(may))
+        };
+        let has_changed = |(client, gpus): &(ClientId, Option<GpuSet>)| self.machine.allowed(*client) != gpus.as_ref();
+        let allowed: BTreeMap<ClientId, Option<GpuSet>> =
+            clients.into_iter().map(allowed).filter(has_changed).collect();
+        if !allowed.is_empty() {
+            self.apply(Event::Allowed { allowed });
+        }
     }
 
     /// For each GPU of the host, the one on which what a process had there is restored, for these moves.

@@ -1,41 +1,24 @@
-//! Which processes are paused, for the next daemon: saved in the directory that systemd provides (`StateDirectory=`). A process is
-//! named by its number and when it began, as the kernel says, and until the machine is started again. Without a directory pauses end
-//! with the daemon.
+//! Which processes are paused, also for the next daemon (`saved`). A process is named by its number and when it began, as the kernel
+//! says.
 
-use std::collections::BTreeSet;
-use std::io;
 use std::path::Path;
-use std::sync::mpsc::{self, Sender};
-use std::thread;
 
 use serde::{Deserialize, Serialize};
-use tracing::warn;
 
+use super::saved::Saved;
 use crate::daemon::transport::peer;
-use crate::sys::atomic_file;
 
 const FILE: &str = "paused.toml";
-/// Another one each time that the machine is started.
-const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+const LOST: &str = "programs that are paused will go on if the scheduler is restarted";
 
-/// The processes, and the thread that saves them, since writing can take long.
 #[derive(Debug, Default)]
-pub struct Paused {
-    processes: BTreeSet<Process>,
-    saver: Option<Sender<String>>,
-}
+pub struct Paused(Saved<Process>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Process {
     pid: i32,
     /// Clock ticks since the machine was started.
     began: u64,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Saved {
-    boot: String,
-    process: BTreeSet<Process>,
 }
 
 impl Process {
@@ -48,55 +31,28 @@ impl Process {
     }
 }
 
-fn boot() -> String {
-    std::fs::read_to_string(BOOT).unwrap_or_default().trim().to_owned()
-}
-
 impl Paused {
-    /// Reads what an earlier daemon has saved. A wrong file is logged and ignored.
+    /// Reads what an earlier daemon has saved.
     pub fn open(directory: &Path) -> Self {
-        let path = directory.join(FILE);
-        let saved = match std::fs::read_to_string(&path) {
-            Ok(text) => toml::from_str::<Saved>(&text).map_err(|e| e.message().to_owned()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                Ok(Saved { boot: String::new(), process: BTreeSet::new() })
-            }
-            Err(e) => Err(e.to_string()),
-        };
-        let saved = saved.inspect_err(|e| warn!("who was paused is not known: {}: {e}", path.display()));
-        let processes = saved.ok().filter(|saved| saved.boot == boot()).map(|saved| saved.process);
-        let processes = processes.unwrap_or_default().into_iter().filter(Process::lives).collect();
-        let (saver, texts) = mpsc::channel::<String>();
-        let started = thread::Builder::new().name("paused".into()).spawn(move || {
-            while let Ok(first) = texts.recv() {
-                let newest = texts.try_iter().last().unwrap_or(first);
-                if let Err(e) = atomic_file::write(&path, &newest) {
-                    warn!("programs that are paused will go on if the scheduler is restarted: {}: {e}", path.display());
-                }
-            }
-        });
-        if let Err(e) = &started {
-            warn!("programs that are paused will go on if the scheduler is restarted: {e}");
-        }
-        Self { processes, saver: started.is_ok().then_some(saver) }
+        let mut saved = Saved::open(directory, FILE, LOST);
+        saved.all.retain(Process::lives);
+        Self(saved)
     }
 
     pub fn set(&mut self, pid: i32, is_paused: bool) {
-        self.processes.retain(|process| process.pid != pid && process.lives());
-        self.processes.extend(Process::of(pid).filter(|_| is_paused));
-        let Some(saver) = &self.saver else { return };
-        let saved = Saved { boot: boot(), process: self.processes.clone() };
-        let text = if self.processes.is_empty() { String::new() } else { toml::to_string(&saved).unwrap_or_default() };
-        let _ = saver.send(text);
+        self.0.all.retain(|process| process.pid != pid && process.lives());
+        self.0.all.extend(Process::of(pid).filter(|_| is_paused));
+        self.0.save();
     }
 
     pub fn has(&self, pid: i32) -> bool {
-        Process::of(pid).is_some_and(|process| self.processes.contains(&process))
+        Process::of(pid).is_some_and(|process| self.0.all.contains(&process))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::saved::{Text, boot};
     use super::*;
     use test_support::{Directory, wait_for};
 
@@ -125,7 +81,7 @@ mod tests {
         let directory = Directory::new();
         let began = peer::start_time(own()).expect("it runs");
         let write = |boot: String, began| {
-            let saved = Saved { boot, process: [Process { pid: own(), began }].into() };
+            let saved = Text { boot, all: [Process { pid: own(), began }].into() };
             std::fs::write(directory.0.join(FILE), toml::to_string(&saved).expect("text")).expect("a file");
             Paused::open(&directory.0).has(own())
         };

@@ -21,6 +21,7 @@ impl Core {
             self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
             self.set_labels([client]);
         }
+        self.tell_allowed([client]);
         self.announce_limits([client]);
     }
 
@@ -41,7 +42,8 @@ impl Core {
         let groups = clients.iter().map(|client| (*client, self.find_group(*client))).collect();
         self.apply(Event::Groups { groups });
         self.announce_all_limits();
-        self.set_labels(clients);
+        self.set_labels(clients.iter().copied());
+        self.tell_allowed(clients);
     }
 
     /// Sets the pods of this node. Returns the rules of pods that contradict others, with the reasons.
@@ -139,6 +141,9 @@ impl Core {
         if limits != before {
             self.apply(Event::EnvLimits { client, limits });
             self.announce_limits([client]);
+        }
+        if limit == LimitName::AllowedGpus {
+            self.tell_allowed([client]);
         }
     }
 

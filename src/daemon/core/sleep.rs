@@ -13,6 +13,7 @@ use tracing::{debug, info, warn};
 use zbus::fdo;
 
 use super::paused::Paused;
+use super::saved::Saved;
 use super::state::Core;
 use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
@@ -23,6 +24,8 @@ use crate::scheduler::{
 };
 use crate::sys::clock;
 
+/// The file of GPUs that are drained.
+const DRAINED: &str = "drained.toml";
 /// What could not be done at all is tried again after this time: the driver may have been replaced.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 
@@ -217,9 +220,11 @@ impl Core {
         Ok(())
     }
 
-    /// Keeps who is paused in that directory, and has those paused that are named there.
-    pub fn keep_paused(&mut self, directory: &Path) {
+    /// Keeps who is paused in that directory, and which GPUs are drained, and has those be so that are named there.
+    pub fn keep_orders(&mut self, directory: &Path) {
         self.paused = Paused::open(directory);
+        self.drained =
+            Saved::open(directory, DRAINED, "GPUs that are drained will be used again if the scheduler is restarted");
     }
 
     /// A client has connected that an earlier scheduler may have told to sleep. One whose process is paused stays so, whether it was

@@ -23,6 +23,7 @@ use super::moves::Reply;
 use super::paused::Paused;
 use super::pods::Pods;
 use super::pressure::Pressure;
+use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::traffic::Thrashing;
@@ -108,6 +109,8 @@ pub struct Core {
     /// When it was last found that nothing here can do that.
     pub(super) no_checkpoints: Option<Time>,
     pub(super) paused: Paused,
+    /// UUIDs of GPUs that are drained, whether they are there or not.
+    pub(super) drained: Saved<String>,
     /// Who waits for a client to be on another GPU.
     pub(super) migrations: BTreeMap<ClientId, Reply>,
     pub signals: Rc<Signals>,
@@ -322,6 +325,7 @@ impl Core {
             checkpoints: None,
             no_checkpoints: None,
             paused: Paused::default(),
+            drained: Saved::default(),
             migrations: BTreeMap::new(),
             signals: Rc::default(),
         })

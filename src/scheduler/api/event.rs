@@ -177,9 +177,14 @@ pub enum Event {
     /// client disconnects.
     Migrate { client: ClientId, from: GpuId, to: GpuId },
     /// From the daemon: the GPU is to be empty (`drained`), or is in use again. Meanwhile nobody gets a context there: who asks
-    /// for one waits. Whoever has one goes to one of its `candidates`, GPUs of the same kind, where there is room, as with `Migrate`,
+    /// for one waits. Whoever has one goes to another GPU of the same kind that it may be on, where there is room, as with `Migrate`,
     /// or else sleeps until the GPU is in use again. Those that can do neither go on, and are asked again from time to time.
-    Drain { gpu: GpuId, drained: bool, candidates: BTreeMap<ClientId, Vec<GpuId>> },
+    Drain { gpu: GpuId, drained: bool },
+    /// From the daemon: what runs on a GPU of one of these sets can be moved to the others. Replaces what was said before; nothing
+    /// is moved by itself until this was said.
+    Kinds { kinds: Vec<GpuSet> },
+    /// From the daemon: the GPUs on which these clients may be by their rules and environments; `None`: any.
+    Allowed { allowed: BTreeMap<ClientId, Option<GpuSet>> },
     /// From the client: it has evicted its memory, and nothing of it enters the driver until `Command::Awake`. Answers
     /// `Command::PrepareSleep`.
     SleepReady { client: ClientId },

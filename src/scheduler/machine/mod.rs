@@ -214,7 +214,9 @@ impl Machine {
             Event::FoundAsleep { client } => self.found_asleep(client),
             Event::Resumed { client } => self.wake(client, true),
             Event::Migrate { client, from, to } => self.migrate(client, Move { from, to }),
-            Event::Drain { gpu, drained, candidates } => self.drain(gpu, drained.then_some(candidates)),
+            Event::Drain { gpu, drained } => self.drain(gpu, drained),
+            Event::Kinds { kinds } => self.places.set_kinds(kinds),
+            Event::Allowed { allowed } => self.places.allow(allowed),
             Event::SleepReady { client } => {
                 self.alive(client);
                 self.sleep_ready(client);

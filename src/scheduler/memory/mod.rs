@@ -85,7 +85,7 @@ pub(crate) struct GpuMemory {
     pub has_only_clients: bool,
     /// It is to be empty: the GPUs that each of its clients can go to.
     #[serde(default)]
-    pub drained: Option<BTreeMap<ClientId, Vec<GpuId>>>,
+    pub drained: bool,
     /// The client that is about to be restored here.
     #[serde(default)]
     pub returning: Option<Returning>,
@@ -143,7 +143,7 @@ impl GpuMemory {
             capacity: 0,
             lacking: false,
             has_only_clients: false,
-            drained: None,
+            drained: false,
             returning: None,
             overdue: BTreeMap::new(),
             rates: Rates::default(),

@@ -64,7 +64,7 @@ impl Machine {
         let most = most.map(|(need, _)| need);
         let room = most.and_then(|most| (capacity - most).checked_div(gpu.context_bytes(&self.settings, 1)));
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
-        let too_many = if gpu.drained.is_some() { gpu.contexts.len() } else { gpu.contexts.len().saturating_sub(room) };
+        let too_many = if gpu.drained { gpu.contexts.len() } else { gpu.contexts.len().saturating_sub(room) };
         let deferred = gpu.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
         if let Some(gpu) = self.memory.get_mut(&id) {
             gpu.contexts.defer(if gpu.access == Access::Gone { 0 } else { deferred });
@@ -118,14 +118,18 @@ impl Machine {
             gpu.contexts.pop();
             gpu.clients.get_mut(&client)?.attached = Some(now);
             self.effects.command(Command::Attached { client, gpu: id });
+            let is_drained = gpu.drained;
             self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
+            if is_drained {
+                self.drain_client(client); // its context is from before the scheduler was started
+            }
         }
     }
 
     /// Tells clients that have been deferred for long that there is no room for their contexts. A client that gives up
     /// detaches; an older library waits on. Returns when to tell the next.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
-        if self.memory.get(&id).is_some_and(|gpu| gpu.drained.is_some()) {
+        if self.memory.get(&id).is_some_and(|gpu| gpu.drained) {
             return None; // until it is in use again
         }
         let waiting = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.contexts.iter());

@@ -5,7 +5,6 @@
 //! restored follows from where it was and where it is attached now (`sleep`); the client hears of it when it is awake.
 
 use crate::{api::*, machine::Machine, memory::Access, quota::RoomToMove, sleep::Step, timers::Wake};
-use std::collections::BTreeMap;
 
 impl Machine {
     pub(crate) fn migrate(&mut self, client: ClientId, to: Move) {
@@ -23,6 +22,16 @@ impl Machine {
         self.move_sleeper(client);
         self.hold_off(client);
         self.take_step(client, Step::Nothing);
+    }
+
+    /// The GPUs between which clients can be moved, as the daemon has said.
+    pub fn kinds(&self) -> &[GpuSet] {
+        self.places.kinds()
+    }
+
+    /// The GPUs on which a client may be, as the daemon has said; `None`: any.
+    pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
+        self.places.allowed(client)
     }
 
     /// Why a client cannot be moved, whether or not it can sleep.
@@ -72,13 +81,23 @@ impl Machine {
 
     /// Moves a client that sleeps, if it is to be moved.
     pub(super) fn move_sleeper(&mut self, client: ClientId) {
-        let Some(to) = self.sleep.due_move(client) else { return };
-        match self.move_obstacle(client, to) {
-            Some(why) => self.sleep.cannot_move(client, why),
-            None if self.room_for(client, to) == RoomToMove::Now => self.move_attachment(client, to),
-            None if self.sleep.waits_for_room(self.now, client) => {} // others are to acknowledge lower limits first
-            None => self.sleep.cannot_move(client, MoveObstacle::NoRoom),
+        while let Some(to) = self.sleep.due_move(client) {
+            let why = match self.move_obstacle(client, to) {
+                Some(why) => why,
+                None if self.room_for(client, to) == RoomToMove::Now => return self.move_attachment(client, to),
+                // Others are to acknowledge lower limits first.
+                None if self.sleep.waits_for_room(self.now, client) => return,
+                None => MoveObstacle::NoRoom,
+            };
+            self.cannot_move(client, why);
         }
+    }
+
+    /// A client that sleeps does not get where it was to go. One that is to leave a GPU that is drained tries the next.
+    fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
+        self.sleep.cannot_move(client, why);
+        self.answer_move(client);
+        self.leave_drained(client);
     }
 
     /// Limits have room for a client on the GPU to which it is to be moved.
@@ -90,9 +109,10 @@ impl Machine {
     /// A client could not be restored on other GPUs: it comes back where it was.
     pub(super) fn move_back(&mut self, client: ClientId) {
         for Move { from, to } in self.sleep.moves(client) {
+            self.sleep.misses(client, to);
             self.move_attachment(client, Move { from: to, to: from });
         }
-        self.sleep.cannot_move(client, MoveObstacle::Failed);
+        self.cannot_move(client, MoveObstacle::Failed);
     }
 
     /// Says what became of a move, if that is known by now.
@@ -105,17 +125,17 @@ impl Machine {
         }
     }
 
-    /// `candidates`: the GPU is to be empty; for each of its clients, those that it can go to.
-    pub(crate) fn drain(&mut self, id: GpuId, candidates: Option<BTreeMap<ClientId, Vec<GpuId>>>) {
+    /// The GPU is to be empty (`drained`), or is in use again.
+    pub(crate) fn drain(&mut self, id: GpuId, drained: bool) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
-        gpu.drained = candidates;
+        gpu.drained = drained;
         let clients: Vec<ClientId> = gpu.clients.keys().copied().collect();
         clients.into_iter().for_each(|client| self.drain_client(client));
         self.touch(id);
     }
 
     fn is_drained(&self, id: GpuId) -> bool {
-        self.memory.get(&id).is_some_and(|gpu| gpu.drained.is_some())
+        self.memory.get(&id).is_some_and(|gpu| gpu.drained)
     }
 
     /// Whether a client has a context on a GPU that is drained, or comes back to one.
@@ -140,9 +160,11 @@ impl Machine {
             return;
         }
         for from in self.gpus_of(client) {
-            let all = self.memory.get(&from).and_then(|gpu| gpu.drained.as_ref());
-            let candidates = all.and_then(|all| all.get(&client)).into_iter().flatten();
-            let moves = candidates.map(|to| Move { from, to: *to });
+            if !self.is_drained(from) {
+                continue;
+            }
+            let candidates = self.places.candidates(client, from).filter(|to| !self.sleep.has_missed(client, *to));
+            let moves = candidates.map(|to| Move { from, to });
             let free = moves.filter(|both| self.move_obstacle(client, *both).is_none());
             let clients = |both: &Move| self.memory.get(&both.to).map_or(0, |gpu| gpu.clients.len());
             if let Some(both) = free.min_by_key(clients) {

@@ -65,6 +65,9 @@ struct Entry {
     /// A GPU that it has attached is drained: it sleeps until that one is not, or another has taken its place.
     #[serde(default)]
     is_drained: bool,
+    /// GPUs to which it could not be moved since one that it has attached is drained.
+    #[serde(default)]
+    missed: GpuSet,
     /// It is to go to another GPU.
     moving: Option<Moving>,
     /// The GPUs that it has attached since it was taken off others, and those others.
@@ -102,6 +105,7 @@ impl Entry {
             is_wanted: false,
             is_paused: false,
             is_drained: false,
+            missed: GpuSet::new(),
             moving: None,
             homes: BTreeMap::new(),
             answer: None,
@@ -284,6 +288,7 @@ impl Sleep {
         }
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         entry.is_drained = is_drained;
+        entry.missed.clear();
         match entry.state {
             State::Awake => {
                 (entry.due, entry.obstacle) = (None, None);
@@ -340,8 +345,19 @@ impl Sleep {
     /// A client that sleeps is not moved after all.
     pub fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
         if let Some(entry) = self.clients.get_mut(&client) {
+            entry.missed.extend(entry.moving.map(|moving| moving.to.to));
             entry.answer_move(Some(why));
         }
+    }
+
+    /// A client could not be restored on a GPU.
+    pub fn misses(&mut self, client: ClientId, id: GpuId) {
+        self.clients.get_mut(&client).into_iter().for_each(|entry| entry.missed.extend([id]));
+    }
+
+    /// Whether a client could not be moved to that GPU since one that it has attached is drained.
+    pub fn has_missed(&self, client: ClientId, id: GpuId) -> bool {
+        self.clients.get(&client).is_some_and(|entry| entry.missed.contains(&id))
     }
 
     /// The attachment of a client that sleeps is on another GPU now. `is_drained`: it still has one that is drained.

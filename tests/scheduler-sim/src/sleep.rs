@@ -71,8 +71,7 @@ impl World {
         let connected: Vec<ClientId> = self.connected.iter().copied().collect();
         if self.now >= sleeps.until {
             let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
-            gpus.into_iter()
-                .for_each(|gpu| self.feed(Event::Drain { gpu, drained: false, candidates: BTreeMap::new() }));
+            gpus.into_iter().for_each(|gpu| self.feed(Event::Drain { gpu, drained: false }));
             return connected.into_iter().for_each(|client| self.feed(Event::Resumed { client }));
         }
         let client = match connected.len() as u64 {
@@ -94,11 +93,13 @@ impl World {
         let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
         let gpu = gpus[self.rng.below(gpus.len() as u64) as usize];
         let clients: Vec<ClientId> = self.connected.iter().copied().collect();
-        let mut others = || gpus.iter().filter(|other| **other != gpu && self.rng.one_in(2)).copied().collect();
-        let candidates = clients.into_iter().map(|client| (client, others())).collect();
+        let mut some = || Some(gpus.iter().filter(|_| self.rng.one_in(2)).copied().collect());
+        let allowed = clients.into_iter().map(|client| (client, some())).collect();
+        self.feed(Event::Kinds { kinds: vec![gpus.iter().copied().collect()] });
+        self.feed(Event::Allowed { allowed });
         let drained = !self.rng.one_in(3);
         self.has_drained = true;
-        self.feed(Event::Drain { gpu, drained, candidates });
+        self.feed(Event::Drain { gpu, drained });
     }
 
     fn migrate_somebody(&mut self, client: ClientId) {

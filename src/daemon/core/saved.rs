@@ -1,0 +1,76 @@
+//! Sets of what was ordered, for the next daemon: saved in the directory that systemd provides (`StateDirectory=`), until the machine
+//! is started again. Without a directory they end with the daemon.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::Path;
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tracing::warn;
+
+use crate::sys::atomic_file;
+
+/// Another one each time that the machine is started.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
+/// What was ordered, and the thread that saves it, since writing can take long.
+#[derive(Debug)]
+pub struct Saved<T> {
+    pub all: BTreeSet<T>,
+    saver: Option<Sender<String>>,
+}
+
+impl<T> Default for Saved<T> {
+    fn default() -> Self {
+        Self { all: BTreeSet::new(), saver: None }
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Text<T: Ord> {
+    pub boot: String,
+    pub all: BTreeSet<T>,
+}
+
+pub(super) fn boot() -> String {
+    std::fs::read_to_string(BOOT).unwrap_or_default().trim().to_owned()
+}
+
+impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
+    /// Reads what an earlier daemon has saved in a file. A wrong file is logged and ignored. `lost`: what it means that the file
+    /// cannot be written, as a sentence.
+    pub fn open(directory: &Path, file: &str, lost: &'static str) -> Self {
+        let path = directory.join(file);
+        let read = match std::fs::read_to_string(&path) {
+            Ok(text) => toml::from_str::<Text<T>>(&text).map_err(|e| e.message().to_owned()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Text { boot: String::new(), all: BTreeSet::new() }),
+            Err(e) => Err(e.to_string()),
+        };
+        let read = read.inspect_err(|e| warn!("what an earlier scheduler was told is lost: {}: {e}", path.display()));
+        let all = read.ok().filter(|read| read.boot == boot()).map(|read| read.all).unwrap_or_default();
+        let (saver, texts) = mpsc::channel::<String>();
+        let started = thread::Builder::new().name("saved".into()).spawn(move || {
+            while let Ok(first) = texts.recv() {
+                let newest = texts.try_iter().last().unwrap_or(first);
+                if let Err(e) = atomic_file::write(&path, &newest) {
+                    warn!("{lost}: {}: {e}", path.display());
+                }
+            }
+        });
+        if let Err(e) = &started {
+            warn!("{lost}: {e}");
+        }
+        Self { all, saver: started.is_ok().then_some(saver) }
+    }
+
+    /// Saves the present set. Nothing is left of an empty one.
+    pub fn save(&self) {
+        let Some(saver) = &self.saver else { return };
+        let text = Text { boot: boot(), all: self.all.clone() };
+        let text = if self.all.is_empty() { String::new() } else { toml::to_string(&text).unwrap_or_default() };
+        let _ = saver.send(text);
+    }
+}
