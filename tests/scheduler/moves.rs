@@ -238,8 +238,8 @@ fn one_that_cannot_be_restored_there_comes_back_where_it_was() {
     for settles in [false, true] {
         let mut scene = Scene::restoring();
         if settles {
-            scene.helper(1, SleepOutcome::Unknown);
-            assert!(scene.t.after(Duration::from_secs(1)).contains(&checkpoint(SleepOperation::Settle, &[])));
+            let commands = scene.helper(1, SleepOutcome::Unknown);
+            assert!(commands.contains(&checkpoint(SleepOperation::Settle, &[])), "{commands:?}");
         }
         let commands = scene.helper(1, SleepOutcome::Asleep);
         assert!(commands.contains(&moved(1, 0)), "{commands:?}");
@@ -255,7 +255,6 @@ fn one_that_cannot_be_restored_there_comes_back_where_it_was() {
 fn one_that_a_helper_left_running_is_on_the_other_gpu() {
     let mut scene = Scene::restoring();
     scene.helper(1, SleepOutcome::Unknown);
-    scene.t.after(Duration::from_secs(1));
     let commands = scene.helper(1, SleepOutcome::Runs);
     assert!(commands.contains(&awake(&[(0, 1)])) && commands.contains(&migrated(0, 1, None)), "{commands:?}");
     scene.runs_on(1);

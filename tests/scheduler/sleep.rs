@@ -307,6 +307,7 @@ fn a_helper_that_dies_leaves_the_client_as_it_is_found() {
     scene.t.say(Event::SleepWanted { client: client(1), paused: false });
     scene.t.map(1);
     scene.ready(1);
+    assert_eq!(scene.helper(1, SleepOutcome::Unknown), [checkpoint(1, SleepOperation::Settle)]);
     assert_eq!(scene.helper(1, SleepOutcome::Unknown), []);
     assert_eq!(scene.t.after(Duration::from_secs(1)), [checkpoint(1, SleepOperation::Settle)]);
     assert_eq!(scene.helper(1, SleepOutcome::Runs).first(), Some(&awake(1)));

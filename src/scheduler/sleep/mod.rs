@@ -83,6 +83,9 @@ struct Entry {
     waking_for: Option<(WakeReason, Time)>,
     woken: Option<Woken>,
     backoff: Duration,
+    /// How long it is waited before the helper is asked again in which state the process is; 0: it is known, or asked at once.
+    #[serde(default)]
+    unknown: Duration,
     /// When to look again.
     due: Option<Time>,
 }
@@ -115,6 +118,7 @@ impl Entry {
             waking_for: None,
             woken: None,
             backoff: Duration::ZERO,
+            unknown: Duration::ZERO,
             due: None,
         }
     }
@@ -516,6 +520,9 @@ impl Sleep {
         if !is_awaited {
             return Step::Nothing;
         }
+        if outcome != SleepOutcome::Unknown {
+            entry.unknown = Duration::ZERO;
+        }
         match outcome {
             SleepOutcome::Runs => {
                 // One that is to sleep again by now is prepared again.
@@ -538,9 +545,14 @@ impl Sleep {
                 Step::Sleeps
             }
             SleepOutcome::Asleep => entry.is_asleep(number),
+            // A helper that is gone needs no time, so the next is asked at once; after that, not so soon again.
+            SleepOutcome::Unknown if entry.unknown.is_zero() => {
+                (entry.state, entry.unknown) = (State::Settling { asked: true }, AGAIN.0);
+                Step::Call(SleepOperation::Settle)
+            }
             SleepOutcome::Unknown => {
-                entry.state = State::Settling { asked: false };
-                entry.retry(now);
+                (entry.state, entry.due) = (State::Settling { asked: false }, Some(now + entry.unknown));
+                entry.unknown = (entry.unknown * 2).min(AGAIN.1);
                 Step::Nothing
             }
             SleepOutcome::Lost => {
@@ -712,8 +724,9 @@ mod tests {
         sleep.want(A, false);
         sleep.prepare(at(0), A);
         sleep.ready(at(0), A, None);
-        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Unknown, 1), Step::Nothing);
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Unknown, 1), Step::Call(Settle), "at once");
         assert!(sleep.is_held_off(A) && !sleep.is_away(A));
+        assert_eq!(sleep.answered(at(1), A, SleepOutcome::Unknown, 1), Step::Nothing);
         assert_eq!(sleep.answered(at(1), A, SleepOutcome::Runs, 1), Step::Nothing, "nobody was asked");
         assert_eq!(sleep.look(at(2), A, 1), Step::Call(Settle));
         assert_eq!(sleep.answered(at(3), A, SleepOutcome::Unknown, 1), Step::Nothing);
