@@ -28,7 +28,7 @@ const DAEMON: [&str; 15] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
 /// the state machine, then what needs more than one of them.
-const SCHEDULER: [&str; 18] = [
+const SCHEDULER: [&str; 19] = [
     "encoding",
     "api",
     "entity",
@@ -43,6 +43,7 @@ const SCHEDULER: [&str; 18] = [
     "placement",
     "thrash",
     "sleep",
+    "migration",
     "machine",
     "settle",
     "view",

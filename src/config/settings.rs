@@ -42,6 +42,7 @@ pub fn defaults() -> Settings {
         context: 600 << 20,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
+        migrate: false,
         sleep_after: Some(Duration::from_secs(300)),
     }
 }
@@ -54,6 +55,8 @@ pub struct SchedulerSettings {
     pub time_period: Option<Duration>,
     pub anti_thrash: Option<AntiThrash>,
     pub policy: Option<PolicyName>,
+    pub placement: Option<Placement>,
+    pub migrate: Option<bool>,
     pub memory: MemorySection,
 }
 
@@ -68,6 +71,8 @@ impl SchedulerSettings {
             reserve: self.memory.reserve.unwrap_or(default.reserve),
             context: self.memory.context.unwrap_or(default.context),
             time_period: self.time_period.unwrap_or(default.time_period),
+            placement: self.placement.unwrap_or(default.placement),
+            migrate: self.migrate.unwrap_or(default.migrate),
             ..default
         }
     }
@@ -186,7 +191,7 @@ pub fn read_policy<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PolicyNa
     .map_err(de::Error::custom)
 }
 
-pub(super) fn read_placement<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Placement>, D::Error> {
+pub fn read_placement<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Placement>, D::Error> {
     let allowed = "\"none\", \"pack\" or \"spread\"";
     let given = match Scalar::read(from, "placement", allowed)? {
         Scalar::Text(text) => match &*text {

@@ -33,6 +33,7 @@ mod fairness;
 mod lock;
 mod machine;
 mod memory;
+mod migration;
 mod placement;
 mod policy;
 mod quota;

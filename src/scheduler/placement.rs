@@ -95,6 +95,11 @@ impl Placements {
         }
     }
 
+    /// Whether a client can have any neighbours.
+    pub fn has_no_labels(&self, client: ClientId) -> bool {
+        self.labels(client) == Labels::default()
+    }
+
     fn labels(&self, client: ClientId) -> Labels {
         let waiting = || self.places.get(&client).map(|place| &place.labels);
         self.labels.get(&client).or_else(waiting).cloned().unwrap_or_default()
@@ -232,8 +237,8 @@ impl Sites<'_> {
     /// How well a GPU suits a client: the lower, the better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
         let Some(gpu) = self.memory.get(&id) else { return (true, u64::MAX, u64::MAX) };
-        // Whoever is placed on one that is drained waits.
-        let is_drained = gpu.drained;
+        // Whoever is placed on one that is drained waits; one that reports errors is to be left.
+        let is_drained = gpu.drained || gpu.failing;
         if self.settings.placement != Placement::Pack {
             return (is_drained, there.labels.len() as u64, there.bytes);
         }

@@ -116,6 +116,8 @@ impl Scenario {
             time_period: file.time_period,
             anti_thrash: file.anti_thrash,
             policy: file.policy,
+            placement: file.placement,
+            migrate: file.migrate,
             memory: file.memory,
         };
         let swap = file.swap.map_or(Ok(None), |section| swap(&section))?;

@@ -80,6 +80,11 @@ impl Client {
         self.memories.get(&gpu)
     }
 
+    /// The GPUs that it uses.
+    pub fn gpus(&self) -> &GpuSet {
+        &self.setup.gpus
+    }
+
     /// The GPUs whose lock it has.
     pub fn held(&self) -> &GpuSet {
         &self.held

@@ -104,3 +104,30 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Unplaced { client, .. } => Some(*client),
     }
 }
+
+/// Has a command to a client mean the other GPU, once the client has been moved there.
+pub fn rename(command: &mut Command, both: nvshare_sched::Move) {
+    match command {
+        Command::Attached { gpu, .. }
+        | Command::Limit { gpu, .. }
+        | Command::Denied { gpu, .. }
+        | Command::Allowance { gpu, .. }
+        | Command::Reserved { gpu, .. }
+        | Command::Prepare { gpu, .. }
+        | Command::EvictionBlocked { gpu, .. }
+        | Command::MappingFailed { gpu, .. } => *gpu = if *gpu == both.from { both.to } else { *gpu },
+        Command::Grant { gpus, .. }
+        | Command::Revoke { gpus, .. }
+        | Command::Contended { gpus, .. }
+        | Command::Waiting { gpus, .. }
+        | Command::Undrainable { gpus, .. } => replace(gpus, both),
+        _ => {}
+    }
+}
+
+/// Has a set name the other GPU.
+pub fn replace(gpus: &mut GpuSet, nvshare_sched::Move { from, to }: nvshare_sched::Move) {
+    if gpus.remove(&from) {
+        gpus.insert(to);
+    }
+}

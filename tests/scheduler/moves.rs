@@ -452,6 +452,89 @@ fn one_that_ends_on_its_way_leaves_nothing() {
     }
 }
 
+/// Clients that are moved by themselves.
+mod by_themselves {
+    use super::*;
+
+    fn scene(placement: Placement) -> Scene {
+        let mut scene = Scene::new();
+        let before = scene.t.machine.settings().clone();
+        scene.t.say(Event::Kinds { kinds: vec![gpus([0, 1])] });
+        scene.t.say(Event::Configure(Settings { placement, migrate: true, ..before }));
+        scene
+    }
+
+    /// Both clients of GPU 0 want it for so long: one has it, and the other waits.
+    fn both_work(scene: &mut Scene, seconds: u64) -> Vec<Command> {
+        scene.join(2, 0, 4 * GIB);
+        let mut commands = [scene.request(1), scene.request(2)].concat();
+        for _ in 0..seconds {
+            commands.extend(scene.t.after(Duration::from_secs(1)));
+            for n in [1, 2] {
+                if commands.contains(&Command::Revoke { client: client(n), gpus: gpus([0]) }) {
+                    let gpus = gpus([0]);
+                    let busy = Duration::from_secs(1);
+                    let release = Event::Released { client: client(n), gpus, reason: ReleaseReason::Revoked, busy };
+                    commands = scene.t.say(release);
+                    if scene.t.machine.sleep_of(client(n)).moving.is_some() {
+                        return commands;
+                    }
+                    commands.extend(scene.request(n));
+                }
+            }
+        }
+        commands
+    }
+
+    #[test]
+    fn one_that_waits_for_another_goes_to_an_idle_gpu() {
+        let mut scene = scene(Placement::Spread);
+        both_work(&mut scene, 100);
+        assert_eq!([1, 2].map(|n| scene.t.machine.sleep_of(client(n)).moving), [None; 2], "not for so little");
+        both_work(&mut scene, 300);
+        let moving = [1, 2].map(|n| scene.t.machine.sleep_of(client(n)).moving.is_some());
+        assert_eq!(moving.iter().filter(|moves| **moves).count(), 1, "{moving:?}");
+    }
+
+    #[test]
+    fn nobody_is_moved_unless_that_is_set() {
+        let mut scene = scene(Placement::Spread);
+        let before = scene.t.machine.settings().clone();
+        scene.t.say(Event::Configure(Settings { migrate: false, ..before }));
+        both_work(&mut scene, 600);
+        assert_eq!([1, 2].map(|n| scene.t.machine.sleep_of(client(n)).moving), [None; 2]);
+    }
+
+    #[test]
+    fn everybody_leaves_a_gpu_that_reports_errors() {
+        let mut scene = scene(Placement::Pack);
+        scene.t.say(Event::Failing { gpu: gpu(0), failing: true });
+        let commands = scene.t.after(Duration::from_secs(30));
+        assert!(commands.contains(&PREPARE), "{commands:?}");
+        assert!(scene.goes().contains(&moved(0, 1)));
+        scene.comes(&[(0, 1)]);
+        assert!(scene.helper(1, SleepOutcome::Runs).contains(&migrated(0, 1, None)));
+        scene.runs_on(1);
+        scene.release(1);
+        // Not back again so soon, whatever is wrong there.
+        scene.t.say(Event::Failing { gpu: gpu(0), failing: false });
+        scene.t.say(Event::Failing { gpu: gpu(1), failing: true });
+        let commands = scene.t.after(Duration::from_secs(500));
+        assert!(!commands.contains(&PREPARE), "{commands:?}");
+        let commands = scene.t.after(Duration::from_secs(120));
+        assert!(commands.contains(&PREPARE), "{commands:?}");
+    }
+
+    #[test]
+    fn one_that_shares_its_gpu_by_a_label_stays() {
+        let mut scene = scene(Placement::Pack);
+        let label = Labels { affinity: Some("a".into()), ..Labels::default() };
+        scene.t.say(Event::Labels { labels: [(client(1), label)].into() });
+        scene.t.say(Event::Failing { gpu: gpu(0), failing: true });
+        assert!(!scene.t.after(Duration::from_secs(600)).contains(&PREPARE));
+    }
+}
+
 /// GPUs that are to be empty.
 mod drain {
     use super::*;

@@ -197,7 +197,8 @@ proptest! {
         host in prop::option::of(0u64..60),
     ) {
         let sleep_after = after.map(ms);
-        let settings = Settings { context: 256 * MIB, sleep_after, ..settings_of(mode, ms(500)) };
+        let (migrate, placement) = (seed.is_multiple_of(2), [Placement::Pack, Placement::Spread][(seed / 2 % 2) as usize]);
+        let settings = Settings { context: 256 * MIB, sleep_after, migrate, placement, ..settings_of(mode, ms(500)) };
         let mut world = World::new(settings.clone(), seed);
         for n in 0..gpus {
             world.add_gpu(gpu(n), TOTAL, 512 * MIB);
@@ -294,7 +295,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         1 => Just(Event::Tick),
         1 => (mode(), quantum, bytes(), bytes()).prop_map(|((anti_thrash, policy), q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None, sleep_after: Some(ms(q)) })
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: if q % 2 == 0 { Placement::Spread } else { Placement::Pack }, migrate: q % 3 > 0, sleep_after: Some(ms(q)) })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => g().prop_map(|gpu| Event::GpuGone { gpu }),
@@ -305,6 +306,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => c().prop_map(|client| Event::Resumed { client }),
         2 => (c(), g(), g()).prop_map(|(client, from, to)| Event::Migrate { client, from, to }),
         1 => (g(), any::<bool>()).prop_map(|(gpu, drained)| Event::Drain { gpu, drained }),
+        1 => (g(), any::<bool>()).prop_map(|(gpu, failing)| Event::Failing { gpu, failing }),
         1 => prop::collection::vec(set(), 0..3).prop_map(|kinds| Event::Kinds { kinds }),
         1 => prop::collection::btree_map(c(), prop::option::of(set()), 0..4).prop_map(|allowed| Event::Allowed { allowed }),
         2 => c().prop_map(|client| Event::SleepReady { client }),

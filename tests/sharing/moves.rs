@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
+use cuda_sim_gpus::trouble;
 use serde_json::Value;
 use test_support::machine::*;
 
@@ -305,6 +306,28 @@ fn a_drain_outlives_the_scheduler() {
 #[test]
 fn a_drain_outlives_the_scheduler_where_connections_are_kept() {
     a_drain_outlives(Machine::with_manager(setup()));
+}
+
+/// It is looked only now and then whether programs should be moved.
+#[test]
+fn programs_leave_a_gpu_that_has_to_be_reset() {
+    let mut machine = Machine::new(Setup { placement: "spread", ..setup() });
+    let drop_ins = machine.path("nvshare.toml.d");
+    std::fs::create_dir(&drop_ins).expect("a directory");
+    std::fs::write(drop_ins.join("migrate.toml"), "migrate = true\n").expect("a drop-in");
+    machine.start_scheduler();
+    let both = uuids(&machine);
+    let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 5"));
+    let from = both.iter().position(|uuid| places(&machine, &program) == [uuid.clone()]).expect("one of both");
+    trouble::advise(&machine.path("gpu"), from, Some(1)).expect("the advice");
+    wait_within(Duration::from_secs(120), "it to be moved", || {
+        (is_somewhere(&machine, &program) == 1 - from).then_some(())
+    });
+    let newcomer = started(&machine, naps(&machine, "--mem 16M --pause-ms 5"));
+    assert_eq!(places(&machine, &newcomer), both[1 - from..=1 - from], "nobody is placed there");
+    ends_on(&machine, program, 1 - from);
+    ends_on(&machine, newcomer, 1 - from);
+    machine.wait_until_empty();
 }
 
 /// Whatever became of the last order: it is awake on one of both, or comes to be, and nothing is left on the other.

@@ -357,6 +357,7 @@ impl Core {
         let share = budget.take(What::Gpus, 1).ok_or(Violation::TooManyGpus)?;
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
         let entry = Gpu {
+            failing: false,
             kind,
             name,
             total,

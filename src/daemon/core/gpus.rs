@@ -36,9 +36,13 @@ impl Core {
         self.nvml.is_some() && self.nvml_state == State::Usable && gpu.index.is_some()
     }
 
-    pub(super) fn gpus_listed(&mut self, Listing { gpus, is_complete }: Listing) {
+    pub(super) fn gpus_listed(&mut self, Listing { gpus, failing, is_complete }: Listing) {
         let listed: BTreeSet<GpuId> = gpus.iter().map(|found| found.gpu).collect();
-        gpus.into_iter().for_each(|found| self.gpu_found(found));
+        for found in gpus {
+            let (gpu, is_failing) = (found.gpu, failing.contains(&found.gpu));
+            self.gpu_found(found);
+            self.gpu_fails(gpu, is_failing);
+        }
         // GPUs that NVML never knew are the clients'.
         let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
         let missing: Vec<GpuId> = self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect();
@@ -55,8 +59,10 @@ impl Core {
         let is_new = before.is_none();
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
+        let failing = before.as_ref().is_some_and(|known| known.failing);
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
         let entry = Gpu {
+            failing,
             kind,
             name,
             total,
@@ -81,6 +87,19 @@ impl Core {
         if let Some(rate) = link.filter(|_| is_news || !is_same_size) {
             self.apply(Event::GpuLink { gpu, rate });
         }
+    }
+
+    /// Whether a GPU reports errors.
+    fn gpu_fails(&mut self, gpu: GpuId, failing: bool) {
+        let Some(entry) = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing) else { return };
+        entry.failing = failing;
+        let (label, name) = (entry.label(gpu), entry.name.clone());
+        if failing {
+            warn!(gpu = label, "{name} reports errors: the driver wants it to be reset");
+        } else {
+            info!(gpu = label, "{name} reports no errors any more");
+        }
+        self.apply(Event::Failing { gpu, failing });
     }
 
     /// NVML no longer lists a GPU.

@@ -242,6 +242,8 @@ pub(super) struct ClientGpuStats {
 }
 
 pub(super) struct Gpu {
+    /// It reports errors.
+    pub failing: bool,
     pub kind: GpuKind,
     pub name: String,
     /// Bytes.

@@ -10,6 +10,7 @@ use crate::{
     fairness::Fairness,
     lock::{Hold, Lock},
     memory::{Access, Account, ClientMemory, GpuMemory, ledger::State},
+    migration::Migration,
     placement::Placements,
     policy::{self, Histories, Policy},
     quota::Quota,
@@ -49,6 +50,8 @@ pub struct Machine {
     pub(crate) thrash: BTreeMap<GpuId, Detector>,
     #[serde(default)]
     pub(crate) sleep: Sleep,
+    #[serde(default)]
+    pub(crate) migration: Migration,
     pub(crate) effects: Effects,
     /// The machine is about to sleep.
     pub(crate) asleep: bool,
@@ -81,6 +84,7 @@ impl Machine {
             histories: Histories::default(),
             thrash: BTreeMap::new(),
             sleep: Sleep::default(),
+            migration: Migration::default(),
             effects: Effects::default(),
             asleep: false,
         }
@@ -123,6 +127,7 @@ impl Machine {
                 Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
                 Wake::Thrash(gpu) => self.look_at_traffic(gpu),
                 Wake::Sleep(client) => self.look_at_sleep(client),
+                Wake::Migration => self.look_at_migration(),
             }
         }
         loop {
@@ -215,7 +220,13 @@ impl Machine {
             Event::Resumed { client } => self.wake(client, true),
             Event::Migrate { client, from, to } => self.migrate(client, Move { from, to }),
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
-            Event::Kinds { kinds } => self.places.set_kinds(kinds),
+            Event::Kinds { kinds } => {
+                self.places.set_kinds(kinds);
+                self.migration_changed();
+            }
+            Event::Failing { gpu, failing } => {
+                self.memory.get_mut(&gpu).into_iter().for_each(|gpu| gpu.failing = failing);
+            }
             Event::Allowed { allowed } => self.places.allow(allowed),
             Event::SleepReady { client } => {
                 self.alive(client);
@@ -246,6 +257,7 @@ impl Machine {
         }
         self.effects.touch_all(self.memory.keys().copied());
         self.admit_needless();
+        self.migration_changed();
     }
 
     fn gpu_found(&mut self, id: GpuId, total: u64) {

@@ -86,6 +86,9 @@ pub(crate) struct GpuMemory {
     /// It is to be empty: the GPUs that each of its clients can go to.
     #[serde(default)]
     pub drained: bool,
+    /// It reports errors: whoever can is to leave it.
+    #[serde(default)]
+    pub failing: bool,
     /// The client that is about to be restored here.
     #[serde(default)]
     pub returning: Option<Returning>,
@@ -144,6 +147,7 @@ impl GpuMemory {
             lacking: false,
             has_only_clients: false,
             drained: false,
+            failing: false,
             returning: None,
             overdue: BTreeMap::new(),
             rates: Rates::default(),

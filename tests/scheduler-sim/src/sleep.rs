@@ -2,6 +2,7 @@
 //! what must hold meanwhile: only a process that is prepared is checkpointed, and a restore never runs out of memory.
 
 use crate::{client::Phase, world::Happening, *};
+use nvshare_simulated_client::{rename, replace};
 use std::collections::VecDeque;
 
 /// The longest preparation of the library.
@@ -47,6 +48,7 @@ impl World {
     /// From now on clients are put to sleep, paused and resumed at random, and their contexts take so many bytes.
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
+        self.has_drained |= self.machine.settings().migrate;
         self.measure();
         let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
         gpus.into_iter().for_each(|gpu| self.feed(Event::OtherPrograms { gpu, present: false }));
@@ -71,7 +73,10 @@ impl World {
         let connected: Vec<ClientId> = self.connected.iter().copied().collect();
         if self.now >= sleeps.until {
             let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
-            gpus.into_iter().for_each(|gpu| self.feed(Event::Drain { gpu, drained: false }));
+            for gpu in gpus {
+                self.feed(Event::Drain { gpu, drained: false });
+                self.feed(Event::Failing { gpu, failing: false });
+            }
             return connected.into_iter().for_each(|client| self.feed(Event::Resumed { client }));
         }
         let client = match connected.len() as u64 {
@@ -99,6 +104,9 @@ impl World {
         self.feed(Event::Allowed { allowed });
         let drained = !self.rng.one_in(3);
         self.has_drained = true;
+        if self.rng.one_in(4) {
+            self.feed(Event::Failing { gpu, failing: drained });
+        }
         self.feed(Event::Drain { gpu, drained });
     }
 
@@ -270,30 +278,4 @@ impl World {
 
 fn sorted(moves: &[Move]) -> BTreeMap<GpuId, GpuId> {
     moves.iter().map(|Move { from, to }| (*from, *to)).collect()
-}
-
-fn replace(gpus: &mut GpuSet, Move { from, to }: Move) {
-    if gpus.remove(&from) {
-        gpus.insert(to);
-    }
-}
-
-/// Has a command to a client mean the other GPU.
-fn rename(command: &mut Command, both: Move) {
-    match command {
-        Command::Attached { gpu, .. }
-        | Command::Limit { gpu, .. }
-        | Command::Denied { gpu, .. }
-        | Command::Allowance { gpu, .. }
-        | Command::Reserved { gpu, .. }
-        | Command::Prepare { gpu, .. }
-        | Command::EvictionBlocked { gpu, .. }
-        | Command::MappingFailed { gpu, .. } => *gpu = if *gpu == both.from { both.to } else { *gpu },
-        Command::Grant { gpus, .. }
-        | Command::Revoke { gpus, .. }
-        | Command::Contended { gpus, .. }
-        | Command::Waiting { gpus, .. }
-        | Command::Undrainable { gpus, .. } => replace(gpus, both),
-        _ => {}
-    }
 }

@@ -75,7 +75,7 @@ pub struct World {
     pub(crate) asked: BTreeMap<ClientId, GpuSet>,
     /// Migrations that were not answered.
     pub(crate) migrations: BTreeMap<ClientId, u32>,
-    /// A GPU has been drained, so others move as well.
+    /// A GPU has been drained, or clients are moved by themselves, so others move as well.
     pub(crate) has_drained: bool,
     /// The allowance that each was last sent.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,

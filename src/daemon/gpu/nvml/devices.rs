@@ -3,16 +3,17 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::device::{SampleValue, UsedGpuMemory};
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::{Device, Nvml};
 use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 use tracing::debug;
 
 use super::{GpuDescription, Sample};
-use crate::scheduler::GpuId;
+use crate::scheduler::{GpuId, GpuSet};
 use crate::sys::clock;
 
 /// A GPU or a slice.
@@ -107,10 +108,24 @@ impl<'a> Devices<'a> {
         described
     }
 
+    /// GPUs for which the driver says that something has to be done before they are right again, such as a reset.
+    pub fn failing(&self) -> GpuSet {
+        self.found.iter().filter(|found| is_failing(&found.device)).map(|found| found.gpu).collect()
+    }
+
     /// The memory in use on each GPU.
     pub fn sample(&self) -> Vec<Sample> {
         self.found.iter().filter_map(sample).collect()
     }
+}
+
+/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, which drivers have from R570 on.
+const RECOVERY_ACTION: FieldId = FieldId(230);
+
+fn is_failing(device: &Device<'_>) -> bool {
+    let values = device.field_values_for(&[RECOVERY_ACTION]).unwrap_or_default();
+    let value = values.into_iter().next().and_then(Result::ok).and_then(|sample| sample.value.ok());
+    matches!(value, Some(SampleValue::U32(1..)))
 }
 
 /// `NVML_DEVICE_MIG_ENABLE`

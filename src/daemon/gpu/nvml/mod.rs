@@ -61,6 +61,9 @@ impl Asked {
     }
 }
 
+/// How often GPUs are asked whether they report errors, while there are queries.
+const FAILING_PERIOD: Duration = Duration::from_secs(10);
+
 /// A report to the scheduling loop.
 #[derive(Debug)]
 pub enum Report {
@@ -87,6 +90,8 @@ pub enum State {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
+    /// Those for which the driver wants a reset or something like it.
+    pub failing: GpuSet,
     /// GPUs that are missing are gone. Otherwise NVML may have failed to list them.
     pub is_complete: bool,
 }
@@ -150,6 +155,9 @@ struct Supervisor {
     asked: Asked,
     /// The GPUs that were last reported.
     listed: BTreeSet<GpuId>,
+    /// Those of them that report errors, and when they were last asked.
+    failing: GpuSet,
+    asked_failing: Option<Time>,
     /// As last reported.
     state: State,
     meter: Meter,
@@ -167,6 +175,8 @@ impl Supervisor {
             driver: Driver::new(),
             asked,
             listed: BTreeSet::new(),
+            failing: GpuSet::new(),
+            asked_failing: None,
             state: State::Usable,
             meter: Meter::default(),
         }
@@ -281,7 +291,7 @@ impl Supervisor {
     /// Reports that there is no driver, and so no GPU.
     fn driver_is_gone(&mut self) -> Sent {
         if !std::mem::take(&mut self.listed).is_empty() {
-            self.reports.send(Report::Gpus(Listing { gpus: Vec::new(), is_complete: true }))?;
+            self.reports.send(Report::Gpus(Listing { gpus: Vec::new(), failing: GpuSet::new(), is_complete: true }))?;
         }
         self.fails(&NvmlError::DriverNotLoaded)
     }
@@ -314,14 +324,23 @@ impl Supervisor {
         }
         let reports = &self.reports;
         let listed: BTreeSet<GpuId> = devices.found.iter().map(|found| found.gpu).collect();
-        if asked.scan || listed != self.listed {
+        let (now, is_known) = (clock::now(), self.failing.clone());
+        if asked.scan || self.asked_failing.is_none_or(|at| now >= at + FAILING_PERIOD) {
+            self.asked_failing = Some(now);
+            self.failing = devices.failing();
+        }
+        if asked.scan || listed != self.listed || self.failing != is_known {
             let gpus = devices.describe();
             if devices.error.is_none() {
                 self.listed = listed;
             } else {
                 self.listed.extend(listed);
             }
-            reports.send(Report::Gpus(Listing { gpus, is_complete: devices.error.is_none() }))?;
+            reports.send(Report::Gpus(Listing {
+                gpus,
+                failing: self.failing.clone(),
+                is_complete: devices.error.is_none(),
+            }))?;
         }
         if asked.sample {
             reports.send(Report::Used(devices.sample()))?;
