@@ -169,7 +169,8 @@ impl World {
             let light = auto && holders.map(full).sum::<u32>() <= 1100;
             assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
         }
-        if let Some(host) = self.host {
+        // One that could not be restored elsewhere comes back home, whatever others were promised meanwhile.
+        if let Some(host) = self.host.filter(|_| !self.has_come_back) {
             let (_, promised) = self.machine.host();
             // What a context that has just been made, or is back, takes of a GPU was promised before.
             let contexts = self.sleeps.map_or(0, |_| self.machine.settings().context * self.models.len() as u64);

@@ -168,6 +168,7 @@ impl World {
         m.inbox.iter_mut().chain(&mut m.sleeper.kept).for_each(|command| rename(command, both));
         let home = m.sleeper.moves.iter().find(|(_, now)| **now == from).map_or(from, |(home, _)| *home);
         m.sleeper.moves.remove(&home);
+        self.has_come_back |= home == to;
         if home != to {
             m.sleeper.moves.insert(home, to);
         }
@@ -227,7 +228,9 @@ impl World {
 
     /// A thread of a client that is prepared wants to enter the driver.
     pub(crate) fn wants_driver(&mut self, id: ClientId) {
-        let Some(m) = self.models.get_mut(&id).filter(|m| !m.sleeper.asked) else { return };
+        // A process that is merely stopped wants nothing.
+        let wants = |m: &&mut Model| m.sleeper.stage == Stage::Prepared && !m.sleeper.asked;
+        let Some(m) = self.models.get_mut(&id).filter(wants) else { return };
         m.sleeper.asked = true;
         self.say(id, Event::WakeRequested { client: id });
     }
