@@ -45,6 +45,13 @@ pub struct Gpu {
     pub serialized: bool,
     pub gone: bool,
     pub drained: bool,
+    pub contexts: Option<u64>,
+    /// Seconds, by client.
+    pub turn_ends: Option<HashMap<u64, f64>>,
+    pub expected_starts: Option<HashMap<u64, f64>>,
+    pub swapped_in_bytes: Option<u64>,
+    pub swapped_out_bytes: Option<u64>,
+    pub link_rate: Option<u64>,
 }
 
 /// For how long a group of clients was kept from a GPU: as percentages of the last 10, 60 and 300 seconds, and in seconds since the
@@ -162,6 +169,7 @@ pub struct GpuUse {
     pub lock_time: f64,
     pub wait_time: f64,
     pub grants: u64,
+    pub share_due: Option<u32>,
 }
 
 /// The scheduler, for a program that talks to it.

@@ -52,6 +52,12 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "serialized": gpu.serialized,
         "gone": gpu.gone,
         "drained": gpu.drained,
+        "contexts": gpu.contexts,
+        "turn-ends": gpu.turn_ends,
+        "expected-starts": gpu.expected_starts,
+        "swapped-in-bytes": gpu.swapped_in_bytes,
+        "swapped-out-bytes": gpu.swapped_out_bytes,
+        "link-rate": gpu.link_rate,
     })
 }
 
@@ -115,5 +121,6 @@ fn use_json(usage: &GpuUse) -> Value {
         "lock-time": usage.lock_time,
         "wait-time": usage.wait_time,
         "grants": usage.grants,
+        "share-due": usage.share_due,
     })
 }

@@ -10,12 +10,9 @@ use crate::{
     machine::Machine,
     memory::Access,
     policy::{self, Precedence, Waiter},
-    view::LockState,
+    view::{LockState, NO_TURN},
 };
 use std::time::Duration;
-
-/// A turn that is longer than this is no turn: nobody ends it.
-const NO_TURN: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// What a client does on one GPU, and what it waits for. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]

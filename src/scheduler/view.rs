@@ -6,7 +6,10 @@ use crate::{
     machine::Machine,
     memory::{Access, GpuMemory},
 };
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
+
+/// A turn that is longer than this is no turn: nobody ends it.
+pub(crate) const NO_TURN: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// One GPU. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,6 +45,8 @@ pub struct GpuView {
     pub thrashes: bool,
     /// Clients take turns for a while, because clients on this GPU thrashed.
     pub serialized: bool,
+    /// Bytes per second of the link to the host, in each direction, as far as that is known.
+    pub link: u64,
 }
 
 /// A holder of a GPU.
@@ -50,6 +55,8 @@ pub struct HolderView {
     pub client: ClientId,
     pub since: Time,
     pub state: LockState,
+    /// When its turn ends. `None`: no end is set.
+    pub ends: Option<Time>,
 }
 
 /// A client that waits for a GPU.
@@ -191,6 +198,7 @@ impl Machine {
             client,
             since: hold.since,
             state: self.state(client, id),
+            ends: hold.ends.filter(|ends| ends.saturating_sub(self.now) < NO_TURN),
         });
         let blocked = self.lock.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
         let entities = self.whole_queue(id).into_iter().chain(blocked);
@@ -222,7 +230,14 @@ impl Machine {
             next: self.effects.wakes_at(crate::timers::Wake::Gpu(id)),
             thrashes: self.thrashes(id),
             serialized: self.settings.anti_thrash == AntiThrash::Auto && self.keeps_apart(id),
+            link: gpu.rates.link(),
         })
+    }
+
+    /// The part of a GPU's time, in thousandths, that is due to each client that holds it or waits for it, if all of them always have
+    /// work: by the weights of their owners, and equally to those of one owner.
+    pub fn shares_due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
+        self.shares().due(id)
     }
 
     /// One client. `None`: it is not connected.

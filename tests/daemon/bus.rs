@@ -160,9 +160,19 @@ fn clients_and_gpus_are_listed() {
         assert_eq!((&gpu.holders, &gpu.queue, gpu.clients), (&vec![holder.id], &vec![waiter.id], 2));
         assert!(gpu.capacity < gpu.total && gpu.capacity > 13 * GIB, "{gpu:?}");
 
+        let ends = gpu.turn_ends.as_ref().expect("this scheduler says it");
+        let starts = gpu.expected_starts.as_ref().expect("this scheduler says it");
+        assert!((0.0..60.0).contains(&ends[&holder.id]), "{ends:?}");
+        assert!(starts[&waiter.id] >= ends[&holder.id] - 0.1, "it runs once that turn is over: {starts:?}, {ends:?}");
+        assert_eq!((ends.len(), starts.len()), (1, 1));
+        assert_eq!((gpu.swapped_in_bytes, gpu.swapped_out_bytes), (Some(0), Some(0)));
+        assert!(gpu.link_rate.is_some_and(|rate| rate > GIB) && gpu.contexts.is_none(), "{gpu:?}");
+
         let clients = scheduler.list_clients().await.expect("an answer");
         let ids: Vec<u64> = clients.iter().map(|client| client.id).collect();
         assert_eq!(ids, [holder.id, waiter.id]);
+        // Both are of one user, who has half of its time for each.
+        assert_eq!(clients.iter().map(|client| client.gpus[0].share_due).collect::<Vec<_>>(), [Some(500); 2]);
         let first = &clients[0];
         assert_eq!((first.pid, first.library.as_str()), (std::process::id(), "test"));
         assert!(first.command.as_ref().is_some_and(|line| line.contains("bus")), "{first:?}");

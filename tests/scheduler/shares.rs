@@ -84,6 +84,24 @@ fn time_is_divided_by_weight() {
 }
 
 #[test]
+fn what_is_due_is_what_all_get_that_always_have_work() {
+    let idle = weight(0);
+    let cases: [(&[Option<Share>], &[u32]); 3] = [
+        (&[None, weight(200), None], &[250, 500, 250]),
+        (&[weight(100), weight(300)], &[250, 750]),
+        (&[None, idle], &[1000, 0]),
+    ];
+    for (shares, expected) in cases {
+        let mut world = busy(AntiThrash::On, ms(1), shares);
+        let had = ten_periods(&mut world);
+        let due: Vec<u32> = world.machine.shares_due(gpu(0)).into_values().collect();
+        assert_eq!(due, expected);
+        let is_had = had.iter().zip(expected).all(|(had, due)| had + 3.0 >= f64::from(*due) / 10.0);
+        assert!(is_had, "{had:.1?} percent, and not {expected:?} thousandths");
+    }
+}
+
+#[test]
 fn who_slept_has_no_more_than_its_part_when_it_wakes() {
     let mut world = busy(AntiThrash::On, ms(1), &[weight(100)]);
     add(&mut world, weight(100), Plan { start: s(1000), gpu: s(100_000), ..Plan::default() });

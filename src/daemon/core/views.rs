@@ -100,6 +100,7 @@ impl Core {
     pub fn list_clients(&self) -> Vec<ClientView> {
         let now = clock::now();
         let since = self.since();
+        let due: BTreeMap<GpuId, _> = self.gpus.keys().map(|gpu| (*gpu, self.machine.shares_due(*gpu))).collect();
         let view = |seen: scheduler::ClientView| {
             let client = self.clients.get(&seen.client)?;
             let rule = self.rule_of(seen.client);
@@ -130,6 +131,7 @@ impl Core {
                     lock_time: attachment.lock_time.as_secs_f64(),
                     wait_time: attachment.wait_time.as_secs_f64(),
                     grants: attachment.grants,
+                    share_due: due.get(&attachment.gpu).and_then(|due| due.get(&seen.client)).copied(),
                 }
             });
             let sleep = self.machine.sleep_of(seen.client);
@@ -179,11 +181,18 @@ impl Core {
     }
 
     pub fn list_gpus(&self) -> Vec<bus::Gpu> {
+        let now = clock::now();
         let attachments: Vec<AttachmentView> =
             self.machine.clients().into_iter().flat_map(|client| client.attachments).collect();
         let view = |seen: scheduler::GpuView| {
             let entry = self.gpus.get(&seen.gpu)?;
             let attachments = || attachments.iter().filter(|attachment| attachment.gpu == seen.gpu);
+            let lists_processes = entry.accounting.basis() == Basis::Processes;
+            let ends =
+                seen.holders.iter().filter_map(|holder| Some((holder.client.0, holder.ends?.saturating_sub(now))));
+            let starts =
+                self.machine.expected_starts(seen.gpu, now).into_iter().map(|(client, start)| (client.0, start));
+            let counted = self.counts.gpu(seen.gpu).counted;
             Some(bus::Gpu {
                 uuid: entry.label(seen.gpu),
                 kind: bus::kind_name(entry.kind).into(),
@@ -204,6 +213,12 @@ impl Core {
                 serialized: seen.serialized,
                 gone: seen.gone,
                 drained: seen.drained,
+                contexts: lists_processes.then(|| entry.accounting.contexts().values().sum()),
+                turn_ends: Some(ends.map(|(client, left)| (client, left.as_secs_f64())).collect()),
+                expected_starts: Some(starts.map(|(client, start)| (client, start.as_secs_f64())).collect()),
+                swapped_in_bytes: Some(counted.swapped_in),
+                swapped_out_bytes: Some(counted.swapped_out),
+                link_rate: Some(seen.link),
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()

@@ -10,11 +10,14 @@
 //!   wait.
 //! - **Interactive**: the group goes first while it has used no more than its share.
 //!
+//! What is due to whom by weight is computed for people only (`due`).
+//!
 //! [`Fairness`] keeps what owners have used: finish tags (virtual time) and usage (in a sliding window of real time).
 //! [`Shares`] answers questions from that, the rules, and the present queues and holders.
 
 mod bound;
 mod class;
+mod due;
 mod finish_tag;
 mod usage;
 

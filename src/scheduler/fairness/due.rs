@@ -1,0 +1,42 @@
+//! The part of a GPU's time that is due to each client: for people, who compare it with what each had. No decision depends on it.
+
+use super::{ShareOwner, Shares};
+use crate::{api::*, lock::Entity};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// All of a GPU's time.
+const WHOLE: u32 = 1000;
+
+impl Shares<'_> {
+    /// The part, in thousandths, of each client that holds a GPU or waits for it, if all of these always have work: the best tier
+    /// divides the time by the weights of its owners, and an owner's requests divide what is due to it.
+    pub fn due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
+        let waiting = self.lock.queued(id).flat_map(|entity| self.lock.members(entity, id));
+        let clients: BTreeSet<ClientId> = waiting.chain(self.lock.running_on(id)).collect();
+        let Some(best) = clients.iter().map(|client| self.share_of(*client).tier()).min() else {
+            return BTreeMap::new();
+        };
+        let is_best = |client: &&ClientId| self.share_of(**client).tier() == best;
+        // Members of a gang run at the same moment, so together they count once.
+        let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
+        for client in clients.iter().filter(is_best) {
+            if let Some(owner) = self.owner(*client) {
+                owners.entry(owner).or_default().insert(self.lock.entity(*client));
+            }
+        }
+        // Once for each owner: a weight can take time in proportion to the number of clients.
+        let weigh = |(owner, requests): (ShareOwner, BTreeSet<Entity>)| {
+            (owner, (u64::from(self.weight_on(owner, id)), requests.len() as u64))
+        };
+        let owners: BTreeMap<ShareOwner, (u64, u64)> = owners.into_iter().map(weigh).collect();
+        let sum: u64 = owners.values().map(|(weight, _)| weight).sum();
+        let part = |client: &ClientId| {
+            let owner = self.owner(*client).filter(|_| is_best(&client))?;
+            let (weight, requests) = owners.get(&owner)?;
+            let part = u64::from(WHOLE) * weight / (sum * requests).max(1);
+            let most = u32::from(self.share_of(*client).max) * WHOLE / 100;
+            Some(u32::try_from(part).unwrap_or(WHOLE).min(most))
+        };
+        clients.iter().map(|client| (*client, part(client).unwrap_or(0))).collect()
+    }
+}
