@@ -25,6 +25,7 @@ LICENSES = {
     "MIT OR Apache-2.0": "MIT or Apache-2.0",
     "Apache-2.0 OR MIT": "MIT or Apache-2.0",
     "MIT/Apache-2.0": "MIT or Apache-2.0",
+    "Apache-2.0/MIT": "MIT or Apache-2.0",
     "Apache-2.0 WITH LLVM-exception OR Apache-2.0 OR MIT": "MIT or Apache-2.0",
     "(MIT OR Apache-2.0) AND Unicode-3.0": "(MIT or Apache-2.0) and Unicode-3.0",
     "(Apache-2.0 OR MIT) AND BSD-3-Clause": "(MIT or Apache-2.0) and BSD-3-Clause",
@@ -34,6 +35,8 @@ LICENSES = {
     "Apache-2.0": "Apache-2.0",
     "ISC": "ISC",
     "BSD-3-Clause": "BSD-3-Clause",
+    "Zlib": "Zlib",
+    "Apache-2.0 OR BSL-1.0": "Apache-2.0 or BSL-1.0",
 }
 # Sources of others that are in a crate: where, whose they are, and under which licence. The last paragraph about a file counts.
 INCLUDED = {"libsqlite3-sys": ("sqlite3", "the authors of SQLite, who disclaim it", "public-domain")}

@@ -10,8 +10,8 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, rules, run, simulate,
-    timeline, why,
+    CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, rules, run,
+    simulate, timeline, top, why,
 };
 
 fn main() -> ExitCode {
@@ -39,6 +39,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
     let done = match arguments.command {
         None if !changes.is_empty() => settings::set(&target, &changes),
         None | Some(Verb::Status) => show(&target, arguments.json),
+        Some(Verb::Top { iterations }) => top::top(&target, iterations),
         Some(Verb::Get) => print(&settings::get(&target)?),
         Some(Verb::Set(Setting::TimeQuantum { value })) => settings::set(&target, &[Change::TimeQuantum(value)]),
         Some(Verb::Set(Setting::MaxWait { value })) => settings::set(&target, &[Change::MaxWait(value)]),

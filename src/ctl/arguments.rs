@@ -13,8 +13,8 @@ use super::cdi::{Generate, Install};
 use super::lock::OnLoss;
 use super::preload::Of;
 use super::report::By;
-use super::rules;
 use super::settings::parse_seconds;
+use super::rules;
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
 use crate::config::{settings, units};
 use crate::scheduler::{AntiThrash, PolicyName};
@@ -54,6 +54,14 @@ pub struct Arguments {
 pub enum Verb {
     /// Show GPUs, who holds them, who waits and what memory is where (the default)
     Status,
+    /// Show GPUs and programs on the whole terminal, each second
+    ///
+    /// Where standard output is no terminal, it prints the same as text.
+    Top {
+        /// End after it was shown so many times
+        #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), value_hint = ValueHint::Other)]
+        iterations: Option<u32>,
+    },
     /// Print the settings and rules that are in effect
     Get,
     /// Change a setting; it outranks the configuration file, also after a restart

@@ -2,6 +2,7 @@
 //!
 //! - [`arguments`]: the command line.
 //! - [`status`]: GPUs and programs as a table.
+//! - [`top`]: GPUs and programs on the whole terminal.
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`driver`]: having the driver released.
@@ -40,6 +41,7 @@ pub mod simulate;
 pub mod status;
 mod table;
 pub mod timeline;
+pub mod top;
 pub mod why;
 
 pub use connect::Target;

@@ -284,7 +284,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
 }
 
 /// A client's pod, by its name in Kubernetes, else its container, else its unit.
-fn place_of(client: &Client) -> String {
+pub(super) fn place_of(client: &Client) -> String {
     match client {
         Client { pod_name: name, pod_namespace: namespace, .. } if !name.is_empty() => format!("{namespace}/{name}"),
         Client { container, .. } if !container.is_empty() => container.clone(),
@@ -328,7 +328,7 @@ fn pid(client: &Client) -> String {
     if client.pid == 0 { "?".into() } else { client.pid.to_string() }
 }
 
-fn command(client: &Client) -> String {
+pub(super) fn command(client: &Client) -> String {
     match &client.command {
         Some(command) if !command.is_empty() => command.clone(),
         _ if client.name.is_empty() => "?".into(),

@@ -16,5 +16,6 @@ mod settings;
 mod shared_memory;
 mod sleep;
 mod thrash;
+mod top;
 mod unverified_frees;
 mod usage;

@@ -1,0 +1,409 @@
+//! `nvsharectl top`: GPUs and programs on the whole terminal, each second, with keys to do something about them. Where there is no
+//! terminal, or one that cannot move its cursor, the same is printed as text.
+//!
+//! All of it comes from the scheduler over D-Bus or the control socket, and is asked for in tasks of their own, so that keys are answered
+//! also while the scheduler is not. `model` makes of that what is shown, `screen` draws it.
+
+mod model;
+mod screen;
+#[cfg(test)]
+mod tests;
+
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+use crossterm::event::{Event, EventStream, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::widgets::TableState;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
+use zbus::export::futures_core::Stream;
+
+use super::{CtlError, Target, block_on};
+use crate::bus::SchedulerProxy;
+use crate::bus::status::Status;
+use model::{History, Key, Program, Snapshot, Sort};
+use screen::{Popup, Screen};
+
+const PERIOD: Duration = Duration::from_secs(1);
+/// For how long a message stands in place of the keys.
+const MESSAGE_TIME: Duration = Duration::from_secs(8);
+/// Where there is no terminal. As much as is usual for one.
+const WIDTH: u16 = 80;
+const KEYS: &str = "up/down select  s sort  p pause/resume  m migrate  w why  q quit";
+
+/// Shows it until a key ends it, or so many times.
+///
+/// # Errors
+/// If the scheduler does not answer the first time, or the terminal fails.
+pub fn top(target: &Target, iterations: Option<u32>) -> Result<(), CtlError> {
+    let is_dumb = std::env::var_os("TERM").is_none_or(|name| name.is_empty() || name == "dumb");
+    let is_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
+    block_on(async {
+        // Before the terminal is taken: whoever cannot see anything is told so in the usual way.
+        let scheduler = target.connect().await?;
+        let first = fetch(&scheduler).await?;
+        if !is_terminal || is_dumb {
+            return print(&scheduler, first, iterations.unwrap_or(u32::MAX)).await;
+        }
+        let failed = |e: std::io::Error| CtlError::Failed(format!("cannot use the terminal: {e}"));
+        let has_colour = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        let mut terminal = ratatui::try_init().map_err(failed)?;
+        let shown = show(&mut terminal, target, scheduler, first, Ui::new(has_colour), iterations).await;
+        let restored = ratatui::try_restore();
+        shown.map_err(failed)?;
+        restored.map_err(failed)
+    })
+}
+
+/// All that is shown.
+async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Snapshot, CtlError> {
+    let status = Status {
+        version: scheduler.version().await?,
+        time_quantum: scheduler.time_quantum().await?,
+        max_wait: scheduler.max_wait().await?,
+        anti_thrash: scheduler.anti_thrash().await?,
+        policy: scheduler.policy().await?,
+        gpus: scheduler.list_gpus().await?,
+        clients: scheduler.list_clients().await?,
+    };
+    // An older scheduler does not know of it.
+    let pressure = scheduler.list_pressure().await.unwrap_or_default();
+    Ok(Snapshot { status, pressure, at: Instant::now() })
+}
+
+/// Prints it as text, as long as somebody reads it.
+async fn print(scheduler: &SchedulerProxy<'_>, first: Snapshot, iterations: u32) -> Result<(), CtlError> {
+    let mut ui = Ui::new(false);
+    ui.is_text = true;
+    ui.update(first);
+    for left in (0..iterations).rev() {
+        let text = ui.text(WIDTH);
+        match std::io::stdout().write_all(text.as_bytes()) {
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => break,
+            Err(e) => return Err(CtlError::Failed(format!("cannot print: {e}"))),
+            Ok(()) => {}
+        }
+        if left > 0 {
+            tokio::time::sleep(PERIOD).await;
+            ui.update(fetch(scheduler).await?);
+        }
+    }
+    Ok(())
+}
+
+/// What came of something that was asked of the scheduler.
+enum Answer {
+    Snapshot(Box<Result<(SchedulerProxy<'static>, Snapshot), CtlError>>),
+    Done(String),
+    Why(Popup),
+}
+
+/// Shows it on a terminal.
+async fn show(
+    terminal: &mut ratatui::DefaultTerminal,
+    target: &Target,
+    scheduler: SchedulerProxy<'static>,
+    first: Snapshot,
+    mut ui: Ui,
+    iterations: Option<u32>,
+) -> std::io::Result<()> {
+    let (answers, mut answered) = mpsc::unbounded_channel();
+    let mut events = EventStream::new();
+    let (mut ends, mut hangs_up) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
+    let mut ticks = tokio::time::interval_at(tokio::time::Instant::now() + PERIOD, PERIOD);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut left = iterations;
+    ui.update(first);
+    // `None` while it is lost; one question at a time.
+    let (mut scheduler, mut is_asking) = (Some(scheduler), false);
+    let mut table = TableState::new();
+    loop {
+        let screen = ui.screen();
+        terminal.draw(|frame| screen.draw(frame.area(), frame.buffer_mut(), &mut table))?;
+        tokio::select! {
+            event = std::future::poll_fn(|context| std::pin::Pin::new(&mut events).poll_next(context)) => {
+                let Some(event) = event else { return Ok(()) };
+                let Event::Key(key) = event? else { continue };
+                match ui.key(key) {
+                    Some(Action::Quit) => return Ok(()),
+                    Some(action) => match &scheduler {
+                        Some(scheduler) => drop(tokio::spawn(carry_out(action, scheduler.clone(), answers.clone()))),
+                        None => ui.say("the scheduler does not answer"),
+                    },
+                    None => {}
+                }
+            }
+            _ = ticks.tick() => {
+                ui.forget_message();
+                if let Some(left) = &mut left {
+                    *left = left.saturating_sub(1);
+                    if *left == 0 {
+                        return Ok(());
+                    }
+                }
+                if !std::mem::replace(&mut is_asking, true) {
+                    tokio::spawn(ask(target.clone(), scheduler.clone(), answers.clone()));
+                }
+            }
+            Some(answer) = answered.recv() => match answer {
+                Answer::Snapshot(result) => {
+                    is_asking = false;
+                    match *result {
+                        Ok((connected, snapshot)) => {
+                            scheduler = Some(connected);
+                            ui.update(snapshot);
+                        }
+                        Err(e) => {
+                            scheduler = None;
+                            ui.say(&e.to_string());
+                        }
+                    }
+                }
+                Answer::Done(text) => ui.say(&text),
+                Answer::Why(popup) => ui.popup = Some(popup),
+            },
+            _ = ends.recv() => return Ok(()),
+            _ = hangs_up.recv() => return Ok(()),
+        }
+    }
+}
+
+async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers: mpsc::UnboundedSender<Answer>) {
+    let answer = async {
+        let scheduler = match scheduler {
+            Some(scheduler) => scheduler,
+            None => target.connect().await?,
+        };
+        let snapshot = fetch(&scheduler).await?;
+        Ok((scheduler, snapshot))
+    };
+    let _ = answers.send(Answer::Snapshot(Box::new(answer.await)));
+}
+
+/// Nobody is asked for a password here, since that would be asked on this terminal: without authorization it fails.
+async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: mpsc::UnboundedSender<Answer>) {
+    let done = |result: zbus::Result<()>, text: String| match result {
+        Ok(()) => Answer::Done(text),
+        Err(e) => Answer::Done(model::printable(&CtlError::from(e).to_string())),
+    };
+    let answer = match action {
+        Action::Quit => return,
+        Action::Pause(program) => {
+            done(scheduler.pause(program.pid).await, format!("{} is to be paused", program.title()))
+        }
+        Action::Resume(program) => done(scheduler.resume(program.pid).await, format!("{} goes on", program.title())),
+        Action::Migrate(program, gpu) => {
+            let moved = scheduler.migrate(program.pid, &gpu).await;
+            done(moved, format!("{} is on GPU {gpu}", program.title()))
+        }
+        Action::Why(program) => match scheduler.explain(program.pid).await {
+            Ok(sentences) => Answer::Why(Popup::new(&program.title(), &sentences)),
+            Err(e) => done(Err(e), String::new()),
+        },
+    };
+    let _ = answers.send(answer);
+}
+
+/// What a key asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Action {
+    Quit,
+    Pause(Program),
+    Resume(Program),
+    Migrate(Program, String),
+    Why(Program),
+}
+
+impl Program {
+    fn title(&self) -> String {
+        format!("{} ({})", self.name, self.pid)
+    }
+}
+
+/// What is shown at present, and what keys have changed of it.
+#[derive(Debug)]
+struct Ui {
+    has_colour: bool,
+    /// It is printed: nobody can press keys.
+    is_text: bool,
+    sort: Sort,
+    history: History,
+    snapshot: Option<Snapshot>,
+    selected: Option<Key>,
+    popup: Option<Popup>,
+    /// The GPU that is typed, and the program that is to go there.
+    migrate: Option<(Program, String)>,
+    message: Option<(String, Instant)>,
+}
+
+impl Ui {
+    fn new(has_colour: bool) -> Self {
+        Self {
+            has_colour,
+            is_text: false,
+            sort: Sort::default(),
+            history: History::default(),
+            snapshot: None,
+            selected: None,
+            popup: None,
+            migrate: None,
+            message: None,
+        }
+    }
+
+    fn update(&mut self, snapshot: Snapshot) {
+        self.history.add(&snapshot);
+        self.snapshot = Some(snapshot);
+    }
+
+    fn say(&mut self, text: &str) {
+        self.message = Some((model::printable(text), Instant::now()));
+    }
+
+    fn forget_message(&mut self) {
+        self.message.take_if(|(_, since)| since.elapsed() >= MESSAGE_TIME);
+    }
+
+    fn rows(&self) -> Vec<model::Row> {
+        self.snapshot.as_ref().map_or_else(Vec::new, |snapshot| model::rows(snapshot, &self.history, self.sort))
+    }
+
+    fn screen(&self) -> Screen {
+        let Some(snapshot) = &self.snapshot else { return Screen::default() };
+        let status = &snapshot.status;
+        let rows = self.rows();
+        let is_selected = |row: &model::Row| row.program.as_ref().map(|program| &program.key) == self.selected.as_ref();
+        let selected = self.selected.is_some().then(|| rows.iter().position(is_selected)).flatten();
+        let foot = match (&self.migrate, &self.message) {
+            (Some((program, typed)), _) => format!("{} to GPU (number or UUID, Esc ends): {typed}", program.title()),
+            (_, Some((text, _))) => text.clone(),
+            _ if self.is_text => String::new(),
+            _ => format!("{KEYS}   by {}", self.sort.name()),
+        };
+        Screen {
+            head: format!(
+                "nvshare {}  {}  {}  quantum {}s  anti-thrash {}  policy {}",
+                model::printable(&status.version),
+                count(status.gpus.len(), "GPU"),
+                count(status.clients.len(), "program"),
+                status.time_quantum,
+                model::printable(&status.anti_thrash),
+                model::printable(&status.policy)
+            ),
+            panels: model::panels(snapshot, &self.history),
+            rows,
+            foot,
+            has_colour: self.has_colour,
+            selected,
+            popup: self.popup.clone(),
+        }
+    }
+
+    /// All of it as lines of text.
+    fn text(&self, width: u16) -> String {
+        let screen = self.screen();
+        let mut buffer = Buffer::empty(Rect { x: 0, y: 0, width, height: screen.height(width) });
+        screen.draw(buffer.area, &mut buffer, &mut TableState::new());
+        lines(&buffer)
+    }
+
+    fn program(&self) -> Option<Program> {
+        let is_selected = |program: &Program| Some(&program.key) == self.selected.as_ref();
+        self.rows().into_iter().filter_map(|row| row.program).find(is_selected)
+    }
+
+    /// Selects the next process of the tree, or the one before.
+    fn step(&mut self, is_down: bool) {
+        let keys: Vec<Key> = self.rows().into_iter().filter_map(|row| Some(row.program?.key)).collect();
+        let at = keys.iter().position(|key| Some(key) == self.selected.as_ref());
+        let next = match at {
+            None => 0,
+            Some(at) if is_down => (at + 1).min(keys.len() - 1),
+            Some(at) => at.saturating_sub(1),
+        };
+        self.selected = keys.into_iter().nth(next);
+    }
+
+    fn key(&mut self, key: KeyEvent) -> Option<Action> {
+        if key.kind == KeyEventKind::Release {
+            return None;
+        }
+        if key.modifiers.contains(KeyModifiers::CONTROL) {
+            return (key.code == KeyCode::Char('c')).then_some(Action::Quit);
+        }
+        if self.popup.take().is_some() {
+            return None;
+        }
+        if let Some((program, mut typed)) = self.migrate.take() {
+            match key.code {
+                KeyCode::Enter if typed.is_empty() => return None,
+                KeyCode::Enter => {
+                    self.say(&format!("{} is on its way to GPU {typed}", program.title()));
+                    return Some(Action::Migrate(program, typed));
+                }
+                KeyCode::Esc => return None,
+                KeyCode::Backspace => drop(typed.pop()),
+                KeyCode::Char(c) => typed.push(c),
+                _ => {}
+            }
+            self.migrate = Some((program, typed));
+            return None;
+        }
+        match key.code {
+            KeyCode::Char('q') => Some(Action::Quit),
+            KeyCode::Char('s') => {
+                self.sort = self.sort.next();
+                None
+            }
+            KeyCode::Down | KeyCode::Char('j') => {
+                self.step(true);
+                None
+            }
+            KeyCode::Up | KeyCode::Char('k') => {
+                self.step(false);
+                None
+            }
+            KeyCode::Esc => {
+                (self.selected, self.message) = (None, None);
+                None
+            }
+            KeyCode::Char(c @ ('p' | 'm' | 'w')) => self.about_program(c),
+            _ => None,
+        }
+    }
+
+    fn about_program(&mut self, key: char) -> Option<Action> {
+        let Some(program) = self.program() else {
+            self.say("select a program first, with the keys up and down");
+            return None;
+        };
+        if program.pid == 0 {
+            self.say("its process is in a PID namespace that the scheduler cannot see");
+            return None;
+        }
+        match key {
+            'p' if program.is_paused => Some(Action::Resume(program)),
+            'p' => Some(Action::Pause(program)),
+            'w' => Some(Action::Why(program)),
+            _ => {
+                self.migrate = Some((program, String::new()));
+                None
+            }
+        }
+    }
+}
+
+fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+fn lines(buffer: &Buffer) -> String {
+    let line = |y: u16| {
+        let symbols = (buffer.area.left()..buffer.area.right()).filter_map(|x| Some(buffer.cell((x, y))?.symbol()));
+        symbols.collect::<String>().trim_end().to_owned() + "\n"
+    };
+    (buffer.area.top()..buffer.area.bottom()).map(line).collect()
+}

@@ -1,0 +1,424 @@
+//! What `nvsharectl top` shows, made of what the scheduler says: a panel of each GPU, and the tree of slices, units or containers, and
+//! processes. Nothing of it is drawn here. Names are those that programs chose, so what a terminal could take as a command is left out.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use crate::bus::status::Status;
+use crate::bus::{Client, Gpu, GpuUse, Pressure};
+use crate::config::units;
+use crate::ctl::status;
+
+/// The time over which it is said what a program had.
+const WINDOW: Duration = Duration::from_secs(60);
+/// So many of a queue are named.
+const NAMED: usize = 3;
+
+/// A program on a GPU: the client's id and the GPU's UUID, which is empty for a program without a GPU.
+pub type Key = (u64, String);
+
+/// What the scheduler said at one moment.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub status: Status,
+    pub pressure: Vec<Pressure>,
+    pub at: Instant,
+}
+
+/// Kinds of memory, in the order of the bar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Holder,
+    Others,
+    Pinned,
+    Contexts,
+    /// Of programs without nvshare; with the contexts, where these are not known by themselves.
+    Outside,
+    Free,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct Panel {
+    pub title: String,
+    /// `0`, or what there is of a slice.
+    pub number: String,
+    pub total: u64,
+    pub memory: Vec<(Kind, u64)>,
+    pub has_contexts: bool,
+    pub pressure: Option<(f64, f64)>,
+    pub holders: String,
+    pub queue: Vec<String>,
+    /// Bytes per second in and out.
+    pub rates: Option<(f64, f64)>,
+    pub link: Option<u64>,
+    pub notes: Vec<&'static str>,
+}
+
+impl Panel {
+    pub fn bytes(&self, kind: Kind) -> u64 {
+        self.memory.iter().filter(|(of, _)| *of == kind).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The queue in words: the next ones, and how many more there are.
+    pub fn queue_in_words(&self) -> String {
+        let mut words = self.queue.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
+        if self.queue.len() > NAMED {
+            words += &format!(" and {} more", self.queue.len() - NAMED);
+        }
+        if words.is_empty() { "nobody".into() } else { words }
+    }
+}
+
+/// How a state looks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Tone {
+    #[default]
+    Plain,
+    Runs,
+    Waits,
+    Bad,
+}
+
+/// What is summed up from processes to units and slices.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Amounts {
+    pub resident: u64,
+    pub swapped: u64,
+    /// Thousandths of the GPU's time.
+    pub due: Option<u32>,
+    /// The same, as a fraction.
+    pub had: Option<f64>,
+    /// Seconds.
+    pub waited: f64,
+}
+
+impl Amounts {
+    fn add(&mut self, more: &Self) {
+        self.resident = self.resident.saturating_add(more.resident);
+        self.swapped = self.swapped.saturating_add(more.swapped);
+        self.due = self.due.map_or(more.due, |due| Some(due + more.due.unwrap_or(0)));
+        self.had = self.had.map_or(more.had, |had| Some(had + more.had.unwrap_or(0.0)));
+        self.waited += more.waited;
+    }
+}
+
+/// A line of the tree.
+#[derive(Debug, Clone, Default)]
+pub struct Row {
+    pub depth: usize,
+    pub label: String,
+    pub state: String,
+    pub tone: Tone,
+    /// The number of the GPU.
+    pub gpu: String,
+    pub amounts: Amounts,
+    /// Of a process: what keys of the keyboard are about.
+    pub program: Option<Program>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Program {
+    pub key: Key,
+    pub pid: u32,
+    pub name: String,
+    pub is_paused: bool,
+}
+
+/// The order within each slice and unit, and of these.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Sort {
+    #[default]
+    Memory,
+    Had,
+    Waited,
+    Name,
+}
+
+impl Sort {
+    pub fn next(self) -> Self {
+        match self {
+            Self::Memory => Self::Had,
+            Self::Had => Self::Waited,
+            Self::Waited => Self::Name,
+            Self::Name => Self::Memory,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Had => "time had",
+            Self::Waited => "waits",
+            Self::Name => "name",
+        }
+    }
+
+    fn order(self, one: &(&str, Amounts), other: &(&str, Amounts)) -> Ordering {
+        let (own, its) = (&one.1, &other.1);
+        let by_amount = match self {
+            Self::Memory => (its.resident, its.swapped).cmp(&(own.resident, own.swapped)),
+            Self::Had => its.had.unwrap_or(0.0).total_cmp(&own.had.unwrap_or(0.0)),
+            Self::Waited => its.waited.total_cmp(&own.waited),
+            Self::Name => Ordering::Equal,
+        };
+        by_amount.then_with(|| one.0.cmp(other.0))
+    }
+}
+
+/// Earlier counters, of which amounts per time are made.
+#[derive(Debug, Default)]
+pub struct History {
+    held: HashMap<Key, VecDeque<(Instant, f64)>>,
+    moved: HashMap<String, (Instant, [u64; 2])>,
+    rates: HashMap<String, (f64, f64)>,
+}
+
+impl History {
+    pub fn add(&mut self, snapshot: &Snapshot) {
+        let at = snapshot.at;
+        let mut held = std::mem::take(&mut self.held);
+        for client in &snapshot.status.clients {
+            for usage in &client.gpus {
+                let key = (client.id, usage.uuid.clone());
+                let mut samples = held.remove(&key).unwrap_or_default();
+                samples.push_back((at, usage.lock_time));
+                // The oldest one is at least as old as the window.
+                while samples.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= WINDOW) {
+                    samples.pop_front();
+                }
+                self.held.insert(key, samples);
+            }
+        }
+        self.rates.clear();
+        let mut moved = std::mem::take(&mut self.moved);
+        for gpu in &snapshot.status.gpus {
+            let (Some(into), Some(out)) = (gpu.swapped_in_bytes, gpu.swapped_out_bytes) else { continue };
+            if let Some((then, [before_in, before_out])) = moved.remove(&gpu.uuid) {
+                let seconds = at.saturating_duration_since(then).as_secs_f64().max(1e-3);
+                let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
+                self.rates.insert(gpu.uuid.clone(), (rate(into, before_in), rate(out, before_out)));
+            }
+            self.moved.insert(gpu.uuid.clone(), (at, [into, out]));
+        }
+    }
+
+    /// The part of the time for which a program had the lock, as far back as it is known.
+    fn had(&self, key: &Key) -> Option<f64> {
+        let samples = self.held.get(key)?;
+        let ((first, before), (last, after)) = (samples.front()?, samples.back()?);
+        let seconds = last.saturating_duration_since(*first).as_secs_f64();
+        (seconds > 0.0).then(|| ((after - before) / seconds).clamp(0.0, 1.0))
+    }
+}
+
+/// Text without what a terminal could take as a command, or what would change the direction of the text beside it.
+pub fn printable(text: &str) -> String {
+    let is_kept = |c: &char| {
+        !c.is_control()
+            && !matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+    };
+    text.chars().filter(is_kept).collect()
+}
+
+/// `2.5G`: for where there is little room.
+pub fn short_size(bytes: u64) -> String {
+    let text = units::size(bytes);
+    text.replace(' ', "").replace("iB", "")
+}
+
+fn seconds(seconds: f64) -> String {
+    units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default())
+}
+
+/// `about 12s`: in whole units, since what is expected is no more exact.
+fn about(time: f64) -> String {
+    match time {
+        ..0.1 => "at once".into(),
+        ..60.0 => format!("about {:.0}s", time.ceil()),
+        ..3600.0 => format!("about {:.0}min", (time / 60.0).round()),
+        _ => format!("about {:.0}h", (time / 3600.0).round()),
+    }
+}
+
+pub fn panels(snapshot: &Snapshot, history: &History) -> Vec<Panel> {
+    snapshot.status.gpus.iter().map(|gpu| panel(gpu, snapshot, history)).collect()
+}
+
+/// The number of a GPU, or what tells a slice from others.
+fn number(gpu: &Gpu) -> String {
+    match gpu.index {
+        Some(index) if gpu.kind != "mig" => index.to_string(),
+        _ => gpu.uuid.split_once('-').map_or(&*gpu.uuid, |(_, rest)| rest).chars().take(4).collect(),
+    }
+}
+
+fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
+    let clients: BTreeMap<u64, &Client> = snapshot.status.clients.iter().map(|client| (client.id, client)).collect();
+    let here =
+        || clients.values().filter_map(|client| Some((client.id, client.gpus.iter().find(|u| u.uuid == gpu.uuid)?)));
+    let movable = |is_holder: bool| {
+        let all = here().filter(|(id, _)| gpu.holders.contains(id) == is_holder);
+        all.map(|(_, usage)| usage.resident.saturating_sub(usage.pinned)).fold(0, u64::saturating_add)
+    };
+    let pinned = here().map(|(_, usage)| usage.pinned).fold(0, u64::saturating_add);
+    let overhead = gpu.overhead.unwrap_or(0);
+    let contexts = gpu.contexts.unwrap_or(0).min(overhead);
+    let mut memory = vec![
+        (Kind::Holder, movable(true)),
+        (Kind::Others, movable(false)),
+        (Kind::Pinned, pinned),
+        (Kind::Contexts, contexts),
+        (Kind::Outside, overhead - contexts),
+    ];
+    let used = memory.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+    memory.push((Kind::Free, gpu.total.saturating_sub(used)));
+    let who = |id: &u64| match clients.get(id) {
+        Some(client) if client.pid > 0 => format!("{} ({})", printable(&client.name), client.pid),
+        Some(client) => printable(&client.name),
+        None => format!("client {id}"),
+    };
+    let holders = gpu.holders.iter().map(|id| match gpu.turn_ends.as_ref().and_then(|ends| ends.get(id)) {
+        Some(left) if *left > 0.0 => format!("{}, {} left", who(id), seconds(*left)),
+        Some(_) => format!("{}, to release it", who(id)),
+        None => who(id),
+    });
+    let queue = gpu.queue.iter().map(|id| match gpu.expected_starts.as_ref().and_then(|starts| starts.get(id)) {
+        Some(start) => format!("{} {}", who(id), about(*start)),
+        None => who(id),
+    });
+    let holders = holders.collect::<Vec<_>>().join(", ");
+    let pressure = snapshot.pressure.iter().find(|group| group.kind == "gpu" && group.name == gpu.uuid);
+    let notes = [
+        (gpu.gone, "This GPU is gone: programs that use it get errors."),
+        (gpu.drained, "Drained: programs leave it, and none gets there."),
+        (gpu.thrashing, "Programs push each other's memory off it."),
+        (gpu.serialized, "Programs take turns for now, because together they thrashed."),
+    ];
+    let number = number(gpu);
+    let kind = if gpu.kind == "mig" { "MIG" } else { "GPU" };
+    Panel {
+        title: format!("{kind} {number}  {}  {}", printable(&gpu.name), units::size(gpu.total)),
+        number,
+        total: gpu.total,
+        memory,
+        has_contexts: gpu.contexts.is_some(),
+        pressure: pressure.map(|group| (group.some_avg10, group.full_avg10)),
+        holders: if holders.is_empty() { "nobody".into() } else { holders },
+        queue: queue.collect(),
+        rates: history.rates.get(&gpu.uuid).copied(),
+        link: gpu.link_rate,
+        notes: notes.iter().filter(|(is_so, _)| *is_so).map(|(_, text)| *text).collect(),
+    }
+}
+
+/// What a program does on a GPU, in few words.
+fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>) -> (String, Tone) {
+    let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));
+    let percent = |part: u64| (part as f64 * 100.0 / (resident.saturating_add(swapped).max(1) as f64)).floor();
+    let leaving = || if resident == 0 { "leaving".into() } else { format!("leaving {} %", percent(swapped)) };
+    match client.sleep.as_str() {
+        "preparing" => return (leaving(), Tone::Waits),
+        "checkpointing" => return ("leaving, driver".into(), Tone::Waits),
+        "sleeping" if client.paused => return ("paused".into(), Tone::Plain),
+        "sleeping" => return ("asleep".into(), Tone::Plain),
+        "waking" => return ("waits for room".into(), Tone::Waits),
+        "restoring" => return ("coming back, driver".into(), Tone::Waits),
+        "settling" => return ("being found".into(), Tone::Waits),
+        "lost" => return ("lost: kill it".into(), Tone::Bad),
+        _ => {}
+    }
+    if client.paused {
+        return (if swapped < resident { leaving() } else { "paused".into() }, Tone::Plain);
+    }
+    let Some(usage) = usage else { return ("uses no GPU".into(), Tone::Plain) };
+    let is_coming = swapped > 0 && usage.allowance > resident;
+    let coming = || format!("coming back {} %", percent(resident));
+    let time = |of: Option<&HashMap<u64, f64>>| of.and_then(|times| times.get(&client.id)).copied();
+    match usage.state.as_str() {
+        "attaching" => ("waits for room".into(), Tone::Waits),
+        _ if client.stopped => ("stopped".into(), Tone::Bad),
+        "holding" if is_coming => (coming(), Tone::Runs),
+        "holding" => match time(gpu.and_then(|gpu| gpu.turn_ends.as_ref())) {
+            Some(left) => (format!("runs, {} left", seconds(left)), Tone::Runs),
+            None => ("runs".into(), Tone::Runs),
+        },
+        "waiting" if is_coming => (coming(), Tone::Waits),
+        "waiting" if usage.pending_limit.is_some() => ("waits for memory".into(), Tone::Waits),
+        "waiting" => match time(gpu.and_then(|gpu| gpu.expected_starts.as_ref())) {
+            Some(start) => (format!("waits, {}", about(start)), Tone::Waits),
+            None => ("waits".into(), Tone::Waits),
+        },
+        "revoking" => ("ends its turn".into(), Tone::Runs),
+        "stuck" | "undrainable" => ("work does not end".into(), Tone::Bad),
+        other => (printable(other), Tone::Plain),
+    }
+}
+
+#[derive(Default)]
+struct Node<'a> {
+    amounts: Amounts,
+    children: BTreeMap<String, Node<'a>>,
+    rows: Vec<(Row, &'a Client)>,
+}
+
+/// The tree, as lines from the top.
+pub fn rows(snapshot: &Snapshot, history: &History, sort: Sort) -> Vec<Row> {
+    let gpus: HashMap<&str, &Gpu> = snapshot.status.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu)).collect();
+    let mut slices: BTreeMap<String, Node<'_>> = BTreeMap::new();
+    for client in &snapshot.status.clients {
+        let uses = client.gpus.iter().map(Some).chain(client.gpus.is_empty().then_some(None));
+        for usage in uses {
+            let gpu = usage.and_then(|usage| gpus.get(usage.uuid.as_str()).copied());
+            let key = (client.id, usage.map_or_else(String::new, |usage| usage.uuid.clone()));
+            let amounts = Amounts {
+                resident: usage.map_or(0, |usage| usage.resident),
+                swapped: usage.map_or(0, |usage| usage.swapped),
+                due: usage.and_then(|usage| usage.share_due),
+                had: history.had(&key),
+                waited: usage.map_or(0.0, |usage| usage.wait_time),
+            };
+            let (state, tone) = state(client, usage, gpu);
+            let pid = if client.pid > 0 { client.pid.to_string() } else { "?".into() };
+            let row = Row {
+                depth: 2,
+                label: format!("{pid} {}", printable(&status::command(client))),
+                state,
+                tone,
+                gpu: gpu.map_or_else(String::new, number),
+                amounts,
+                program: Some(Program {
+                    key,
+                    pid: client.pid,
+                    name: printable(&client.name),
+                    is_paused: client.paused,
+                }),
+            };
+            let or_none = |name: String| if name.is_empty() { "-".to_owned() } else { printable(&name) };
+            let slice = slices.entry(or_none(client.slice.clone())).or_default();
+            slice.amounts.add(&amounts);
+            let unit = slice.children.entry(or_none(status::place_of(client))).or_default();
+            unit.amounts.add(&amounts);
+            unit.rows.push((row, client));
+        }
+    }
+    let mut lines = Vec::new();
+    for (name, slice) in sorted(&slices, sort) {
+        lines.push(Row { label: name.clone(), amounts: slice.amounts, ..Row::default() });
+        for (name, unit) in sorted(&slice.children, sort) {
+            lines.push(Row { depth: 1, label: name.clone(), amounts: unit.amounts, ..Row::default() });
+            let mut rows: Vec<&(Row, &Client)> = unit.rows.iter().collect();
+            rows.sort_by(|(one, a), (other, b)| {
+                sort.order(&(&a.name, one.amounts), &(&b.name, other.amounts)).then(a.id.cmp(&b.id))
+            });
+            lines.extend(rows.into_iter().map(|(row, _)| row.clone()));
+        }
+    }
+    lines
+}
+
+fn sorted<'a, 'n>(nodes: &'a BTreeMap<String, Node<'n>>, sort: Sort) -> Vec<(&'a String, &'a Node<'n>)> {
+    let mut nodes: Vec<_> = nodes.iter().collect();
+    nodes.sort_by(|(one, a), (other, b)| sort.order(&(one, a.amounts), &(other, b.amounts)));
+    nodes
+}
