@@ -10,7 +10,7 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, rules, run,
+    CtlError, Target, adopt, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, rules, run,
     simulate, timeline, top, why,
 };
 
@@ -95,6 +95,9 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             cdi::generate(&target, &asked, |text| eprintln!("{text}"))
         }
         Some(Verb::Cdi(Cdi::Install(asked))) => cdi::install(&asked),
+        Some(Verb::Adopt { server, container: true, .. }) => print(&adopt::container(&server)),
+        Some(Verb::Adopt { server, library, .. }) => print(&adopt::adopt(&target, &server, library.as_deref())?),
+        Some(Verb::Release { server }) => print(&adopt::release(&target, &server)?),
         Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),
     };
     done.map(|()| 0)

@@ -14,7 +14,7 @@ use super::lock::OnLoss;
 use super::preload::Of;
 use super::report::By;
 use super::settings::parse_seconds;
-use super::rules;
+use super::{adopt, rules};
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
 use crate::config::{settings, units};
 use crate::scheduler::{AntiThrash, PolicyName};
@@ -251,6 +251,25 @@ pub enum Verb {
         /// Of a trace, which `nvshare-scheduler --trace` writes
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         trace: Option<PathBuf>,
+    },
+    /// Have a service share GPUs from its next start on, and give it a rule for a server
+    ///
+    /// It preloads the library, as by `preload enable --unit`, may run at once while it has had no more than its share, and leaves a
+    /// GPU where others lack room and it has been idle for 5 minutes.
+    Adopt {
+        #[command(flatten)]
+        server: adopt::Server,
+        /// It is the name of a container: only print the flags to start it with
+        #[arg(long, conflicts_with_all = ["user", "restart", "library"])]
+        container: bool,
+        /// The library [default: the one that is installed with nvsharectl]
+        #[arg(long, value_name = "PATH")]
+        library: Option<PathBuf>,
+    },
+    /// Undo what `adopt` did with the same options
+    Release {
+        #[command(flatten)]
+        server: adopt::Server,
     },
     /// Have every program of this machine load the library, or those of a service
     #[command(subcommand)]

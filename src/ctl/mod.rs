@@ -14,11 +14,13 @@
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
 //! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
+//! - [`adopt`]: having a service share GPUs, with a rule for a server.
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
 //! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password. `errors`: errors
-//!   and exit codes. `table`: aligned columns.
+//!   and exit codes. `table`: aligned columns. `progress`: how far something is that takes long.
 
+pub mod adopt;
 pub mod arguments;
 pub mod cdi;
 mod connect;
@@ -32,6 +34,7 @@ pub mod pause;
 pub mod place;
 pub mod preload;
 pub mod pressure;
+mod progress;
 pub mod replay;
 pub mod report;
 pub mod rules;

@@ -1,13 +1,9 @@
 //! `nvsharectl migrate`, `drain` and `undrain`: programs off a GPU, to another one or to sleep.
 
-use std::io::{IsTerminal, Write};
-use std::time::Duration;
-
+use super::progress::{LOOK, Progress};
 use super::{CtlError, Target, block_on, driver, password, pause};
-use crate::bus::{Client, Gpu, SchedulerProxy};
-
-/// How often it is looked how far programs have got.
-const LOOK: Duration = Duration::from_millis(200);
+use crate::bus::{Client, Gpu, GpuUse, SchedulerProxy};
+use crate::config::units;
 
 /// Has programs go to another GPU, one after the other. Returns once they are there.
 ///
@@ -24,10 +20,10 @@ pub fn migrate(target: &Target, program: &str, gpu: &str) -> Result<(), CtlError
             loop {
                 tokio::select! {
                     moved = &mut moves => break moved?,
-                    () = tokio::time::sleep(LOOK), if progress.is_shown => {
+                    () = tokio::time::sleep(LOOK), if progress.is_shown() => {
                         let clients = scheduler.list_clients().await.unwrap_or_default();
                         let client = clients.iter().find(|client| client.pid == pid && !client.moving.is_empty());
-                        progress.show(client.map_or_else(String::new, |client| format!("{pid}: {}", step(client))));
+                        progress.show(&client.map_or_else(String::new, |client| format!("{pid}: {}", step(client))));
                     }
                 }
             }
@@ -48,11 +44,11 @@ pub fn drain(target: &Target, gpu: &str) -> Result<String, CtlError> {
         loop {
             let there = There::look(&scheduler, gpu).await?;
             if there.leave.is_empty() {
-                progress.show(String::new());
+                progress.show("");
                 return there.result(gpu);
             }
             let steps = there.leave.iter().map(|client| format!("{}: {}", client.pid, step(client)));
-            progress.show(steps.collect::<Vec<_>>().join("; "));
+            progress.show(&steps.collect::<Vec<_>>().join("; "));
             tokio::time::sleep(LOOK).await;
         }
     })
@@ -70,14 +66,19 @@ pub fn undrain(target: &Target, gpu: &str) -> Result<(), CtlError> {
 }
 
 /// How far a program on its way off its GPU has got.
-fn step(client: &Client) -> &'static str {
+fn step(client: &Client) -> String {
+    let sum = |of: fn(&GpuUse) -> u64| client.gpus.iter().map(of).fold(0u64, u64::saturating_add);
+    let (resident, swapped) = (sum(|usage| usage.resident), sum(|usage| usage.swapped));
     match client.sleep.as_str() {
-        "awake" => "its work ends",
-        "preparing" => "its memory leaves",
-        "checkpointing" => "it is taken off the GPU",
-        "sleeping" | "waking" => "it waits for room",
-        "restoring" => "it is put back",
-        _ => "it is found out where it is",
+        "preparing" if resident > 0 => {
+            format!("its memory leaves, {} of {}", units::size(swapped), units::size(resident.saturating_add(swapped)))
+        }
+        "awake" => "its work ends".into(),
+        "preparing" => "its memory leaves".into(),
+        "checkpointing" => "it is taken off the GPU".into(),
+        "sleeping" | "waking" => "it waits for room".into(),
+        "restoring" => "it is put back".into(),
+        _ => "it is found out where it is".into(),
     }
 }
 
@@ -141,39 +142,18 @@ impl There {
     }
 }
 
-/// A line on a terminal that is written again and again.
-struct Progress {
-    is_shown: bool,
-    length: usize,
-}
-
-impl Progress {
-    fn new() -> Self {
-        Self { is_shown: std::io::stderr().is_terminal(), length: 0 }
-    }
-
-    fn show(&mut self, text: String) {
-        if !self.is_shown {
-            return;
-        }
-        let text: String = text.chars().take(78).collect(); // of one line, which can be written again
-        let mut stderr = std::io::stderr();
-        let _ = write!(stderr, "\r{:1$}\r{text}", "", self.length);
-        let _ = stderr.flush();
-        self.length = text.chars().count();
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        self.show(String::new());
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bus::GpuUse;
+
+    #[test]
+    fn it_says_how_much_has_left() {
+        let usage = GpuUse { resident: 3 << 30, swapped: 1 << 30, ..GpuUse::default() };
+        let mut client = Client { sleep: "preparing".into(), gpus: vec![usage], ..Client::default() };
+        assert_eq!(step(&client), "its memory leaves, 1 GiB of 4 GiB");
+        client.sleep = "checkpointing".into();
+        assert_eq!(step(&client), "it is taken off the GPU");
+    }
 
     #[test]
     fn who_is_on_a_drained_gpu_leaves_sleeps_or_stays() {

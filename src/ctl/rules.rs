@@ -6,6 +6,7 @@ use toml::Value;
 use zbus::{OwnedVariant, Variant};
 
 use super::{CtlError, Target, block_on, password};
+use crate::bus::SchedulerProxy;
 use crate::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
 
 /// Keys whose value is a list; commas are between its parts.
@@ -23,6 +24,11 @@ pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
 
 /// Sets a rule; without keys it is taken away.
 pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
+    block_on(async { call(&target.connect().await?, name, keys).await })
+}
+
+/// The same of a scheduler that is connected.
+pub(super) async fn call(scheduler: &SchedulerProxy<'_>, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
     let mut rule = HashMap::new();
     for (key, value) in keys {
         let value = match value {
@@ -35,7 +41,7 @@ pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), 
             return Err(CtlError::Failed(format!("{key} is given twice")));
         }
     }
-    block_on(async { Ok(password::call(&target.connect().await?, "SetRule", &(name, rule)).await?) })
+    Ok(password::call(scheduler, "SetRule", &(name, rule)).await?)
 }
 
 /// Rules as they could be written, each with where it is from.

@@ -1,5 +1,5 @@
-//! The drop-in that has systemd start a service with the library: `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`.
-//! Its name sorts behind that of `systemctl edit`, because the last `Environment=` of a variable counts.
+//! The drop-in that has systemd start a service with the library: `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`, and for
+//! a service of a user's own manager the same in `~/.config/systemd/user`. Its name sorts behind that of `systemctl edit`, because the last `Environment=` of a variable counts.
 
 use std::ffi::OsStr;
 use std::io::{self, Write};
@@ -15,9 +15,37 @@ const FILE: &str = "zz-nvshare-preload.conf";
 /// Longer than systemd's names of units are.
 const NAME_MAX: usize = 255;
 
-/// Where the drop-in of a unit is, or would be.
-pub fn path(unit: &str) -> PathBuf {
-    Path::new(UNITS).join(format!("{unit}.d")).join(FILE)
+/// Whose service manager has a unit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Manager {
+    #[default]
+    System,
+    /// Of the user that runs this.
+    User,
+}
+
+impl Manager {
+    fn units(self) -> PathBuf {
+        if self == Self::System {
+            return UNITS.into();
+        }
+        let set = |name| std::env::var_os(name).filter(|value| Path::new(value).is_absolute()).map(PathBuf::from);
+        let home = || set("HOME").unwrap_or_else(|| "/".into()).join(".config");
+        set("XDG_CONFIG_HOME").unwrap_or_else(home).join("systemd/user")
+    }
+
+    /// Where the drop-in of a unit is, or would be.
+    pub fn path(self, unit: &str) -> PathBuf {
+        self.units().join(format!("{unit}.d")).join(FILE)
+    }
+
+    /// `systemctl`, as this manager is asked.
+    pub fn systemctl(self) -> &'static str {
+        match self {
+            Self::System => "systemctl",
+            Self::User => "systemctl --user",
+        }
+    }
 }
 
 /// The units that have one, sorted.
@@ -25,7 +53,7 @@ pub fn units() -> Vec<String> {
     let directories = Path::new(UNITS).read_dir().into_iter().flatten().flatten();
     let unit = |name: &OsStr| Some(name.to_str()?.strip_suffix(".d")?.to_owned());
     let mut units: Vec<String> = directories.filter_map(|directory| unit(&directory.file_name())).collect();
-    units.retain(|unit| path(unit).is_file());
+    units.retain(|unit| Manager::System.path(unit).is_file());
     units.sort();
     units
 }
@@ -59,24 +87,39 @@ pub fn assigned(environment: &[String]) -> &str {
     values.next_back().unwrap_or_default()
 }
 
-/// The text of the drop-in. `options` are those by which it was asked for.
-pub fn text(options: &str, list: &str) -> String {
+/// The text of the drop-in. `undo` is the command of nvsharectl that removes it.
+pub fn text(undo: &str, list: &str) -> String {
     // systemd replaces `%` and `\`, and ends the word at `"`.
     let quoted = list.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%");
     format!(
-        "# Written by nvsharectl(1); `nvsharectl preload disable {options}` removes it.\n\
-         [Service]\nEnvironment=\"{VARIABLE}={quoted}\"\n"
+        "{}\n\
+         [Service]\nEnvironment=\"{VARIABLE}={quoted}\"\n",
+        first_line(undo)
     )
 }
 
+fn first_line(undo: &str) -> String {
+    format!("# Written by nvsharectl(1); `nvsharectl {undo}` removes it.")
+}
+
+/// Whether that command is the one that removes it.
+pub fn is_removed_by(text: &str, undo: &str) -> bool {
+    text.lines().next() == Some(first_line(undo).as_str())
+}
+
+/// The drop-in of a unit; `None`: it has none.
+pub fn read(manager: Manager, unit: &str) -> io::Result<Option<String>> {
+    match std::fs::read_to_string(manager.path(unit)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        text => Ok(Some(text?)),
+    }
+}
+
 /// Puts the drop-in of a unit in its place in one step, and returns what was there before.
-pub fn write(unit: &str, text: &str) -> io::Result<Option<String>> {
-    let path = path(unit);
+pub fn write(manager: Manager, unit: &str, text: &str) -> io::Result<Option<String>> {
+    let path = manager.path(unit);
     let directory = path.parent().unwrap_or(Path::new(UNITS));
-    let before = match std::fs::read_to_string(&path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-        text => Some(text?),
-    };
+    let before = read(manager, unit)?;
     std::fs::create_dir_all(directory)?;
     // systemd reads the files that end in .conf, and no others.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
@@ -88,8 +131,8 @@ pub fn write(unit: &str, text: &str) -> io::Result<Option<String>> {
 }
 
 /// Removes the drop-in of a unit, and its directory if nothing else is in it. False if there was none.
-pub fn remove(unit: &str) -> io::Result<bool> {
-    let path = path(unit);
+pub fn remove(manager: Manager, unit: &str) -> io::Result<bool> {
+    let path = manager.path(unit);
     match std::fs::remove_file(&path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
         removed => removed?,
@@ -123,8 +166,9 @@ mod tests {
 
     #[test]
     fn systemd_reads_the_value_as_it_is() {
-        let text = text("--unit x.service", "/a%b/libnvshare.so:\"c\\d\".so");
+        let text = text("preload disable --unit x.service", "/a%b/libnvshare.so:\"c\\d\".so");
         assert!(text.ends_with("Environment=\"LD_PRELOAD=/a%%b/libnvshare.so:\\\"c\\\\d\\\".so\"\n"), "{text}");
+        assert!(is_removed_by(&text, "preload disable --unit x.service") && !is_removed_by(&text, "release x.service"));
     }
 
     #[test]

@@ -13,14 +13,14 @@
 //! `disable` starts no program, and where nvsharectl is linked statically (`make build` does so) it works even when
 //! no other program does.
 
-mod drop_in;
+pub(super) mod drop_in;
 pub mod entries;
 mod file;
 pub(super) mod library;
 mod program;
 pub mod service;
 mod state;
-mod systemd;
+pub(super) mod systemd;
 mod trial;
 mod verify;
 
@@ -75,7 +75,7 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Answer, CtlError> {
     if let Some(selected) = of.selected()? {
         return service::enable(&selected, asked);
     }
-    only_root(FILE, "enable")?;
+    only_root(FILE, "preload enable")?;
     let library = library::find(asked)?;
     library::check_name(&library).map_err(|why| CtlError::Failed(format!("{}: {why}", library.display())))?;
     let _lock = file::lock()?;
@@ -140,7 +140,7 @@ pub fn disable(of: &Of) -> Result<Answer, CtlError> {
     if let Some(selected) = of.selected()? {
         return service::disable(&selected);
     }
-    only_root(FILE, "disable")?;
+    only_root(FILE, "preload disable")?;
     let _lock = file::lock()?;
     let found = file::read()?;
     let text = entries::without(found.text());
@@ -151,9 +151,9 @@ pub fn disable(of: &Of) -> Result<Answer, CtlError> {
     Ok(Answer::done("Off: programs that start from now on do not load libnvshare.so. Those that run keep it.\n".into()))
 }
 
-fn only_root(what: &str, verb: &str) -> Result<(), CtlError> {
+pub(super) fn only_root(what: &str, verb: &str) -> Result<(), CtlError> {
     if rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    Err(CtlError::Failed(format!("only root may change {what}: sudo nvsharectl preload {verb}")))
+    Err(CtlError::Failed(format!("only root may change {what}: sudo nvsharectl {verb}")))
 }

@@ -4,14 +4,17 @@
 //! systemd has nothing of the kind for slices: `Slice=` is a property of a service, and drop-ins apply by a unit's name.
 
 use std::fmt::Write;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
 use serde_json::{Value, json};
 
+use super::drop_in::Manager;
 use super::systemd::{Service, Systemd};
 use super::{Answer, OFF, drop_in, file, library, only_root, program, verify};
+use crate::ctl::progress::Progress;
 use crate::ctl::{CtlError, block_on};
 
 /// For which programs.
@@ -66,7 +69,18 @@ fn uid(user: &str) -> Result<u32, CtlError> {
 
 pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Answer, CtlError> {
     let Selected { unit, options } = selected;
-    only_root(unit, &format!("enable {options}"))?;
+    only_root(unit, &format!("preload enable {options}"))?;
+    let library = verified(asked)?;
+    block_on(async {
+        let ready = Ready::of(Manager::System, unit, &library).await?;
+        ready.put(&format!("preload disable {options}")).await?;
+        let text = format!("On: {} preloads {library} from its next start on.\n", ready.unit);
+        Ok(Answer::done(text + &ready.notes()))
+    })
+}
+
+/// The library, once it has been seen that it can be loaded.
+pub(in crate::ctl) fn verified(asked: Option<&Path>) -> Result<String, CtlError> {
     let library = library::find(asked)?;
     let report = verify::verify(&library, None);
     if !report.is_good() {
@@ -75,71 +89,120 @@ pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Answer, CtlEr
             report.text()
         )));
     }
-    // The checks above include that the path has no blanks, so that it is text or harmless.
-    let path = library.to_str().ok_or_else(|| CtlError::Failed(format!("{} is no text", library.display())))?;
-    let _lock = file::lock()?;
-    block_on(async {
-        let systemd = Systemd::connect().await?;
-        is_service(&systemd, unit).await?;
-        let service = systemd.service(unit).await?;
-        service.accepts(&library)?;
-        let list = drop_in::preload_list(drop_in::assigned(&service.environment), path);
-        let unit = &service.id;
-        put_in_force(&systemd, unit, options, &list, path).await?;
-        let mut text = format!("On: {unit} preloads {path} from its next start on.\n");
-        if service.main_pid != 0 {
-            let _ = writeln!(text, "  note: it is running: {}", restart(unit));
-        }
-        for note in service.notes() {
-            let _ = writeln!(text, "  note: {note}");
-        }
-        Ok(Answer::done(text))
-    })
+    // The checks include that the path has no blanks, so that it is text or harmless.
+    let text = library.to_str().map(str::to_owned);
+    text.ok_or_else(|| CtlError::Failed(format!("{} is no text", library.display())))
 }
 
-/// Writes the drop-in, and takes it back unless systemd then has the library in the service's environment.
-async fn put_in_force(systemd: &Systemd, unit: &str, options: &str, list: &str, library: &str) -> Result<(), CtlError> {
-    let cannot = |e| CtlError::Failed(format!("cannot write {}: {e}", drop_in::path(unit).display()));
-    let before = drop_in::write(unit, &drop_in::text(options, list)).map_err(cannot)?;
-    let tried = async {
-        systemd.reload().await?;
-        let now = systemd.service(unit).await?;
-        match drop_in::ours(drop_in::assigned(&now.environment)) == Some(library) {
-            true => Ok(()),
-            false => Err(CtlError::Failed(format!(
-                "another file outranks {}, so {unit} would not preload the library: `systemctl cat {unit}` shows them all. Add \
-                 {library} to its LD_PRELOAD. Nothing has changed.",
-                drop_in::path(unit).display()
-            ))),
-        }
-    };
-    let Err(e) = tried.await else { return Ok(()) };
-    match before {
-        Some(text) => drop(drop_in::write(unit, &text)),
-        None => drop(drop_in::remove(unit)),
+/// A service that can preload the library. As long as it is there, no other nvsharectl changes what the system's services preload.
+#[derive(Debug)]
+pub(in crate::ctl) struct Ready {
+    pub systemd: Systemd,
+    pub manager: Manager,
+    /// Its name, if it was asked for by another.
+    pub unit: String,
+    pub is_running: bool,
+    library: String,
+    list: String,
+    /// The service preloads the library already.
+    pub is_on: bool,
+    notes: Vec<String>,
+    _lock: Option<File>,
+}
+
+impl Ready {
+    /// # Errors
+    /// If there is no such service, or it would do no good.
+    pub async fn of(manager: Manager, unit: &str, library: &str) -> Result<Self, CtlError> {
+        // What a user has is no concern of others, and only root can lock.
+        let lock = (manager == Manager::System).then(file::lock).transpose()?;
+        let systemd = Systemd::connect(manager).await?;
+        is_service(&systemd, unit).await?;
+        let service = systemd.service(unit).await?;
+        service.accepts(Path::new(library))?;
+        let before = drop_in::assigned(&service.environment);
+        Ok(Self {
+            manager,
+            is_running: service.main_pid != 0,
+            library: library.to_owned(),
+            list: drop_in::preload_list(before, library),
+            is_on: drop_in::ours(before) == Some(library),
+            notes: service.notes(),
+            unit: service.id,
+            systemd,
+            _lock: lock,
+        })
     }
-    let _ = systemd.reload().await;
-    Err(e)
+
+    /// Writes the drop-in, and takes it back unless systemd then has the library in the service's environment. `undo` is the command
+    /// that removes it. Returns what was there before.
+    pub async fn put(&self, undo: &str) -> Result<Option<String>, CtlError> {
+        let Self { manager, unit, library, .. } = self;
+        let cannot = |e| CtlError::Failed(format!("cannot write {}: {e}", manager.path(unit).display()));
+        let before = drop_in::write(*manager, unit, &drop_in::text(undo, &self.list)).map_err(cannot)?;
+        let tried = async {
+            let mut progress = Progress::new();
+            progress.during("systemd reads its files again", self.systemd.reload()).await?;
+            let now = self.systemd.service(unit).await?;
+            match drop_in::ours(drop_in::assigned(&now.environment)) == Some(library) {
+                true => Ok(()),
+                false => Err(CtlError::Failed(format!(
+                    "another file outranks {}, so {unit} would not preload the library: `{} cat {unit}` shows them all. Add \
+                     {library} to its LD_PRELOAD. Nothing has changed.",
+                    manager.path(unit).display(),
+                    manager.systemctl()
+                ))),
+            }
+        };
+        match tried.await {
+            Ok(()) => Ok(before),
+            Err(e) => {
+                self.put_back(before).await;
+                Err(e)
+            }
+        }
+    }
+
+    /// Undoes [`Self::put`].
+    pub async fn put_back(&self, before: Option<String>) {
+        match before {
+            Some(text) => drop(drop_in::write(self.manager, &self.unit, &text)),
+            None => drop(drop_in::remove(self.manager, &self.unit)),
+        }
+        let _ = self.systemd.reload().await;
+    }
+
+    /// What else there is to know, a line each.
+    pub fn notes(&self) -> String {
+        let mut text = String::new();
+        if self.is_running {
+            let _ = writeln!(text, "  note: it is running: {}", restart(self.manager, &self.unit));
+        }
+        for note in &self.notes {
+            let _ = writeln!(text, "  note: {note}");
+        }
+        text
+    }
 }
 
 pub fn disable(selected: &Selected) -> Result<Answer, CtlError> {
     let Selected { unit, options } = selected;
-    only_root(unit, &format!("disable {options}"))?;
+    only_root(unit, &format!("preload disable {options}"))?;
     let _lock = file::lock()?;
     block_on(async {
         // A service that is gone, and one where systemd does not run, can have a drop-in all the same.
-        let systemd = Systemd::connect().await;
+        let systemd = Systemd::connect(Manager::System).await;
         let id = match &systemd {
             Ok(systemd) => systemd.service(unit).await.map_or_else(|_| unit.clone(), |service| service.id),
             Err(_) => unit.clone(),
         };
         let mut removed = false;
         for name in [unit, &id] {
-            let cannot = |e| CtlError::Failed(format!("cannot remove {}: {e}", drop_in::path(name).display()));
-            removed |= drop_in::remove(name).map_err(cannot)?;
+            let cannot = |e| CtlError::Failed(format!("cannot remove {}: {e}", Manager::System.path(name).display()));
+            removed |= drop_in::remove(Manager::System, name).map_err(cannot)?;
         }
         if !removed {
-            return Ok(Answer::done(format!("Already off: there is no {}.\n", drop_in::path(&id).display())));
+            return Ok(Answer::done(format!("Already off: there is no {}.\n", Manager::System.path(&id).display())));
         }
         let mut text = format!("Off: {id} does not preload the library from its next start on.\n");
         let told = match systemd {
@@ -153,8 +216,9 @@ pub fn disable(selected: &Selected) -> Result<Answer, CtlError> {
     })
 }
 
-fn restart(unit: &str) -> String {
+fn restart(manager: Manager, unit: &str) -> String {
     match unit.strip_prefix("user@") {
+        _ if manager == Manager::User => format!("systemctl --user restart {unit}"),
         Some(_) => format!("`systemctl restart {unit}` ends all programs of that user's services"),
         None => format!("sudo systemctl restart {unit}"),
     }
@@ -261,7 +325,7 @@ pub struct State {
 pub fn states(selected: Option<&Selected>) -> Vec<State> {
     let mut units = drop_in::units();
     block_on(async {
-        let systemd = if units.is_empty() { None } else { Systemd::connect().await.ok() };
+        let systemd = if units.is_empty() { None } else { Systemd::connect(Manager::System).await.ok() };
         if let Some(Selected { unit, .. }) = selected {
             let id = match &systemd {
                 Some(systemd) => systemd.service(unit).await.map_or_else(|_| unit.clone(), |service| service.id),
@@ -280,7 +344,7 @@ pub fn states(selected: Option<&Selected>) -> Vec<State> {
 
 impl State {
     async fn of(unit: String, systemd: Option<&Systemd>) -> Self {
-        let text = std::fs::read_to_string(drop_in::path(&unit)).unwrap_or_default();
+        let text = std::fs::read_to_string(Manager::System.path(&unit)).unwrap_or_default();
         let written = text.lines().find_map(|line| line.strip_prefix(&format!("Environment=\"{}=", drop_in::VARIABLE)));
         let library =
             written.and_then(|list| drop_in::ours(list.trim_end_matches('"'))).map(|name| name.replace("%%", "%"));
@@ -292,7 +356,7 @@ impl State {
                 None
             }
             None => {
-                problems.push(format!("{} names no libnvshare.so", drop_in::path(&unit).display()));
+                problems.push(format!("{} names no libnvshare.so", Manager::System.path(&unit).display()));
                 None
             }
         };
@@ -338,7 +402,7 @@ impl Service {
         let environment: Vec<String> =
             environment.split(|byte| *byte == 0).map(|pair| String::from_utf8_lossy(pair).into_owned()).collect();
         Some(match drop_in::ours(drop_in::assigned(&environment)) {
-            None => format!("process {main_pid} was started before: {}", restart(id)),
+            None => format!("process {main_pid} was started before: {}", restart(Manager::System, id)),
             Some(_) => format!(
                 "process {main_pid} has not loaded it: it is linked statically, has another C library or additional rights, or \
                  AppArmor or SELinux confine it. Programs that it starts may load it"

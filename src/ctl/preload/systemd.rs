@@ -7,10 +7,14 @@ use zbus::OwnedObjectPath;
 use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 
+use super::drop_in::Manager;
 use crate::ctl::CtlError;
+use crate::ctl::progress::Progress;
 
 /// As long as systemctl gives `daemon-reload`, which runs every generator.
 const PATIENCE: Duration = Duration::from_secs(90);
+/// How often it is looked whether a service has started.
+const LOOK: Duration = Duration::from_millis(100);
 
 #[zbus::proxy(
     interface = "org.freedesktop.systemd1.Manager",
@@ -19,6 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(90);
 )]
 trait Manager {
     fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
+    fn restart_unit(&self, name: &str, mode: &str) -> zbus::Result<OwnedObjectPath>;
     fn reload(&self) -> zbus::Result<()>;
     fn list_units_by_patterns(&self, states: &[&str], patterns: &[&str]) -> zbus::Result<Vec<Listed>>;
 }
@@ -32,6 +37,11 @@ trait Unit {
     fn id(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn load_state(&self) -> zbus::Result<String>;
+    #[zbus(property)]
+    fn active_state(&self) -> zbus::Result<String>;
+    /// Number and object; 0 if nothing is to be done with it.
+    #[zbus(property)]
+    fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
 
 #[zbus::proxy(interface = "org.freedesktop.systemd1.Service", default_service = "org.freedesktop.systemd1")]
@@ -81,18 +91,45 @@ pub struct Service {
     pub main_pid: u32,
 }
 
-/// The system's service manager.
+/// A service manager: the system's, or that of the user who runs this.
 #[derive(Debug)]
 pub struct Systemd {
     connection: Connection,
 }
 
 impl Systemd {
-    pub async fn connect() -> Result<Self, CtlError> {
-        let connection = Builder::system().method_timeout(PATIENCE).build().await;
+    pub async fn connect(manager: Manager) -> Result<Self, CtlError> {
+        let (builder, bus) = match manager {
+            Manager::System => (Builder::system(), "system"),
+            Manager::User => (Builder::session(), "session"),
+        };
+        let connection = builder.method_timeout(PATIENCE).build().await;
         let connection =
-            connection.map_err(|e| CtlError::Failed(format!("systemd cannot be asked on the system bus: {e}")))?;
+            connection.map_err(|e| CtlError::Failed(format!("systemd cannot be asked on the {bus} bus: {e}")))?;
         Ok(Self { connection })
+    }
+
+    /// Restarts a service. Returns once it has started, or nothing more is to be done about it.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub async fn restart(&self, name: &str) -> Result<(), CtlError> {
+        let restarted = async {
+            let manager = self.manager().await?;
+            manager.restart_unit(name, "replace").await?;
+            let path = manager.load_unit(name).await?;
+            let unit =
+                UnitProxy::builder(&self.connection).path(&path).cache_properties(CacheProperties::No).build().await?;
+            while unit.job().await?.0 != 0 {
+                tokio::time::sleep(LOOK).await;
+            }
+            unit.active_state().await
+        };
+        let restarted = Progress::new().during(&format!("{name} is restarted"), restarted).await;
+        match restarted.map_err(|e| failed(name, &e))?.as_str() {
+            "failed" => Err(CtlError::Failed(format!("{name} does not start: `journalctl -u {name}` may say why"))),
+            _ => Ok(()),
+        }
     }
 
     async fn manager(&self) -> zbus::Result<ManagerProxy<'_>> {

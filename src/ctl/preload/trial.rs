@@ -21,6 +21,7 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 use wait_timeout::ChildExt;
 
 use super::file::FILE;
+use crate::ctl::progress::Progress;
 
 /// Each of these programs takes milliseconds; a machine may be very busy.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -113,11 +114,13 @@ fn each(by: By, library: &Path, users: &[User]) -> Vec<Trial> {
     ];
     let setuid = setuid_program().map(|program| [program, "--version"]);
     let mut trials = Vec::new();
+    let mut progress = Progress::new();
     for user in users {
         if let (User::Nobody, By::File | By::Rehearsal(_), Some(words)) = (user, by, &setuid) {
             programs.push((words, Prints::Something));
         }
         for (words, prints) in &programs {
+            progress.show(&format!("runs {} with the library, as {}", words.join(" "), user.name()));
             let result = output(by, *user, words).and_then(|output| output.check(*prints, library));
             let failed = result.is_err();
             trials.push(Trial { what: format!("{} as {}", words.join(" "), user.name()), result });

@@ -30,6 +30,8 @@ pub struct Unit {
     pub program: &'static str,
     pub slice: &'static str,
     pub main_pid: u32,
+    /// What becomes of it when it is started.
+    pub active_state: &'static str,
 }
 
 impl Unit {
@@ -48,11 +50,15 @@ impl Unit {
             program: "/bin/true",
             slice: "system.slice",
             main_pid: 0,
+            active_state: "active",
         }
     }
 }
 
 type Loaded = Arc<Mutex<HashMap<String, Vec<String>>>>;
+
+/// The names of the units that were restarted, each in a line.
+pub const RESTARTED: &str = "/mnt/restarted";
 
 struct Manager {
     units: Vec<Unit>,
@@ -66,6 +72,13 @@ impl Manager {
     fn load_unit(&self, name: &str) -> OwnedObjectPath {
         let known = self.units.iter().position(|unit| unit.name == name || unit.alias == name);
         path(known.unwrap_or(self.units.len()))
+    }
+
+    fn restart_unit(&self, name: &str, mode: &str) -> OwnedObjectPath {
+        assert_eq!(mode, "replace");
+        let before = fs::read_to_string(RESTARTED).unwrap_or_default();
+        fs::write(RESTARTED, format!("{before}{name}\n")).expect("a file");
+        OwnedObjectPath::try_from("/org/freedesktop/systemd1/job/7").expect("a path")
     }
 
     fn reload(&self) {
@@ -92,9 +105,11 @@ fn path(at: usize) -> OwnedObjectPath {
 fn environment(unit: &Unit) -> Vec<String> {
     let mut environment: Vec<String> = unit.environment.iter().map(|pair| (*pair).to_owned()).collect();
     for name in [unit.name, unit.alias] {
-        let directory = Path::new("/etc/systemd/system").join(format!("{name}.d"));
-        let mut files: Vec<_> =
-            fs::read_dir(directory).into_iter().flatten().flatten().map(|file| file.path()).collect();
+        // As it is the system's manager and a user's in one, it reads the files of both.
+        let directories = ["/etc/systemd/system", "/mnt/config/systemd/user"];
+        let directories = directories.map(|all| Path::new(all).join(format!("{name}.d")));
+        let of = |directory: &std::path::PathBuf| fs::read_dir(directory).into_iter().flatten().flatten();
+        let mut files: Vec<_> = directories.iter().flat_map(of).map(|file| file.path()).collect();
         files.sort();
         for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "conf")) {
             let text = fs::read_to_string(file).expect("a drop-in");
@@ -117,6 +132,16 @@ impl Described {
     #[zbus(property)]
     fn load_state(&self) -> String {
         self.0.load_state.into()
+    }
+
+    #[zbus(property)]
+    fn active_state(&self) -> String {
+        self.0.active_state.into()
+    }
+
+    #[zbus(property)]
+    fn job(&self) -> (u32, OwnedObjectPath) {
+        (0, OwnedObjectPath::try_from("/").expect("a path"))
     }
 }
 

@@ -1,0 +1,274 @@
+//! `nvsharectl adopt` and `release`: a server shares GPUs from its next start on. That is a drop-in by which it preloads the library,
+//! as `preload enable --unit` writes it, and a rule that suits a server. Either both are there then or neither; what was there before
+//! stays, and `release` removes only what `adopt` put there, which the drop-in's first line and the rule's name tell.
+
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::path::Path;
+
+use clap::Args;
+use toml::Value;
+use zbus::OwnedVariant;
+
+use super::preload::drop_in::{self, Manager};
+use super::preload::only_root;
+use super::preload::service::{self, Ready};
+use super::preload::systemd::Systemd;
+use super::{CtlError, Target, block_on, rules};
+use crate::bus::SchedulerProxy;
+
+/// The longest name that a rule can have.
+const LONGEST_NAME: usize = 64;
+
+/// What is to be adopted, or released.
+#[derive(Debug, Clone, Default, Args)]
+pub struct Server {
+    /// The service, like ollama.service
+    #[arg(value_name = "UNIT", value_hint = clap::ValueHint::Other)]
+    unit: String,
+    /// It is a service of your own service manager (systemctl --user)
+    #[arg(long)]
+    user: bool,
+    /// Restart it at once
+    #[arg(long)]
+    restart: bool,
+}
+
+impl Server {
+    fn manager(&self) -> Manager {
+        if self.user { Manager::User } else { Manager::System }
+    }
+
+    /// The service's name as systemd has it.
+    fn unit(&self) -> Result<String, CtlError> {
+        drop_in::unit_name(&self.unit).map_err(CtlError::Failed)
+    }
+
+    /// The command that undoes it.
+    fn undo(&self, unit: &str) -> String {
+        if self.user { format!("release --user {unit}") } else { format!("release {unit}") }
+    }
+
+    fn check_user(&self, unit: &str, verb: &str) -> Result<(), CtlError> {
+        if self.user { Ok(()) } else { only_root(unit, &format!("{verb} {unit}")) }
+    }
+}
+
+/// The name of the rule of a unit.
+fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
+    let name = match manager {
+        Manager::System => format!("adopted {unit}"),
+        Manager::User => format!("adopted {unit} of {}", nix::unistd::geteuid()),
+    };
+    let is_short = name.len() <= LONGEST_NAME;
+    is_short.then_some(name).ok_or_else(|| {
+        CtlError::Failed(format!("the name of {unit} is too long for a rule: use `preload enable` and `set-rule`"))
+    })
+}
+
+/// What suits a server: it answers at once while it has had no more than its share, and where others lack room, it goes off the GPU
+/// altogether after it has been idle for a while. Its memory is not protected, so it leaves while it is idle; that is the default of
+/// `memory-low`.
+fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
+    let of_user =
+        (manager == Manager::User).then(|| ("user".to_owned(), Value::Integer(nix::unistd::geteuid().as_raw().into())));
+    let pattern = unit.replace("@.", "@*."); // all instances of a template
+    let keys = [("interactive", Value::Boolean(true)), ("sleep-after", Value::String("5min".into()))];
+    let keys = keys.into_iter().map(|(key, value)| (key.to_owned(), value));
+    [("unit".to_owned(), Value::String(pattern))].into_iter().chain(of_user).chain(keys).collect()
+}
+
+/// Has a service share GPUs from its next start on, or at once if it is to be restarted.
+///
+/// # Errors
+/// If there is no such service, it cannot preload the library, the rule is refused, or it does not start. Then nothing has changed.
+pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<String, CtlError> {
+    let unit = server.unit()?;
+    server.check_user(&unit, "adopt")?;
+    let library = service::verified(asked)?;
+    block_on(async {
+        let ready = Ready::of(server.manager(), &unit, &library).await?;
+        let name = rule_name(server.manager(), &ready.unit)?;
+        let scheduler = target.connect().await?;
+        let mut undo = Undo { ready: &ready, scheduler: &scheduler, rule: None, drop_in: None };
+        // First what may be refused for want of a password.
+        if find_rule(&scheduler, &name).await?.is_none() {
+            rules::call(&scheduler, &name, &rule(server.manager(), &ready.unit)).await?;
+            undo.rule = Some(&name);
+        }
+        // One that `preload enable` or an administrator wrote stays as it is.
+        if !ready.is_on {
+            match ready.put(&server.undo(&ready.unit)).await {
+                Ok(before) => undo.drop_in = Some(before),
+                Err(e) => return Err(undo.carry_out(e).await),
+            }
+        }
+        let mut text = match (&undo.rule, &undo.drop_in) {
+            (None, None) => format!("{} is adopted already.\n", ready.unit),
+            _ => format!("{} is adopted; `nvsharectl {}` undoes that.\n", ready.unit, server.undo(&ready.unit)),
+        };
+        if server.restart {
+            if let Err(e) = ready.systemd.restart(&ready.unit).await {
+                let e = undo.carry_out(e).await;
+                // As it was; whether it starts now says its own state.
+                let _ = ready.systemd.restart(&ready.unit).await;
+                return Err(e);
+            }
+            text += "It was restarted.\n";
+        } else {
+            text += &ready.notes();
+        }
+        let path = ready.manager.path(&ready.unit);
+        if let Ok(content) = std::fs::read_to_string(&path) {
+            let _ = write!(text, "\n# {}\n{content}", path.display());
+        }
+        let present = find_rule(&scheduler, &name).await?;
+        text += &rules::text(present.into_iter().collect());
+        Ok(text)
+    })
+}
+
+/// What has been done so far.
+struct Undo<'a> {
+    ready: &'a Ready,
+    scheduler: &'a SchedulerProxy<'static>,
+    rule: Option<&'a str>,
+    /// What was there before.
+    drop_in: Option<Option<String>>,
+}
+
+impl Undo<'_> {
+    /// Undoes it because of that, and returns that with what could not be undone.
+    async fn carry_out(self, why: CtlError) -> CtlError {
+        if let Some(before) = self.drop_in {
+            self.ready.put_back(before).await;
+        }
+        if let Some(name) = self.rule
+            && let Err(e) = rules::call(self.scheduler, name, &[]).await
+        {
+            return CtlError::Failed(format!("{why}\nThe rule {name:?} is still there: {e}"));
+        }
+        why
+    }
+}
+
+async fn find_rule(
+    scheduler: &SchedulerProxy<'_>,
+    name: &str,
+) -> Result<Option<HashMap<String, OwnedVariant>>, CtlError> {
+    let is_text = |rule: &HashMap<String, OwnedVariant>, key: &str, text: &str| {
+        rule.get(key).and_then(|value| <&str>::try_from(value).ok()) == Some(text)
+    };
+    let rules = scheduler.list_rules().await?;
+    // Those of the configuration are none of its business.
+    Ok(rules.into_iter().find(|rule| is_text(rule, "name", name) && is_text(rule, "origin", "set at run time")))
+}
+
+/// Undoes `adopt`.
+///
+/// # Errors
+/// If the rule or the drop-in cannot be removed; what can be is.
+pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
+    let asked = server.unit()?;
+    let manager = server.manager();
+    server.check_user(&asked, "release")?;
+    block_on(async {
+        // A service that is gone can have been adopted.
+        let systemd = Systemd::connect(manager).await;
+        let known = match &systemd {
+            Ok(systemd) => systemd.service(&asked).await.ok(),
+            Err(_) => None,
+        };
+        let unit = known.map_or(asked, |service| service.id);
+        let path = manager.path(&unit);
+        let mut removed = Vec::new();
+        let mut problems = Vec::new();
+        let cannot = |e: std::io::Error| CtlError::Failed(format!("cannot remove {}: {e}", path.display()));
+        let is_own = |text: String| drop_in::is_removed_by(&text, &server.undo(&unit));
+        match drop_in::read(manager, &unit).map(|text| text.is_some_and(is_own)) {
+            Ok(false) => {}
+            Ok(true) => match drop_in::remove(manager, &unit) {
+                Ok(_) => removed.push(format!("{unit} does not preload the library from its next start on.\n")),
+                Err(e) => problems.push(cannot(e).to_string()),
+            },
+            Err(e) => problems.push(cannot(e).to_string()),
+        }
+        if !removed.is_empty() {
+            let told = match &systemd {
+                Ok(systemd) => systemd.reload().await.err().map(|e| e.to_string()),
+                Err(e) => Some(e.to_string()),
+            };
+            removed.extend(told.map(|e| format!("  note: {e}\n")));
+        }
+        let name = rule_name(manager, &unit)?;
+        let unset = async {
+            let scheduler = target.connect().await?;
+            let is_there = find_rule(&scheduler, &name).await?.is_some();
+            if is_there {
+                rules::call(&scheduler, &name, &[]).await?;
+            }
+            Ok::<_, CtlError>(is_there)
+        };
+        match unset.await {
+            Ok(true) => removed.push(format!("The rule {name:?} is gone.\n")),
+            Ok(false) => {}
+            Err(e) => problems.push(format!("the rule {name:?} may still be there: {e}")),
+        }
+        if server.restart && !removed.is_empty() {
+            match systemd {
+                Ok(systemd) => match systemd.restart(&unit).await {
+                    Ok(()) => removed.push("It was restarted.\n".into()),
+                    Err(e) => problems.push(e.to_string()),
+                },
+                Err(e) => problems.push(e.to_string()),
+            }
+        }
+        match (problems.is_empty(), removed.is_empty()) {
+            (true, true) => Ok(format!("{unit} is not adopted.\n")),
+            (true, false) => Ok(removed.concat()),
+            (false, _) => Err(CtlError::Failed(format!("{}{}", removed.concat(), problems.join("\n")))),
+        }
+    })
+}
+
+/// What a container is started with. It is made anew where it is started anew, so nothing on the host can adopt it.
+pub fn container(server: &Server) -> String {
+    let name = &server.unit;
+    let keys = rule(Manager::System, "").into_iter().skip(1).map(|(key, value)| {
+        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        format!("{key}={text}")
+    });
+    let keys = keys.collect::<Vec<_>>().join(" ");
+    format!(
+        "Start it with its GPU by nvshare's CDI file, in the place of --gpus or nvidia.com/gpu (see CONTAINERS in nvsharectl(1)):\n\n  \
+         docker run --device nvshare.com/gpu=0 --name {name} ...\n  podman run --device nvshare.com/gpu=0 --name {name} ...\n\n\
+         nvshare-cdi.service, or once `nvsharectl cdi generate`, writes that file. While it runs, this gives it what suits a server:\n\n  \
+         sudo nvsharectl set-rule {name:?} container=ID {keys}\n\n\
+         ID are the first 12 digits of its id, as `docker ps` and `podman ps` show them.\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::rules::Addition;
+
+    #[test]
+    fn the_rule_is_one() {
+        for (manager, unit) in [(Manager::System, "ollama.service"), (Manager::User, "comfyui@.service")] {
+            let name = rule_name(manager, unit).expect("short enough");
+            let table = rule(manager, unit).into_iter().collect();
+            let read = Addition::read(&name, &table).expect("a rule");
+            assert!(read.rule().is_some_and(|rule| rule.limits.share.is_some_and(|share| share.interactive)));
+        }
+        assert!(rule_name(Manager::System, &format!("{}.service", "x".repeat(60))).is_err());
+    }
+
+    #[test]
+    fn a_container_is_told_its_flags() {
+        let text = container(&Server { unit: "vllm".into(), ..Server::default() });
+        for part in ["--device nvshare.com/gpu=0 --name vllm", "container=ID interactive=true sleep-after=5min"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! `adopt` and `release`: a service that preloads the library, and its rule in a scheduler.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use super::fake_systemd::{RESTARTED, Systemd, Unit};
+use super::host::*;
+use test_support::daemon::Daemon;
+
+const DROP_IN: &str = "/etc/systemd/system/ollama.service.d/zz-nvshare-preload.conf";
+const OF_USER: &str = "/mnt/config/systemd/user/comfyui.service.d/zz-nvshare-preload.conf";
+
+fn ctl(daemon: &Daemon, arguments: &[&str]) -> Said {
+    let mut command = Command::new("/mnt/bin/nvsharectl");
+    command.arg("--control").arg(daemon.control()).args(arguments);
+    if arguments[0] == "adopt" && !arguments.contains(&"--container") {
+        command.args(["--library", LIBRARY]);
+    }
+    command.env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS).env("DBUS_SESSION_BUS_ADDRESS", Systemd::ADDRESS);
+    said(command.env("XDG_CONFIG_HOME", "/mnt/config"))
+}
+
+fn rules(daemon: &Daemon) -> String {
+    let all = ctl(daemon, &["get"]).fine();
+    all.split_once("\n[[rule]]").map_or_else(String::new, |(_, rules)| rules.to_owned())
+}
+
+fn ollama() -> Unit {
+    Unit::new("ollama.service")
+}
+
+#[test]
+fn a_service_is_adopted_and_released() {
+    on_a_host(|host| {
+        let _systemd = Systemd::start(vec![Unit { alias: "llm.service", main_pid: 1, ..ollama() }]);
+        let daemon = Daemon::start();
+        let before = ctl(&daemon, &["get"]).fine();
+        // By its other name, too.
+        let text = ctl(&daemon, &["adopt", "llm"]).fine();
+        assert!(
+            text.starts_with("ollama.service is adopted; `nvsharectl release ollama.service` undoes that.\n"),
+            "{text}"
+        );
+        for part in [
+            "  note: it is running: sudo systemctl restart ollama.service\n",
+            DROP_IN,
+            "Environment=\"LD_PRELOAD=/mnt/lib/libnvshare.so\"",
+            "# set at run time\n[[rule]]\nname = \"adopted ollama.service\"\nunit = \"ollama.service\"\n",
+            "interactive = true",
+            "sleep-after = \"300s\"",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        assert!(rules(&daemon).contains("adopted ollama.service") && Path::new(DROP_IN).exists());
+        assert!(!Path::new(RESTARTED).exists(), "nobody asked for that");
+        // Once more changes nothing.
+        let (file, rule) = (fs::read_to_string(DROP_IN).expect("it"), rules(&daemon));
+        let again = ctl(&daemon, &["adopt", "ollama.service", "--restart"]).fine();
+        assert!(again.starts_with("ollama.service is adopted already.\nIt was restarted.\n"), "{again}");
+        assert_eq!((fs::read_to_string(DROP_IN).expect("it"), rules(&daemon)), (file, rule));
+        assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\n");
+        assert_eq!(host.text(), None, "nothing else preloads it");
+
+        let text = ctl(&daemon, &["release", "ollama", "--restart"]).fine();
+        let expected = "ollama.service does not preload the library from its next start on.\n\
+                        The rule \"adopted ollama.service\" is gone.\nIt was restarted.\n";
+        assert_eq!(text, expected);
+        assert!(!Path::new("/etc/systemd/system/ollama.service.d").exists());
+        assert_eq!(ctl(&daemon, &["get"]).fine(), before);
+        assert_eq!(ctl(&daemon, &["release", "ollama"]).fine(), "ollama.service is not adopted.\n");
+    });
+}
+
+#[test]
+fn what_was_there_before_stays_when_it_is_released() {
+    on_a_host(|host| {
+        let _systemd = Systemd::start(vec![ollama()]);
+        let daemon = Daemon::start();
+        let mut enable = host.command("enable");
+        enable.args(["--library", LIBRARY, "--unit", "ollama"]).env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS);
+        said(&mut enable).fine();
+        let file = fs::read_to_string(DROP_IN).expect("it");
+        ctl(&daemon, &["set-rule", "adopted ollama.service", "unit=ollama.service", "weight=50"]).fine();
+        let rule = rules(&daemon);
+        assert!(ctl(&daemon, &["adopt", "ollama"]).fine().starts_with("ollama.service is adopted already.\n"));
+        assert_eq!(rules(&daemon), rule, "who changed it knows why");
+        assert_eq!(ctl(&daemon, &["release", "ollama"]).fine(), "The rule \"adopted ollama.service\" is gone.\n");
+        assert_eq!(fs::read_to_string(DROP_IN).expect("it is of `preload enable`"), file);
+    });
+}
+
+#[test]
+fn a_service_of_a_user_has_it_in_the_users_files() {
+    on_a_host(|_| {
+        let _systemd = Systemd::start(vec![Unit::new("comfyui.service")]);
+        let daemon = Daemon::start();
+        let text = ctl(&daemon, &["adopt", "--user", "comfyui"]).fine();
+        assert!(
+            text.contains("`nvsharectl release --user comfyui.service` undoes that") && text.contains(OF_USER),
+            "{text}"
+        );
+        assert!(rules(&daemon).contains("\nuser = 0\n"), "it is that of this user only: {}", rules(&daemon));
+        assert!(!Path::new("/etc/systemd/system/comfyui.service.d").exists());
+        ctl(&daemon, &["release", "comfyui"]).fine();
+        assert!(Path::new(OF_USER).exists(), "that is another one");
+        ctl(&daemon, &["release", "--user", "comfyui"]).fine();
+        assert!(!Path::new(OF_USER).exists() && rules(&daemon).is_empty());
+    });
+}
+
+#[test]
+fn what_fails_leaves_nothing_behind() {
+    on_a_host(|_| {
+        let daemon = Daemon::start();
+        let before = ctl(&daemon, &["get"]).fine();
+        let nothing = |what: &str| {
+            assert!(!Path::new("/etc/systemd/system/ollama.service.d/zz-nvshare-preload.conf").exists(), "{what}");
+            assert_eq!(ctl(&daemon, &["get"]).fine(), before, "{what}");
+        };
+        let systemd = Systemd::start(vec![ollama()]);
+        ctl(&daemon, &["adopt", "nothing"]).refused("systemd has no nothing.service");
+        ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");
+        nothing("there is none");
+        // The drop-in is outranked: the rule goes, too.
+        let directory = Path::new(DROP_IN).parent().expect("a directory");
+        fs::create_dir_all(directory).expect("a directory");
+        fs::write(directory.join("zzz.conf"), "[Service]\nEnvironment=LD_PRELOAD=/usr/lib/a.so\n").expect("a drop-in");
+        ctl(&daemon, &["adopt", "ollama"]).refused("another file outranks");
+        nothing("it is outranked");
+        fs::remove_dir_all(directory).expect("it was there");
+        drop(systemd);
+        // It does not start with it: it is started without.
+        let systemd = Systemd::start(vec![Unit { active_state: "failed", ..ollama() }]);
+        ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");
+        assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\nollama.service\n");
+        nothing("it does not start");
+        // Without a scheduler there is no rule, and so no drop-in.
+        let control = daemon.control();
+        drop(daemon.stop());
+        let mut command = Command::new("/mnt/bin/nvsharectl");
+        command.arg("--control").arg(control).args(["adopt", "ollama", "--library", LIBRARY]);
+        let refused = said(command.env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS));
+        assert_eq!(refused.code(), Some(3), "{refused:?}");
+        assert!(!Path::new(DROP_IN).exists());
+        drop(systemd);
+    });
+}
+
+#[test]
+fn a_container_is_told_how_to_be_started() {
+    on_a_host(|_| {
+        let daemon = Daemon::start();
+        let text = ctl(&daemon, &["adopt", "--container", "vllm"]).fine();
+        assert!(text.contains("docker run --device nvshare.com/gpu=0 --name vllm"), "{text}");
+    });
+}
