@@ -66,7 +66,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Drain { gpu }) => print(&moves::drain(&target, &gpu)?),
         Some(Verb::Undrain { gpu }) => moves::undrain(&target, &gpu),
         Some(Verb::Run { library, gpus, memory, command }) => {
-            Err(run::run(library.as_deref(), place::GpuRequest { gpus, memory }, &command))
+            Err(run::run(&target, library.as_deref(), place::GpuRequest { gpus, memory }, &command))
         }
         Some(Verb::Lock { gpu, who, why, on_loss, command }) => {
             return lock::lock(&target, &lock::LockRequest { gpu, who, why, on_loss }, &command);

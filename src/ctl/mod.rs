@@ -11,7 +11,7 @@
 //! - [`report`]: what users, units and containers have had.
 //! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
 //! - [`lock`]: running a command with a GPU's lock held.
-//! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
+//! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees; `run_progress`: what it waits for first.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
 //! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
 //! - [`adopt`]: having a service share GPUs, with a rule for a server.
@@ -39,6 +39,7 @@ pub mod replay;
 pub mod report;
 pub mod rules;
 pub mod run;
+mod run_progress;
 pub mod settings;
 pub mod simulate;
 pub mod status;

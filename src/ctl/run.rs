@@ -7,14 +7,14 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::CtlError;
 use super::place::{self, GpuRequest};
+use super::{CtlError, Target, run_progress};
 
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
 
 /// Never returns where the command can be started.
-pub fn run(library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
+pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
         return CtlError::Failed("there is no command to run".into());
     };
@@ -30,6 +30,7 @@ pub fn run(library: Option<&Path>, request: GpuRequest, command: &[OsString]) ->
         Ok(None) => {}
         Err(e) => return e,
     }
+    run_progress::begin(target);
     let error = starting.exec();
     CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error }
 }

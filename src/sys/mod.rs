@@ -4,6 +4,7 @@
 //! - [`atomic_file`]: replacing a file as a whole.
 //! - [`clock`]: the monotonic clock, and a timer on it.
 //! - [`credentials`]: the identity of a socket's peer.
+//! - [`detached`]: a process that is no child of this one.
 //! - [`descriptors`]: file descriptors: their limit, a spare one, the runtime's view of them.
 //! - [`listen`]: a listening socket that only one process can own.
 //! - [`privileges`]: dropping capabilities.
@@ -13,6 +14,7 @@ pub mod atomic_file;
 pub mod clock;
 pub mod credentials;
 pub mod descriptors;
+pub mod detached;
 pub mod listen;
 pub mod privileges;
 pub mod socket;

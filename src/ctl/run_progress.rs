@@ -1,0 +1,134 @@
+//! Until a command that `nvsharectl run` has started has its first turn, a line on the terminal says what it waits for. The command has
+//! taken the place of nvsharectl, so another process does that, which is no child of the command, has none of its descriptors but
+//! the terminal, and ends with the first turn.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, getpgrp, pidfd_open};
+use rustix::termios::tcgetpgrp;
+
+use super::progress::{LOOK, Progress};
+use super::{CtlError, Target, block_on};
+use crate::bus::{Client, Gpu, SchedulerProxy};
+use crate::sys::detached;
+
+/// A command that has not used a GPU after this time may never do so.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Says on the terminal what the command waits for that is about to take this process's place. Where that cannot be said, nobody misses it.
+pub fn begin(target: &Target) {
+    if !Progress::new().is_shown() {
+        return;
+    }
+    let Some(command) = Pid::from_raw(std::process::id().cast_signed()) else { return };
+    let _ = detached::run(|| {
+        let Ok(process) = pidfd_open(command, PidfdFlags::empty()) else { return };
+        let _ = watch(target, command, &process);
+    });
+}
+
+fn watch(target: &Target, command: Pid, process: &OwnedFd) -> Result<(), CtlError> {
+    let begin = Instant::now();
+    let mut progress = Progress::new();
+    block_on(async {
+        let scheduler = target.connect().await?;
+        let mut pause = LOOK;
+        loop {
+            if has_ended(process, pause) {
+                return Ok(());
+            }
+            match look(&scheduler, command).await? {
+                Step::Unknown if begin.elapsed() > PATIENCE => return Ok(()),
+                // Whoever needs long to use a GPU need not be looked at often.
+                Step::Unknown => pause = (pause * 2).min(Duration::from_secs(2)),
+                Step::Runs => return Ok(()),
+                Step::Idle => progress.show(""),
+                // In the background, a program keeps quiet.
+                Step::Waits(_) if tcgetpgrp(std::io::stderr()).ok() != Some(getpgrp()) => progress.show(""),
+                Step::Waits(text) => {
+                    pause = LOOK;
+                    progress.show(&text);
+                }
+            }
+        }
+    })
+}
+
+fn has_ended(process: &OwnedFd, pause: Duration) -> bool {
+    let Ok(time) = Timespec::try_from(pause) else { return true };
+    let mut ends = [PollFd::new(process, PollFlags::IN)];
+    !matches!(poll(&mut ends, Some(&time)), Ok(0) | Err(rustix::io::Errno::INTR))
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    /// It does not use a GPU yet.
+    Unknown,
+    /// It has no work for one.
+    Idle,
+    Waits(String),
+    Runs,
+}
+
+async fn look(scheduler: &SchedulerProxy<'_>, command: Pid) -> Result<Step, CtlError> {
+    let clients = scheduler.list_clients().await?;
+    let pid = command.as_raw_nonzero().get().cast_unsigned();
+    let Some(client) = clients.iter().find(|client| client.pid == pid) else { return Ok(Step::Unknown) };
+    Ok(step(client, &scheduler.list_gpus().await?))
+}
+
+fn step(client: &Client, gpus: &[Gpu]) -> Step {
+    if client.gpus.iter().any(|usage| usage.grants > 0 || usage.state == "holding") {
+        return Step::Runs;
+    }
+    let Some(usage) = client.gpus.iter().find(|usage| ["waiting", "attaching"].contains(&&*usage.state)) else {
+        return Step::Idle;
+    };
+    let gpu = gpus.iter().find(|gpu| gpu.uuid == usage.uuid);
+    // The beginning of a UUID tells it from others, and leaves room for the rest.
+    let short = || usage.uuid.chars().take(12).collect();
+    let name = gpu.and_then(|gpu| gpu.index).map_or_else(short, |index| format!("GPU {index}"));
+    let ahead = gpu.and_then(|gpu| Some(gpu.queue.iter().position(|id| *id == client.id)? + gpu.holders.len()));
+    let start = gpu.and_then(|gpu| gpu.expected_starts.as_ref()?.get(&client.id));
+    let expected = match (start, ahead) {
+        (Some(start), _) => format!(", about {:.0} s more", start.ceil()),
+        (None, Some(ahead)) => format!(", {ahead} ahead of it"),
+        (None, None) => String::new(),
+    };
+    let what = if usage.state == "attaching" { "room on " } else { "" };
+    Step::Waits(format!("{} waits for {what}{name}: {:.0} s{expected}", client.name, usage.since))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bus::GpuUse;
+    use std::collections::HashMap;
+
+    #[test]
+    fn it_says_what_the_command_waits_for_until_it_runs() {
+        let usage = GpuUse { uuid: "GPU-1".into(), state: "waiting".into(), since: 3.2, ..GpuUse::default() };
+        let mut client = Client { id: 7, name: "python3".into(), gpus: vec![usage], ..Client::default() };
+        let mut gpu = Gpu {
+            uuid: "GPU-1".into(),
+            index: Some(0),
+            holders: vec![1],
+            queue: vec![2, 7],
+            expected_starts: Some(HashMap::from([(7, 11.3)])),
+            ..Gpu::default()
+        };
+        let waits = |text: &str| Step::Waits(text.into());
+        assert_eq!(step(&client, &[gpu.clone()]), waits("python3 waits for GPU 0: 3 s, about 12 s more"));
+        gpu.expected_starts = None;
+        assert_eq!(step(&client, &[gpu.clone()]), waits("python3 waits for GPU 0: 3 s, 2 ahead of it"));
+        client.gpus[0].state = "attaching".into();
+        gpu.queue.clear();
+        assert_eq!(step(&client, &[gpu.clone()]), waits("python3 waits for room on GPU 0: 3 s"));
+        client.gpus[0].state = "idle".into();
+        assert_eq!(step(&client, &[gpu.clone()]), Step::Idle);
+        client.gpus[0].grants = 1;
+        assert_eq!(step(&client, &[gpu]), Step::Runs);
+    }
+}
