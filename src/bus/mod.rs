@@ -19,7 +19,7 @@ pub const PATH: &str = "/org/nvshare/Scheduler1";
 /// Holds a lock, or a place in its queue, until it is closed.
 pub use zbus::OwnedFd as LockFd;
 
-/// A file in memory that has a debug bundle.
+/// A file in memory that has a debug bundle, or a timeline.
 pub use zbus::OwnedFd as BundleFd;
 
 /// A GPU or a MIG slice.
@@ -201,6 +201,7 @@ pub trait Scheduler {
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
     fn create_debug_bundle(&self, options: HashMap<&str, Variant<'_>>) -> zbus::Result<BundleFd>;
+    fn create_timeline(&self) -> zbus::Result<BundleFd>;
     fn release_driver(&self, seconds: u32) -> zbus::Result<Vec<u64>>;
     fn reload(&self) -> zbus::Result<()>;
     fn reset(&self) -> zbus::Result<()>;

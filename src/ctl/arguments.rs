@@ -234,7 +234,7 @@ pub enum Verb {
     },
     /// Draw who held which GPU when, who waited for it and when memory moved, as an SVG file
     ///
-    /// From the scheduler's flight recorder, which requires the same rights as `debug`, or from a file.
+    /// From the scheduler's flight recorder, or from a file. Users see their own programs by name, and of others only when.
     Timeline {
         /// The file, which is overwritten; - is standard output
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]

@@ -270,8 +270,15 @@ mod tests {
             now_ns: 0,
             command_lines: false,
         };
-        let replay =
-            Replay { entries: 0, span: None, difference: None, moments: Vec::new(), unfinished: Vec::new(), clients };
+        let replay = Replay {
+            entries: 0,
+            span: None,
+            difference: None,
+            moments: Vec::new(),
+            unfinished: Vec::new(),
+            clients,
+            tenants: BTreeMap::new(),
+        };
         let replayed = Replayed { header, status, first_line: 0, replay };
         assert_eq!(replayed.gpu_names(), BTreeMap::from([(gpu(1), "0".to_owned())]));
     }

@@ -2,16 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, Seek};
+use std::io::{BufReader, Read as _, Seek};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
 
-use super::{CtlError, Target, debug};
+use super::{CtlError, Target, block_on, debug};
 use crate::recorder::bundle::{self, Bundle};
 use crate::recorder::replay;
-use crate::timeline::{Timeline, from_recording, from_trace, svg};
+use crate::timeline::{Timeline, from_recording, from_trace, json, svg};
 
 /// Where a timeline comes from.
 #[derive(Debug)]
@@ -36,11 +37,7 @@ pub fn timeline(
     output: &Path,
 ) -> Result<String, CtlError> {
     let Read { mut timeline, names } = match source {
-        Source::Scheduler(target) => {
-            let mut file = File::from(debug::create(target, false)?);
-            file.rewind().map_err(|e| CtlError::Failed(format!("cannot read the scheduler's recording: {e}")))?;
-            read_bundle(file, "the scheduler's recording")?
-        }
+        Source::Scheduler(target) => ask(target)?,
         Source::Bundle(path) => read_bundle(open(path)?, &path.display().to_string())?,
         Source::Trace(path) => {
             let timeline = from_trace(BufReader::new(open(path)?));
@@ -73,6 +70,31 @@ pub fn timeline(
 pub fn write(output: &Path, picture: &str) -> Result<(), CtlError> {
     std::fs::write(output, picture)
         .map_err(|e| CtlError::Failed(format!("cannot write {}: {e} (name another file)", output.display())))
+}
+
+/// What the scheduler lets its user see.
+fn ask(target: &Target) -> Result<Read, CtlError> {
+    let created = block_on(async {
+        match target.connect().await?.create_timeline().await {
+            // An older one has only debug bundles, which show what all users do.
+            Err(zbus::Error::MethodError(name, ..)) if name == "org.freedesktop.DBus.Error.UnknownMethod" => Ok(None),
+            created => Ok(Some(OwnedFd::from(created?))),
+        }
+    })?;
+    let cannot = |e: &dyn std::fmt::Display| CtlError::Failed(format!("cannot read the scheduler's recording: {e}"));
+    let is_timeline = created.is_some();
+    let mut file = File::from(match created {
+        Some(file) => file,
+        None => debug::create(target, false)?,
+    });
+    file.rewind().map_err(|e| cannot(&e))?;
+    if !is_timeline {
+        return read_bundle(file, "the scheduler's recording");
+    }
+    let mut text = Vec::new();
+    file.read_to_end(&mut text).map_err(|e| cannot(&e))?;
+    let (timeline, names) = json::read(&text).map_err(|e| cannot(&e))?;
+    Ok(Read { timeline, names })
 }
 
 fn open(path: &Path) -> Result<File, CtlError> {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Entry;
-use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, ReleaseReason, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, ReleaseReason, TenantId, Time};
 
 #[derive(Debug)]
 pub struct Replay {
@@ -17,6 +17,8 @@ pub struct Replay {
     /// Who waits for a GPU or holds it when the recording ends.
     pub unfinished: Vec<Moment>,
     pub clients: Tallies,
+    /// Of all clients that were connected at some time of it.
+    pub tenants: BTreeMap<ClientId, TenantId>,
 }
 
 /// By client and GPU.
@@ -81,6 +83,7 @@ pub struct Tally {
 /// Gives the machine all events again, and collects what was recorded.
 pub fn replay<E>(mut machine: Machine, entries: impl IntoIterator<Item = Result<Entry, E>>) -> Result<Replay, E> {
     let (mut observer, mut difference) = (Observer::new(&machine), None);
+    let mut tenants = machine.tenants();
     let (mut count, mut span) = (0, None);
     for (at, entry) in entries.into_iter().enumerate() {
         let entry = entry?;
@@ -90,6 +93,9 @@ pub fn replay<E>(mut machine: Machine, entries: impl IntoIterator<Item = Result<
             observer.begin(entry.at);
         }
         observer.observe(&entry);
+        if let Event::Connected { client, tenant, .. } = entry.event {
+            tenants.insert(client, tenant);
+        }
         if difference.is_none() {
             let commands = machine.handle(entry.at, entry.event.clone());
             difference = differs(at, &entry, &commands);
@@ -97,7 +103,7 @@ pub fn replay<E>(mut machine: Machine, entries: impl IntoIterator<Item = Result<
         count += 1;
     }
     let (moments, unfinished, clients) = observer.end(span.map_or(Time::ZERO, |(_, last)| last));
-    Ok(Replay { entries: count, span, difference, moments, unfinished, clients })
+    Ok(Replay { entries: count, span, difference, moments, unfinished, clients, tenants })
 }
 
 fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference> {

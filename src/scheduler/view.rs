@@ -191,6 +191,11 @@ impl Machine {
         self.clients.keys().filter_map(|id| self.client(*id)).collect()
     }
 
+    /// The tenants of all connected clients.
+    pub fn tenants(&self) -> BTreeMap<ClientId, TenantId> {
+        self.clients.iter().map(|(id, client)| (*id, client.tenant)).collect()
+    }
+
     /// One GPU. `None`: it is unknown.
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
         let gpu = self.memory.get(&id)?;

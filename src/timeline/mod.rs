@@ -1,8 +1,9 @@
 //! Timelines: who held a GPU when, who waited for it, and when memory moved, as a picture.
 //!
 //! - `trace`: from the file that `nvshare-scheduler --trace` writes. `recording`: from the flight recorder's.
-//! - `svg`: draws it.
+//! - `svg`: draws it. `json`: writes and reads it.
 
+pub mod json;
 mod recording;
 pub mod svg;
 mod trace;

@@ -226,6 +226,69 @@ fn others_than_root_read_and_change_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The names of the programs of a timeline, as that caller sees it, by whether they are the caller's own.
+async fn timeline(connection: &Connection) -> Vec<String> {
+    let file = scheduler(connection).await.create_timeline().await.expect("everybody may");
+    let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(file));
+    assert!(std::io::Write::write_all(&mut file, b"x").is_err() && file.set_len(0).is_err());
+    let mut text = Vec::new();
+    std::io::Read::read_to_end(&mut file, &mut text).expect("it is read");
+    let (timeline, _) = nvshare::timeline::json::read(&text).expect("a timeline");
+    assert!(timeline.span.is_some_and(|(begins, ends)| begins <= ends));
+    timeline.lanes.into_values().flat_map(|lanes| lanes.into_values().map(|lane| lane.label)).collect()
+}
+
+#[test]
+#[ignore = "a helper: what a user who is not root sees of a timeline"]
+fn helper_timeline() {
+    let address = std::env::var("NVSHARE_TEST_BUS").expect("run by a test, not by hand");
+    let client = Client::welcomed(&helper_socket());
+    client.attach();
+    client.report(12 * GIB, 0);
+    client.request();
+    let ended = Client::welcomed(&helper_socket());
+    let id = ended.id;
+    ended.attach();
+    ended.report(GIB, 0);
+    ended.request();
+    block_on(async {
+        let connection = Builder::address(address.as_str()).build().await.expect("the bus");
+        // Its request has come, and then its end.
+        while scheduler(&connection).await.list_gpus().await.expect("an answer")[0].queue.len() < 2 {}
+        drop(ended);
+        while scheduler(&connection).await.list_clients().await.expect("an answer").len() > 2 {}
+        let own = format!("(PID {})", std::process::id());
+        let seen = timeline(&connection).await;
+        let [first, second, third] = &seen[..] else { panic!("{seen:?}") };
+        assert!(first.ends_with(&own), "{seen:?}");
+        assert_eq!(*second, format!("client {id}, which has ended"));
+        assert_eq!(third, "another user's program");
+    });
+    drop(client);
+}
+
+#[test]
+fn a_timeline_names_only_ones_own_programs() {
+    if !is_root() {
+        eprintln!("skipped: needs root to be somebody else");
+        return;
+    }
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let holder = daemon.client();
+    holder.attach();
+    holder.report(12 * GIB, 0);
+    holder.request();
+    holder.until_granted();
+    let mut stranger = helper("bus::helper_timeline", &daemon.socket());
+    stranger.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
+    let output = stranger.output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let seen = block_on(async { timeline(&on_bus(&bus).await).await });
+    assert!(seen.iter().all(|label| !label.contains("another")), "root sees all: {seen:?}");
+    assert!(seen.iter().any(|label| label.ends_with(&format!("(PID {})", std::process::id()))), "{seen:?}");
+}
+
 #[test]
 fn a_debug_bundle_is_a_sealed_file() {
     both_ways(async |daemon, connection| {

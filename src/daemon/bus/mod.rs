@@ -137,7 +137,13 @@ impl BusServer {
         let (done, stopped) = blocking::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         thread::Builder::new().name("dbus".into()).spawn(move || {
-            let shared = Shared { requests, bundling: Arc::default(), reading_usage: Arc::default(), followed };
+            let shared = Shared {
+                requests,
+                bundling: Arc::default(),
+                drawing: Arc::default(),
+                reading_usage: Arc::default(),
+                followed,
+            };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
                     spawn_local(serve_peers(control, shared.clone()));
@@ -185,6 +191,8 @@ struct Shared {
     requests: mpsc::UnboundedSender<Request>,
     /// Held while a debug bundle is made: it takes memory, so there is one at a time.
     bundling: Arc<Mutex<()>>,
+    /// Held while a timeline is made, and for a while afterwards.
+    drawing: Arc<Mutex<()>>,
     /// Held while it is read what was used, which can be much.
     reading_usage: Arc<Mutex<()>>,
     followed: Followed,

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 use zbus::message::Header;
@@ -17,11 +17,16 @@ use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::pods::Pods;
+use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::views::{ClientView, Holders};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
 /// Shortest time between two answers of what was used.
 const USAGE_PERIOD: Duration = Duration::from_millis(50);
+
+/// Shortest time between two timelines, and how much longer than the last one took that time is at least.
+const TIMELINE_PERIOD: Duration = Duration::from_millis(500);
+const TIMELINE_REST: u32 = 4;
 
 /// The object to which zbus's macro dispatches. A call can wait while a user types a password, so every method takes
 /// `&self`, for the reason given in [`super::served`].
@@ -249,6 +254,30 @@ impl Object {
         let snapshot = self.ask(Request::Debug).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.write(command_lines)).await;
         let failed = |e: String| fdo::Error::Failed(format!("cannot make a debug bundle: {e}"));
+        Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
+    }
+
+    #[zbus(out_args("timeline"))]
+    async fn create_timeline(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<bus::BundleFd, Failure> {
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_see_others()?;
+        let tenant = caller.identity("see a timeline")?.tenant;
+        let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
+        let turn = self.shared.drawing.clone().lock_owned().await;
+        let begin = Instant::now();
+        let snapshot = self.ask(Request::Debug).await?;
+        let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
+        // To replay a recording takes a processor for a while: no more than a small part of one, whoever asks how often.
+        let rest = TIMELINE_PERIOD.max(begin.elapsed() * TIMELINE_REST);
+        tokio::spawn(async move {
+            tokio::time::sleep(rest).await;
+            drop(turn);
+        });
+        let failed = |e: String| fdo::Error::Failed(format!("cannot make a timeline: {e}"));
         Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
     }
 

@@ -151,7 +151,13 @@ mod tests {
         let (_, gpus) = watch::channel(Present::new());
         let (_, attached) = watch::channel(false);
         let followed = Followed { settings, holders, clients, thrashing, gpus, attached };
-        let shared = Shared { requests, bundling: Arc::default(), reading_usage: Arc::default(), followed };
+        let shared = Shared {
+            requests,
+            bundling: Arc::default(),
+            drawing: Arc::default(),
+            reading_usage: Arc::default(),
+            followed,
+        };
         let callers = Callers::Peer { process: Arc::new(Process::named(0, 0, None)), groups: Vec::new() };
         let object = Object { shared, callers };
         let mut generated = String::new();

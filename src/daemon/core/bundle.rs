@@ -1,5 +1,6 @@
 //! Debug bundles: a snapshot is copied on the scheduling loop, and written to a memory file on another thread.
 
+use std::ffi::CStr;
 use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
 use std::os::fd::OwnedFd;
@@ -55,17 +56,8 @@ impl Snapshot {
     pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {
         let recording = self.recording.clone();
         let circumstances = self.circumstances(command_lines);
-        let written = || -> std::io::Result<OwnedFd> {
-            let file = File::from(memfd_create(c"nvshare-debug", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
-            let mut buffer = BufWriter::with_capacity(64 << 10, file);
-            bundle::write(&mut buffer, &circumstances, &recording)?;
-            buffer.flush()?;
-            let mut file = buffer.into_inner().map_err(std::io::IntoInnerError::into_error)?;
-            file.rewind()?;
-            fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
-            Ok(file.into())
-        };
-        written().map_err(|e| e.to_string())
+        let written = sealed(c"nvshare-debug", |file| bundle::write(file, &circumstances, &recording));
+        written.map_err(|e| e.to_string())
     }
 
     fn circumstances(self, command_lines: bool) -> Circumstances {
@@ -98,6 +90,21 @@ impl Snapshot {
         let nvml = json!({ "gpus": nvml.collect::<Vec<_>>() });
         Circumstances { header, configuration: configuration(&config), status: status.json(), nvml }
     }
+}
+
+/// A sealed file in memory, at its beginning, with what is written to it.
+pub(super) fn sealed(
+    name: &CStr,
+    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
+) -> std::io::Result<OwnedFd> {
+    let file = File::from(memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+    let mut buffer = BufWriter::with_capacity(64 << 10, file);
+    write(&mut buffer)?;
+    buffer.flush()?;
+    let mut file = buffer.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+    file.rewind()?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
+    Ok(file.into())
 }
 
 fn visible(client: ClientView, command_lines: bool) -> bus::Client {

@@ -33,6 +33,7 @@ mod shared_memory;
 mod sharing;
 mod sleep;
 mod state;
+pub mod timeline;
 mod traffic;
 mod usage;
 pub mod views;

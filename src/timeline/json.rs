@@ -1,0 +1,125 @@
+//! Timelines as JSON: what the scheduler gives to `nvsharectl`, on D-Bus.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Activity, Lane, Span, Timeline};
+
+/// A change that older programs cannot read counts it up.
+const FORMAT: u32 = 1;
+
+/// Times are seconds, from any moment that all have in common.
+#[derive(Debug, Serialize, Deserialize)]
+struct Document {
+    format: u32,
+    begins: f64,
+    ends: f64,
+    gpus: Vec<Gpu>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Gpu {
+    /// Without prefix.
+    uuid: String,
+    name: String,
+    lanes: Vec<Lanes>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Lanes {
+    name: String,
+    spans: Vec<(Doing, f64, f64, u64)>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Doing {
+    Waits,
+    Holds,
+    Leaves,
+    Returns,
+}
+
+/// The timeline, with a name for each GPU that has one.
+///
+/// # Errors
+/// If it cannot be written as JSON, for instance because memory lacks.
+pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Vec<u8>, String> {
+    let (begins, ends) = timeline.span.unwrap_or_default();
+    let span = |span: &Span| {
+        let doing = match span.activity {
+            Activity::Waits => Doing::Waits,
+            Activity::Holds => Doing::Holds,
+            Activity::Leaves => Doing::Leaves,
+            Activity::Returns => Doing::Returns,
+        };
+        (doing, span.from.as_secs_f64(), span.to.as_secs_f64(), span.bytes)
+    };
+    let lane = |lane: &Lane| Lanes { name: lane.label.clone(), spans: lane.spans.iter().map(span).collect() };
+    let gpus = timeline.lanes.iter().map(|(uuid, lanes)| Gpu {
+        uuid: uuid.clone(),
+        name: names.get(uuid).cloned().unwrap_or_default(),
+        lanes: lanes.values().map(lane).collect(),
+    });
+    let document =
+        Document { format: FORMAT, begins: begins.as_secs_f64(), ends: ends.as_secs_f64(), gpus: gpus.collect() };
+    serde_json::to_vec(&document).map_err(|e| e.to_string())
+}
+
+/// Reads what [`write`] wrote. Lanes are numbered from 1 on.
+///
+/// # Errors
+/// A sentence about what is wrong with it.
+pub fn read(text: &[u8]) -> Result<(Timeline, BTreeMap<String, String>), String> {
+    let document: Document = serde_json::from_slice(text).map_err(|e| e.to_string())?;
+    if document.format != FORMAT {
+        return Err(format!("it has the format {}, and this nvsharectl reads {FORMAT}", document.format));
+    }
+    let time = |seconds: f64| Duration::try_from_secs_f64(seconds).map_err(|_| format!("{seconds} is no time"));
+    let mut timeline = Timeline { span: Some((time(document.begins)?, time(document.ends)?)), lanes: BTreeMap::new() };
+    let mut names = BTreeMap::new();
+    for gpu in document.gpus {
+        let mut lanes = BTreeMap::new();
+        for (number, lane) in (1u64..).zip(gpu.lanes) {
+            let span = |(doing, from, to, bytes): (Doing, f64, f64, u64)| {
+                let activity = match doing {
+                    Doing::Waits => Activity::Waits,
+                    Doing::Holds => Activity::Holds,
+                    Doing::Leaves => Activity::Leaves,
+                    Doing::Returns => Activity::Returns,
+                };
+                Ok::<_, String>(Span { activity, from: time(from)?, to: time(to)?, bytes })
+            };
+            let spans = lane.spans.into_iter().map(span).collect::<Result<_, _>>()?;
+            lanes.insert(number, Lane { label: lane.name, spans });
+        }
+        if !gpu.name.is_empty() {
+            names.insert(gpu.uuid.clone(), gpu.name);
+        }
+        timeline.lanes.insert(gpu.uuid, lanes);
+    }
+    Ok((timeline, names))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_written_is_read() {
+        let second = Duration::from_secs;
+        let mut timeline = Timeline { span: Some((second(5), second(9))), ..Timeline::default() };
+        for (client, activity) in [(1, Activity::Holds), (2, Activity::Waits)] {
+            let span = Span { activity, from: second(6), to: second(7), bytes: client };
+            timeline.lane("0af9", client, || format!("program {client}")).spans.push(span);
+        }
+        let names = BTreeMap::from([("0af9".to_owned(), "GPU 0  NVIDIA H200".to_owned())]);
+        let text = write(&timeline, &names).expect("JSON");
+        assert_eq!(read(&text), Ok((timeline, names)));
+        assert!(read(b"{}").is_err());
+        let newer = String::from_utf8(text).expect("UTF-8").replace("\"format\":1", "\"format\":2");
+        assert!(read(newer.as_bytes()).is_err_and(|why| why.contains("format 2")));
+    }
+}
