@@ -96,16 +96,23 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
             rules::call(&scheduler, &name, &rule(server.manager(), &ready.unit)).await?;
             undo.rule = Some(&name);
         }
-        // One that `preload enable` or an administrator wrote stays as it is.
-        if !ready.is_on {
-            match ready.put(&server.undo(&ready.unit)).await {
+        // What `preload enable` or an administrator wrote stays as it is; its own may name a library that has moved.
+        let command = server.undo(&ready.unit);
+        let own = drop_in::read(ready.manager, &ready.unit).ok().flatten();
+        let is_own = own.is_some_and(|text| drop_in::is_removed_by(&text, &command));
+        let is_on = match &ready.before {
+            Some(before) => !is_own || *before == library,
+            None => false,
+        };
+        if !is_on {
+            match ready.put(&command).await {
                 Ok(before) => undo.drop_in = Some(before),
                 Err(e) => return Err(undo.carry_out(e).await),
             }
         }
         let mut text = match (&undo.rule, &undo.drop_in) {
             (None, None) => format!("{} is adopted already.\n", ready.unit),
-            _ => format!("{} is adopted; `nvsharectl {}` undoes that.\n", ready.unit, server.undo(&ready.unit)),
+            _ => format!("{} is adopted; `nvsharectl {command}` undoes that.\n", ready.unit),
         };
         if server.restart {
             if let Err(e) = ready.systemd.restart(&ready.unit).await {
@@ -122,7 +129,7 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         if let Ok(content) = std::fs::read_to_string(&path) {
             let _ = write!(text, "\n# {}\n{content}", path.display());
         }
-        let present = find_rule(&scheduler, &name).await?;
+        let present = find_rule(&scheduler, &name).await.ok().flatten();
         text += &rules::text(present.into_iter().collect());
         Ok(text)
     })

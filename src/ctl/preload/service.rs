@@ -104,8 +104,8 @@ pub(in crate::ctl) struct Ready {
     pub is_running: bool,
     library: String,
     list: String,
-    /// The service preloads the library already.
-    pub is_on: bool,
+    /// The library of ours that the service preloads already.
+    pub before: Option<String>,
     notes: Vec<String>,
     _lock: Option<File>,
 }
@@ -126,7 +126,7 @@ impl Ready {
             is_running: service.main_pid != 0,
             library: library.to_owned(),
             list: drop_in::preload_list(before, library),
-            is_on: drop_in::ours(before) == Some(library),
+            before: drop_in::ours(before).map(str::to_owned),
             notes: service.notes(),
             unit: service.id,
             systemd,

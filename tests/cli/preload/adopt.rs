@@ -75,12 +75,16 @@ fn a_service_is_adopted_and_released() {
 #[test]
 fn what_was_there_before_stays_when_it_is_released() {
     on_a_host(|host| {
-        let _systemd = Systemd::start(vec![ollama()]);
+        let systemd = Systemd::start(vec![ollama()]);
         let daemon = Daemon::start();
         let mut enable = host.command("enable");
         enable.args(["--library", LIBRARY, "--unit", "ollama"]).env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS);
         said(&mut enable).fine();
-        let file = fs::read_to_string(DROP_IN).expect("it");
+        // Of a library that has been elsewhere, too.
+        let file = fs::read_to_string(DROP_IN).expect("it").replace("/mnt/lib/", "/mnt/old/");
+        fs::write(DROP_IN, &file).expect("it is written");
+        drop(systemd);
+        let _systemd = Systemd::start(vec![ollama()]);
         ctl(&daemon, &["set-rule", "adopted ollama.service", "unit=ollama.service", "weight=50"]).fine();
         let rule = rules(&daemon);
         assert!(ctl(&daemon, &["adopt", "ollama"]).fine().starts_with("ollama.service is adopted already.\n"));
