@@ -137,7 +137,10 @@ pub fn free(at: u64) -> Done {
     if range(at).is_none_or(|(start, _)| start != at) || crate::ipc::is_open(base) {
         return Err(Error::INVALID_VALUE);
     }
-    current.synchronise()?;
+    // Of memory of pools it is taken that no work uses it any more.
+    if crate::pool::owner(base).is_none() {
+        current.synchronise()?;
+    }
     {
         let mut blocks = blocks();
         if let Some(block) = blocks.get_mut(&base) {

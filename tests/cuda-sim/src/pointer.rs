@@ -34,10 +34,13 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let rights = if is_mapped { mapping.rights(mapping.gpu().unwrap_or(0)) } else { ALL_RIGHTS };
     // Small allocations share what is mapped.
     let start = mapping.at - mapping.at % GRANULARITY;
+    let pool = crate::pool::owner(mapping.at);
     let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());
     match attribute {
         // Flags are 4 bytes, and what `cuMemMap` mapped has no context (driver 580).
         1 if mapping.context == 0 && !is_mapped => Err(Error::INVALID_VALUE),
+        // Memory of pools belongs to none.
+        1 if pool.is_some() => out(data, 0),
         1 => out(data, mapping.context as u64),
         2 => out(as_u32, if host { HOST } else { DEVICE }),
         3 if rights == 0 => Err(Error::INVALID_VALUE),
@@ -45,7 +48,7 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         4 if host || managed => out(data, at),
         4 => Err(Error::INVALID_VALUE),
         6 => out(as_u32, u32::from(!host)),
-        10 => out(as_u32, u32::from(!host && !managed && !is_mapped)),
+        10 => out(as_u32, u32::from(!host && !managed && !is_mapped && pool.is_none())),
         21 => out(as_u32, 0),
         15 => out(as_u32, u32::from(rdma)),
         7 | 20 => out(data, mapping.id),
@@ -62,7 +65,7 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         13 => out(as_u32, 1),
         14 => out(data, u64::from(shareable)),
         16 => out(as_u32, rights),
-        17 => out(data, crate::pool::owner(mapping.at).unwrap_or(0) as u64),
+        17 => out(data, pool.unwrap_or(0) as u64),
         18 => out(data, mapping.end().next_multiple_of(GRANULARITY) - start),
         19 => out(data, start),
         _ => Err(Error::INVALID_VALUE),

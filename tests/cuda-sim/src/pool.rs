@@ -135,9 +135,10 @@ pub fn freed(mapping: &Mapping) {
     if space().exact(mapping.at).is_none_or(|m| m.id != mapping.id) {
         return;
     }
+    // Before its address can be another's.
+    let pool = lock(&OWNERS).remove(&mapping.at);
     space_mut().remove(mapping.at);
     memory::unreserve(mapping.at, mapping.len);
-    let pool = lock(&OWNERS).remove(&mapping.at);
     if let (Some(pool), Backing::Chunk { chunk, .. }) = (pool, &mapping.backing) {
         pool.give(chunk.clone());
     }
