@@ -18,6 +18,7 @@ mod moves;
 mod offline;
 mod peers;
 mod placement;
+mod pools;
 mod progress;
 mod restart;
 mod sleep;

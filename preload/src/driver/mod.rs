@@ -217,6 +217,12 @@ functions! {
     cuStreamCreate(stream: *mut CUstream, flags: u32);
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    cuStreamGetFlags(stream: CUstream, flags: *mut u32);
+    cuStreamGetId(stream: CUstream, id: *mut u64);
+    cuDeviceGetMemPool(pool: *mut CUmemoryPool, device: CUdevice);
+    cuDeviceGetDefaultMemPool(pool: *mut CUmemoryPool, device: CUdevice);
+    cuMemPoolGetAttribute(pool: CUmemoryPool, attribute: i32, value: *mut c_void);
+    cuMemPoolGetAccess(flags: *mut i32, pool: CUmemoryPool, location: *const Location);
     cuCtxFromGreenCtx(context: *mut CUcontext, green: *mut c_void);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
     cuStreamQuery(stream: CUstream);

@@ -14,6 +14,7 @@ pub type CUmodule = *mut c_void;
 pub type CUgraph = *mut c_void;
 pub type CUgraphExec = *mut c_void;
 pub type CUarray = *mut c_void;
+pub type CUmemoryPool = *mut c_void;
 /// `CUmemGenericAllocationHandle`.
 pub type Handle = u64;
 /// `size_t`.

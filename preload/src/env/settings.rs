@@ -39,6 +39,8 @@ pub struct Settings {
     pub memory_max: Option<Amount>,
     /// The limits, as messages to the scheduler.
     pub limits: EnvLimits,
+    /// Memory of pools moves. It is off unless a test, or whoever tries it, sets `NVSHARE_MOVABLE_POOLS`.
+    pub movable_pools: bool,
     /// `NVSHARE_MEMORY_MAX` is set to something that is not an amount.
     pub memory_max_is_unread: bool,
 }
@@ -72,6 +74,7 @@ impl Settings {
             memory_max: memory_max.flatten(),
             memory_max_is_unread: memory_max == Some(None),
             limits: EnvLimits::read(),
+            movable_pools: flag(c"NVSHARE_MOVABLE_POOLS"),
         }
     }
 }

@@ -207,6 +207,17 @@ impl Gpu {
         self.space.get()
     }
 
+    /// Releases memory that pools keep and nothing uses. Returns how many bytes.
+    pub fn release_pools(&self) -> u64 {
+        let Some(space) = self.space() else { return 0 };
+        let mut guard = space.lock();
+        let before = guard.account;
+        let released = guard.release_pools(&self.work);
+        let after = guard.account;
+        self.account_changed(&before, &after);
+        released
+    }
+
     /// Whether allocations may be shared with other devices.
     pub fn is_rdma_capable(&self) -> bool {
         self.space().is_some_and(|space| space.lock().is_rdma_capable())

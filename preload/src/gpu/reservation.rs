@@ -41,6 +41,13 @@ pub fn again(
     call: impl Fn() -> CUresult,
 ) -> CUresult {
     let Some(gpu) = gate::is_active().then(gpu).flatten() else { return result };
+    // What pools keep goes before that of other clients.
+    if crate::sys::errno::preserved(|| gpu.release_pools()) > 0 {
+        result = call();
+        if result != ERROR_OUT_OF_MEMORY {
+            return result;
+        }
+    }
     let futile = gpu.reservation_answers.futile.load(Ordering::Relaxed);
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {
         return result;

@@ -6,7 +6,7 @@ use crate::{
     gate,
     gpu::{self, Gpu, peers::couple, reservation},
     hooks::{self, deepbind, gated, hooks, lookup, peer_access},
-    registry::{pinned, shared},
+    registry::{pinned, pools, shared},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
@@ -48,6 +48,9 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
         crate::sys::errno::preserved(|| {
             gpu.add_context(*context);
+            if gpu::are_several() {
+                pools::now_in_use(gpu);
+            }
             connection::wake();
         });
     }

@@ -162,11 +162,15 @@ pub(super) fn with_retries<T>(
     loop {
         let mut guard = space.lock();
         let before = guard.account;
-        let result = take(&mut guard);
+        let mut result = take(&mut guard);
+        if matches!(result, Err(ERROR_OUT_OF_MEMORY)) && guard.release_pools(&gpu.work) > 0 {
+            result = take(&mut guard);
+        }
         let after = guard.account;
         gpu.account_changed(&before, &after);
         // Memory that was freed beside a capture, or while work of other contexts may use it.
-        let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
+        let is_pending = guard.has_freed() || guard.has_pending_in_pools();
+        let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
         let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
         let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
         let is_offline = !connection::is_connected();
@@ -234,13 +238,13 @@ fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) -> b
 }
 
 /// Frees memory, and has the client's thread free what has to wait.
-fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
+pub(super) fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
     let mut guard = space.lock();
     let before = guard.account;
     let result = change(&mut guard);
     let after = guard.account;
     gpu.account_changed(&before, &after);
-    if guard.has_freed() {
+    if guard.has_freed() || guard.has_dying_pools() {
         connection::wake();
     }
     result
@@ -336,7 +340,7 @@ unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a:
                 put(data.cast(), 0u64);
                 return Some(ERROR_INVALID_VALUE);
             }
-            IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(is_exportable(address, gpu))),
+            IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && is_exportable(address, gpu))),
             SYNC_MEMOPS => put(data.cast(), 1u32),
             IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
             IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(gpu.is_rdma_capable())),
@@ -352,7 +356,8 @@ unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a:
                 put(data.cast(), end - (a.base - a.base % GRANULE));
             }
             MAPPED => put(data.cast(), 1u32),
-            ALLOWED_HANDLE_TYPES | MEMPOOL_HANDLE => put(data.cast(), 0u64),
+            ALLOWED_HANDLE_TYPES => put(data.cast(), 0u64),
+            MEMPOOL_HANDLE => put(data.cast(), a.pool),
             _ => return None,
         }
     }

@@ -5,7 +5,7 @@
 //!   [`shapes`] has their descriptions.
 //! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
 //! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
-//! - [`pinned`]: allocations that the driver makes. They are counted.
+//! - [`pools`]: memory pools. [`pinned`]: allocations that the driver makes. They are counted.
 //! - [`vmm`]: memory that the program reserves, creates and maps itself; [`mappings`], [`binding`] and [`address_info`]
 //!   belong to it.
 //! - [`reservation`]: calls in which the driver takes memory for itself.
@@ -35,6 +35,7 @@ pub mod nvml;
 mod passed;
 mod peer_access;
 pub mod pinned;
+pub mod pools;
 pub mod reservation;
 pub mod shapes;
 mod staged;
@@ -95,6 +96,7 @@ pub fn all() -> impl Iterator<Item = Hook> {
         copies::hooks(),
         memory::hooks(),
         pinned::hooks(),
+        pools::hooks(),
         vmm::hooks(),
         binding::hooks(),
         context::hooks(),

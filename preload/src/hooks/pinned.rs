@@ -6,13 +6,9 @@ use crate::{
     env::settings,
     gate,
     gpu::{self, Gpu, reservation::retried},
-    hooks::{hooks, memory},
+    hooks::hooks,
     registry::pinned::{self, Kind},
-    work::capture,
 };
-use core::ffi::c_void;
-
-type P = *mut c_void;
 
 /// An allocation of `size` bytes, whose name the driver writes to `place`.
 pub(super) fn allocate(
@@ -35,14 +31,6 @@ pub(super) fn allocate(
         crate::sys::errno::preserved(|| pinned::add(gpu, kind, *name, size));
     }
     result
-}
-
-/// The same in stream order. What is captured belongs to the graph.
-fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if capture::any() && capture::is_capturing(stream) {
-        return real();
-    }
-    allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
 }
 
 /// The size of a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR`.
@@ -140,14 +128,4 @@ hooks! { real, flavour;
         make_array(array, descriptor, levels, real)
     }
     [cuArrayDestroy | cuMipmappedArrayDestroy] (array: CUarray) { free(Kind::Array, array as u64, real) }
-
-    [cuMemAllocAsync | cuMemAllocAsync_ptsz] (place: *mut CUdeviceptr, size: Size, stream: CUstream) {
-        allocate_async(place, size, flavour.stream(stream), real)
-    }
-    [cuMemAllocFromPoolAsync | cuMemAllocFromPoolAsync_ptsz] (place: *mut CUdeviceptr, size: Size, pool: P, stream: CUstream) {
-        allocate_async(place, size, flavour.stream(stream), real)
-    }
-    [cuMemFreeAsync | cuMemFreeAsync_ptsz] (address: CUdeviceptr, stream: CUstream) {
-        if memory::free_later(address) { SUCCESS } else { free(Kind::Address, address, real) }
-    }
 }

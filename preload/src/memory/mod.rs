@@ -3,6 +3,7 @@
 //! - [`engine`]: ways to get chunks of memory onto the GPU and off it.
 //! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: their bytes.
 //! - [`chunk`]: the pieces that are moved. [`slab`]: one piece for many small allocations.
+//! - [`pool`]: blocks that are allocated and freed in the order of streams.
 //! - [`alias`]: addresses at which the program has mapped memory itself.
 //! - [`mover`]: eviction and restoring, on the client's thread only.
 //! - [`staging`]: buffers in host memory. [`headroom`]: how much host memory this process may take.
@@ -17,6 +18,7 @@ mod fingerprint;
 pub mod foreign_devices;
 pub mod headroom;
 pub mod mover;
+pub mod pool;
 pub mod slab;
 pub mod space;
 pub mod staging;

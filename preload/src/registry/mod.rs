@@ -1,9 +1,11 @@
 //! The program's memory by the names that the program knows: addresses, handles and IPC handles, across all GPUs.
 //!
 //! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: what the program reserved, created and mapped itself.
+//! - [`pools`]: memory pools, by the driver's handles.
 //! - [`shared`]: memory exported to other processes and imported from them.
 
 pub mod pinned;
+pub mod pools;
 pub mod shared;
 pub mod virtual_memory;
 

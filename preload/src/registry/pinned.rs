@@ -147,6 +147,9 @@ pub fn array(array: CUarray) -> Option<(&'static Gpu, usize)> {
 /// Whether the program may have so many more bytes on that GPU.
 pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return true };
+    if bytes > space.lock().account.free() {
+        gpu.release_pools(); // what pools keep goes before anything fails
+    }
     let account = space.lock().account;
     bytes <= account.free() || limit_request::raise(gpu, bytes, account.limit) == Outcome::Raised
 }

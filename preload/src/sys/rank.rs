@@ -28,6 +28,8 @@ pub enum Rank {
     Question,
     /// The allocations that the driver makes.
     PinnedMemory,
+    /// The memory pools that the program has made.
+    MemoryPools,
     /// A GPU's allocations and their account. Reports are sent under it, so that the newest is the last.
     Space,
     /// What kind of GPU it is.

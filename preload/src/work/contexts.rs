@@ -78,6 +78,12 @@ impl Work {
         self.inner.lock().has(context as usize)
     }
 
+    /// Whether all work that may touch memory of this GPU is in this context.
+    pub fn is_all_in(&self, context: CUcontext) -> bool {
+        let inner = self.inner.lock();
+        self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1
+    }
+
     /// The program's contexts on this GPU that memory can be copied with.
     pub fn contexts(&self) -> Vec<CUcontext> {
         self.inner.lock().contexts.iter().filter(|c| !c.foreign).map(|c| c.handle as CUcontext).collect()

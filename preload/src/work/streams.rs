@@ -77,6 +77,20 @@ impl Work {
         }
     }
 
+    /// Has whatever is submitted from now on to streams that wait for the legacy stream wait for what all of them have been given.
+    /// `stream` is the legacy stream of the current context. `false` if that is not possible now, for instance because of a
+    /// capture.
+    pub fn order_blocking_streams(&self, stream: CUstream) -> bool {
+        let Some(context) = context_of(stream) else { return false };
+        let mut inner = self.inner.lock();
+        let stream = Stream::of(stream, context);
+        if !inner.has(stream.context) {
+            return false;
+        }
+        // An event in the legacy stream is work like any other there.
+        inner.point_in_its_context(stream).is_some()
+    }
+
     /// The program begins to capture this stream: the last moment to record a point behind its work.
     pub fn mark_stream(&self, stream: CUstream) {
         self.with_marked(stream, |_, _| {});

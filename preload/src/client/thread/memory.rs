@@ -42,7 +42,7 @@ impl ClientThread {
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = Duration::MAX;
         let mut guard = space.lock();
-        if guard.has_freed() {
+        if guard.has_freed() || guard.has_dying_pools() {
             let before = guard.account;
             guard.reclaim(&gpu.work);
             let after = guard.account;

@@ -38,7 +38,7 @@ impl Space {
         can_share: impl Fn(Handle) -> bool,
         new: impl FnOnce() -> Option<Exported>,
     ) -> Export {
-        let allocation = self.find(address).filter(|allocation| !allocation.managed && self.engine.copies());
+        let allocation = self.find(address).filter(|a| !a.managed && a.pool == 0 && self.engine.copies());
         let Some(allocation) = allocation else { return Export::Impossible };
         let base = allocation.range;
         let Ok(offset) = u32::try_from(allocation.base - base) else { return Export::Impossible };

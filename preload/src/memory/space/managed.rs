@@ -53,7 +53,7 @@ impl Space {
         self.add_range(base, len, RangeKind::Single, Flags { managed: size, ..Flags::default() })?;
         let id = self.next_id;
         self.next_id += 1;
-        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, range: base });
+        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, pool: 0, range: base });
         Ok(base)
     }
 

@@ -4,7 +4,7 @@
 //! The addresses of a range never change, and freed memory is not reused before all earlier work is done.
 //!
 //! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory.
-//! - `managed`: what only the program's threads can free.
+//! - `pools`: memory pools of the program. `managed`: what only the program's threads can free.
 //! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
 mod allowance;
@@ -13,9 +13,11 @@ mod chunks;
 mod export;
 mod managed;
 mod mapping;
+mod pools;
 
 pub use export::{Export, Exported};
 pub use mapping::Part;
+pub use pools::{Awaited, Policy, has_pending_frees};
 
 use crate::{
     connection::outbox,
@@ -36,6 +38,7 @@ use alloc::{
     vec::Vec,
 };
 use nvshare_wire::ClientMessage;
+use pools::Pools;
 
 #[derive(Debug)]
 pub struct Space {
@@ -55,6 +58,7 @@ pub struct Space {
     free_buffers: Vec<Buffer>,
     /// Managed memory that is accounted for as freed, and that a thread of the program must give back to the driver.
     unfreed: Vec<u64>,
+    pools: Pools,
     pub account: Account,
 }
 
@@ -65,6 +69,8 @@ enum RangeKind {
     Slab(Box<Slab>),
     /// Made by the program with `cuMemCreate`: only its aliases are addresses that the program knows.
     Created,
+    /// A segment of the memory pool with this name.
+    Pool(u32),
 }
 
 #[derive(Debug)]
@@ -92,13 +98,15 @@ pub struct Allocation {
     pub context: usize,
     /// Managed memory of the program, about which the driver answers all queries.
     pub managed: bool,
+    /// The driver's handle of the memory pool that it is from; 0 if it is from none.
+    pub pool: u64,
     range: u64,
 }
 
 impl Allocation {
     /// An allocation of another process.
     pub fn foreign(base: u64, size: u64, id: u64, context: usize) -> Self {
-        Self { base, size, id, context, managed: false, range: 0 }
+        Self { base, size, id, context, managed: false, pool: 0, range: 0 }
     }
 
     pub fn is_foreign(&self) -> bool {
@@ -165,6 +173,7 @@ impl Space {
             flags: Flags { rdma: u8::from(can_rdma), exportable: true, ..Flags::default() },
             free_buffers: Vec::new(),
             unfreed: Vec::new(),
+            pools: Pools::default(),
             account,
         }
     }
@@ -191,6 +200,7 @@ impl Space {
     /// Allocates memory. `beyond` lets it exceed the limit.
     pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
+        self.make_room(size, work);
         let (range, address, backing) = if size <= slab::LARGEST {
             self.allocate_in_slab(size, beyond)?
         } else {
@@ -200,7 +210,8 @@ impl Space {
         };
         let id = self.next_id;
         self.next_id += 1;
-        self.allocations.insert(address, Allocation { base: address, size, id, context, managed: false, range });
+        self.allocations
+            .insert(address, Allocation { base: address, size, id, context, managed: false, pool: 0, range });
         Ok(Allocated { address, backing })
     }
 
@@ -224,6 +235,7 @@ impl Space {
     /// Allocates memory that has no address known to the program. Returns the base of its range.
     pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
         self.reclaim(work);
+        self.make_room(len, work);
         self.make_range(len, RangeKind::Created, flags, beyond)
     }
 
@@ -327,7 +339,12 @@ impl Space {
 
     /// Frees the allocation at this address, when nothing uses it any more. Returns its id; `None` if there is none.
     pub fn free(&mut self, address: u64, work: &Work) -> Option<u64> {
-        let allocation = self.allocations.remove(&address)?;
+        let allocation = *self.allocations.get(&address)?;
+        if self.free_in_pool(address, None) {
+            self.tend_pools(work);
+            return Some(allocation.id);
+        }
+        self.allocations.remove(&address);
         self.account.freeing += self.room_of(&allocation);
         self.freed.push_back(Freed { allocation, fence: work.fence_for_freeing() });
         self.reclaim(work);
@@ -369,6 +386,7 @@ impl Space {
                 self.release(freed.allocation);
             }
         }
+        self.tend_pools(work);
     }
 
     /// The bytes that an allocation frees: its range, unless that is a slab.
@@ -385,6 +403,7 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&allocation.range) else { return };
         let empty = match &mut range.kind {
             RangeKind::Single | RangeKind::Created => true,
+            RangeKind::Pool(_) => false, // with its pool
             RangeKind::Slab(slab) => {
                 slab.give_back(allocation.base - allocation.range, allocation.size);
                 slab.is_empty()
@@ -420,6 +439,7 @@ impl Space {
                 self.account.freeing -= self.room_of(&freed.allocation);
                 self.release_gone(freed.allocation);
             }
+            self.clear_pools();
         }
     }
 

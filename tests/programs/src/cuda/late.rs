@@ -63,6 +63,19 @@ pub struct ArrayMap {
 #[repr(C)]
 pub struct Resource(pub [u64; 18]);
 
+/// `CUmemPoolProps`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct PoolProperties {
+    pub kind: u32,
+    pub handle_types: u32,
+    pub location: Location,
+    pub security: usize,
+    pub max_size: usize,
+    pub usage: u16,
+    pub reserved: [u8; 54],
+}
+
 /// One side of [`Copy2D`].
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -280,6 +293,17 @@ late! {
     cuPointerSetAttribute(value: *const u32, which: u32, at: u64);
     cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, at: u64);
     cuPointerGetAttribute(data: *mut u64, which: u32, at: u64);
+    cuDeviceGetDefaultMemPool(pool: *mut usize, device: i32);
+    cuDeviceGetMemPool(pool: *mut usize, device: i32);
+    cuDeviceSetMemPool(device: i32, pool: usize);
+    cuMemPoolCreate(pool: *mut usize, properties: *const PoolProperties);
+    cuMemPoolDestroy(pool: usize);
+    cuMemPoolTrimTo(pool: usize, keep: usize);
+    cuMemPoolSetAttribute(pool: usize, which: u32, value: *const u64);
+    cuMemPoolGetAttribute(pool: usize, which: u32, value: *mut u64);
+    cuMemAllocFromPoolAsync(at: *mut u64, len: usize, pool: usize, stream: usize);
+    cuMemAllocAsync_ptsz(at: *mut u64, len: usize, stream: usize);
+    cuDevicePrimaryCtxReset_v2(device: i32);
     cuCtxCreate_v2(context: *mut usize, flags: u32, device: i32);
     cuCtxDestroy_v2(context: usize);
     cuDeviceGetDevResource(device: i32, resource: *mut Resource, kind: u32);

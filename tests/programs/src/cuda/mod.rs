@@ -211,6 +211,13 @@ impl Gpu {
         Ok(sum)
     }
 
+    /// Adds the sum of all elements to the 8 bytes at `to`.
+    pub fn add_sum(&self, mut at: u64, mut count: u64, mut to: u64, stream: usize) -> Result<()> {
+        let args =
+            &mut [ptr::from_mut(&mut at).cast(), ptr::from_mut(&mut count).cast(), ptr::from_mut(&mut to).cast()];
+        self.launch(self.sum, GRID, BLOCK, stream, args)
+    }
+
     /// Keeps the GPU busy that long.
     pub fn spin(&self, mut ns: u64, stream: usize) -> Result<()> {
         self.launch(self.spin_ns, 1, 1, stream, &mut [ptr::from_mut(&mut ns).cast()])

@@ -33,6 +33,9 @@ mod oversub;
 mod pair;
 mod per_thread;
 mod persistent;
+mod pool_keeper;
+mod pool_rules;
+mod pools;
 mod proxy;
 mod share;
 mod starts;
@@ -189,6 +192,13 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         unseen::run,
         "--mem 64M --rounds 10 --ms 300 --pause-ms 500: launch kernels of --ms past the hooks, verify",
     ),
+    (
+        "pools",
+        pools::run,
+        "--mem 64M --streams 3 --threads 2 --seconds 2 --seed 1 --pause-ms 0: allocate and free in the order of streams, verify",
+    ),
+    ("pool_keeper", pool_keeper::run, "--mem 96M --live 8M --seconds 5: a pool that keeps what it no longer uses"),
+    ("pool_rules", pool_rules::run, "| --reserve 160M: what memory pools promise, call by call"),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];
 

@@ -1,0 +1,323 @@
+//! Memory pools: allocating and freeing in the order of streams. Memory of plain pools moves like any other
+//! ([`crate::registry::pools`]). What the driver serves is counted as pinned: shareable pools, those that are limited or not on a
+//! GPU, and all else whose properties are not known. What is allocated while a stream is captured belongs to the graph.
+
+use crate::{
+    connection,
+    driver::{self, context::current_or_null, types::*},
+    env::{settings, trace::trace},
+    gate,
+    gpu::{self, Gpu, peers::couple},
+    hooks::{
+        hooks,
+        memory::{changing, free_later, is_backed_in_time, put, with_retries},
+        pinned,
+    },
+    memory::{
+        pool::StreamName,
+        space::{Allocated, Awaited, Space, has_pending_frees},
+    },
+    registry::{
+        pinned::Kind,
+        pools::{self, Properties, attribute},
+    },
+    sys::{sync::Mutex, time::Instant},
+    work::{self, capture},
+};
+use core::{ffi::c_void, time::Duration};
+use nvshare_wire::MAX_SLOTS;
+
+type P = *mut c_void;
+
+/// The longest time for which a call looks again and again whether frees are done: an event takes 4 µs where the GPU is idle
+/// [H200].
+const DONE_SPIN: Duration = Duration::from_micros(50);
+
+/// The name of a stream that works and does not capture. Otherwise it is the driver that must answer.
+fn name_of(stream: CUstream) -> Option<StreamName> {
+    if stream == STREAM_PER_THREAD {
+        Gpu::expect_blocking_streams();
+    }
+    let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
+    // SAFETY: valid places. Both are allowed at any time.
+    let asked = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
+    if asked != SUCCESS || status != STREAM_CAPTURE_STATUS_NONE {
+        return None;
+    }
+    let asked = unsafe { driver::cuStreamGetId(stream, &mut id) };
+    let is_default = stream as usize <= STREAM_PER_THREAD as usize;
+    let context = if is_default { current_or_null() as u64 } else { 0 };
+    (asked == SUCCESS).then_some(StreamName { context, id })
+}
+
+/// Allocates by the driver, in stream order.
+fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
+    if capture::any() && capture::is_capturing(stream) {
+        return real();
+    }
+    pinned::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
+}
+
+/// The pool that a device allocates from if the program names none.
+fn current_pool(gpu: &Gpu) -> Option<CUmemoryPool> {
+    let mut pool = core::ptr::null_mut();
+    // SAFETY: a valid place.
+    (unsafe { driver::cuDeviceGetMemPool(&mut pool, gpu.index as CUdevice) } == SUCCESS).then_some(pool)
+}
+
+/// Allocates from a pool, or from the current one of the stream's GPU.
+fn allocate(
+    place: *mut CUdeviceptr,
+    size: Size,
+    pool: Option<CUmemoryPool>,
+    stream: CUstream,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    let ours = || {
+        let is_possible = gate::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
+        let gpu = if is_possible { gpu::of_stream(stream)? } else { return None };
+        let space = gpu.space()?;
+        let name = name_of(stream)?;
+        let pool = pool.or_else(|| current_pool(gpu)).filter(|pool| !pool.is_null())?;
+        (pools::is_ours(pool, gpu, space)).then_some((gpu, space, pool as u64, name))
+    };
+    let Some((gpu, space, pool, name)) = crate::sys::errno::preserved(ours) else {
+        return allocate_pinned(place, size, stream, real);
+    };
+    crate::sys::errno::preserved(|| {
+        let beyond = settings::get().oversubscribe;
+        let order = || gpu.work.order_blocking_streams(stream);
+        let order: Option<&dyn Fn() -> bool> = if work::is_marked_at_once(stream) { Some(&order) } else { None };
+        let take = |space: &mut Space| space.allocate_in_pool(pool, name, order, size as u64, beyond, &gpu.work);
+        match with_retries(gpu, space, size, take) {
+            Ok(Allocated { backing, address }) => {
+                let undo = |space: &mut Space| space.undo_in_pool(address, &gpu.work);
+                if !is_backed_in_time(gpu, space, backing, undo) {
+                    return ERROR_OUT_OF_MEMORY;
+                }
+                // SAFETY: the program's own place, not NULL.
+                unsafe { *place = address };
+                SUCCESS
+            }
+            Err(error) => {
+                trace!("GPU {}: allocate {size} from a pool: {error}", gpu.index);
+                error
+            }
+        }
+    })
+}
+
+/// What became of a free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Freed {
+    Done,
+    /// It is memory of a pool of ours, and the stream can have no work.
+    Impossible,
+    NotOurs,
+}
+
+fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
+    let name = name_of(stream);
+    let several = gpu::are_several();
+    for gpu in gpu::attached() {
+        let Some(space) = gpu.space() else { continue };
+        let mut guard = space.lock();
+        if !guard.is_of_pool(address) {
+            continue;
+        }
+        let Some(name) = name else { return Freed::Impossible };
+        // In the order of another GPU's stream, all work of both must be waited for.
+        let other = if several {
+            drop(guard);
+            let other = gpu::of_stream(stream).filter(|other| other.index != gpu.index);
+            if let Some(other) = other {
+                couple(gpu, other);
+            }
+            guard = space.lock();
+            other
+        } else {
+            None
+        };
+        if !guard.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
+            return Freed::NotOurs; // another thread was faster
+        }
+        if guard.has_dying_pools() {
+            connection::wake();
+        }
+        return Freed::Done;
+    }
+    Freed::NotOurs
+}
+
+fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
+    if gate::is_active() && settings::get().movable_pools {
+        match crate::sys::errno::preserved(|| free_in_pool(address, stream)) {
+            Freed::Done => return SUCCESS,
+            Freed::Impossible => return real(),
+            Freed::NotOurs => {}
+        }
+    }
+    if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
+}
+
+/// Whether the stream has nothing to do with the legacy stream. Of others, the frees are in the order of each other's work, which
+/// nothing that they were given themselves may be waiting for.
+fn is_apart(stream: CUstream) -> bool {
+    let mut flags = 0;
+    // SAFETY: a valid place, and a stream that works.
+    let asked = unsafe { driver::cuStreamGetFlags(stream, &mut flags) };
+    let is_default = stream as usize <= STREAM_PER_THREAD as usize;
+    !is_default && asked == SUCCESS && flags & STREAM_NON_BLOCKING != 0
+}
+
+/// A call that waits for work.
+#[derive(Debug, Clone, Copy)]
+enum Wait {
+    Stream(CUstream),
+    /// For all work of this context.
+    Context(CUcontext),
+    Event,
+}
+
+/// Makes a call that waits for work. Afterwards frees are done, and pools release what is beyond their thresholds.
+#[inline]
+fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
+    if has_pending_frees() && gate::is_active() { releasing(wait(), real) } else { real() }
+}
+
+#[cold]
+fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
+    let mut frees = [0; MAX_SLOTS as usize];
+    let stream = crate::sys::errno::preserved(|| {
+        for gpu in gpu::attached() {
+            if let (Some(frees), Some(space)) = (frees.get_mut(gpu.index as usize), gpu.space()) {
+                *frees = space.lock().pool_frees();
+            }
+        }
+        if let Wait::Stream(stream) = wait { name_of(stream).filter(|_| is_apart(stream)) } else { None }
+    });
+    let result = real();
+    if result != SUCCESS {
+        return result;
+    }
+    crate::sys::errno::preserved(|| {
+        for (gpu, frees) in gpu::attached().filter_map(|gpu| Some((gpu, *frees.get(gpu.index as usize)?))) {
+            let Some(space) = gpu.space().filter(|_| frees > 0) else { continue };
+            let awaited = match wait {
+                Wait::Stream(_) => stream.map_or(Awaited::Some, Awaited::Stream),
+                Wait::Context(context) if gpu.work.is_all_in(context) => Awaited::All,
+                Wait::Context(_) | Wait::Event => Awaited::Some,
+            };
+            changing(gpu, space, |space| space.synchronized(awaited, frees, &gpu.work));
+        }
+    });
+    result
+}
+
+/// Looks for a moment whether frees are done, as they are if nothing runs.
+fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
+    let begin = Instant::now();
+    while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {
+        core::hint::spin_loop();
+    }
+}
+
+fn trim(pool: CUmemoryPool, keep: Size) {
+    if let Some((gpu, space)) = pools::find(pool as u64) {
+        see_done(gpu, space);
+        changing(gpu, space, |space| space.trim_pool(pool as u64, keep as u64));
+    }
+}
+
+fn attribute_set(pool: CUmemoryPool, which: i32) {
+    let Some((_, space)) = pools::find(pool as u64) else { return };
+    match which {
+        attribute::RESERVED_MEM_HIGH => space.lock().reset_pool_high(pool as u64, false),
+        attribute::USED_MEM_HIGH => space.lock().reset_pool_high(pool as u64, true),
+        _ => {
+            if let Some(policy) = pools::policy_of(pool) {
+                space.lock().set_pool_policy(pool as u64, policy);
+            }
+        }
+    }
+}
+
+/// Adds what our pool has to what the driver's has.
+///
+/// # Safety
+/// `value` is valid for that attribute.
+unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
+    let Some(statistics) = pools::find(pool as u64).and_then(|(_, space)| space.lock().pool_statistics(pool as u64))
+    else {
+        return;
+    };
+    let bytes = match which {
+        attribute::RESERVED_MEM_CURRENT => statistics.reserved,
+        attribute::RESERVED_MEM_HIGH => statistics.reserved_high,
+        attribute::USED_MEM_CURRENT => statistics.used,
+        attribute::USED_MEM_HIGH => statistics.used_high,
+        _ => return,
+    };
+    let value = value.cast::<u64>();
+    // SAFETY: the caller's promise; the driver has written there.
+    unsafe { put(value, value.read_unaligned().saturating_add(bytes)) };
+}
+
+/// Runs `then` if the call has succeeded and pools may be ours.
+fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
+    if result == SUCCESS && gate::is_active() && settings::get().movable_pools {
+        crate::sys::errno::preserved(then);
+    }
+    result
+}
+
+fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !(gate::is_active() && settings::get().movable_pools) {
+        return real();
+    }
+    let taken = crate::sys::errno::preserved(|| pools::take(pool as u64));
+    let result = real();
+    crate::sys::errno::preserved(|| {
+        if result != SUCCESS {
+            taken.restore();
+        }
+        connection::wake(); // what work still uses is freed later
+    });
+    result
+}
+
+hooks! { real, flavour;
+    [cuMemAllocAsync | cuMemAllocAsync_ptsz] (place: *mut CUdeviceptr, size: Size, stream: CUstream) {
+        allocate(place, size, None, flavour.stream(stream), real)
+    }
+    [cuMemAllocFromPoolAsync | cuMemAllocFromPoolAsync_ptsz] (
+        place: *mut CUdeviceptr, size: Size, pool: CUmemoryPool, stream: CUstream,
+    ) { allocate(place, size, Some(pool), flavour.stream(stream), real) }
+    [cuMemFreeAsync | cuMemFreeAsync_ptsz] (address: CUdeviceptr, stream: CUstream) {
+        free(address, flavour.stream(stream), real)
+    }
+
+    [cuMemPoolCreate] (pool: *mut CUmemoryPool, properties: *const Properties) {
+        after(real(), || {
+            // SAFETY: the driver has just written and read there.
+            if let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) } {
+                pools::made(*pool as u64, properties);
+            }
+        })
+    }
+    [cuMemPoolDestroy] (pool: CUmemoryPool) { destroy(pool, real) }
+    [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { after(real(), || trim(pool, keep)) }
+    [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { after(real(), || attribute_set(pool, which)) }
+    [cuMemPoolGetAttribute] (pool: CUmemoryPool, which: i32, value: P) {
+        // SAFETY: the driver has just written there.
+        after(real(), || unsafe { add_statistics(pool, which, value) })
+    }
+    [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
+
+    [cuStreamSynchronize | cuStreamSynchronize_ptsz] (stream: CUstream) {
+        waiting(|| Wait::Stream(flavour.stream(stream)), real)
+    }
+    [cuCtxSynchronize] () { waiting(|| Wait::Context(current_or_null()), real) }
+    [cuCtxSynchronize_v2] (context: CUcontext) { waiting(|| Wait::Context(context), real) }
+    [cuEventSynchronize] (event: CUevent) { waiting(|| Wait::Event, real) }
+}

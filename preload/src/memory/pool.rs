@@ -1,0 +1,487 @@
+//! A stream-ordered allocator: blocks of address space that are handed out and taken back in the order of streams.
+//!
+//! Pure bookkeeping; [`super::space`] gets the segments and finds out what is done. A freed block belongs to the stream in which it
+//! was freed: what that stream is given later comes after the free, so an allocation in the same stream may have the block at once.
+//! Any other must wait until the free is done, which is told by number: the frees of all pools of a GPU are counted, and a fence
+//! covers all up to a number. Nothing else orders two streams here. In particular, no stream is made to wait for another: what it
+//! would wait for could be work that the program submitted after the free, which may itself be waiting.
+//!
+//! Segments are of two classes, so that small blocks do not break up the room of large ones.
+
+use alloc::{
+    collections::{BTreeMap, BTreeSet},
+    vec::Vec,
+};
+
+/// Blocks are multiples of this, in bytes, and so aligned: as the driver aligns memory of its pools.
+pub const UNIT: u64 = 512;
+
+/// The size of the segment that an allocation is cut from, unless it needs a larger one: as the driver's pools grow (580).
+pub const SEGMENT: u64 = 32 << 20;
+
+/// The largest block of the class of small ones, in bytes.
+const SMALL: u64 = 1 << 20;
+
+/// A stream, by numbers that no other stream ever has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct StreamName {
+    /// The context of a default stream, which has one handle in all contexts; 0 for others.
+    pub context: u64,
+    /// The driver's number of the stream.
+    pub id: u64,
+}
+
+impl StreamName {
+    /// None at all.
+    pub const NONE: Self = Self::LAST;
+    const FIRST: Self = Self { context: 0, id: 0 };
+    const LAST: Self = Self { context: u64::MAX, id: u64::MAX };
+}
+
+/// Who may have a free block without a wait. The order is that of preference between blocks of one size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Order {
+    /// What comes later in this stream.
+    Stream(StreamName),
+    /// Everyone: the free is done.
+    Done,
+    /// No one, until the free is done.
+    Unknown,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Class {
+    Small,
+    Large,
+}
+
+impl Class {
+    fn of(len: u64) -> Self {
+        if len <= SMALL { Self::Small } else { Self::Large }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    len: u64,
+    /// The segment that it is a part of.
+    segment: u64,
+    class: Class,
+    free: Option<Free>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Free {
+    order: Order,
+    /// The number of the free; of several that were joined, the last.
+    number: u64,
+}
+
+/// In bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Statistics {
+    pub reserved: u64,
+    pub reserved_high: u64,
+    pub used: u64,
+    pub used_high: u64,
+}
+
+#[derive(Debug, Default)]
+pub struct Pool {
+    /// Their lengths, by address.
+    segments: BTreeMap<u64, u64>,
+    /// All blocks of all segments, by address.
+    blocks: BTreeMap<u64, Block>,
+    /// The free ones.
+    free: BTreeSet<(Class, Order, u64, u64)>,
+    statistics: Statistics,
+}
+
+/// The length of the block for an allocation of so many bytes; `None` if there is no such length.
+pub fn block_len(size: u64) -> Option<u64> {
+    size.max(1).checked_next_multiple_of(UNIT)
+}
+
+impl Pool {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub fn statistics(&self) -> Statistics {
+        self.statistics
+    }
+
+    pub fn reset_high(&mut self, of_used: bool) {
+        let statistics = &mut self.statistics;
+        match of_used {
+            true => statistics.used_high = statistics.used,
+            false => statistics.reserved_high = statistics.reserved,
+        }
+    }
+
+    /// The smallest free block for an allocation of `len` bytes that this stream may have.
+    fn find(&self, len: u64, stream: StreamName) -> Option<(Class, Order, u64, u64)> {
+        let class = Class::of(len);
+        let smallest =
+            |order| self.free.range((class, order, len, 0)..=(class, order, u64::MAX, u64::MAX)).next().copied();
+        let candidates = [smallest(Order::Stream(stream)), smallest(Order::Done)];
+        candidates.into_iter().flatten().min_by_key(|(_, _, len, _)| *len)
+    }
+
+    /// Whether [`allocate`](Self::allocate) would return a block whose free may not be done.
+    pub fn relies_on_order(&self, len: u64, stream: StreamName) -> bool {
+        self.find(len, stream).is_some_and(|(_, order, ..)| order != Order::Done)
+    }
+
+    /// Allocates a block that this stream may have. `None` if there is none of that length (a multiple of [`UNIT`]).
+    pub fn allocate(&mut self, len: u64, stream: StreamName) -> Option<u64> {
+        let key = self.find(len, stream)?;
+        let (class, order, _, at) = key;
+        let block = self.blocks.get_mut(&at)?;
+        let (rest, before) = (block.len - len, block.free.take());
+        block.len = len;
+        let block = *block;
+        self.free.remove(&key);
+        if rest > 0 {
+            self.blocks.insert(at + len, Block { len: rest, free: before, ..block });
+            self.free.insert((class, order, rest, at + len));
+        }
+        self.statistics.used += len;
+        self.statistics.used_high = self.statistics.used_high.max(self.statistics.used);
+        Some(at)
+    }
+
+    /// Frees a block, behind what its `order` says. `number` is the free's, higher than that of any before. Returns the length of
+    /// the block; `None` if there is none.
+    pub fn free(&mut self, at: u64, order: Order, number: u64) -> Option<u64> {
+        let block = self.blocks.get_mut(&at).filter(|block| block.free.is_none())?;
+        block.free = Some(Free { order, number });
+        let block = *block;
+        self.statistics.used -= block.len;
+        self.free.insert((block.class, order, block.len, at));
+        self.join(at);
+        Some(block.len)
+    }
+
+    /// Adds memory, all of it free, from which a block of `len` bytes is to be allocated next.
+    pub fn grow(&mut self, base: u64, segment: u64, len: u64) {
+        let (class, order) = (Class::of(len), Order::Done);
+        self.segments.insert(base, segment);
+        let free = Some(Free { order, number: 0 });
+        self.blocks.insert(base, Block { len: segment, segment: base, class, free });
+        self.free.insert((class, order, segment, base));
+        self.statistics.reserved += segment;
+        self.statistics.reserved_high = self.statistics.reserved_high.max(self.statistics.reserved);
+    }
+
+    /// All frees up to this number are done.
+    pub fn done(&mut self, number: u64) {
+        for class in [Class::Small, Class::Large] {
+            self.done_between(
+                (class, Order::Stream(StreamName::FIRST)),
+                (class, Order::Stream(StreamName::LAST)),
+                number,
+            );
+            self.done_between((class, Order::Unknown), (class, Order::Unknown), number);
+        }
+    }
+
+    /// The same for frees in one stream.
+    pub fn done_in(&mut self, stream: StreamName, number: u64) {
+        for class in [Class::Small, Class::Large] {
+            self.done_between((class, Order::Stream(stream)), (class, Order::Stream(stream)), number);
+        }
+    }
+
+    fn done_between(&mut self, first: (Class, Order), last: (Class, Order), number: u64) {
+        let free = self.free.range((first.0, first.1, 0, 0)..=(last.0, last.1, u64::MAX, u64::MAX));
+        let is_done = |at: &u64| self.blocks.get(at).and_then(|block| block.free).is_some_and(|f| f.number <= number);
+        let done: Vec<u64> = free.map(|(.., at)| *at).filter(is_done).collect();
+        for at in done {
+            // Joined with another of these already, perhaps.
+            let Some(block) = self.blocks.get(&at).copied() else { continue };
+            self.take_out(at, &block);
+            let free = Some(Free { order: Order::Done, number: 0 });
+            self.blocks.insert(at, Block { free, ..block });
+            self.free.insert((block.class, Order::Done, block.len, at));
+            self.join(at);
+        }
+    }
+
+    /// Joins a free block with the free blocks of the same order beside it.
+    fn join(&mut self, at: u64) {
+        let Some((mut at, mut block)) = self.blocks.get(&at).map(|block| (at, *block)) else { return };
+        let Some(mut free) = block.free else { return };
+        let alike = |other: &Block| other.segment == block.segment && other.free.is_some_and(|f| f.order == free.order);
+        let before =
+            self.blocks.range(..at).next_back().filter(|(_, other)| alike(other)).map(|(at, other)| (*at, *other));
+        let after = self.blocks.get_key_value(&(at + block.len)).filter(|(_, other)| alike(other));
+        let after = after.map(|(at, other)| (*at, *other));
+        if before.is_none() && after.is_none() {
+            return;
+        }
+        self.take_out(at, &block);
+        for (its_at, other) in before.into_iter().chain(after) {
+            self.take_out(its_at, &other);
+            at = at.min(its_at);
+            block.len += other.len;
+            free.number = free.number.max(other.free.map_or(0, |f| f.number));
+        }
+        block.free = Some(free);
+        self.blocks.insert(at, block);
+        self.free.insert((block.class, free.order, block.len, at));
+    }
+
+    fn take_out(&mut self, at: u64, block: &Block) {
+        self.blocks.remove(&at);
+        if let Some(free) = block.free {
+            self.free.remove(&(block.class, free.order, block.len, at));
+        }
+    }
+
+    /// Whether the freed block that starts there is all of its segment, and done.
+    fn is_idle(&self, base: u64, len: u64) -> bool {
+        let block = self.blocks.get(&base);
+        block.is_some_and(|block| block.len == len && block.free.is_some_and(|free| free.order == Order::Done))
+    }
+
+    /// Takes out segments that hold nothing and that no work can use any more, the largest first, until no more than `keep` bytes
+    /// are left. Returns their addresses.
+    pub fn trim(&mut self, keep: u64) -> Vec<u64> {
+        if self.statistics.reserved <= keep {
+            return Vec::new();
+        }
+        let mut idle: Vec<_> = self.segments.iter().map(|(base, len)| (*len, *base)).collect();
+        idle.retain(|(len, base)| self.is_idle(*base, *len));
+        idle.sort_unstable();
+        let mut taken = Vec::new();
+        while let Some((_, base)) = idle.pop().filter(|_| self.statistics.reserved > keep) {
+            self.remove_segment(base);
+            taken.push(base);
+        }
+        taken
+    }
+
+    fn remove_segment(&mut self, base: u64) {
+        let Some(len) = self.segments.remove(&base) else { return };
+        let blocks: Vec<_> = self.blocks.range(base..base + len).map(|(at, block)| (*at, *block)).collect();
+        for (at, block) in blocks {
+            self.take_out(at, &block);
+            self.statistics.used -= if block.free.is_none() { block.len } else { 0 };
+        }
+        self.statistics.reserved -= len;
+    }
+
+    /// Takes out everything, used or not. Returns the addresses of the segments.
+    pub fn clear(&mut self) -> Vec<u64> {
+        let bases: Vec<_> = self.segments.keys().copied().collect();
+        bases.iter().for_each(|base| self.remove_segment(*base));
+        bases
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.segments.is_empty()
+    }
+
+    /// Whether there are frees of which it is not known that they are done.
+    pub fn has_pending(&self) -> bool {
+        [Class::Small, Class::Large].iter().any(|class| {
+            let mut of_streams =
+                self.free.range((*class, Order::Stream(StreamName::FIRST), 0, 0)..(*class, Order::Done, 0, 0));
+            let mut unknown =
+                self.free.range((*class, Order::Unknown, 0, 0)..=(*class, Order::Unknown, u64::MAX, u64::MAX));
+            of_streams.next().is_some() || unknown.next().is_some()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{collections::BTreeMap, vec};
+
+    const BASE: u64 = 1 << 40;
+
+    fn stream(id: u64) -> StreamName {
+        StreamName { context: 0, id }
+    }
+
+    #[test]
+    fn a_stream_has_its_own_block_back_at_once() {
+        let mut pool = Pool::new();
+        assert_eq!(pool.allocate(SMALL, stream(1)), None);
+        pool.grow(BASE, SEGMENT, SMALL);
+        for number in 1..1000 {
+            assert_eq!(pool.allocate(SMALL, stream(1)), Some(BASE));
+            assert_eq!(pool.free(BASE, Order::Stream(stream(1)), number), Some(SMALL));
+        }
+        let Statistics { reserved, used, used_high, .. } = pool.statistics();
+        assert_eq!((reserved, used, used_high), (SEGMENT, 0, SMALL));
+    }
+
+    #[test]
+    fn another_stream_has_it_once_the_free_is_done() {
+        let mut pool = Pool::new();
+        pool.grow(BASE, 2 * UNIT, UNIT);
+        let (a, b) = (pool.allocate(UNIT, stream(1)), pool.allocate(UNIT, stream(1)));
+        assert_eq!((a, b), (Some(BASE), Some(BASE + UNIT)));
+        pool.free(BASE, Order::Stream(stream(1)), 1);
+        pool.free(BASE + UNIT, Order::Unknown, 2);
+        assert_eq!((pool.allocate(UNIT, stream(2)), pool.allocate(2 * UNIT, stream(1))), (None, None));
+        pool.done(1);
+        assert_eq!(
+            (pool.allocate(UNIT, stream(2)), pool.allocate(UNIT, stream(1))),
+            (Some(BASE), None),
+            "the second free is not done"
+        );
+        pool.free(BASE, Order::Stream(stream(2)), 3);
+        pool.done_in(stream(1), 3);
+        assert!(pool.has_pending());
+        pool.done(3);
+        assert_eq!((pool.has_pending(), pool.allocate(2 * UNIT, stream(3))), (false, Some(BASE)), "joined");
+    }
+
+    #[test]
+    fn small_blocks_do_not_break_up_large_ones() {
+        let mut pool = Pool::new();
+        pool.grow(BASE, 4 * SEGMENT, 4 * SEGMENT);
+        assert_eq!(pool.allocate(UNIT, stream(1)), None);
+        assert_eq!(pool.allocate(2 * SEGMENT, stream(1)), Some(BASE));
+    }
+
+    #[test]
+    fn what_is_in_use_or_may_be_is_not_trimmed() {
+        let mut pool = Pool::new();
+        for i in 0..3 {
+            pool.grow(BASE + i * SEGMENT, SEGMENT, SEGMENT);
+            pool.allocate(SEGMENT, stream(1));
+        }
+        pool.free(BASE, Order::Stream(stream(1)), 1);
+        pool.free(BASE + SEGMENT, Order::Stream(stream(1)), 2);
+        assert_eq!(pool.trim(0), []);
+        pool.done(1);
+        assert_eq!((pool.trim(3 * SEGMENT), pool.trim(SEGMENT), pool.trim(0)), (vec![], vec![BASE], vec![]));
+        pool.done_in(stream(1), 2);
+        assert_eq!((pool.trim(0), pool.statistics().reserved), (vec![BASE + SEGMENT], SEGMENT));
+        assert_eq!((pool.clear(), pool.is_empty(), pool.statistics().used), (vec![BASE + 2 * SEGMENT], true, 0));
+    }
+
+    #[test]
+    fn only_live_blocks_can_be_freed() {
+        let mut pool = Pool::new();
+        pool.grow(BASE, SEGMENT, UNIT);
+        assert_eq!(pool.free(BASE, Order::Done, 1), None);
+        let at = pool.allocate(2 * UNIT, stream(1)).unwrap();
+        assert_eq!(pool.free(at + UNIT, Order::Stream(stream(1)), 1), None);
+        assert_eq!(
+            (pool.free(at, Order::Stream(stream(1)), 1), pool.free(at, Order::Stream(stream(1)), 2)),
+            (Some(2 * UNIT), None)
+        );
+    }
+
+    /// What every unit of memory is, without joining, splitting or searching.
+    #[derive(Debug, Default)]
+    struct Model {
+        segments: BTreeMap<u64, u64>,
+        live: BTreeMap<u64, u64>,
+        /// Units that were freed: the order of the last free, and its number.
+        freed: BTreeMap<u64, (Order, u64)>,
+    }
+
+    impl Model {
+        fn units(at: u64, len: u64) -> impl Iterator<Item = u64> {
+            (at..at + len).step_by(UNIT as usize)
+        }
+
+        fn allocated(&mut self, at: u64, len: u64, stream: StreamName) {
+            let (base, segment) = self.segments.range(..=at).next_back().expect("a segment");
+            assert!(at + len <= base + segment, "beyond its segment");
+            let before = self.live.range(..at + len).next_back();
+            assert!(before.is_none_or(|(its, len)| its + len <= at), "in two hands");
+            for unit in Self::units(at, len) {
+                match self.freed.remove(&unit) {
+                    Some((Order::Stream(its), _)) => assert_eq!(its, stream, "before the free was done"),
+                    Some((Order::Unknown, _)) => panic!("before the free was done"),
+                    Some((Order::Done, _)) | None => {}
+                }
+            }
+            self.live.insert(at, len);
+        }
+
+        fn done(&mut self, stream: Option<StreamName>, number: u64) {
+            for (order, its) in self.freed.values_mut() {
+                if *its <= number && stream.is_none_or(|stream| *order == Order::Stream(stream)) {
+                    *order = Order::Done;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_block_is_in_two_hands_or_reused_before_its_free_is_done() {
+        for seed in 1..=100u64 {
+            let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let mut random = move |below: u64| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                state % below
+            };
+            let (mut pool, mut model) = (Pool::new(), Model::default());
+            let (mut number, mut next) = (0, BASE);
+            for _ in 0..600 {
+                match random(12) {
+                    0..=4 => {
+                        let (len, stream) = ((1 + random(6)) * UNIT, stream(random(3)));
+                        let at = pool.allocate(len, stream).unwrap_or_else(|| {
+                            // Segments may be neighbours.
+                            let segment = len + random(8) * UNIT;
+                            pool.grow(next, segment, len);
+                            model.segments.insert(next, segment);
+                            next += segment;
+                            pool.allocate(len, stream).expect("there is a new one")
+                        });
+                        model.allocated(at, len, stream);
+                    }
+                    5..=8 => {
+                        let count = model.live.len() as u64;
+                        let Some((at, len)) = model.live.iter().nth(random(count.max(1)) as usize) else { continue };
+                        let (at, len) = (*at, *len);
+                        number += 1;
+                        let order = if random(8) == 0 { Order::Unknown } else { Order::Stream(stream(random(3))) };
+                        assert_eq!(pool.free(at, order, number), Some(len));
+                        model.live.remove(&at);
+                        model.freed.extend(Model::units(at, len).map(|unit| (unit, (order, number))));
+                    }
+                    9 => {
+                        let number = random(number + 1);
+                        pool.done(number);
+                        model.done(None, number);
+                    }
+                    10 => {
+                        let (stream, number) = (stream(random(3)), random(number + 1));
+                        pool.done_in(stream, number);
+                        model.done(Some(stream), number);
+                    }
+                    _ => {
+                        for base in pool.trim(random(64) * UNIT) {
+                            let len = model.segments.remove(&base).expect("a segment");
+                            assert!(model.live.range(base..base + len).next().is_none(), "in use");
+                            for unit in Model::units(base, len) {
+                                let free = model.freed.remove(&unit);
+                                assert!(free.is_none_or(|(order, _)| order == Order::Done), "its work may run");
+                            }
+                        }
+                    }
+                }
+                let (used, reserved) = (model.live.values().sum::<u64>(), model.segments.values().sum::<u64>());
+                assert_eq!((pool.statistics().used, pool.statistics().reserved), (used, reserved));
+                assert_eq!(pool.blocks.values().map(|block| block.len).sum::<u64>(), reserved, "nothing is lost");
+                assert_eq!(pool.free.len(), pool.blocks.values().filter(|block| block.free.is_some()).count());
+            }
+            model.live.keys().for_each(|at| assert!(pool.free(*at, Order::Unknown, number).is_some()));
+            pool.done(number);
+            assert_eq!((pool.trim(0).len(), pool.is_empty()), (model.segments.len(), true), "all is joined in the end");
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! Memory pools of the program: the blocks of each are cut from ranges, its *segments*.
+//!
+//! A pool stands for one of the driver, whose handle it goes by, and which serves what this library leaves to the driver.
+
+use super::{Allocated, Allocation, Backing, RangeKind, Space};
+use crate::{
+    driver::types::*,
+    memory::{
+        engine::GRANULE,
+        pool::{self, Order, Pool, Statistics, StreamName},
+    },
+    work::{Fence, Work},
+};
+use alloc::vec::Vec;
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// The GPUs, as bits, with frees of which it is not known that they are done.
+static PENDING: AtomicU64 = AtomicU64::new(0);
+
+/// Whether [`Space::synchronized`] may have anything to do, on any GPU.
+#[inline]
+pub fn has_pending_frees() -> bool {
+    PENDING.load(Ordering::Relaxed) != 0
+}
+
+/// What the program has waited for.
+#[derive(Debug, Clone, Copy)]
+pub enum Awaited {
+    /// All that it had given this stream.
+    Stream(StreamName),
+    /// All that it had submitted.
+    All,
+    /// It is not known what.
+    Some,
+}
+
+/// The properties of a pool that the program can set.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// More memory than this, in bytes, is released when the program waits for its work.
+    pub threshold: u64,
+    /// A block may be reused in another stream once its free is seen to be done, without a wait of the program for that.
+    pub opportunistic: bool,
+}
+
+#[derive(Debug)]
+struct PoolOfGpu {
+    /// The driver's handle; 0 once the program has destroyed the pool.
+    handle: u64,
+    /// The name of it in ranges.
+    id: u32,
+    policy: Policy,
+    pool: Pool,
+}
+
+impl PoolOfGpu {
+    fn threshold(&self) -> u64 {
+        if self.handle == 0 { 0 } else { self.policy.threshold }
+    }
+}
+
+/// The pools of one GPU.
+#[derive(Debug, Default)]
+pub(super) struct Pools {
+    pools: Vec<PoolOfGpu>,
+    next_id: u32,
+    /// The number of frees so far.
+    frees: u64,
+    /// Behind all work that may use what was freed up to a number.
+    fence: Option<(u64, Fence)>,
+    /// The number up to which frees are known to be done, in all streams.
+    done: u64,
+}
+
+impl Pools {
+    fn of(&mut self, handle: u64) -> Option<&mut PoolOfGpu> {
+        self.pools.iter_mut().find(|pool| pool.handle == handle && handle != 0)
+    }
+
+    fn by_id(&mut self, id: u32) -> Option<&mut PoolOfGpu> {
+        self.pools.iter_mut().find(|pool| pool.id == id)
+    }
+
+    /// Frees up to this number are done.
+    fn done(&mut self, number: u64) {
+        self.pools.iter_mut().for_each(|its| its.pool.done(number));
+        self.done = self.done.max(number);
+    }
+
+    fn has_pending(&self) -> bool {
+        self.pools.iter().any(|its| its.pool.has_pending())
+    }
+
+    /// Looks whether frees are done. One fence is enough at a time: those after it have the next.
+    fn look(&mut self, work: &Work) {
+        if let Some((number, fence)) = &mut self.fence {
+            if !work.is_done(fence) {
+                return;
+            }
+            let number = *number;
+            self.fence = None;
+            self.done(number);
+        }
+        if self.done < self.frees && self.has_pending() {
+            self.fence = work.fence_for_freeing().map(|fence| (self.frees, fence));
+        }
+    }
+}
+
+impl Space {
+    /// Whether the pool with this handle is known here.
+    pub fn has_pool(&self, handle: u64) -> bool {
+        handle != 0 && self.pools.pools.iter().any(|pool| pool.handle == handle)
+    }
+
+    /// The driver's handles of all pools here.
+    pub fn pools(&self) -> impl Iterator<Item = u64> {
+        self.pools.pools.iter().map(|its| its.handle).filter(|handle| *handle != 0)
+    }
+
+    /// Whether an allocation of a pool is at this address.
+    pub fn is_of_pool(&self, address: u64) -> bool {
+        self.allocations.get(&address).is_some_and(|allocation| allocation.pool != 0)
+    }
+
+    /// Whether there are frees of which it is not known that they are done.
+    pub fn has_pending_in_pools(&self) -> bool {
+        self.pools.has_pending()
+    }
+
+    /// A pool of the driver becomes one of ours.
+    pub fn adopt_pool(&mut self, handle: u64, policy: Policy) {
+        if self.has_pool(handle) {
+            return;
+        }
+        let id = self.pools.next_id;
+        self.pools.next_id += 1;
+        self.pools.pools.push(PoolOfGpu { handle, id, policy, pool: Pool::new() });
+    }
+
+    /// The program destroys a pool. Its memory is freed as its blocks are. Returns its name, for [`Self::revive_pool`].
+    pub fn destroy_pool(&mut self, handle: u64, work: &Work) -> Option<u32> {
+        let pool = self.pools.of(handle)?;
+        pool.handle = 0;
+        let id = pool.id;
+        self.tend_pools(work);
+        Some(id)
+    }
+
+    /// The driver would not destroy it.
+    pub fn revive_pool(&mut self, id: u32, handle: u64, policy: Policy) {
+        match self.pools.by_id(id) {
+            Some(pool) => pool.handle = handle,
+            None => self.adopt_pool(handle, policy),
+        }
+    }
+
+    pub fn set_pool_policy(&mut self, handle: u64, policy: Policy) {
+        if let Some(its) = self.pools.of(handle) {
+            its.policy = policy;
+        }
+    }
+
+    pub fn pool_statistics(&mut self, handle: u64) -> Option<Statistics> {
+        self.pools.of(handle).map(|its| its.pool.statistics())
+    }
+
+    /// Resets the high-water mark of used, or else of reserved, memory.
+    pub fn reset_pool_high(&mut self, handle: u64, of_used: bool) {
+        if let Some(its) = self.pools.of(handle) {
+            its.pool.reset_high(of_used);
+        }
+    }
+
+    /// Allocates from a pool, for work that is submitted to this stream from now on. In the legacy stream, `order` has what blocking
+    /// streams are given from now on wait for what they have been given, and returns whether that worked: to whoever relies on
+    /// the legacy stream for the order of others, allocating and freeing are work there, and it has none of ours.
+    pub fn allocate_in_pool(
+        &mut self,
+        handle: u64,
+        stream: StreamName,
+        order: Option<&dyn Fn() -> bool>,
+        size: u64,
+        beyond: bool,
+        work: &Work,
+    ) -> Result<Allocated, CUresult> {
+        let len = pool::block_len(size).ok_or(ERROR_OUT_OF_MEMORY)?;
+        let its = self.pools.of(handle).ok_or(ERROR_INVALID_VALUE)?;
+        let id = its.id;
+        let mut backing = Backing::There;
+        let is_ordered = order.is_none_or(|order| !its.pool.relies_on_order(len, stream) || order());
+        let stream = if is_ordered { stream } else { StreamName::NONE };
+        let mut found = its.pool.allocate(len, stream);
+        if found.is_none() && its.policy.opportunistic && its.pool.has_pending() {
+            self.pools.look(work);
+            found = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, stream));
+        }
+        let address = match found {
+            Some(address) => address,
+            None => {
+                backing = self.grow_pool(id, len, beyond, work)?;
+                let grown = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, stream));
+                grown.ok_or(ERROR_OUT_OF_MEMORY)?
+            }
+        };
+        // The segment that it lies in.
+        let range = self.ranges.range(..=address).next_back().map_or(address, |(base, _)| *base);
+        let id = self.next_id;
+        self.next_id += 1;
+        let (context, managed) = (0, false); // memory of pools belongs to no context
+        self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool: handle });
+        Ok(Allocated { address, backing })
+    }
+
+    /// Before an allocation for which there is not enough room: what pools keep goes first.
+    pub(super) fn make_room(&mut self, len: u64, work: &Work) {
+        if len > self.account.free().min(self.account.room()) {
+            self.release_pools(work);
+        }
+    }
+
+    /// Adds a segment to a pool.
+    fn grow_pool(&mut self, id: u32, len: u64, beyond: bool, work: &Work) -> Result<Backing, CUresult> {
+        let least = len.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
+        let usual = least.max(pool::SEGMENT);
+        // Not more than is needed where memory is short.
+        let segment = if usual <= self.account.free().min(self.account.room()) { usual } else { least };
+        self.make_room(segment, work);
+        let (base, backing) = self.make_range(segment, RangeKind::Pool(id), self.flags, beyond)?;
+        if let Some(its) = self.pools.by_id(id) {
+            its.pool.grow(base, segment, len);
+        }
+        Ok(backing)
+    }
+
+    /// Frees an allocation of a pool once this stream has come so far; `None`: once all work is done that may use it. Returns
+    /// whether there is one.
+    pub fn free_in_pool(&mut self, address: u64, stream: Option<StreamName>) -> bool {
+        self.free_in_order(address, stream.map_or(Order::Unknown, Order::Stream))
+    }
+
+    /// Frees an allocation of a pool which the program does not know yet, and what the pool has grown by for it.
+    pub fn undo_in_pool(&mut self, address: u64, work: &Work) {
+        if self.free_in_order(address, Order::Done) {
+            self.release_pools(work);
+        }
+    }
+
+    fn free_in_order(&mut self, address: u64, order: Order) -> bool {
+        let Some(range) = self.allocations.get(&address).filter(|a| a.pool != 0).map(|a| a.range) else { return false };
+        let Some(RangeKind::Pool(id)) = self.ranges.get(&range).map(|range| &range.kind) else { return false };
+        self.allocations.remove(&address);
+        self.pools.frees += 1;
+        let number = self.pools.frees;
+        if let Some(its) = self.pools.by_id(*id) {
+            its.pool.free(address, order, number);
+        }
+        if PENDING.load(Ordering::Relaxed) & bit(self.gpu) == 0 {
+            PENDING.fetch_or(bit(self.gpu), Ordering::Relaxed);
+        }
+        true
+    }
+
+    /// The number of frees so far, for [`Self::synchronized`].
+    pub fn pool_frees(&self) -> u64 {
+        self.pools.frees
+    }
+
+    /// The program has waited for work since there were so many frees: memory beyond the thresholds is released.
+    pub fn synchronized(&mut self, awaited: Awaited, number: u64, work: &Work) {
+        match awaited {
+            Awaited::Stream(stream) => self.pools.pools.iter_mut().for_each(|its| its.pool.done_in(stream, number)),
+            Awaited::All => self.pools.done(number),
+            Awaited::Some => self.pools.look(work),
+        }
+        self.trim_pools(PoolOfGpu::threshold);
+        if !self.pools.has_pending() {
+            PENDING.fetch_and(!bit(self.gpu), Ordering::Relaxed);
+        }
+    }
+
+    /// Releases memory of a pool that nothing uses, until it has at most `keep` bytes.
+    pub fn trim_pool(&mut self, handle: u64, keep: u64) {
+        self.trim_pools(|its| if its.handle == handle { keep } else { u64::MAX });
+    }
+
+    /// Looks whether frees of pools are done. Returns whether there are others.
+    pub fn look_at_pools(&mut self, work: &Work) -> bool {
+        if self.pools.has_pending() {
+            self.pools.look(work);
+        }
+        self.pools.has_pending()
+    }
+
+    /// Releases all memory of pools that nothing uses, since it is needed. Returns how many bytes.
+    pub fn release_pools(&mut self, work: &Work) -> u64 {
+        self.look_at_pools(work);
+        self.trim_pools(|_| 0)
+    }
+
+    /// The same when no work is running and none can be submitted.
+    pub(in crate::memory) fn release_idle_pools(&mut self) -> u64 {
+        if self.pools.pools.is_empty() {
+            return 0;
+        }
+        let number = self.pools.frees;
+        self.pools.fence = None;
+        self.pools.done(number);
+        self.trim_pools(|_| 0)
+    }
+
+    fn trim_pools(&mut self, keep: impl Fn(&PoolOfGpu) -> u64) -> u64 {
+        let before = self.account.demand;
+        let mut idle = Vec::new();
+        for its in &mut self.pools.pools {
+            let keep = keep(its);
+            idle.extend(its.pool.trim(keep));
+        }
+        idle.into_iter().for_each(|base| self.drop_range(base));
+        self.pools.pools.retain(|its| its.handle != 0 || !its.pool.is_empty());
+        before.saturating_sub(self.account.demand)
+    }
+
+    /// Whether pools that were destroyed wait for work to be done.
+    pub fn has_dying_pools(&self) -> bool {
+        self.pools.pools.iter().any(|its| its.handle == 0 && its.pool.has_pending())
+    }
+
+    /// Frees what pools that were destroyed no longer use.
+    pub(super) fn tend_pools(&mut self, work: &Work) {
+        if self.pools.pools.iter().any(|its| its.handle == 0) {
+            self.look_at_pools(work);
+            self.trim_pools(|its| if its.handle == 0 { 0 } else { u64::MAX });
+        }
+    }
+
+    /// All contexts are gone, and so is all memory.
+    pub(super) fn clear_pools(&mut self) {
+        self.pools.fence = None;
+        let segments: Vec<_> = self.pools.pools.iter_mut().flat_map(|its| its.pool.clear()).collect();
+        segments.into_iter().for_each(|base| self.drop_range(base));
+        self.pools.pools.retain(|its| its.handle != 0);
+    }
+}
+
+fn bit(gpu: CUdevice) -> u64 {
+    u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
+}

@@ -1,0 +1,166 @@
+//! Memory pools by the driver's handles. The program's handles are the driver's own: each of our pools stands for one of the
+//! driver's, which is asked about everything that the program has set, and serves whatever this library leaves to it.
+
+use crate::{
+    driver::{self, check, types::*},
+    gpu::{self, Gpu, peers::couple},
+    memory::space::{Policy, Space},
+    sys::sync::{Mutex, Rank},
+};
+use alloc::{collections::BTreeMap, vec::Vec};
+use core::ffi::c_void;
+
+/// The pools that the program has made and that can be ours, and their GPUs.
+static MADE: Mutex<BTreeMap<u64, CUdevice>> = Mutex::new(Rank::MemoryPools, BTreeMap::new());
+
+/// `CUmemPoolProps`. Older headers have fewer names for the same bytes.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Properties {
+    kind: i32,
+    handle_types: i32,
+    location: Location,
+    win32_security_attributes: *mut c_void,
+    max_size: Size,
+    usage: u16,
+    reserved: [u8; 54],
+}
+
+impl Properties {
+    /// The GPU of a pool of plain memory; `None` for others, such as one whose memory can be exported, is limited, or has
+    /// properties of which nothing is known here.
+    fn plain(&self) -> Option<CUdevice> {
+        let is_plain = self.kind == MEM_ALLOCATION_TYPE_PINNED
+            && self.handle_types == 0
+            && self.location.kind == MEM_LOCATION_TYPE_DEVICE
+            && self.win32_security_attributes.is_null()
+            && self.max_size == 0
+            && self.usage == 0
+            && self.reserved == [0; 54];
+        is_plain.then_some(self.location.id)
+    }
+}
+
+/// The driver has made a pool.
+pub fn made(handle: u64, properties: &Properties) {
+    // Another pool may have had the same handle, and be gone with its context.
+    for (gpu, space) in spaces() {
+        space.lock().destroy_pool(handle, &gpu.work);
+    }
+    let mut made = MADE.lock();
+    match properties.plain() {
+        Some(device) => made.insert(handle, device),
+        None => made.remove(&handle),
+    };
+}
+
+fn spaces() -> impl Iterator<Item = (&'static Gpu, &'static Mutex<Space>)> {
+    gpu::attached().filter_map(|gpu| Some((gpu, gpu.space()?)))
+}
+
+/// The GPU and the space of one of our pools.
+pub fn find(handle: u64) -> Option<(&'static Gpu, &'static Mutex<Space>)> {
+    spaces().find(|(_, space)| space.lock().has_pool(handle))
+}
+
+/// A pool that is being destroyed.
+#[derive(Debug)]
+pub struct Destroyed {
+    handle: u64,
+    made: Option<CUdevice>,
+    known: Option<(&'static Gpu, u32)>,
+}
+
+/// Takes a pool out before it is destroyed: afterwards, its handle may be that of another.
+pub fn take(handle: u64) -> Destroyed {
+    let made = MADE.lock().remove(&handle);
+    let known = find(handle).and_then(|(gpu, space)| Some((gpu, space.lock().destroy_pool(handle, &gpu.work)?)));
+    Destroyed { handle, made, known }
+}
+
+impl Destroyed {
+    /// The driver has not destroyed it.
+    pub fn restore(self) {
+        if let Some(device) = self.made {
+            MADE.lock().insert(self.handle, device);
+        }
+        if let Some((gpu, id)) = self.known
+            && let Some(space) = gpu.space()
+        {
+            let policy = policy_of(self.handle as CUmemoryPool).unwrap_or_default();
+            space.lock().revive_pool(id, self.handle, policy);
+        }
+    }
+}
+
+/// What the program has set, as the driver knows it.
+pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
+    let (mut opportunistic, mut threshold) = (0i32, 0u64);
+    // SAFETY: a pool of the program, and places of each attribute's type.
+    unsafe {
+        let ask = |which, place| check(driver::cuMemPoolGetAttribute(pool, which, place)).ok();
+        ask(attribute::REUSE_ALLOW_OPPORTUNISTIC, (&raw mut opportunistic).cast())?;
+        ask(attribute::RELEASE_THRESHOLD, (&raw mut threshold).cast())?;
+    }
+    Some(Policy { threshold, opportunistic: opportunistic != 0 })
+}
+
+/// Whether the pool is ours, on this GPU. One that can be becomes it.
+pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> bool {
+    let handle = pool as u64;
+    if space.lock().has_pool(handle) {
+        return true;
+    }
+    let device = gpu.index as CUdevice;
+    if MADE.lock().get(&handle) != Some(&device) && default_of(device) != Some(pool) {
+        return false;
+    }
+    let Some(policy) = policy_of(pool) else { return false };
+    gpu::attached().for_each(|other| reach(pool, gpu, other));
+    space.lock().adopt_pool(handle, policy);
+    true
+}
+
+fn default_of(device: CUdevice) -> Option<CUmemoryPool> {
+    let mut pool = core::ptr::null_mut();
+    // SAFETY: a valid place.
+    (unsafe { driver::cuDeviceGetDefaultMemPool(&mut pool, device) } == SUCCESS && !pool.is_null()).then_some(pool)
+}
+
+/// Gives another GPU access to what the program lets it reach of this pool.
+fn reach(pool: CUmemoryPool, owner: &'static Gpu, other: &'static Gpu) {
+    if owner.index == other.index {
+        return;
+    }
+    let (location, mut rights) = (Location { kind: MEM_LOCATION_TYPE_DEVICE, id: other.index as i32 }, 0);
+    // SAFETY: valid places, and a pool of the program.
+    let asked = unsafe { driver::cuMemPoolGetAccess(&mut rights, pool, &location) };
+    if asked == SUCCESS && rights != 0 {
+        couple(owner, other);
+    }
+}
+
+/// The program has set who may reach a pool.
+pub fn access_changed(pool: CUmemoryPool) {
+    if let Some((owner, _)) = find(pool as u64) {
+        gpu::attached().for_each(|other| reach(pool, owner, other));
+    }
+}
+
+/// The program begins to use this GPU, which may reach pools of others.
+pub fn now_in_use(gpu: &'static Gpu) {
+    for (owner, space) in spaces() {
+        let pools: Vec<_> = space.lock().pools().collect();
+        pools.into_iter().for_each(|handle| reach(handle as CUmemoryPool, owner, gpu));
+    }
+}
+
+/// The `CUmemPool_attribute`s that this library knows.
+pub mod attribute {
+    pub const REUSE_ALLOW_OPPORTUNISTIC: i32 = 2;
+    pub const RELEASE_THRESHOLD: i32 = 4;
+    pub const RESERVED_MEM_CURRENT: i32 = 5;
+    pub const RESERVED_MEM_HIGH: i32 = 6;
+    pub const USED_MEM_CURRENT: i32 = 7;
+    pub const USED_MEM_HIGH: i32 = 8;
+}

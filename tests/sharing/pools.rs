@@ -1,0 +1,97 @@
+//! Memory of pools (`cuMemAllocAsync`) moves like any other, in the order of streams: end to end on the simulated GPU.
+
+use test_support::machine::*;
+
+const MOVABLE: (&str, &str) = ("NVSHARE_MOVABLE_POOLS", "1");
+
+/// A GPU on which two programs of 64 MiB have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+#[track_caller]
+fn assert_moved(machine: &Machine, programs: &[Program]) {
+    let trace = machine.trace();
+    assert_one_holder(&trace);
+    for program in programs {
+        let moved = |what: &str| {
+            trace.iter().filter(|m| m.pid == program.pid() && m.what == what).map(|m| m.bytes).sum::<u64>()
+        };
+        assert!(moved("freed") > 0 && moved("mapped") > 0, "nothing of {} left and came back", program.pid());
+    }
+}
+
+#[test]
+fn memory_of_pools_leaves_and_comes_back_as_it_was() {
+    let machine = Machine::with_scheduler(pressed());
+    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 14 --kind async", 64 * MIB);
+    let mut programs: Vec<Program> =
+        (0..2).map(|_| machine.program(&words).env(MOVABLE.0, MOVABLE.1).start()).collect();
+    wait_for("both to be known, with nothing pinned", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let gpu = |client: &serde_json::Value| {
+            let gpu = &client["gpus"][0];
+            gpu["pinned"] == 0 && gpu["demand"].as_u64() >= Some(64 * MIB)
+        };
+        (clients.len() == 2 && clients.iter().all(gpu)).then_some(())
+    });
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    assert_moved(&machine, &programs);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
+    for seed in [1, 2] {
+        let machine = Machine::with_scheduler(pressed());
+        let program = |number: u64| {
+            let words = format!("pools --mem 96M --seconds 5 --pause-ms 3 --seed {}", seed * 10 + number);
+            machine.program(&words).env(MOVABLE.0, MOVABLE.1).start()
+        };
+        let mut programs: Vec<Program> = (0..2).map(program).collect();
+        programs.iter_mut().for_each(|program| drop(program.finish()));
+        assert_moved(&machine, &programs);
+        machine.wait_until_empty();
+    }
+}
+
+#[test]
+fn pools_keep_what_they_promise() {
+    let machine = Machine::with_scheduler(Setup::default());
+    machine.program("pool_rules").without_nvshare().start().finish();
+    machine.program("pool_rules").start().finish();
+    machine.program("pool_rules --reserve 160M").env(MOVABLE.0, MOVABLE.1).start().finish();
+    // Where memory is not copied, or cannot move at all, pools are the driver's.
+    for engine in ["managed", "none"] {
+        machine.program("pool_rules").env(MOVABLE.0, MOVABLE.1).env("NVSHARE_ENGINE", engine).start().finish();
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn what_pools_keep_unused_is_not_moved_but_released() {
+    let machine = Machine::with_scheduler(Setup { memory: 256 * MIB, ..Setup::default() });
+    let idle = machine.program("pool_keeper --mem 96M --live 8M --seconds 600").env(MOVABLE.0, MOVABLE.1).start();
+    idle.wait_to_say("holding");
+    wait_for("what it keeps to be known", || {
+        (machine.status()["clients"][0]["gpus"][0]["demand"].as_u64() >= Some(96 * MIB)).then_some(())
+    });
+    let mut other = machine.program("mix --mem 200M --chunks 4 --reps 1 --rounds 2").start();
+    other.finish();
+    let trace = machine.trace();
+    let swapped =
+        |what: &str| trace.iter().filter(|m| m.pid == idle.pid() && m.what == what).map(|m| m.bytes).sum::<u64>();
+    assert!(swapped("freed") >= 64 * MIB, "nothing left");
+    wait_for("no more to be needed than is in use", || {
+        (machine.status()["clients"][0]["gpus"][0]["demand"].as_u64() <= Some(64 * MIB)).then_some(())
+    });
+}
+
+#[test]
+fn without_the_switch_memory_of_pools_is_pinned() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let idle = machine.program("stranger --mem 32M --kind async --seconds 600").start();
+    idle.wait_to_say("holding");
+    wait_for("it to be counted", || (machine.status()["clients"][0]["gpus"][0]["pinned"] == 32 * MIB).then_some(()));
+}
