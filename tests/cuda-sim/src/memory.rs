@@ -281,7 +281,8 @@ impl Mapping {
         let granted = if touch.write { self.write } else { self.read };
         match &self.backing {
             Backing::Chunk { chunk, legacy: true, .. } => {
-                granted & bit != 0 || touch.copy || crate::peer::enabled(touch.gpu, chunk.gpu)
+                // Memory of pools belongs to no context, and is reached as its pool says.
+                granted & bit != 0 || touch.copy || (self.context != 0 && crate::peer::enabled(touch.gpu, chunk.gpu))
             }
             _ => granted & bit != 0,
         }

@@ -38,9 +38,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());
     match attribute {
         // Flags are 4 bytes, and what `cuMemMap` mapped has no context (driver 580).
-        1 if mapping.context == 0 && !is_mapped => Err(Error::INVALID_VALUE),
         // Memory of pools belongs to none.
-        1 if pool.is_some() => out(data, 0),
+        1 if mapping.context == 0 && !is_mapped && pool.is_none() => Err(Error::INVALID_VALUE),
         1 => out(data, mapping.context as u64),
         2 => out(as_u32, if host { HOST } else { DEVICE }),
         3 if rights == 0 => Err(Error::INVALID_VALUE),

@@ -73,6 +73,14 @@ impl Pool {
         lock(&CHOSEN[gpu]).clone().unwrap_or_else(|| Pool::default(gpu))
     }
 
+    /// The GPUs that reach its memory, as bits.
+    fn gpus(&self) -> u64 {
+        let own = 1 << self.gpu;
+        let state = lock(&self.state);
+        let others = state.access.iter().filter(|(_, flags)| **flags != 0);
+        others.filter_map(|(device, _)| device::gpu(*device).ok()).fold(own, |set, gpu| set | 1 << gpu)
+    }
+
     fn take(&self, len: u64) -> Result<Arc<Chunk>, Error> {
         let mut state = lock(&self.state);
         let chunk = match state.kept.iter().position(|c| c.len == len) {
@@ -123,10 +131,8 @@ fn allocate(pool: &Arc<Pool>, at: *mut u64, len: usize, flavour: Flavour, stream
     let chunk = pool.take(len)?;
     let place = memory::reserve(len, GRANULARITY, 0)?;
     lock(&OWNERS).insert(place, pool.clone());
-    space_mut().insert(
-        Mapping::new(place, len, Backing::Chunk { chunk, offset: 0, legacy: true }, stream.context.handle())
-            .for_gpus(1 << pool.gpu),
-    );
+    let mapping = Mapping::new(place, len, Backing::Chunk { chunk, offset: 0, legacy: true }, 0);
+    space_mut().insert(mapping.for_gpus(pool.gpus()));
     out(at, place)
 }
 
@@ -245,14 +251,21 @@ pub fn get_attribute(pool: usize, attribute: u32, value: *mut u64) -> Done {
     }
 }
 
-/// `cuMemPoolSetAccess`; plain peer access decides what kernels reach, so this only remembers.
+/// `cuMemPoolSetAccess`: of what is allocated already, too.
 pub fn set_access(pool: usize, access: *const Access, count: usize) -> Done {
     let pool = POOLS.get(pool).map_err(|_| Error::INVALID_VALUE)?;
-    let mut state = lock(&pool.state);
     for i in 0..count {
         // SAFETY: the program passes `count` entries.
         let access = unsafe { *access.add(i) };
-        state.access.insert(access.location.id, access.flags);
+        lock(&pool.state).access.insert(access.location.id, access.flags);
+    }
+    let gpus = pool.gpus();
+    let owners = lock(&OWNERS);
+    let mut space = space_mut();
+    for (at, _) in owners.iter().filter(|(_, owner)| Arc::ptr_eq(owner, &pool)) {
+        if let Some(mapping) = space.exact_mut(*at) {
+            (mapping.read, mapping.write) = (gpus, gpus);
+        }
     }
     Ok(())
 }
