@@ -89,6 +89,32 @@ fn what_pools_keep_unused_is_not_moved_but_released() {
 }
 
 #[test]
+fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
+    let words = format!("across --mem {} --how pool --rounds 16", 24 * MIB);
+    machine.program(&words).without_nvshare().start().finish();
+    let mut programs: Vec<Program> =
+        (0..2).map(|_| machine.program(&words).env(MOVABLE.0, MOVABLE.1).start()).collect();
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
+    programs.extend(others.iter().map(|words| machine.program(words).start()));
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn where_streams_have_no_numbers_pools_are_the_drivers() {
+    let simulator = vec![("CUDA_SIM_DRIVER", "11080".to_owned())];
+    let without = "cuStreamGetId cuStreamGetId_ptsz cuCtxRecordEvent";
+    let machine = Machine::with_scheduler(Setup { simulator, without, ..Setup::default() });
+    machine.program("pool_rules").env(MOVABLE.0, MOVABLE.1).start().finish();
+    let idle = machine.program("stranger --mem 32M --kind async --seconds 600").env(MOVABLE.0, MOVABLE.1).start();
+    idle.wait_to_say("holding");
+    wait_for("it to be counted", || (machine.status()["clients"][0]["gpus"][0]["pinned"] == 32 * MIB).then_some(()));
+}
+
+#[test]
 fn without_the_switch_memory_of_pools_is_pinned() {
     let machine = Machine::with_scheduler(Setup::default());
     let idle = machine.program("stranger --mem 32M --kind async --seconds 600").start();

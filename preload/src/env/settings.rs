@@ -10,6 +10,7 @@
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
 //! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: they are in none (`launcher`) |
 //! | `NVSHARE_MEMORY_MAX` | the most memory that the program can allocate on a GPU |
+//! | `NVSHARE_MOVABLE_POOLS` | memory of pools moves (not for users yet) |
 //! | `NVSHARE_WEIGHT` and others | what it may have besides, for the scheduler to read (`limits`) |
 
 use crate::{
@@ -39,7 +40,7 @@ pub struct Settings {
     pub memory_max: Option<Amount>,
     /// The limits, as messages to the scheduler.
     pub limits: EnvLimits,
-    /// Memory of pools moves. It is off unless a test, or whoever tries it, sets `NVSHARE_MOVABLE_POOLS`.
+    /// Memory of pools moves.
     pub movable_pools: bool,
     /// `NVSHARE_MEMORY_MAX` is set to something that is not an amount.
     pub memory_max_is_unread: bool,

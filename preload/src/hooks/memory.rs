@@ -168,6 +168,9 @@ pub(super) fn with_retries<T>(
         }
         let after = guard.account;
         gpu.account_changed(&before, &after);
+        if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
+            return result;
+        }
         // Memory that was freed beside a capture, or while work of other contexts may use it.
         let is_pending = guard.has_freed() || guard.has_pending_in_pools();
         let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
@@ -177,9 +180,6 @@ pub(super) fn with_retries<T>(
         let may_find_room =
             is_offline && guard.account.may_find_room(size as u64, gpu.total()) && begin.elapsed() < OFFLINE_TIMEOUT;
         drop(guard);
-        if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
-            return result;
-        }
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
         begin = begin + asked.elapsed(); // a rule may let that take long

@@ -39,12 +39,13 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
         Gpu::expect_blocking_streams();
     }
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: valid places. Both are allowed at any time.
+    // SAFETY: a valid place; allowed at any time.
     let asked = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
     if asked != SUCCESS || status != STREAM_CAPTURE_STATUS_NONE {
         return None;
     }
-    let asked = unsafe { driver::cuStreamGetId(stream, &mut id) };
+    // SAFETY: a valid place, and a stream that works.
+    let asked = capture::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     let context = if is_default { current_or_null() as u64 } else { 0 };
     (asked == SUCCESS).then_some(StreamName { context, id })
@@ -165,7 +166,7 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: a valid place, and a stream that works.
-    let asked = unsafe { driver::cuStreamGetFlags(stream, &mut flags) };
+    let asked = capture::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     !is_default && asked == SUCCESS && flags & STREAM_NON_BLOCKING != 0
 }

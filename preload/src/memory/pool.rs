@@ -262,6 +262,11 @@ impl Pool {
         taken
     }
 
+    /// The bytes of segments that hold nothing and that no work can use any more.
+    pub fn idle(&self) -> u64 {
+        self.segments.iter().filter(|(base, len)| self.is_idle(**base, **len)).map(|(_, len)| len).sum()
+    }
+
     fn remove_segment(&mut self, base: u64) {
         let Some(len) = self.segments.remove(&base) else { return };
         let blocks: Vec<_> = self.blocks.range(base..base + len).map(|(at, block)| (*at, *block)).collect();
@@ -358,8 +363,9 @@ mod tests {
         }
         pool.free(BASE, Order::Stream(stream(1)), 1);
         pool.free(BASE + SEGMENT, Order::Stream(stream(1)), 2);
-        assert_eq!(pool.trim(0), []);
+        assert_eq!((pool.trim(0), pool.idle()), (vec![], 0));
         pool.done(1);
+        assert_eq!(pool.idle(), SEGMENT);
         assert_eq!((pool.trim(3 * SEGMENT), pool.trim(SEGMENT), pool.trim(0)), (vec![], vec![BASE], vec![]));
         pool.done_in(stream(1), 2);
         assert_eq!((pool.trim(0), pool.statistics().reserved), (vec![BASE + SEGMENT], SEGMENT));

@@ -200,10 +200,10 @@ impl Space {
     /// Allocates memory. `beyond` lets it exceed the limit.
     pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
-        self.make_room(size, work);
         let (range, address, backing) = if size <= slab::LARGEST {
             self.allocate_in_slab(size, beyond)?
         } else {
+            self.make_room(size, work);
             let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
             let (base, backing) = self.make_range(len, RangeKind::Single, self.flags, beyond)?;
             (base, base, backing)

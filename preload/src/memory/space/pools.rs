@@ -54,6 +54,12 @@ struct PoolOfGpu {
 }
 
 impl PoolOfGpu {
+    /// Whether the program's waits are what releases its memory, or lets it be used again in other streams.
+    fn needs_waits(&self) -> bool {
+        self.pool.statistics().reserved > self.threshold() || !self.policy.opportunistic
+    }
+
+    /// What it keeps when the program waits for its work, in bytes.
     fn threshold(&self) -> u64 {
         if self.handle == 0 { 0 } else { self.policy.threshold }
     }
@@ -212,19 +218,30 @@ impl Space {
         Ok(Allocated { address, backing })
     }
 
-    /// Before an allocation for which there is not enough room: what pools keep goes first.
+    /// Before an allocation for which there is not enough room: what pools keep and nothing uses goes first, if that is enough.
     pub(super) fn make_room(&mut self, len: u64, work: &Work) {
-        if len > self.account.free().min(self.account.room()) {
-            self.release_pools(work);
+        let mut lacking = len.saturating_sub(self.account.free().min(self.account.room()));
+        if lacking == 0 || self.pools.pools.is_empty() {
+            return;
         }
+        self.look_at_pools(work);
+        if self.pools.pools.iter().map(|its| its.pool.idle()).sum::<u64>() < lacking {
+            return;
+        }
+        self.trim_pools(|its| {
+            let (idle, reserved) = (its.pool.idle(), its.pool.statistics().reserved);
+            let part = idle.min(lacking);
+            lacking -= part;
+            if part > 0 { reserved - part } else { u64::MAX }
+        });
     }
 
     /// Adds a segment to a pool.
     fn grow_pool(&mut self, id: u32, len: u64, beyond: bool, work: &Work) -> Result<Backing, CUresult> {
         let least = len.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
         let usual = least.max(pool::SEGMENT);
-        // Not more than is needed where memory is short.
-        let segment = if usual <= self.account.free().min(self.account.room()) { usual } else { least };
+        // Not more than is needed where the program can have little more.
+        let segment = if usual <= self.account.free() / 8 { usual } else { least };
         self.make_room(segment, work);
         let (base, backing) = self.make_range(segment, RangeKind::Pool(id), self.flags, beyond)?;
         if let Some(its) = self.pools.by_id(id) {
@@ -271,7 +288,9 @@ impl Space {
         match awaited {
             Awaited::Stream(stream) => self.pools.pools.iter_mut().for_each(|its| its.pool.done_in(stream, number)),
             Awaited::All => self.pools.done(number),
-            Awaited::Some => self.pools.look(work),
+            // A fence costs more than a stream's wait for itself.
+            Awaited::Some if self.pools.pools.iter().any(PoolOfGpu::needs_waits) => self.pools.look(work),
+            Awaited::Some => {}
         }
         self.trim_pools(PoolOfGpu::threshold);
         if !self.pools.has_pending() {
@@ -309,7 +328,7 @@ impl Space {
         self.trim_pools(|_| 0)
     }
 
-    fn trim_pools(&mut self, keep: impl Fn(&PoolOfGpu) -> u64) -> u64 {
+    fn trim_pools(&mut self, mut keep: impl FnMut(&PoolOfGpu) -> u64) -> u64 {
         let before = self.account.demand;
         let mut idle = Vec::new();
         for its in &mut self.pools.pools {

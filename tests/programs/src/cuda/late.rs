@@ -1,6 +1,6 @@
 //! Calls that few programs make and that older drivers lack: each is looked up when it is made.
 
-use super::api::{Location, Properties, dlsym};
+use super::api::{Access, Location, Properties, dlsym};
 use std::{ffi::c_void, mem};
 
 /// `CUipcEventHandle`
@@ -297,6 +297,7 @@ late! {
     cuDeviceGetMemPool(pool: *mut usize, device: i32);
     cuDeviceSetMemPool(device: i32, pool: usize);
     cuMemPoolCreate(pool: *mut usize, properties: *const PoolProperties);
+    cuMemPoolSetAccess(pool: usize, list: *const Access, count: usize);
     cuMemPoolDestroy(pool: usize);
     cuMemPoolTrimTo(pool: usize, keep: usize);
     cuMemPoolSetAttribute(pool: usize, which: u32, value: *const u64);

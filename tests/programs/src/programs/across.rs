@@ -24,7 +24,12 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     pair.near.fill(own.at, count, total, 0)?;
     pair.far.enter()?;
     let plain = Buffer::new(Kind::Alloc, memory as usize)?;
-    let other = if how == "map" { pair.map(memory as usize)? } else { plain.at };
+    let pool = if how == "pool" { Some(pair.pool()?) } else { None };
+    let other = match pool {
+        Some(pool) => pair.allocate(pool, memory as usize)?,
+        None if how == "map" => pair.map(memory as usize)?,
+        None => plain.at,
+    };
     pair.near.enter()?;
     if how == "kernel" {
         late_cu!(cuCtxEnablePeerAccess(pair.far.context, 0))?;
@@ -57,7 +62,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
                     pair.near.fill(other, count, 7, 0)?;
                 }
                 pair.near.add(other, count, round + 1, 0)?;
-                pair.touch_and_free(how == "kernel")?;
+                match pool {
+                    Some(pool) => pair.touch_and_free_async(pool)?,
+                    None => pair.touch_and_free(how == "kernel")?,
+                }
                 pair.near.synchronise()?;
                 pair.far.enter()?;
                 pair.far.add(other, count, round + 2, 0)?;
@@ -101,6 +109,46 @@ impl Pair {
         let access = [0, 1].map(|id| api::Access { location: place(id), flags: 3 });
         cu!(cuMemSetAccess(at, len, access.as_ptr(), 2))?;
         Ok(at)
+    }
+
+    /// A pool of the far GPU, which both reach.
+    fn pool(&self) -> crate::cuda::Result<usize> {
+        let place = |id| api::Location { kind: 1, id };
+        let properties = late::PoolProperties {
+            kind: 1,
+            handle_types: 0,
+            location: place(1),
+            security: 0,
+            max_size: 0,
+            usage: 0,
+            reserved: [0; 54],
+        };
+        let mut pool = 0;
+        late_cu!(cuMemPoolCreate(&mut pool, &properties))?;
+        late_cu!(cuMemPoolSetAccess(pool, &api::Access { location: place(0), flags: 3 }, 1))?;
+        Ok(pool)
+    }
+
+    fn allocate(&self, pool: usize, len: usize) -> crate::cuda::Result<u64> {
+        let mut at = 0;
+        self.far.enter()?;
+        late_cu!(cuMemAllocFromPoolAsync(&mut at, len, pool, 0))?;
+        self.far.synchronise()?;
+        Ok(at)
+    }
+
+    /// Work of one GPU on memory of a pool of the other, which is freed in its stream, and allocated there.
+    fn touch_and_free_async(&self, pool: usize) -> Outcome {
+        const LEN: usize = 4 << 20;
+        let short = self.allocate(pool, LEN)?;
+        self.near.enter()?;
+        self.near.fill(short, LEN as u64 / 4, 1, 0)?;
+        self.near.add(short, LEN as u64 / 4, 1, 0)?;
+        cu!(cuMemFreeAsync(short, 0))?;
+        let mut at = 0;
+        late_cu!(cuMemAllocFromPoolAsync(&mut at, LEN, pool, 0))?;
+        self.near.fill(at, LEN as u64 / 4, 2, 0)?;
+        Ok(cu!(cuMemFreeAsync(at, 0))?)
     }
 
     /// Work of one GPU on memory of the other, which is freed at once.

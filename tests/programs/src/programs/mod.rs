@@ -34,6 +34,7 @@ mod pair;
 mod per_thread;
 mod persistent;
 mod pool_keeper;
+mod pool_latency;
 mod pool_rules;
 mod pools;
 mod proxy;
@@ -160,7 +161,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "across",
         across::run,
-        "--mem 16M --how copy|pitched|kernel|map --rounds 20 --pause-ms 10: two GPUs that reach into each other's memory, verify",
+        "--mem 16M --how copy|pitched|kernel|map|pool --rounds 20 --pause-ms 10: two GPUs that reach into each other's memory, verify",
     ),
     (
         "cross",
@@ -198,6 +199,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "--mem 64M --streams 3 --threads 2 --seconds 2 --seed 1 --pause-ms 0: allocate and free in the order of streams, verify",
     ),
     ("pool_keeper", pool_keeper::run, "--mem 96M --live 8M --seconds 5: a pool that keeps what it no longer uses"),
+    ("pool_latency", pool_latency::run, "--pairs 1000000 --size 1M: the cost of allocating from a pool and freeing"),
     ("pool_rules", pool_rules::run, "| --reserve 160M: what memory pools promise, call by call"),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];

@@ -137,7 +137,6 @@ fn frees(gpu: &Gpu, stream: &Stream) -> Outcome {
     stream.synchronise()?;
     cu!(cuMemFree_v2(at))?;
     fails("freeing what was freed otherwise", free(at, stream), INVALID_VALUE)?;
-    free(0, stream)?;
     Ok(())
 }
 
