@@ -15,7 +15,7 @@ use crate::{
     },
     memory::{
         pool::StreamName,
-        space::{Allocated, Awaited, Space, has_pending_frees},
+        space::{Allocated, Awaited, Backing, Space, has_pending_frees},
     },
     registry::{
         pinned::Kind,
@@ -74,38 +74,48 @@ fn allocate(
     stream: CUstream,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    let ours = || {
-        let is_possible = gate::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
-        let gpu = if is_possible { gpu::of_stream(stream)? } else { return None };
-        let space = gpu.space()?;
-        let name = name_of(stream)?;
-        let pool = pool.or_else(|| current_pool(gpu)).filter(|pool| !pool.is_null())?;
-        (pools::is_ours(pool, gpu, space)).then_some((gpu, space, pool as u64, name))
-    };
-    let Some((gpu, space, pool, name)) = crate::sys::errno::preserved(ours) else {
-        return allocate_pinned(place, size, stream, real);
-    };
-    crate::sys::errno::preserved(|| {
-        let beyond = settings::get().oversubscribe;
-        let order = || gpu.work.order_blocking_streams(stream);
-        let order: Option<&dyn Fn() -> bool> = if work::is_marked_at_once(stream) { Some(&order) } else { None };
-        let take = |space: &mut Space| space.allocate_in_pool(pool, name, order, size as u64, beyond, &gpu.work);
-        match with_retries(gpu, space, size, take) {
-            Ok(Allocated { backing, address }) => {
-                let undo = |space: &mut Space| space.undo_in_pool(address, &gpu.work);
-                if !is_backed_in_time(gpu, space, backing, undo) {
-                    return ERROR_OUT_OF_MEMORY;
-                }
+    let is_possible = gate::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
+    if is_possible && let Some(allocated) = crate::sys::errno::preserved(|| allocate_movable(size, pool, stream)) {
+        return match allocated {
+            Ok(address) => {
                 // SAFETY: the program's own place, not NULL.
                 unsafe { *place = address };
                 SUCCESS
             }
-            Err(error) => {
-                trace!("GPU {}: allocate {size} from a pool: {error}", gpu.index);
-                error
-            }
-        }
-    })
+            Err(error) => error,
+        };
+    }
+    allocate_pinned(place, size, stream, real)
+}
+
+/// `None` if the driver is to serve it.
+fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) -> Option<Result<CUdeviceptr, CUresult>> {
+    let gpu = gpu::of_stream(stream)?;
+    let space = gpu.space()?;
+    let name = name_of(stream)?;
+    let pool = pool.or_else(|| current_pool(gpu)).filter(|pool| !pool.is_null())?;
+    let order = || gpu.work.order_blocking_streams(stream);
+    let order: Option<&dyn Fn() -> bool> = if work::is_marked_at_once(stream) { Some(&order) } else { None };
+    let reuse = |space: &mut Space| space.allocate_from_pool(pool as u64, name, order, size as u64, &gpu.work);
+    if let Some(address) = reuse(&mut space.lock()) {
+        return Some(Ok(address));
+    }
+    if !pools::is_ours(pool, gpu, space) {
+        return None;
+    }
+    let beyond = settings::get().oversubscribe;
+    let take = |space: &mut Space| match reuse(space) {
+        Some(address) => Ok(Allocated { address, backing: Backing::There }),
+        None => space.allocate_with_pool(pool as u64, size as u64, beyond, &gpu.work),
+    };
+    let result = with_retries(gpu, space, size, take).and_then(|Allocated { backing, address }| {
+        let undo = |space: &mut Space| space.undo_in_pool(address, &gpu.work);
+        if is_backed_in_time(gpu, space, backing, undo) { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
+    });
+    if let Err(error) = result {
+        trace!("GPU {}: allocate {size} from a pool: {error}", gpu.index);
+    }
+    Some(result)
 }
 
 /// What became of a free.

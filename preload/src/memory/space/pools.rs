@@ -155,6 +155,9 @@ impl Space {
 
     /// The driver would not destroy it.
     pub fn revive_pool(&mut self, id: u32, handle: u64, policy: Policy) {
+        if self.has_pool(handle) {
+            return; // another thread has used it meanwhile
+        }
         match self.pools.by_id(id) {
             Some(pool) => pool.handle = handle,
             None => self.adopt_pool(handle, policy),
@@ -178,44 +181,57 @@ impl Space {
         }
     }
 
-    /// Allocates from a pool, for work that is submitted to this stream from now on. In the legacy stream, `order` has what blocking
-    /// streams are given from now on wait for what they have been given, and returns whether that worked: to whoever relies on
-    /// the legacy stream for the order of others, allocating and freeing are work there, and it has none of ours.
-    pub fn allocate_in_pool(
+    /// Allocates a block that a pool has, for work that is submitted to this stream from now on. `None` if it has none, or is not
+    /// known here.
+    ///
+    /// In the legacy stream, `order` has what blocking streams are given from now on wait for what they have been given, and
+    /// returns whether that worked: to whoever relies on the legacy stream for the order of others, allocating and freeing are
+    /// work there, and it has none of ours.
+    pub fn allocate_from_pool(
         &mut self,
         handle: u64,
         stream: StreamName,
         order: Option<&dyn Fn() -> bool>,
         size: u64,
-        beyond: bool,
         work: &Work,
-    ) -> Result<Allocated, CUresult> {
-        let len = pool::block_len(size).ok_or(ERROR_OUT_OF_MEMORY)?;
-        let its = self.pools.of(handle).ok_or(ERROR_INVALID_VALUE)?;
-        let id = its.id;
-        let mut backing = Backing::There;
+    ) -> Option<u64> {
+        let len = pool::block_len(size)?;
+        let its = self.pools.of(handle)?;
         let is_ordered = order.is_none_or(|order| !its.pool.relies_on_order(len, stream) || order());
         let stream = if is_ordered { stream } else { StreamName::NONE };
         let mut found = its.pool.allocate(len, stream);
         if found.is_none() && its.policy.opportunistic && its.pool.has_pending() {
             self.pools.look(work);
-            found = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, stream));
+            found = self.pools.of(handle).and_then(|its| its.pool.allocate(len, stream));
         }
-        let address = match found {
-            Some(address) => address,
-            None => {
-                backing = self.grow_pool(id, len, beyond, work)?;
-                let grown = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, stream));
-                grown.ok_or(ERROR_OUT_OF_MEMORY)?
-            }
-        };
+        found.inspect(|address| self.add_allocation_of_pool(*address, size, handle))
+    }
+
+    /// Allocates from new memory of a pool.
+    pub fn allocate_with_pool(
+        &mut self,
+        handle: u64,
+        size: u64,
+        beyond: bool,
+        work: &Work,
+    ) -> Result<Allocated, CUresult> {
+        let len = pool::block_len(size).ok_or(ERROR_OUT_OF_MEMORY)?;
+        let id = self.pools.of(handle).ok_or(ERROR_INVALID_VALUE)?.id;
+        let backing = self.grow_pool(id, len, beyond, work)?;
+        // Of which the frees are done: there is enough of that now.
+        let grown = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, StreamName::NONE));
+        let address = grown.ok_or(ERROR_OUT_OF_MEMORY)?;
+        self.add_allocation_of_pool(address, size, handle);
+        Ok(Allocated { address, backing })
+    }
+
+    fn add_allocation_of_pool(&mut self, address: u64, size: u64, pool: u64) {
         // The segment that it lies in.
         let range = self.ranges.range(..=address).next_back().map_or(address, |(base, _)| *base);
         let id = self.next_id;
         self.next_id += 1;
         let (context, managed) = (0, false); // memory of pools belongs to no context
-        self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool: handle });
-        Ok(Allocated { address, backing })
+        self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool });
     }
 
     /// Before an allocation for which there is not enough room: what pools keep and nothing uses goes first, if that is enough.
