@@ -64,9 +64,31 @@ fn pools_keep_what_they_promise() {
     machine.program("pool_rules --reserve 160M").env(MOVABLE.0, MOVABLE.1).start().finish();
     // Where memory is not copied, or cannot move at all, pools are the driver's.
     for engine in ["managed", "none"] {
-        machine.program("pool_rules").env(MOVABLE.0, MOVABLE.1).env("NVSHARE_ENGINE", engine).start().finish();
+        let program = |words: &str| machine.program(words).env(MOVABLE.0, MOVABLE.1).env("NVSHARE_ENGINE", engine);
+        program("pool_rules").start().finish();
+        machine.wait_until_empty();
+        if engine == "managed" {
+            let mut idle = program("stranger --mem 32M --kind async --seconds 600").start();
+            idle.wait_to_say("holding");
+            wait_for("it to be counted", || {
+                (machine.status()["clients"][0]["gpus"][0]["pinned"] == 32 * MIB).then_some(())
+            });
+            idle.kill();
+            machine.wait_until_empty();
+        }
     }
+}
+
+#[test]
+fn memory_of_pools_counts_against_the_limit() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let words = "oversub --mem 396M --chunk 36M --rounds 1 --kind async";
+    let refused = machine.program(words).env(MOVABLE.0, MOVABLE.1).start().finish();
+    assert_eq!(refused.0["failed"], "cuMemAllocAsync");
+    assert_eq!(refused.number("allocated"), machine.setup.capacity(1) / (36 * MIB) * 36 * MIB);
     machine.wait_until_empty();
+    let under = machine.program(words).env(MOVABLE.0, MOVABLE.1).env("NVSHARE_MEMORY_MAX", "100M").start().finish();
+    assert_eq!((&under.0["failed"], under.number("allocated")), (&"cuMemAllocAsync".into(), 72 * MIB));
 }
 
 #[test]

@@ -108,8 +108,12 @@ pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
 /// Whether the pool is ours, on this GPU. One that can be becomes it.
 pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> bool {
     let handle = pool as u64;
-    if space.lock().has_pool(handle) {
-        return true;
+    let guard = space.lock();
+    let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
+    drop(guard);
+    // What the driver moves itself ends with a context, and is freed by a thread that waits.
+    if is_known || !copies {
+        return is_known;
     }
     let device = gpu.index as CUdevice;
     if MADE.lock().get(&handle) != Some(&device) && default_of(device) != Some(pool) {

@@ -36,6 +36,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     pools(&gpu, &stream)?;
     statistics(&gpu, &stream)?;
     captures(&gpu, &stream)?;
+    contexts(&gpu)?;
     if args.given("reserve") {
         reserve(&gpu, &stream, args.size("reserve", "0") as usize)?;
     }
@@ -192,16 +193,20 @@ fn statistics(gpu: &Gpu, stream: &Stream) -> Outcome {
     Ok(late_cu!(cuMemPoolDestroy(pool))?)
 }
 
-/// What is allocated while a stream is captured is the graph's.
+/// What is allocated while a stream is captured is the graph's. Other streams go on beside it.
 fn captures(gpu: &Gpu, stream: &Stream) -> Outcome {
     let outside = allocate(MIB, stream)?;
     stream.synchronise()?;
+    let other = Stream::new()?;
     let (mut graph, mut ready, mut used) = (0, 0, 0);
     cu!(cuStreamBeginCapture_v2(stream.0, 2))?;
     let inside = allocate(MIB, stream)?;
     gpu.fill(inside, 4, 3, stream.0)?;
     gpu.fill(outside, 4, 4, stream.0)?;
     late_cu!(cuMemPoolGetAttribute(default_of(gpu)?, USED, &mut used))?;
+    let beside = allocate(MIB, &other)?;
+    gpu.fill(beside, 4, 2, other.0)?;
+    free(beside, &other)?;
     free(inside, stream)?;
     cu!(cuStreamEndCapture(stream.0, &mut graph))?;
     cu!(cuGraphInstantiateWithFlags(&mut ready, graph, 0))?;
@@ -211,6 +216,28 @@ fn captures(gpu: &Gpu, stream: &Stream) -> Outcome {
     cu!(cuGraphExecDestroy(ready))?;
     cu!(cuGraphDestroy(graph))?;
     free(outside, stream)?;
+    Ok(stream.synchronise()?)
+}
+
+/// Memory of a pool belongs to no context: one that is destroyed leaves it, with what its streams have freed.
+fn contexts(gpu: &Gpu) -> Outcome {
+    let mut context = 0;
+    late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;
+    let stream = Stream::new()?;
+    let (kept, freed) = (allocate(MIB, &stream)?, allocate(MIB, &stream)?);
+    cu!(cuMemsetD8_v2(kept, 6, MIB))?;
+    cu!(cuCtxSynchronize())?;
+    free(freed, &stream)?;
+    std::mem::forget(stream); // gone with its context
+    late_cu!(cuCtxDestroy_v2(context))?;
+    gpu.enter()?;
+    let stream = Stream::new()?;
+    let other = allocate(MIB, &stream)?;
+    gpu.fill(other, MIB as u64 / 4, 2, stream.0)?;
+    stream.synchronise()?;
+    expect("memory of a context that is gone", read(kept)?, 0x0606_0606)?;
+    free(kept, &stream)?;
+    free(other, &stream)?;
     Ok(stream.synchronise()?)
 }
 
