@@ -269,19 +269,10 @@ impl Pool {
 
     fn remove_segment(&mut self, base: u64) {
         let Some(len) = self.segments.remove(&base) else { return };
-        let blocks: Vec<_> = self.blocks.range(base..base + len).map(|(at, block)| (*at, *block)).collect();
-        for (at, block) in blocks {
-            self.take_out(at, &block);
-            self.statistics.used -= if block.free.is_none() { block.len } else { 0 };
+        if let Some(block) = self.blocks.get(&base).copied() {
+            self.take_out(base, &block); // it is all of it
         }
         self.statistics.reserved -= len;
-    }
-
-    /// Takes out everything, used or not. Returns the addresses of the segments.
-    pub fn clear(&mut self) -> Vec<u64> {
-        let bases: Vec<_> = self.segments.keys().copied().collect();
-        bases.iter().for_each(|base| self.remove_segment(*base));
-        bases
     }
 
     pub fn is_empty(&self) -> bool {
@@ -369,7 +360,8 @@ mod tests {
         assert_eq!((pool.trim(3 * SEGMENT), pool.trim(SEGMENT), pool.trim(0)), (vec![], vec![BASE], vec![]));
         pool.done_in(stream(1), 2);
         assert_eq!((pool.trim(0), pool.statistics().reserved), (vec![BASE + SEGMENT], SEGMENT));
-        assert_eq!((pool.clear(), pool.is_empty(), pool.statistics().used), (vec![BASE + 2 * SEGMENT], true, 0));
+        pool.free(BASE + 2 * SEGMENT, Order::Unknown, 3);
+        assert_eq!((pool.is_empty(), pool.statistics().used), (false, 0));
     }
 
     #[test]

@@ -425,9 +425,11 @@ impl Space {
         }
     }
 
-    /// Frees everything that belongs to a context which is being destroyed, or to any context if none is left.
+    /// Frees everything that belongs to a context which is being destroyed, or to any context if none is left. Memory of pools
+    /// belongs to none.
     pub fn drop_context(&mut self, context: usize, last: bool) {
-        let gone: Vec<_> = self.allocations.values().filter(|a| last || a.context == context).copied().collect();
+        let of_contexts = self.allocations.values().filter(|a| a.pool == 0);
+        let gone: Vec<_> = of_contexts.filter(|a| last || a.context == context).copied().collect();
         for allocation in gone {
             self.allocations.remove(&allocation.base);
             self.release_gone(allocation);
@@ -439,7 +441,6 @@ impl Space {
                 self.account.freeing -= self.room_of(&freed.allocation);
                 self.release_gone(freed.allocation);
             }
-            self.clear_pools();
         }
     }
 

@@ -368,14 +368,6 @@ impl Space {
             self.trim_pools(|its| if its.handle == 0 { 0 } else { u64::MAX });
         }
     }
-
-    /// All contexts are gone, and so is all memory.
-    pub(super) fn clear_pools(&mut self) {
-        self.pools.fence = None;
-        let segments: Vec<_> = self.pools.pools.iter_mut().flat_map(|its| its.pool.clear()).collect();
-        segments.into_iter().for_each(|base| self.drop_range(base));
-        self.pools.pools.retain(|its| its.handle != 0);
-    }
 }
 
 fn bit(gpu: CUdevice) -> u64 {
