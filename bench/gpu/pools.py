@@ -204,14 +204,14 @@ def train(seconds):
     import torch
 
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     nn = torch.nn
     widths = [3, 64, 128, 256]
     layers = [part for a, b in zip(widths, widths[1:]) for part in (nn.Conv2d(a, b, 3, stride=2), nn.ReLU())]
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)).cuda()
     optimizer = torch.optim.Adam(net.parameters())
-    weights = [torch.full((64 * MIB,), i, device="cuda") for i in range(16)]  # 4 GiB that is only kept
+    weights = [torch.full((64 * MIB,), float(i), device="cuda") for i in range(16)]  # 4 GiB that is only kept
     begin, sums = time.monotonic(), []
     for step in range(400):
         size = 64 + 32 * (step % 5)
@@ -234,7 +234,6 @@ def cupy(seconds):
     import cupy
 
     cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
-    random = cupy.random.RandomState(0)
     kept = [cupy.full(64 * MIB, i, dtype=cupy.float32) for i in range(16)]
     begin, total = time.monotonic(), 0.0
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
@@ -243,7 +242,6 @@ def cupy(seconds):
             numbers = cupy.arange((1 + step % 7) * MIB, dtype=cupy.int64)
             total += int((numbers * (step + 1) % 1000003).sum())
         time.sleep(max(0, seconds * (step + 1) / 400 - (time.monotonic() - begin)))
-    del random
     print(json.dumps({"checksum": [total], "kept": [int(part[-1]) for part in kept] == list(range(16))}), flush=True)
 
 
