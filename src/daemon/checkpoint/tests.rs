@@ -331,7 +331,8 @@ fn a_child_that_does_not_end_is_killed() {
 #[test]
 fn a_child_that_dies_leaves_the_state_unknown() {
     let directory = Directory::new();
-    let program = program(&directory, "[ \"$NVSHARE_DISABLE\" = 1 ] && kill -9 $$; sleep 1000");
+    // It has been asked by then.
+    let program = program(&directory, "head -c 1 >/dev/null; [ \"$NVSHARE_DISABLE\" = 1 ] && kill -9 $$; sleep 1000");
     run(async {
         let answer = ask(&Helpers::new(Start::Child(program), LONG), Operation::Wake).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
