@@ -343,7 +343,8 @@ unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a:
             IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && is_exportable(address, gpu))),
             SYNC_MEMOPS => put(data.cast(), 1u32),
             IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
-            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(gpu.is_rdma_capable())),
+            // Other devices do not reach memory of pools (driver 580).
+            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && gpu.is_rdma_capable())),
             ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
             DEVICE_ORDINAL => put(data.cast(), gpu.index as i32),

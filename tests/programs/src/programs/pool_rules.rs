@@ -26,6 +26,7 @@ const USED_HIGH: u32 = 8;
 const CONTEXT: u32 = 1;
 const DEVICE_ORDINAL: u32 = 9;
 const LEGACY_IPC: u32 = 10;
+const RDMA: u32 = 15;
 const POOL: u32 = 17;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -113,6 +114,7 @@ fn blocks(gpu: &Gpu, stream: &Stream) -> Outcome {
         expect("its context", about(at, CONTEXT)?, 0)?;
         expect("its GPU", about(at, DEVICE_ORDINAL)?, gpu.device as u64)?;
         expect("whether it has handles of the old kind", about(at, LEGACY_IPC)?, 0)?;
+        expect("whether other devices reach it", about(at, RDMA)?, 0)?;
         let (mut base, mut size) = (0, 0);
         late_cu!(cuMemGetAddressRange_v2(&mut base, &mut size, at + 2))?;
         expect("where it begins", base, at)?;
