@@ -34,7 +34,7 @@ use test_support::{Directory, artifact, kill, wait_for};
 const M: u64 = 1 << 20;
 const ROLE: &str = "NVSHARE_CHECKPOINT_TEST_ROLE";
 const HELPER: &str = env!("CARGO_BIN_EXE_nvshare-checkpoint");
-const LOCK_TIMEOUT_MS: u32 = 500;
+const LOCK_TIMEOUT_MS: u32 = 3000;
 const NOT_READY: u32 = 600;
 const NOT_SUPPORTED: u32 = 801;
 const OUT_OF_MEMORY: u32 = 2;
