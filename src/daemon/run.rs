@@ -246,7 +246,8 @@ impl Startup {
         }
         if let Some(directory) = &state {
             core.borrow_mut().keep_orders(directory);
-            core.borrow_mut().keep_usage(directory);
+            let saved = core.borrow_mut().keep_usage(directory);
+            tasks::load_hours(&core, saved);
         }
         let mut reports = start_nvml(&core).await;
         let (holders, holders_changed) = watch::channel(Holders::new());

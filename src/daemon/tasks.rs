@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::select;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::daemon::checkpoint::{Helpers, Prepared};
@@ -14,6 +14,7 @@ use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::systemd;
+use crate::daemon::usage::HoursUsed;
 use crate::scheduler::ClientId;
 use crate::sys::clock;
 
@@ -196,6 +197,16 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
         clients.send_replace(core.borrow().client_pids());
         tokio::time::sleep(PUBLISHING_PERIOD).await;
     }
+}
+
+/// Counts on from what an earlier daemon has counted, once that is read.
+pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
+    let core = core.clone();
+    spawn_local(async move {
+        if let Ok(saved) = saved.await {
+            core.borrow_mut().load_hours(saved);
+        }
+    });
 }
 
 /// Has it saved each minute of the clock what programs use, so that a minute never belongs to two hours.

@@ -323,3 +323,54 @@ fn columns_that_there_are_not_are_refused() {
     });
     drop(daemon);
 }
+
+/// What the daemon says of the time of its newest client's rule.
+fn share(daemon: &Daemon) -> String {
+    block_on(async {
+        let connection = on_control(&daemon.control()).await;
+        let clients = scheduler(&connection).await.list_clients().await.expect("an answer");
+        clients.into_iter().max_by_key(|client| client.id).map_or_else(String::new, |client| client.share)
+    })
+}
+
+#[test]
+fn programs_that_have_used_their_gpu_hours_let_others_go_first() {
+    let directory = Directory::new();
+    let uid = rustix::process::geteuid().as_raw();
+    let rule = |hours: &str| {
+        format!(
+            "[[rule]]\nuser = {uid}\ninteractive = true\npriority = 5\ntime-min = \"20%\"\ngpu-hours = \"{hours}\"\n"
+        )
+    };
+    fs::write(config(&directory.0), rule("1s/week")).expect("the configuration");
+    let daemon = start(directory);
+    let first = client(&daemon);
+    let before = "weight 100, time-min 20%, priority 5, interactive, gpu-hours 1s/week (0.0s used)";
+    assert_eq!(share(&daemon), before);
+    first.request();
+    first.until_granted();
+    std::thread::sleep(Duration::from_secs(1));
+    let used_up = |share: &str| share.starts_with("weight idle, gpu-hours 1s/week (") && share.ends_with("s used)");
+    until(|| {
+        total(&daemon); // all is counted before it is listed, otherwise each minute
+        used_up(&share(&daemon))
+    });
+    daemon.log.wait("of 1.0s of GPU time in the last 7d");
+    let more = client(&daemon);
+    drop(first);
+    until(|| gone(&daemon) == 1);
+    until(|| used_up(&share(&daemon))); // another one of them
+    drop(more);
+
+    let daemon = start(daemon.stop());
+    let third = client(&daemon);
+    // It is read while the daemon serves already.
+    until(|| used_up(&share(&daemon)));
+    fs::write(config(&daemon.directory.0), rule("100h/month")).expect("a file");
+    assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
+    let after = "weight 100, time-min 20%, priority 5, interactive, gpu-hours 100h/month (";
+    until(|| share(&daemon).starts_with(after));
+    let status = daemon.ctl(&["status"]).stdout;
+    assert!(status.contains("gpu-hours 100h/month (") && status.contains("s used) by rule"), "{status}");
+    drop(third);
+}

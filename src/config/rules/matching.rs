@@ -30,6 +30,20 @@ impl Instance {
         Self { rule, ..self }
     }
 
+    /// The same programs in words that stay the same, whatever the order of the rules: `unit=/system.slice/a.service`.
+    pub fn programs(&self) -> String {
+        let user = self.user.map(|uid| uid.to_string());
+        let parts = [
+            ("container", &self.container),
+            ("pod", &self.pod),
+            ("unit", &self.unit),
+            ("slice", &self.slice),
+            ("user", &user),
+        ];
+        let parts = parts.iter().filter_map(|(what, which)| Some(format!("{what}={}", which.as_deref()?)));
+        parts.collect::<Vec<_>>().join(" ")
+    }
+
     /// The path of the innermost control group that contains all of them.
     pub fn place(&self) -> Option<&str> {
         [&self.container, &self.pod, &self.unit, &self.slice]

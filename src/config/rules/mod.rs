@@ -3,12 +3,13 @@
 //! - `rule`: one rule; `list`: all of them, in order.
 //! - `parse`: `[[rule]]` of the configuration, with errors for each mistake.
 //! - `runtime`: rules that were set while the daemon runs.
-//! - `values`: the values that a rule's keys take; `gpu_names`: how people name GPUs; `patterns`: patterns of names and paths.
+//! - `values`: the values that a rule's keys take, and `gpu_hours`; `gpu_names`: how people name GPUs; `patterns`: patterns of names and paths.
 //! - `matching`: which rule a program has, and which programs count together under it.
 //! - `env_limits`: tighter limits that programs set themselves by their environment.
 //! - `places`: on which GPUs programs may be, and beside whom.
 
 mod env_limits;
+mod gpu_hours;
 mod gpu_names;
 mod list;
 mod matching;
@@ -20,6 +21,7 @@ mod runtime;
 mod values;
 
 pub use env_limits::{EnvLimits, variable};
+pub use gpu_hours::{GpuHours, Window};
 pub use gpu_names::GpuName;
 pub use list::Rules;
 pub use matching::Instance;
@@ -32,7 +34,7 @@ pub use runtime::{Added, Addition};
 pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
-pub const LIMIT_KEYS: [&str; 16] = [
+pub const LIMIT_KEYS: [&str; 17] = [
     "memory-max",
     "memory-low",
     "swap-max",
@@ -42,6 +44,7 @@ pub const LIMIT_KEYS: [&str; 16] = [
     "weight",
     "time-min",
     "time-max",
+    "gpu-hours",
     "priority",
     "interactive",
     "gang",

@@ -8,6 +8,7 @@ use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
 use super::LIMIT_KEYS;
+use super::gpu_hours::GpuHours;
 use super::gpu_names::GpuNames;
 use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
@@ -37,6 +38,7 @@ pub struct RawRule {
     weight: Option<Weight>,
     time_min: Option<Spanned<Percent>>,
     time_max: Option<Spanned<Percent>>,
+    gpu_hours: Option<Spanned<GpuHours>>,
     priority: Option<Priority>,
     interactive: Option<bool>,
     gang: Option<bool>,
@@ -90,16 +92,20 @@ impl RawRule {
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
         let is_empty = memory.is_none() && share.is_none() && self.gang.is_none() && self.sleep_after.is_none();
-        if is_empty && places == Whereabouts::default() {
+        if is_empty && self.gpu_hours.is_none() && places == Whereabouts::default() {
             return Err((span, format!("the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "))));
         }
         let name = self.name.unwrap_or_default();
         if name.chars().any(char::is_control) {
             return Err((span, "the name of a rule is one line of text".into()));
         }
+        if let Some(hours) = self.gpu_hours.as_ref().filter(|_| share.is_some_and(|share| share.weight == 0)) {
+            return Err((hours.span(), "gpu-hours changes nothing with weight = \"idle\"".into()));
+        }
+        let gpu_hours = self.gpu_hours.map(Spanned::into_inner);
         let sleep_after = self.sleep_after.map(|after| after.0);
         let limits = RuleLimits { sleep_after, share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
-        Ok(Rule { origin, name, subject, limits, places })
+        Ok(Rule { origin, name, subject, limits, gpu_hours, places })
     }
 
     /// The rule's settings for placement.
@@ -275,6 +281,9 @@ mod tests {
             "sleep-after = \"90s\"",
             "sleep-after = \"never\"",
             "time-min = \"20%\"",
+            "gpu-hours = \"20h/week\"",
+            "weight = 50\ngpu-hours = \"90min / day\"",
+            "gpu-hours = \"90061s/month\"",
             "gang = true",
             "allowed-gpus = [\"GPU-8a6c\", 0, \"MIG-1\"]",
             "affinity = \"a\"\nanti-affinity = \"b\"\nexclusion = \"c\"",
@@ -362,6 +371,20 @@ mod tests {
             (
                 "weight = \"idle\"\ntime-min = \"30%\"",
                 "3:12: time-min cannot be combined with weight = \"idle\"".to_owned(),
+            ),
+            (
+                "gpu-hours = \"20h\"",
+                "2:13: gpu-hours cannot be \"20h\": a time of whole seconds and \"day\", \"week\" or \"month\" are allowed, like \"20h/week\""
+                    .to_owned(),
+            ),
+            (
+                "gpu-hours = \"0h/week\"",
+                "2:13: gpu-hours cannot be \"0h/week\": a time of whole seconds and \"day\", \"week\" or \"month\" are allowed, like \"20h/week\""
+                    .to_owned(),
+            ),
+            (
+                "gpu-hours = \"20h/week\"\nweight = \"idle\"",
+                "2:13: gpu-hours changes nothing with weight = \"idle\"".to_owned(),
             ),
             (
                 "priority = 200",

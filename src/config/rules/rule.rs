@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use super::gpu_hours::GpuHours;
 use super::gpu_names::GpuName;
 use super::places::Whereabouts;
 use super::values::{Order, idle_time};
@@ -32,6 +33,7 @@ pub struct Rule {
     pub name: String,
     pub subject: Subject,
     pub limits: RuleLimits,
+    pub gpu_hours: Option<GpuHours>,
     pub places: Whereabouts,
 }
 
@@ -65,7 +67,8 @@ impl Rule {
                 (Some("wait".into()), order)
             }
         };
-        let is_empty = self.limits == RuleLimits::default() && self.places == Whereabouts::default();
+        let is_empty =
+            self.limits == RuleLimits::default() && self.gpu_hours.is_none() && self.places == Whereabouts::default();
         let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
         let Share { weight, min, max, priority, interactive } = says.unwrap_or_default();
         let weight = if weight == 0 { "idle".into() } else { i64::from(weight).into() };
@@ -86,11 +89,21 @@ impl Rule {
             ("weight", says.map(|_| weight)),
             ("time-min", (min > 0).then(|| format!("{min}%").into())),
             ("time-max", (max < 100).then(|| format!("{max}%").into())),
+            ("gpu-hours", self.gpu_hours.map(|hours| hours.to_string().into())),
             ("priority", (priority != 0).then(|| i64::from(priority).into())),
             ("interactive", interactive.then(|| true.into())),
             ("gang", gang.then(|| true.into())),
         ];
         pairs.into_iter().chain(self.places.pairs()).filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+    }
+}
+
+impl Rule {
+    /// The limits of programs that have used their `gpu-hours`: they run only while no other program wants the GPU.
+    pub fn limits_when_used_up(&self) -> RuleLimits {
+        let share = self.limits.share.unwrap_or_default();
+        let share = Share { weight: 0, min: 0, priority: share.priority.min(0), interactive: false, ..share };
+        RuleLimits { share: Some(share), ..self.limits }
     }
 }
 

@@ -125,6 +125,7 @@ impl Core {
             gpus: BTreeMap::new(),
             gang: (named, gang),
             rule: None,
+            has_used_up: false,
             env_limits: EnvLimits::default(),
             announced_limits: BTreeMap::new(),
             adoptions: Adoptions::default(),

@@ -7,6 +7,7 @@
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - `usage`: what tenants, units and containers use, for the records on disk.
+//! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `pressure`: for which part of the time clients are kept from GPUs.
 //! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
 //! - `explain`: why a program does not run, in sentences.
@@ -19,6 +20,7 @@ mod dispatch;
 mod event_log;
 mod explain;
 mod gpus;
+mod hours;
 mod measure;
 mod metrics;
 mod moves;

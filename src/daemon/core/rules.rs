@@ -100,20 +100,24 @@ impl Core {
     }
 
     /// Finds the rule of a client, and its group.
-    fn find_group(&mut self, client: ClientId) -> Option<Group> {
+    pub(super) fn find_group(&mut self, client: ClientId) -> Option<Group> {
         self.forget_groups();
         let entry = self.clients.get_mut(&client)?;
         let found = self.config.rules.of(&entry.identity);
         // A lock is to exclude others, and so is in no gang; `may_lock` refuses one under such a rule.
         let found = found.filter(|(rule, _)| entry.lock.is_none() || !rule.limits.gang);
         entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
+        entry.has_used_up = false;
         let (rule, instance) = found?;
+        let has_used_up = self.hours.are_used_up(rule, &instance);
+        entry.has_used_up = has_used_up;
         let next = &mut self.next_group;
         let id = *self.groups.entry(instance).or_insert_with(|| {
             *next += 1;
             GroupId(*next)
         });
-        Some(Group { id, limits: rule.limits })
+        let limits = if has_used_up { rule.limits_when_used_up() } else { rule.limits };
+        Some(Group { id, limits })
     }
 
     /// Drops groups without clients beyond a number. Up to that they are kept: the usage of a unit's programs counts for those

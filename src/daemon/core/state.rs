@@ -19,6 +19,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::gpus::Present;
+use super::hours::Hours;
 use super::moves::Reply;
 use super::paused::Paused;
 use super::pods::Pods;
@@ -88,6 +89,7 @@ pub struct Core {
     pub(super) counts: counts::Counts,
     pub(super) pressure: Pressure,
     pub(super) usage: Usage,
+    pub(super) hours: Hours,
     pub(super) trace: Option<Trace>,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
     /// Whether NVML answers queries.
@@ -167,6 +169,8 @@ pub(super) struct Client {
     pub gang: (u64, u64),
     /// Its rule, and the group that it counts with.
     pub rule: Option<Instance>,
+    /// That group has used up its `gpu-hours`.
+    pub has_used_up: bool,
     /// Limits from its environment.
     pub env_limits: EnvLimits,
     /// The memory limits by rule that were announced to it, bytes by GPU.
@@ -312,6 +316,7 @@ impl Core {
             counts: counts::Counts::default(),
             pressure: Pressure::default(),
             usage: Usage::default(),
+            hours: Hours::default(),
             trace,
             nvml: None,
             nvml_state: nvml::State::Usable,

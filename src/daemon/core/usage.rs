@@ -10,13 +10,10 @@ use tokio::sync::oneshot;
 use super::state::Core;
 use crate::bus;
 use crate::daemon::metrics::snapshot::Counted;
-use crate::daemon::usage::{Account, Amounts, Answer, Keeper, Query, Tenants};
+use crate::daemon::usage::{Account, Amounts, Answer, HOUR, HoursUsed, Keeper, Query, Tenants};
 use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 use nvshare_wire::client::GpuKind;
-
-/// Seconds of an hour.
-const HOUR: u64 = 3600;
 
 /// What of a client's counters on one GPU has been recorded, and what it has there now.
 #[derive(Debug, Clone, Default)]
@@ -77,23 +74,29 @@ impl Usage {
 
     /// Gives it away: it belongs to the hour in which the time began that it was used in, which is at most a minute, and ends with
     /// the hour.
-    fn give(&mut self) {
+    fn give(&mut self, hours: BTreeMap<String, f64>) {
         let (since, now) = (std::mem::replace(&mut self.since, unix_time()), std::mem::take(&mut self.pending));
-        if let Some(keeper) = self.keeper.as_ref().filter(|_| !now.is_empty()) {
-            keeper.add(i64::try_from(since / HOUR * HOUR).unwrap_or(0), now);
+        let hour = i64::try_from(since).unwrap_or(0).div_euclid(HOUR) * HOUR;
+        if let Some(keeper) = self.keeper.as_ref().filter(|_| !now.is_empty() || !hours.is_empty()) {
+            keeper.add(hour, now, hours);
         }
     }
 }
 
-fn unix_time() -> u64 {
+pub(super) fn unix_time() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 impl Core {
-    /// Has what programs use recorded in that directory.
-    pub fn keep_usage(&mut self, directory: &Path) {
+    /// Has what programs use recorded in that directory. What comes is for [`load_hours`](Self::load_hours).
+    pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<HoursUsed> {
         let keeper = Keeper::start(directory, self.config.keep_usage);
+        let (reply, saved) = oneshot::channel();
+        if let Some(keeper) = &keeper {
+            keeper.read_hours(reply);
+        }
         self.usage = Usage { keeper, pending: BTreeMap::new(), since: unix_time() };
+        saved
     }
 
     /// Takes note of the bytes that a client has on a GPU and in host memory from now on.
@@ -106,15 +109,14 @@ impl Core {
 
     /// Takes what a client has used of a GPU since the last time. `to` is the GPU that it has for it now.
     pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
-        if self.usage.keeper.is_none() {
-            return;
-        }
         let turns = self.machine.turns(client, to, now).unwrap_or_default();
         let Some(counts) = self.counts.of(client, gpu) else { return };
         let mut counted = counts.counted.clone();
         counted.lock_time = counted.lock_time.saturating_add(turns.lock_time);
         let amounts = counts.used.take(now, counted);
-        let Some(entry) = self.clients.get(&client).filter(|_| amounts != Amounts::default()) else { return };
+        self.count_hours(client, amounts.lock_seconds);
+        let is_recorded = amounts != Amounts::default() && self.usage.keeper.is_some();
+        let Some(entry) = self.clients.get(&client).filter(|_| is_recorded) else { return };
         let label =
             |gpu| self.gpus.get(&gpu).map_or_else(|| bus::gpu_name(GpuKind::Gpu, gpu), |known| known.label(gpu));
         let identity = &entry.identity;
@@ -136,7 +138,9 @@ impl Core {
         for (client, gpu) in all {
             self.record_usage_of(client, gpu, gpu, now);
         }
-        self.usage.give();
+        let hours = self.hours.take_pending();
+        self.usage.give(hours);
+        self.check_hours();
     }
 
     /// Has it saved what all clients have used until now.

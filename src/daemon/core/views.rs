@@ -9,6 +9,8 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 
 use super::state::{Client, Core, Gpu};
 use crate::bus;
+use crate::config::rules::Rule;
+use crate::config::units;
 use crate::daemon::gpu::accounting::Basis;
 use crate::identity::Identity;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepView, Time};
@@ -97,6 +99,15 @@ fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String 
 }
 
 impl Core {
+    /// What a client's rule says of its time: `weight 50, gpu-hours 20h/week (3h 05min used)`.
+    fn share_in_words(&self, client: ClientId, rule: &Rule) -> String {
+        let has_used_up = self.clients.get(&client).is_some_and(|entry| entry.has_used_up);
+        let limits = if has_used_up { rule.limits_when_used_up() } else { rule.limits };
+        let hours =
+            self.hours_of(client).map(|(hours, used)| format!("gpu-hours {hours} ({} used)", units::duration(used)));
+        limits.share.map(in_words).into_iter().chain(hours).collect::<Vec<_>>().join(", ")
+    }
+
     pub fn list_clients(&self) -> Vec<ClientView> {
         let now = clock::now();
         let since = self.since();
@@ -140,7 +151,7 @@ impl Core {
                 identity: client.identity.clone(),
                 library: client.library.clone(),
                 rule: rule.map_or_else(Default::default, |rule| {
-                    (rule.name.clone(), rule.origin.to_string(), rule.limits.share.map_or_else(String::new, in_words))
+                    (rule.name.clone(), rule.origin.to_string(), self.share_in_words(seen.client, rule))
                 }),
                 env_limits: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
                 gang_peers: seen.gang_peers.clone(),

@@ -8,9 +8,10 @@ use std::time::{Duration, SystemTime};
 use tracing::{info, warn};
 
 use super::store::{FILE, Failure, HOUR, MAX_ANSWER, Store, set_aside};
-use super::{Accounts, Answer, Job, Key, Query, Tenants};
+use super::{Accounts, Answer, HoursUsed, Job, Key, Query, Tenants};
 
-/// Tenants' hours that are kept in memory while they cannot be saved. The oldest are given up.
+/// Tenants' hours, and those of programs whose rules limit their time, that are kept in memory while they cannot be saved. The oldest
+/// are given up.
 const MAX_UNSAVED: usize = 10_000;
 
 pub struct Records {
@@ -19,6 +20,8 @@ pub struct Records {
     keep: Duration,
     /// By the hour, in seconds since 1970, and the tenant.
     unsaved: BTreeMap<(i64, String), Accounts>,
+    /// Seconds with the lock of programs whose rules limit it, by the hour and the programs.
+    unsaved_hours: BTreeMap<(i64, String), f64>,
     /// When the database was tidied last: the hour, in seconds since 1970.
     tidied: Option<i64>,
     /// The log has said that records cannot be saved.
@@ -33,12 +36,20 @@ fn now() -> i64 {
 impl Records {
     pub fn new(directory: &Path, keep: Duration) -> Self {
         let path = directory.join(FILE);
-        Self { path, store: None, keep, unsaved: BTreeMap::new(), tidied: None, has_failed: false }
+        Self {
+            path,
+            store: None,
+            keep,
+            unsaved: BTreeMap::new(),
+            unsaved_hours: BTreeMap::new(),
+            tidied: None,
+            has_failed: false,
+        }
     }
 
     pub fn does(&mut self, job: Job) {
         match job {
-            Job::Add(hour, tenants) => self.add(hour, tenants),
+            Job::Add(hour, tenants, hours) => self.add(hour, tenants, hours),
             Job::Save => self.save(),
             Job::Keep(keep) => {
                 (self.keep, self.tidied) = (keep, None);
@@ -46,10 +57,17 @@ impl Records {
             }
             // It is no error if nobody waits for the answer any more.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
+            Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }
     }
 
-    fn add(&mut self, hour: i64, tenants: Tenants) {
+    fn add(&mut self, hour: i64, tenants: Tenants, hours: BTreeMap<String, f64>) {
+        for (programs, seconds) in hours {
+            *self.unsaved_hours.entry((hour, programs)).or_default() += seconds;
+        }
+        while self.unsaved_hours.len() > MAX_UNSAVED {
+            self.unsaved_hours.pop_first();
+        }
         for (tenant, accounts) in tenants {
             let sums = self.unsaved.entry((hour, tenant)).or_default();
             accounts.0.into_iter().for_each(|(account, amounts)| sums.add(account, &amounts));
@@ -62,13 +80,18 @@ impl Records {
     fn save(&mut self) {
         let hour = now().div_euclid(HOUR) * HOUR;
         // While nobody has used anything there is no file.
-        if self.unsaved.is_empty() && (self.tidied == Some(hour) || !self.path.exists()) {
+        if self.unsaved.is_empty()
+            && self.unsaved_hours.is_empty()
+            && (self.tidied == Some(hour) || !self.path.exists())
+        {
             return;
         }
         let result = self.with_store(|store, records| {
             let used = records.unsaved.iter().map(|((hour, tenant), accounts)| (*hour, tenant.as_str(), accounts));
-            store.add(used)?;
+            let hours = records.unsaved_hours.iter();
+            store.add(used, hours.map(|((hour, programs), seconds)| (*hour, programs.as_str(), *seconds)))?;
             records.unsaved.clear();
+            records.unsaved_hours.clear();
             if records.tidied != Some(hour) {
                 store.tidy(now(), records.keep)?;
                 records.tidied = Some(hour);
@@ -110,6 +133,14 @@ impl Records {
             ));
         }
         Ok(rows.into_iter().collect())
+    }
+
+    /// What is saved; without an answer, nothing: the failure is reported when something is to be saved.
+    fn read_hours(&mut self) -> HoursUsed {
+        if !self.path.exists() {
+            return HoursUsed::new();
+        }
+        self.with_store(|store, _| store.read_hours()).unwrap_or_default()
     }
 
     /// Does something with the database, and, if that is damaged, again with a new one.
@@ -171,17 +202,17 @@ mod tests {
     fn what_is_not_saved_yet_is_seen_and_lost_when_the_process_is_killed() {
         let directory = Directory::new();
         let mut records = Records::new(&directory.0, KEEP);
-        records.does(Job::Add(hour(), used("root", 2.0)));
+        records.does(Job::Add(hour(), used("root", 2.0), BTreeMap::new()));
         records.does(Job::Save);
-        records.does(Job::Add(hour(), used("root", 3.0)));
-        records.does(Job::Add(hour(), used("user 1", 1.0)));
+        records.does(Job::Add(hour(), used("root", 3.0), BTreeMap::new()));
+        records.does(Job::Add(hour(), used("user 1", 1.0), BTreeMap::new()));
         assert_eq!(read(&mut records), Ok(vec![("root".into(), 5.0), ("user 1".into(), 1.0)]));
         let mut next = Records::new(&directory.0, KEEP);
         assert_eq!(read(&mut next), Ok(vec![("root".into(), 2.0)]));
         records.does(Job::Save);
         assert_eq!(read(&mut next), read(&mut records));
         let of_one = Query { since: 0.0, by: [].into(), tenant: Some("user 1".into()) };
-        records.does(Job::Add(hour(), used("user 1", 1.5)));
+        records.does(Job::Add(hour(), used("user 1", 1.5), BTreeMap::new()));
         let rows = records.read(&of_one).expect("rows");
         assert_eq!(rows, [(Key::default(), Amounts { lock_seconds: 2.5, ..Amounts::default() })]);
     }
@@ -192,13 +223,13 @@ mod tests {
         let (path, aside) = (directory.0.join(FILE), directory.0.join(format!("{FILE}{DAMAGED}")));
         std::fs::write(&path, "nonsense ".repeat(1000)).expect("a file");
         let mut records = Records::new(&directory.0, KEEP);
-        records.does(Job::Add(hour(), used("root", 2.0)));
+        records.does(Job::Add(hour(), used("root", 2.0), BTreeMap::new()));
         records.does(Job::Save);
         assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("nonsense"));
         assert_eq!(read(&mut Records::new(&directory.0, KEEP)), Ok(vec![("root".into(), 2.0)]));
         // Somebody writes over it.
         std::fs::write(&path, "other nonsense ".repeat(1000)).expect("a file");
-        records.does(Job::Add(hour(), used("root", 4.0)));
+        records.does(Job::Add(hour(), used("root", 4.0), BTreeMap::new()));
         records.does(Job::Save);
         assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("other"));
         assert_eq!(read(&mut Records::new(&directory.0, KEEP)), Ok(vec![("root".into(), 4.0)]));
@@ -209,11 +240,11 @@ mod tests {
         let directory = Directory::new();
         let state = directory.0.join("state");
         let mut records = Records::new(&state, KEEP);
-        records.does(Job::Add(hour(), used("root", 2.0)));
+        records.does(Job::Add(hour(), used("root", 2.0), BTreeMap::new()));
         records.does(Job::Save);
         assert!(records.has_failed && read(&mut records).is_err_and(|e| e.contains("usage.sqlite: No such file")));
         std::fs::create_dir(&state).expect("a directory");
-        records.does(Job::Add(hour(), used("root", 1.0)));
+        records.does(Job::Add(hour(), used("root", 1.0), BTreeMap::new()));
         records.does(Job::Save);
         assert!(!records.has_failed);
         assert_eq!(read(&mut Records::new(&state, KEEP)), Ok(vec![("root".into(), 3.0)]));
@@ -224,7 +255,7 @@ mod tests {
         let directory = Directory::new();
         let mut records = Records::new(&directory.0.join("missing"), KEEP);
         for at in 0..2 * MAX_UNSAVED as i64 {
-            records.does(Job::Add(at * HOUR, used("root", 1.0)));
+            records.does(Job::Add(at * HOUR, used("root", 1.0), BTreeMap::new()));
         }
         assert_eq!(records.unsaved.len(), MAX_UNSAVED);
         assert_eq!(records.unsaved.first_key_value().map(|((hour, _), _)| *hour), Some(MAX_UNSAVED as i64 * HOUR));

@@ -7,6 +7,8 @@
 mod keeper;
 mod store;
 
+pub use store::HOUR;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -106,6 +108,9 @@ impl Accounts {
 /// What tenants have used, by their names.
 pub type Tenants = BTreeMap<String, Accounts>;
 
+/// Seconds with the lock by the hour that begins at that time, seconds since 1970, of programs whose rules limit it.
+pub type HoursUsed = BTreeMap<String, BTreeMap<i64, f64>>;
+
 /// By what records are told apart in an answer; over all else they are added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Column {
@@ -170,11 +175,12 @@ impl Key {
 pub type Answer = Result<Vec<(Key, Amounts)>, String>;
 
 enum Job {
-    /// Used in the hour that begins at that time, seconds since 1970.
-    Add(i64, Tenants),
+    /// Used in the hour that begins at that time, seconds since 1970, and seconds with the lock of programs whose rules limit it.
+    Add(i64, Tenants, BTreeMap<String, f64>),
     Save,
     Keep(Duration),
     Read(Query, oneshot::Sender<Answer>),
+    ReadHours(oneshot::Sender<HoursUsed>),
 }
 
 /// The thread.
@@ -199,9 +205,10 @@ impl Keeper {
         started.inspect_err(|e| warn!("what programs use is not recorded: {e}")).ok().map(|_| Self { jobs, ended })
     }
 
-    /// Adds what was used in the hour that begins at that time, seconds since 1970.
-    pub fn add(&self, hour: i64, used: Tenants) {
-        let _ = self.jobs.send(Job::Add(hour, used));
+    /// Adds what was used in the hour that begins at that time, seconds since 1970. `hours`: seconds with the lock, of programs whose
+    /// rules limit it.
+    pub fn add(&self, hour: i64, used: Tenants, hours: BTreeMap<String, f64>) {
+        let _ = self.jobs.send(Job::Add(hour, used, hours));
     }
 
     pub fn save(&self) {
@@ -215,6 +222,11 @@ impl Keeper {
 
     pub fn read(&self, query: Query, reply: oneshot::Sender<Answer>) {
         let _ = self.jobs.send(Job::Read(query, reply));
+    }
+
+    /// Answers what is saved of programs whose rules limit their time; nothing if it cannot be read.
+    pub fn read_hours(&self, reply: oneshot::Sender<HoursUsed>) {
+        let _ = self.jobs.send(Job::ReadHours(reply));
     }
 
     /// Waits until everything is saved, but not for ever: a disk may not answer.

@@ -1,5 +1,6 @@
 //! The database: a table with a row for each hour, tenant, GPU, unit and container. Hours become days after a month, and rows are
-//! deleted when they are older than they are to be kept, or are too many.
+//! deleted when they are older than they are to be kept, or are too many. Another table has the last month of programs whose rules
+//! limit their time.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
 
-use super::{Account, Accounts, Amounts, Key, MAX_ACCOUNTS, Query};
+use super::{Account, Accounts, Amounts, HoursUsed, Key, MAX_ACCOUNTS, Query};
 
 pub const FILE: &str = "usage.sqlite";
 /// What follows the name of a database that was set aside.
@@ -35,6 +36,12 @@ const SCHEMA: &str = "
         swapped_out_bytes REAL NOT NULL,
         PRIMARY KEY (begins, lasts, tenant, gpu, unit, container)
     ) STRICT, WITHOUT ROWID;
+    CREATE TABLE hours (
+        begins INTEGER NOT NULL,
+        programs TEXT NOT NULL,
+        lock_seconds REAL NOT NULL,
+        PRIMARY KEY (begins, programs)
+    ) STRICT, WITHOUT ROWID;
     PRAGMA user_version = 1;";
 
 pub const HOUR: i64 = 3600;
@@ -43,6 +50,8 @@ pub const DAY: i64 = 24 * HOUR;
 const HOURS_LAST: i64 = 31 * DAY;
 /// The rows that there may be in all, about 100 MB: the oldest are deleted.
 const MAX_ROWS: i64 = 500_000;
+/// The rows of programs whose rules limit their time: the oldest are deleted.
+const MAX_HOURS: i64 = 100_000;
 /// The rows of an answer.
 pub const MAX_ANSWER: usize = 10_000;
 
@@ -120,7 +129,12 @@ impl Store {
     }
 
     /// Adds what was used: all of it, or, if that fails, nothing. The hours are given by their beginnings, in seconds since 1970.
-    pub fn add<'a>(&mut self, used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>) -> Result<(), Failure> {
+    /// `hours`: seconds with the lock, of programs whose rules limit it.
+    pub fn add<'a>(
+        &mut self,
+        used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>,
+        hours: impl Iterator<Item = (i64, &'a str, f64)>,
+    ) -> Result<(), Failure> {
         let transaction = self.connection.transaction()?;
         {
             let mut of_account = transaction.prepare(
@@ -142,7 +156,27 @@ impl Store {
                 }
             }
         }
+        {
+            let mut add = transaction.prepare(
+                "INSERT INTO hours VALUES (?1, ?2, ?3)
+                ON CONFLICT DO UPDATE SET lock_seconds = lock_seconds + excluded.lock_seconds",
+            )?;
+            for (hour, programs, seconds) in hours {
+                add.execute(params![hour, programs, seconds])?;
+            }
+        }
         Ok(transaction.commit()?)
+    }
+
+    /// Seconds with the lock of programs whose rules limit it.
+    pub fn read_hours(&self) -> Result<HoursUsed, Failure> {
+        let mut statement = self.connection.prepare("SELECT programs, begins, lock_seconds FROM hours")?;
+        let mut rows = statement.query([])?;
+        let mut all = HoursUsed::new();
+        while let Some(row) = rows.next()? {
+            all.entry(row.get(0)?).or_default().insert(row.get(1)?, row.get(2)?);
+        }
+        Ok(all)
     }
 
     /// Makes days of the hours before the last month, and deletes what is older than `keep`, and the oldest of what is too much.
@@ -163,6 +197,12 @@ impl Store {
         for day in days {
             make_day(&transaction, day)?;
         }
+        // The longest time that a rule can limit is a month.
+        transaction.execute("DELETE FROM hours WHERE begins + ?2 <= ?1", [now - HOURS_LAST, HOUR])?;
+        transaction.execute(
+            "DELETE FROM hours WHERE begins <= (SELECT begins FROM hours ORDER BY begins DESC LIMIT 1 OFFSET ?1)",
+            [MAX_HOURS],
+        )?;
         // All of the hours and days that do not fit as a whole.
         let beyond =
             "DELETE FROM usage WHERE begins <= (SELECT begins FROM usage ORDER BY begins DESC LIMIT 1 OFFSET ?1)";
@@ -285,7 +325,7 @@ mod tests {
     fn add(store: &mut Store, hour: i64, tenant: &str, unit: &str, lock_seconds: f64) {
         let mut accounts = Accounts::default();
         accounts.add(account(unit), &seconds(lock_seconds));
-        store.add([(hour, tenant, &accounts)].into_iter()).expect("added");
+        store.add([(hour, tenant, &accounts)].into_iter(), [].into_iter()).expect("added");
     }
 
     fn read(store: &Store, since: i64, by: &[Column], tenant: Option<&str>) -> Vec<(Key, Amounts)> {
@@ -347,6 +387,29 @@ mod tests {
         store.tidy(401 * DAY, keep).expect("tidied");
         assert_eq!(times(&store), days[1..]);
         store.tidy(402 * DAY, keep).expect("tidied");
+        assert_eq!(rows(&store), 0);
+    }
+
+    #[test]
+    fn time_of_programs_with_a_limit_is_kept_for_a_month() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        for hour in [0, DAY, DAY] {
+            let hours = [(hour, "unit=a", 1.0), (hour, "user=7", 2.5)];
+            store.add([].into_iter(), hours.into_iter()).expect("added");
+        }
+        drop(store);
+        let mut store = Store::open(&directory.0.join(FILE)).expect("the same");
+        let all = |from: &[(i64, f64)], to: &[(i64, f64)]| -> HoursUsed {
+            [("unit=a".to_owned(), from.iter().copied().collect()), ("user=7".into(), to.iter().copied().collect())]
+                .into()
+        };
+        assert_eq!(store.read_hours().expect("rows"), all(&[(0, 1.0), (DAY, 2.0)], &[(0, 2.5), (DAY, 5.0)]));
+        let keep = Duration::from_secs(DAY as u64);
+        store.tidy(31 * DAY + HOUR - 1, keep).expect("tidied");
+        assert_eq!(store.read_hours().expect("rows").len(), 2, "whatever is kept of the others");
+        store.tidy(31 * DAY + HOUR, keep).expect("tidied");
+        assert_eq!(store.read_hours().expect("rows"), all(&[(DAY, 2.0)], &[(DAY, 5.0)]));
         assert_eq!(rows(&store), 0);
     }
 

@@ -1,0 +1,177 @@
+//! The GPU time of programs whose rules have `gpu-hours`, and what follows when it is used up.
+//!
+//! Programs that count together under a rule have their time counted by the hour in which they used it, under a name that does not
+//! change with the rules ([`Instance::programs`](crate::config::rules::Instance::programs)), and only while a rule limits it. The
+//! thread that records usage keeps it on disk.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tracing::info;
+
+use super::state::{Client, Core};
+use super::usage::unix_time;
+use crate::config::rules::{GpuHours, Instance, Rule, Window};
+use crate::config::units;
+use crate::daemon::usage::{HOUR, HoursUsed};
+use crate::scheduler::{ClientId, Event, Group};
+
+/// Programs whose time is kept: of those that count together, each is one. Beyond them, those that have been idle for longest are
+/// forgotten.
+const MAX_PROGRAMS: usize = 4096;
+
+#[derive(Debug, Default)]
+pub struct Hours {
+    used: HoursUsed,
+    /// What has not been given to the thread.
+    pending: BTreeMap<String, f64>,
+}
+
+impl Hours {
+    /// `at`: seconds since 1970.
+    fn add(&mut self, programs: String, at: i64, seconds: f64) {
+        *self.pending.entry(programs.clone()).or_default() += seconds;
+        *self.used.entry(programs).or_default().entry(at.div_euclid(HOUR) * HOUR).or_default() += seconds;
+    }
+
+    /// What an earlier daemon has counted.
+    fn load(&mut self, saved: HoursUsed) {
+        for (programs, hours) in saved {
+            let all = self.used.entry(programs).or_default();
+            hours.into_iter().for_each(|(hour, seconds)| *all.entry(hour).or_default() += seconds);
+        }
+    }
+
+    /// What was used in the hours that lie in the window, if only in part.
+    fn used(&self, programs: &str, window: Window, at: i64) -> Duration {
+        let since = at.saturating_sub_unsigned(window.time().as_secs());
+        let hours = self.used.get(programs).into_iter().flatten();
+        let seconds: f64 = hours.filter(|(hour, _)| **hour + HOUR > since).map(|(_, seconds)| seconds).sum();
+        Duration::try_from_secs_f64(seconds).unwrap_or_default()
+    }
+
+    /// Whether these programs have used up what their rule gives them.
+    pub(super) fn are_used_up(&self, rule: &Rule, programs: &Instance) -> bool {
+        let Some(GpuHours { time, window }) = rule.gpu_hours else { return false };
+        self.used(&programs.programs(), window, now()) >= time
+    }
+
+    fn forget(&mut self, at: i64) {
+        let since = at.saturating_sub_unsigned(Window::LONGEST.as_secs());
+        self.used.retain(|_, hours| {
+            hours.retain(|hour, _| *hour + HOUR > since);
+            !hours.is_empty()
+        });
+        if self.used.len() > MAX_PROGRAMS {
+            let mut last: Vec<i64> = self.used.values().filter_map(|hours| Some(*hours.last_key_value()?.0)).collect();
+            last.sort_unstable();
+            let from = last.get(last.len() - MAX_PROGRAMS / 2).copied().unwrap_or(at);
+            self.used.retain(|_, hours| hours.last_key_value().is_some_and(|(hour, _)| *hour >= from));
+        }
+    }
+
+    /// Takes what was added since the last time.
+    pub(super) fn take_pending(&mut self) -> BTreeMap<String, f64> {
+        std::mem::take(&mut self.pending)
+    }
+}
+
+fn now() -> i64 {
+    i64::try_from(unix_time()).unwrap_or(i64::MAX)
+}
+
+impl Core {
+    /// Counts time with the lock for a client's rule.
+    pub(super) fn count_hours(&mut self, client: ClientId, lock_seconds: f64) {
+        let is_counted = self.rule_of(client).is_some_and(|rule| rule.gpu_hours.is_some()) && lock_seconds > 0.0;
+        let programs = self.clients.get(&client).and_then(|entry| entry.rule.as_ref()).map(Instance::programs);
+        if let Some(programs) = programs.filter(|_| is_counted) {
+            self.hours.add(programs, now(), lock_seconds);
+        }
+    }
+
+    /// Adds what an earlier daemon has counted.
+    pub fn load_hours(&mut self, saved: HoursUsed) {
+        self.hours.load(saved);
+        self.check_hours();
+    }
+
+    /// How much of its rule's `gpu-hours` a client has used, together with all that count with it.
+    pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
+        let hours = self.rule_of(client)?.gpu_hours?;
+        let programs = self.clients.get(&client)?.rule.as_ref()?.programs();
+        Some((hours, self.hours.used(&programs, hours.window, now())))
+    }
+
+    /// Has programs that have used up their hours let others go first, and those that have some again no longer.
+    pub(super) fn check_hours(&mut self) {
+        self.hours.forget(now());
+        let is_used_up = |client: ClientId, entry: &Client| {
+            let rule = self.rule_of(client).zip(entry.rule.as_ref());
+            rule.is_some_and(|(rule, programs)| self.hours.are_used_up(rule, programs))
+        };
+        let changed = self.clients.iter().filter(|(client, entry)| is_used_up(**client, entry) != entry.has_used_up);
+        let changed: Vec<ClientId> = changed.map(|(client, _)| *client).collect();
+        let groups: BTreeMap<ClientId, Option<Group>> =
+            changed.iter().map(|client| (*client, self.find_group(*client))).collect();
+        if groups.is_empty() {
+            return;
+        }
+        for client in changed {
+            let Some((GpuHours { time, window }, used)) = self.hours_of(client) else { continue };
+            let name = self.clients.get(&client).map_or("", |entry| &entry.identity.name);
+            let (used, time, window) = (units::duration(used), units::duration(time), units::duration(window.time()));
+            info!(
+                client = client.0,
+                "{name} and all that count with it have used {used} of {time} of GPU time in the last {window}"
+            );
+        }
+        self.apply(Event::Groups { groups });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: i64 = 24 * HOUR;
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn time_is_counted_in_the_window_that_ends_now() {
+        let mut hours = Hours::default();
+        let at = 100 * DAY;
+        hours.add("unit=a".into(), at - 8 * DAY, 1.0);
+        hours.add("unit=a".into(), at - 2 * DAY, 2.0);
+        hours.add("unit=a".into(), at - HOUR, 4.0);
+        hours.add("unit=a".into(), at, 8.0);
+        hours.add("unit=b".into(), at, 16.0);
+        let used = |hours: &Hours, window, at| hours.used("unit=a", window, at).as_secs();
+        assert_eq!([Window::Day, Window::Week, Window::Month].map(|window| used(&hours, window, at)), [12, 14, 15]);
+        // An hour counts for as long as a part of it lies within.
+        assert_eq!([at + DAY - 1, at + DAY, at + DAY + HOUR].map(|at| used(&hours, Window::Day, at)), [12, 8, 0]);
+        assert_eq!(hours.used("unit=c", Window::Month, at), Duration::ZERO);
+        assert_eq!(hours.take_pending(), [("unit=a".to_owned(), 15.0), ("unit=b".to_owned(), 16.0)].into());
+        hours.load([("unit=a".to_owned(), [(at, 32.0)].into())].into());
+        assert_eq!(used(&hours, Window::Day, at), 44);
+        assert!(hours.take_pending().is_empty(), "what was read is on disk");
+        hours.forget(at + 31 * DAY);
+        assert_eq!(hours.used.len(), 0);
+    }
+
+    #[test]
+    fn the_programs_that_are_kept_are_bounded() {
+        let mut hours = Hours::default();
+        for number in 0..=MAX_PROGRAMS as i64 {
+            hours.add(format!("container={number}"), number * 60, 1.0);
+        }
+        let at = MAX_PROGRAMS as i64 * 60;
+        hours.forget(at);
+        assert!(hours.used.len() <= MAX_PROGRAMS, "{}", hours.used.len());
+        assert_eq!(hours.used(&format!("container={MAX_PROGRAMS}"), Window::Day, at), seconds(1));
+        assert_eq!(hours.used("container=0", Window::Month, at), Duration::ZERO);
+    }
+}
