@@ -4,6 +4,8 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+use crate::identity::printable;
+
 /// What takes no longer says nothing.
 const QUIET: Duration = Duration::from_secs(1);
 /// How often it is looked how far it has got.
@@ -62,7 +64,7 @@ fn line(text: &str, before: usize) -> String {
     if text.is_empty() && before == 0 {
         return String::new();
     }
-    let text: String = text.chars().filter(|c| !c.is_control()).take(WIDTH).collect();
+    let text: String = printable(text).chars().take(WIDTH).collect();
     format!("\r{:before$}\r{text}", "")
 }
 
@@ -82,7 +84,7 @@ mod tests {
         assert_eq!(line("ab", 0), "\r\rab");
         assert_eq!(line("c", 2), "\r  \rc");
         assert_eq!(line("", 1), "\r \r");
-        assert_eq!(line("a\x1b[2J\nb", 0), "\r\ra[2Jb");
+        assert_eq!(line("a\x1b[2J\nb", 0), "\r\ra?[2J?b");
         assert_eq!(line(&"x".repeat(200), 0).len(), 2 + WIDTH);
     }
 }

@@ -5,6 +5,8 @@
 //! that the system manager created is distinguished from the rest: its slices, and the first unit below them. The
 //! system manager creates nothing inside its units; control groups there belong to the unit's owner.
 
+use super::printable;
+
 /// A control group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cgroup {
@@ -34,7 +36,7 @@ impl Cgroup {
         let (named, unified) = (of("name=systemd"), of(""));
         let path = named.filter(|(_, path)| *path != "/" || unified.is_none()).or(unified);
         let path = path.map_or("", |(_, path)| outside(path));
-        Self { path: path.chars().map(|c| if c.is_control() { '?' } else { c }).collect() }
+        Self { path: printable(path) }
     }
 
     /// The innermost unit, whoever owns it: what people know the process by.

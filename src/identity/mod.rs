@@ -2,9 +2,11 @@
 //! match on it, and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
 
 mod cgroup;
+mod printable;
 mod tenant;
 
 pub use cgroup::{Cgroup, Owned, is_slice, is_unit, name};
+pub use printable::printable;
 pub use tenant::{Place, Tenant};
 
 /// A process that connected.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::{Activity, Lane, Span, Timeline};
 use crate::config::units;
+use crate::identity::printable;
 
 /// The most programs of a GPU that are drawn.
 pub const MOST_LANES: usize = 200;
@@ -217,9 +218,9 @@ fn pieces(spans: &[Span], activity: Activity, x: &impl Fn(Duration) -> f64) -> V
     pieces
 }
 
-/// Text as XML has it. Characters that XML forbids are left out.
+/// Text as XML has it, which forbids control characters.
 fn escaped(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).fold(String::new(), |mut out, c| {
+    printable(text).chars().fold(String::new(), |mut out, c| {
         match c {
             '&' => out.push_str("&amp;"),
             '<' => out.push_str("&lt;"),

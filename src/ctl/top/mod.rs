@@ -24,6 +24,7 @@ use zbus::export::futures_core::Stream;
 use super::{CtlError, Target, block_on};
 use crate::bus::SchedulerProxy;
 use crate::bus::status::Status;
+use crate::identity::printable;
 use model::{History, Key, Program, Snapshot, Sort};
 use screen::{Popup, Screen};
 
@@ -187,7 +188,7 @@ async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers
 async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: mpsc::UnboundedSender<Answer>) {
     let done = |result: zbus::Result<()>, text: String| match result {
         Ok(()) => Answer::Done(text),
-        Err(e) => Answer::Done(model::printable(&CtlError::from(e).to_string())),
+        Err(e) => Answer::Done(printable(&CtlError::from(e).to_string())),
     };
     let answer = match action {
         Action::Quit => return,
@@ -260,7 +261,7 @@ impl Ui {
     }
 
     fn say(&mut self, text: &str) {
-        self.message = Some((model::printable(text), Instant::now()));
+        self.message = Some((printable(text), Instant::now()));
     }
 
     fn forget_message(&mut self) {
@@ -286,12 +287,12 @@ impl Ui {
         Screen {
             head: format!(
                 "nvshare {}  {}  {}  quantum {}s  anti-thrash {}  policy {}",
-                model::printable(&status.version),
+                printable(&status.version),
                 count(status.gpus.len(), "GPU"),
                 count(status.clients.len(), "program"),
                 status.time_quantum,
-                model::printable(&status.anti_thrash),
-                model::printable(&status.policy)
+                printable(&status.anti_thrash),
+                printable(&status.policy)
             ),
             panels: model::panels(snapshot, &self.history),
             rows,

@@ -9,6 +9,7 @@ use crate::bus::status::Status;
 use crate::bus::{Client, Gpu, GpuUse, Pressure};
 use crate::config::units;
 use crate::ctl::status;
+use crate::identity::printable;
 
 /// The time over which it is said what a program had.
 const WINDOW: Duration = Duration::from_secs(60);
@@ -210,15 +211,6 @@ impl History {
         let seconds = last.saturating_duration_since(*first).as_secs_f64();
         (seconds > 0.0).then(|| ((after - before) / seconds).clamp(0.0, 1.0))
     }
-}
-
-/// Text without what a terminal could take as a command, or what would change the direction of the text beside it.
-pub fn printable(text: &str) -> String {
-    let is_kept = |c: &char| {
-        !c.is_control()
-            && !matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
-    };
-    text.chars().filter(is_kept).collect()
 }
 
 /// `2.5G`: for where there is little room.

@@ -8,8 +8,9 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{self, Block, Clear, Paragraph, StatefulWidget, Table, TableState, Widget, Wrap};
 
-use super::model::{Kind, Panel, Row, Tone, printable, short_size};
+use super::model::{Kind, Panel, Row, Tone, short_size};
 use crate::config::units;
+use crate::identity::printable;
 
 /// Screens that are smaller show as much as fits.
 const NARROWEST: u16 = 40;

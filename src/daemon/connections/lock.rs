@@ -28,14 +28,14 @@ use zbus::fdo;
 
 use super::Connections;
 use super::client::too_many_clients;
-use crate::daemon::core::views::{NamedGpu, printable};
+use crate::daemon::core::views::NamedGpu;
 use crate::daemon::core::{Arrival, Core, LockFiles};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
-use crate::identity::{Cgroup, Identity};
+use crate::identity::{Cgroup, Identity, printable};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 

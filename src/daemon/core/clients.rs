@@ -11,7 +11,6 @@ use zbus::fdo;
 
 use super::measure::EXIT_TIME;
 use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
-use super::views::printable;
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::nvml::{Query, Sample};
@@ -20,7 +19,7 @@ use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
 use crate::daemon::tenants::What;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::{ClientAction, Session, Violation};
-use crate::identity::Identity;
+use crate::identity::{Identity, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
@@ -356,7 +355,7 @@ impl Core {
     ) -> Result<(), Violation> {
         let Some(budget) = self.budget(client).filter(|_| !self.gpus.contains_key(&gpu)) else { return Ok(()) };
         let share = budget.take(What::Gpus, 1).ok_or(Violation::TooManyGpus)?;
-        let name: String = name.chars().filter(|c| !c.is_control()).collect();
+        let name = printable(&name);
         let entry = Gpu {
             failing: false,
             kind,

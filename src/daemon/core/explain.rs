@@ -7,8 +7,8 @@ use std::time::Duration;
 use zbus::fdo;
 
 use super::state::Core;
-use super::views::printable;
 use crate::config::units;
+use crate::identity::printable;
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
 use crate::sys::clock;
 

@@ -281,8 +281,3 @@ pub struct NamedGpu {
     /// For people: its number and its model, where they are known.
     pub title: String,
 }
-
-/// Text that a program chose, without control characters.
-pub fn printable(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).collect()
-}

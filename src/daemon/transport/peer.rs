@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use tracing::warn;
 
-use crate::identity::{Cgroup, Identity, Place, Tenant};
+use crate::identity::{self, Cgroup, Identity, Place, Tenant};
 use crate::sys::credentials;
 
 /// The identity of the process at the other end, and a descriptor that becomes readable when the process ends.
@@ -249,8 +249,7 @@ fn command_line(raw: &[u8]) -> String {
 
 /// Text that is safe on a terminal and in a log: a process chooses its own name and command line.
 fn printable(raw: &[u8]) -> String {
-    let text = String::from_utf8_lossy(raw);
-    text.trim_end_matches('\n').chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    identity::printable(String::from_utf8_lossy(raw).trim_end_matches('\n'))
 }
 
 #[cfg(test)]
