@@ -2,6 +2,8 @@
 
 use test_support::machine::*;
 
+use crate::sleep;
+
 const MOVABLE: (&str, &str) = ("NVSHARE_MOVABLE_POOLS", "1");
 
 /// A GPU on which two programs of 64 MiB have no room at once.
@@ -54,6 +56,23 @@ fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
         assert_moved(&machine, &programs);
         machine.wait_until_empty();
     }
+}
+
+#[test]
+fn memory_of_pools_sleeps_with_its_program() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let words = "pools --mem 64M --seconds 6 --pause-ms 3 --seed 5";
+    let mut program = machine.program(words).env(MOVABLE.0, MOVABLE.1).start();
+    machine.wait_for_grants(&program, 1);
+    for _ in 0..3 {
+        sleep::pause(&machine, &program);
+        sleep::wait_until(&machine, &program, "sleep", "sleeping");
+        assert_eq!(machine.free(), machine.setup.memory);
+        sleep::resume(&machine, &program);
+        sleep::wait_until(&machine, &program, "sleep", "awake");
+    }
+    program.finish();
+    machine.wait_until_empty();
 }
 
 #[test]
