@@ -4,12 +4,13 @@
 //! - `edits`: what a runtime changes of a container.
 //! - `nvidia`: the file that NVIDIA's tools write, which knows what a GPU needs in a container. `nodes`: its device nodes,
 //!   where there is no such file.
-//! - `spec`: the file itself.
+//! - `spec`: the file itself. [`specs`]: files as they are found on a host.
 
 mod edits;
 mod nodes;
 mod nvidia;
 mod spec;
+pub mod specs;
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -47,6 +48,12 @@ pub struct Generate {
     /// Go on, and write it anew whenever it would be another one, until a signal comes
     #[arg(long)]
     watch: bool,
+    /// Write nothing while there is no CDI file of NVIDIA's: containers would have no libraries of the driver
+    #[arg(long)]
+    require_nvidia: bool,
+    /// Write nothing, and only say whether the file is there and up to date
+    #[arg(long, conflicts_with = "watch")]
+    check: bool,
 }
 
 /// Period of `--watch`: GPUs and drivers change a few times a year, and pods wait for them.
@@ -80,6 +87,9 @@ pub fn install(asked: &Install) -> Result<(), CtlError> {
 
 /// Writes the file, and passes remarks to `say`.
 pub fn generate(target: &Target, asked: &Generate, say: impl Fn(&str)) -> Result<(), CtlError> {
+    if asked.check {
+        return check(target, asked);
+    }
     if !asked.watch {
         return make(target, asked)?.publish(&asked.output, &say);
     }
@@ -94,6 +104,17 @@ pub fn generate(target: &Target, asked: &Generate, say: impl Fn(&str)) -> Result
             before = Some(now);
         }
         std::thread::sleep(LOOK);
+    }
+}
+
+/// Compares the file with what would be written now.
+fn check(target: &Target, asked: &Generate) -> Result<(), CtlError> {
+    let made = make(target, asked)?;
+    let output = asked.output.display();
+    match std::fs::read(&asked.output) {
+        Ok(there) if there == made.text.as_bytes() => Ok(()),
+        Ok(_) => Err(CtlError::Failed(format!("{output} is out of date: write it again, without --check"))),
+        Err(e) => Err(CtlError::Failed(format!("{output}: {e}: write it, without --check"))),
     }
 }
 
@@ -133,11 +154,23 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     };
     let nvidia = match &asked.nvidia {
         Some(file) => Some(Nvidia::read(file).map_err(CtlError::Failed)?),
-        None => Nvidia::find().map_err(CtlError::Failed)?,
+        None => Nvidia::find(&specs::DIRECTORIES.map(Path::new), &gpus).map_err(CtlError::Failed)?,
     };
     let mut remarks = Vec::new();
+    if nvidia.is_none() {
+        let missing = "no CDI file of NVIDIA's in /etc/cdi or /var/run/cdi names a GPU: run `nvidia-ctk cdi generate \
+                       --output=/etc/cdi/nvidia.yaml` on the host";
+        if asked.require_nvidia {
+            return Err(CtlError::Failed(missing.into()));
+        }
+        let then = if asked.watch || asked.check { "" } else { ", then run this again" };
+        remarks.push(format!(
+            "{missing}{then}; until then, containers get the device nodes of their GPUs and have to have the driver's \
+             libraries themselves"
+        ));
+    }
     let spec = Spec::of(&gpus, &from_host, nvidia.as_ref(), &mut remarks).map_err(CtlError::Failed)?;
-    if asked.output != Path::new("-") {
+    if asked.output != Path::new("-") && !asked.check {
         remarks.push(format!("{}: {}", asked.output.display(), spec.names()));
     }
     Ok(Made { text: format!("{:#}\n", spec.json()), remarks })

@@ -1,20 +1,16 @@
 //! NVIDIA's CDI file (`nvidia-ctk cdi generate`): the driver's libraries, device nodes and hooks that a GPU needs in
 //! a container. CDI cannot refer to another vendor's device, so the edits are copied.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::Value;
 
 use super::edits::Edits;
+use super::specs;
 use crate::bus::Gpu;
 
+/// The kind that `nvidia-ctk cdi generate` writes unless told otherwise.
 const KIND: &str = "nvidia.com/gpu";
-
-/// Where runtimes look; what is in the last one counts.
-const DIRECTORIES: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
-
-/// No such file is as large.
-const LARGEST: u64 = 16 << 20;
 
 /// Such a file.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,29 +22,42 @@ pub struct Nvidia {
 }
 
 impl Nvidia {
-    /// The file that is in force on this host, if there is one.
-    pub fn find() -> Result<Option<Self>, String> {
-        let mut found = None;
-        for directory in DIRECTORIES {
-            let Ok(entries) = Path::new(directory).read_dir() else { continue };
-            let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-            files.sort();
-            for file in files.iter().filter(|file| is_spec(file)) {
-                // Those of others are their business, also where they are wrong.
-                let Ok(value) = parse(file) else { continue };
-                if kind(&value) == KIND {
-                    found = Some(Self::of(&value).map_err(|why| format!("{}: {why}", file.display()))?);
+    /// The file in these directories that names the most of these GPUs, if there is one: of several, one of the kind
+    /// `nvidia.com/gpu`, and of these the last. NVIDIA's device plugin and its operator write other kinds, such as
+    /// `k8s.device-plugin.nvidia.com/gpu`. Their `management.nvidia.com/gpu` has no device but `all`, and so is never
+    /// used: a container would get all GPUs by it.
+    ///
+    /// # Errors
+    /// A sentence with the path, if a file of the kind `nvidia.com/gpu` is not as CDI says.
+    pub fn find(directories: &[&Path], gpus: &[Gpu]) -> Result<Option<Self>, String> {
+        let mut found: Vec<((usize, bool), Self)> = Vec::new();
+        for file in directories.iter().flat_map(|directory| specs::files(directory)) {
+            // Those of others are their business, also where they are wrong.
+            let Ok(value) = specs::parse(&file) else { continue };
+            let kind = specs::kind(&value);
+            let is_usual = kind == KIND;
+            if !is_nvidias(kind) {
+                continue;
+            }
+            match Self::of(&value) {
+                Ok(nvidia) => {
+                    let named = gpus.iter().filter(|gpu| nvidia.device(gpu).is_some()).count();
+                    if is_usual || named > 0 {
+                        found.push(((named, is_usual), nvidia));
+                    }
                 }
+                Err(why) if is_usual => return Err(format!("{}: {why}", file.display())),
+                Err(_) => {}
             }
         }
-        Ok(found)
+        Ok(found.into_iter().max_by_key(|(rank, _)| *rank).map(|(_, nvidia)| nvidia))
     }
 
     pub fn read(file: &Path) -> Result<Self, String> {
-        let value = parse(file)?;
-        let said = kind(&value);
+        let value = specs::parse(file)?;
+        let said = specs::kind(&value);
         let wrong = |why: String| format!("{}: {why}", file.display());
-        if said != KIND {
+        if !is_nvidias(said) {
             return Err(wrong(format!("its kind is {said:?}, and NVIDIA's is {KIND:?}")));
         }
         Self::of(&value).map_err(wrong)
@@ -73,25 +82,10 @@ impl Nvidia {
     }
 }
 
-fn is_spec(file: &Path) -> bool {
-    file.extension().is_some_and(|extension| ["json", "yaml", "yml"].iter().any(|known| extension == *known))
-}
-
-fn kind(value: &Value) -> &str {
-    value.get("kind").and_then(Value::as_str).unwrap_or_default()
-}
-
-fn parse(file: &Path) -> Result<Value, String> {
-    let wrong = |why: String| format!("{}: {why}", file.display());
-    let size = file.metadata().map_err(|e| wrong(e.to_string()))?.len();
-    if size > LARGEST {
-        return Err(wrong(format!("{size} bytes are more than a CDI file has")));
-    }
-    let text = std::fs::read_to_string(file).map_err(|e| wrong(e.to_string()))?;
-    if file.extension().is_some_and(|extension| extension == "json") {
-        return serde_json::from_str(&text).map_err(|e| wrong(e.to_string()));
-    }
-    serde_saphyr::from_str(&text).map_err(|e| wrong(e.to_string()))
+/// True for `nvidia.com/gpu`, and for GPUs of vendors below `nvidia.com`.
+fn is_nvidias(kind: &str) -> bool {
+    let vendor = kind.strip_suffix("/gpu");
+    vendor.is_some_and(|vendor| vendor == "nvidia.com" || vendor.ends_with(".nvidia.com"))
 }
 
 #[cfg(test)]
@@ -136,6 +130,39 @@ devices:
         assert_eq!(node(&gpu("MIG-2", Some(0), "mig")), None);
         assert_eq!(node(&gpu("GPU-2", None, "gpu")), None);
         assert_eq!(nvidia.edits.json()["hooks"][0]["args"][3], "/usr/lib");
+    }
+
+    #[test]
+    fn of_several_files_the_one_that_names_the_gpus_is_used() {
+        let directories = [(); 2].map(|()| tempfile::tempdir().expect("a directory"));
+        let paths = [directories[0].path(), directories[1].path()];
+        let write = |at: usize, name: &str, kind: &str, device: &str| {
+            let edits = format!(r#"{{"deviceNodes": [{{"path": "/dev/{kind}"}}]}}"#);
+            let device = format!(r#"{{"name": "{device}", "containerEdits": {edits}}}"#);
+            let text = format!(r#"{{"cdiVersion": "0.5.0", "kind": "{kind}", "devices": [{device}]}}"#);
+            std::fs::write(paths[at].join(name), text).expect("a file");
+        };
+        let gpus = [gpu("GPU-1", Some(0), "gpu")];
+        let found = || {
+            let nvidia = Nvidia::find(&paths, &gpus).expect("the files are right")?;
+            Some(nvidia.device(&gpus[0]).map(|edits| edits.json()["deviceNodes"][0]["path"].clone()))
+        };
+        assert_eq!(found(), None);
+        // It names all GPUs at once, and no container is to get all.
+        write(1, "management.nvidia.com-gpu.json", "management.nvidia.com/gpu", "all");
+        write(1, "other.json", "example.com/gpu", "GPU-1");
+        write(1, "like.json", "notnvidia.com/gpu", "GPU-1");
+        assert_eq!(found(), None);
+        write(1, "plugin.json", "k8s.device-plugin.nvidia.com/gpu", "GPU-1");
+        assert_eq!(found(), Some(Some("/dev/k8s.device-plugin.nvidia.com/gpu".into())));
+        // One that is older than the GPU does not hide it.
+        write(0, "nvidia.json", "nvidia.com/gpu", "GPU-0");
+        assert_eq!(found(), Some(Some("/dev/k8s.device-plugin.nvidia.com/gpu".into())));
+        write(0, "nvidia.json", "nvidia.com/gpu", "0");
+        assert_eq!(found(), Some(Some("/dev/nvidia.com/gpu".into())));
+        std::fs::write(paths[1].join("z.json"), r#"{"kind": "nvidia.com/gpu"}"#).expect("a file");
+        let said = Nvidia::find(&paths, &gpus).expect_err("it is not CDI's");
+        assert!(said.contains("z.json: it has no cdiVersion"), "{said}");
     }
 
     #[test]

@@ -45,14 +45,6 @@ impl Spec {
         edits.mount(&from_host.library, LIBRARY_IN_CONTAINERS);
         // The directory, and not the socket: a scheduler that starts anew makes a new one there.
         edits.mount(&from_host.sockets, SOCKETS_IN_CONTAINERS);
-        if nvidia.is_none() {
-            remarks.push(
-                "there is no CDI file of NVIDIA's in /etc/cdi or /var/run/cdi, so containers get the device nodes of their \
-                 GPUs and have to have the driver's libraries themselves: `nvidia-ctk cdi generate \
-                 --output=/etc/cdi/nvidia.yaml` writes it, then run this again"
-                    .into(),
-            );
-        }
         let mut devices = BTreeMap::new();
         let mut all = Edits::default();
         for gpu in gpus {
