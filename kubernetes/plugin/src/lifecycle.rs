@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::net::UnixListener;
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
 use crate::notices::Notices;
@@ -17,7 +17,7 @@ use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, State};
 /// Period of checks of the directory without a notice.
 const LOOK: Duration = Duration::from_secs(15);
 
-/// For how long a kubelet that has registered the plugin may not watch its list. Less than [`LOOK`].
+/// For how long a kubelet that has registered the plugin may not watch its list at first.
 const UNWATCHED: Duration = Duration::from_secs(10);
 
 /// The first wait before what failed is tried again, and the longest.
@@ -84,7 +84,7 @@ async fn stay_registered(
     trouble: &mut Trouble,
 ) -> State {
     let kubelet = directory.join(KUBELET);
-    let mut watchers = serving.watchers();
+    let mut attention = Attention::new(serving.watchers());
     let mut registered: Option<Identity> = None;
     let mut retry = Retry::default();
     loop {
@@ -95,6 +95,15 @@ async fn stay_registered(
         }
         let now = Identity::of(&kubelet);
         if registered.is_some() && registered != now {
+            (registered, attention.ignored) = (None, 0);
+            serving.set_registered(false).await;
+        }
+        if registered.is_some()
+            && let Some(told) = attention.is_over()
+        {
+            if let Some(what) = told {
+                trouble.tell(what.into());
+            }
             registered = None;
             serving.set_registered(false).await;
         }
@@ -102,9 +111,12 @@ async fn stay_registered(
             None => trouble.tell(format!("there is no kubelet at {} yet: waiting for it", kubelet.display())),
             Some(_) if registered.is_none() => match register(directory, resource).await {
                 Ok(()) => {
-                    info!("kubelet has registered {resource}");
                     (registered, retry) = (now, Retry::default());
-                    trouble.is_over();
+                    if attention.ignored == 0 {
+                        info!("kubelet has registered {resource}");
+                        trouble.is_over();
+                    }
+                    attention.begin();
                     serving.set_registered(true).await;
                 }
                 Err(why) => trouble.tell(why),
@@ -115,23 +127,79 @@ async fn stay_registered(
         tokio::select! {
             () = notices.changed() => {}
             () = sleep(wait) => {}
-            () = nobody_watches(&mut watchers), if registered.is_some() => {
-                trouble.tell("kubelet does not watch the list of devices: it is told of the plugin again".into());
-                registered = None;
-                serving.set_registered(false).await;
+            () = attention.changed(), if registered.is_some() => {}
+        }
+    }
+}
+
+/// Whether a kubelet that has registered the plugin watches its list.
+#[derive(Debug)]
+struct Attention {
+    watchers: watch::Receiver<usize>,
+    /// Since when it does not.
+    idle: Option<Instant>,
+    /// It did since it registered the plugin.
+    was_watched: bool,
+    /// In how many registrations in a row it never did.
+    ignored: u32,
+}
+
+impl Attention {
+    fn new(watchers: watch::Receiver<usize>) -> Self {
+        Self { watchers, idle: None, was_watched: false, ignored: 0 }
+    }
+
+    /// The plugin is registered now.
+    fn begin(&mut self) {
+        (self.idle, self.was_watched) = (Some(Instant::now()), false);
+        self.look();
+    }
+
+    fn look(&mut self) {
+        if *self.watchers.borrow_and_update() > 0 {
+            (self.idle, self.was_watched, self.ignored) = (None, true, 0);
+        } else {
+            self.idle.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// If it has not watched for too long, what to say of that, once.
+    fn is_over(&mut self) -> Option<Option<&'static str>> {
+        self.look();
+        if self.idle?.elapsed() < unwatched(self.ignored) {
+            return None;
+        }
+        if self.was_watched {
+            return Some(Some("kubelet does not watch the list of devices: it is told of the plugin again"));
+        }
+        self.ignored += 1;
+        Some((self.ignored == 1).then_some(
+            "kubelet has registered the plugin and does not ask for its devices: kubelet 1.26 is the least version that can \
+             talk to it; it is told again, ever more rarely",
+        ))
+    }
+
+    /// Returns when there may be something to see.
+    async fn changed(&mut self) {
+        let ended = async |watchers: &mut watch::Receiver<usize>| {
+            if watchers.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        };
+        match self.idle {
+            None => ended(&mut self.watchers).await,
+            Some(since) => {
+                let left = unwatched(self.ignored).saturating_sub(since.elapsed());
+                let _ = timeout(left, ended(&mut self.watchers)).await;
             }
         }
     }
 }
 
-/// Returns when there has been no call of ListAndWatch for some time.
-async fn nobody_watches(watchers: &mut watch::Receiver<usize>) {
-    loop {
-        let is_over = watchers.wait_for(|count| *count == 0).await.is_err();
-        if is_over || timeout(UNWATCHED, watchers.wait_for(|count| *count > 0)).await.is_err() {
-            return;
-        }
-    }
+/// For how long a kubelet that has registered the plugin may not watch its list, if it has never done so in this many
+/// registrations before.
+fn unwatched(ignored: u32) -> Duration {
+    UNWATCHED * 2u32.pow(ignored.min(5))
 }
 
 /// Ever longer waits.

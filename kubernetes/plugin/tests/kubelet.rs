@@ -116,6 +116,24 @@ async fn a_kubelet_that_stops_to_watch_is_told_again() {
 }
 
 #[tokio::test]
+async fn a_kubelet_that_never_asks_is_said_to_be_too_old_once() {
+    let node = Node::with_gpus(1);
+    let _scheduler = node.scheduler();
+    let mut kubelet = Kubelet::start(&node.kubelet_directory());
+    let process = node.plugin();
+    // As kubelets before 1.26 do, whose calls are no HTTP/2.
+    kubelet.asked().await;
+    kubelet.asked().await;
+    process.log.wait("kubelet 1.26 is the least version");
+    assert_eq!(process.log.count("kubelet 1.26"), 1);
+    assert_eq!(process.log.count("kubelet has registered nvshare.com/gpu"), 1, "it is said once");
+    // One that is new enough may be started later.
+    drop(kubelet);
+    let mut kubelet = Kubelet::start(&node.kubelet_directory());
+    kubelet.plugin().await.next().await.expect("a list");
+}
+
+#[tokio::test]
 async fn a_probe_says_whether_kubelet_knows_the_plugin() {
     let node = Node::with_gpus(1);
     let none = node.ask_plugin("--probe");
