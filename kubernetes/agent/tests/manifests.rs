@@ -116,8 +116,14 @@ fn the_control_socket_is_in_no_directory_of_the_node() {
     assert!(control.empty_dir.is_some() && control.host_path.is_none());
     let of_the_node: BTreeSet<&str> =
         volumes.iter().filter_map(|volume| Some(&*volume.host_path.as_ref()?.path)).collect();
-    let expected =
-        ["/etc/cdi", "/run/nvshare", "/var/lib/kubelet/device-plugins", "/var/lib/nvshare-node", "/var/run/cdi"];
+    let expected = [
+        "/etc/cdi",
+        "/etc/containerd",
+        "/run/nvshare",
+        "/var/lib/kubelet/device-plugins",
+        "/var/lib/nvshare-node",
+        "/var/run/cdi",
+    ];
     assert_eq!(of_the_node.into_iter().collect::<Vec<_>>(), expected);
 }
 
@@ -132,6 +138,23 @@ fn mounts_name_volumes_and_only_the_agent_has_a_token() {
             assert!(mount.name != "token" || container.name == "agent", "{}", container.name);
         }
     }
+}
+
+#[test]
+fn a_container_is_ready_only_when_it_does_its_work() {
+    let pod = pod();
+    let probe = |name: &str| {
+        let container = pod.containers.iter().find(|container| container.name == name).expect(name);
+        let probe = container.readiness_probe.as_ref().and_then(|probe| probe.exec.as_ref()?.command.clone());
+        (container.command.clone().expect("a command"), probe.unwrap_or_else(|| panic!("{name} has no probe")))
+    };
+    assert_eq!(probe("device-plugin").1, ["/usr/bin/nvshare-device-plugin", "--ready"]);
+    assert_eq!(probe("agent").1, ["/usr/bin/nvshare-agent", "--probe"]);
+    // It compares the file with what the container would write.
+    let (command, check) = probe("cdi");
+    let without = |all: &[String], flag: &str| -> Vec<String> { all.iter().filter(|a| *a != flag).cloned().collect() };
+    assert_eq!(without(&command, "--watch"), without(&check, "--check"));
+    assert_ne!(command, check);
 }
 
 #[test]

@@ -5,9 +5,13 @@ use std::path::PathBuf;
 use clap::Parser;
 use nvshare::config::LogLevel;
 use nvshare::config::paths::CONTROL_SOCKET;
+use nvshare::ctl::cdi::specs;
 
 /// Where kubelet keeps the sockets of plugins, unless its own directory is moved.
 pub const KUBELET_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
+
+/// Where containerd's packages have its settings.
+pub const CONTAINERD: &str = "/etc/containerd/config.toml";
 
 /// Offers slots of the GPUs that nvshare shares to Kubernetes.
 #[derive(Debug, Parser)]
@@ -25,6 +29,10 @@ pub struct Arguments {
     #[arg(long, conflicts_with = "check_config")]
     pub probe: bool,
 
+    /// Only say whether kubelet knows the plugin that runs, and containers can get slots of a GPU
+    #[arg(long, conflicts_with_all = ["check_config", "probe"])]
+    pub ready: bool,
+
     /// The directory of kubelet's socket and of plugins'
     #[arg(long, value_name = "PATH", default_value = KUBELET_DIRECTORY)]
     pub kubelet: PathBuf,
@@ -32,6 +40,14 @@ pub struct Arguments {
     /// The scheduler's control socket
     #[arg(long, value_name = "PATH", default_value = CONTROL_SOCKET)]
     pub control: PathBuf,
+
+    /// A directory of CDI files, for inject = "cdi"; can be repeated
+    #[arg(long, value_name = "PATH", default_values = specs::DIRECTORIES)]
+    pub cdi: Vec<PathBuf>,
+
+    /// containerd's settings, which may be missing: whether it heeds CDI devices
+    #[arg(long, value_name = "PATH", default_value = CONTAINERD)]
+    pub containerd: PathBuf,
 
     /// How much is logged
     #[arg(long, value_name = "LEVEL", default_value = "info")]

@@ -1,7 +1,8 @@
 //! The devices for kubelet: slots of each GPU, from the reports of NVML and the scheduler and the configuration.
 //! Pure.
 
-use crate::config::Config;
+use crate::cdi::CdiView;
+use crate::config::{Config, Inject};
 
 /// A GPU or MIG slice, as NVML reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,12 +69,17 @@ pub struct Devices {
 
 impl Devices {
     /// Puts together what is known. Without NVML the scheduler's word is all there is.
-    pub fn new(config: &Config, nvml: Option<&[NvmlGpu]>, scheduler: &SchedulerView) -> Self {
+    pub fn new(config: &Config, nvml: Option<&[NvmlGpu]>, scheduler: &SchedulerView, cdi: &CdiView) -> Self {
         let listed = |uuid: &str| scheduler.gpus.iter().any(|gpu| gpu.uuid == uuid);
         let unserved = |uuid: &str| match &scheduler.silence {
             Some(why) => Some(why.clone()),
             None if !listed(uuid) => Some("the scheduler does not list it".to_owned()),
             None => None,
+        };
+        // Said last: where there is no scheduler, there is no CDI file either.
+        let unreachable = |uuid: &str| match config.inject {
+            Inject::Cdi => cdi.problem(&config.cdi_kind, uuid),
+            Inject::Mounts => None,
         };
         let shown = nvml.unwrap_or_default().iter().map(|gpu| Gpu {
             uuid: gpu.uuid.clone(),
@@ -81,7 +87,7 @@ impl Devices {
             minor: gpu.minor,
             numa: gpu.numa,
             slots: config.slots_of(&gpu.uuid, Some(gpu.index), &gpu.name),
-            problem: gpu.trouble.clone().or_else(|| unserved(&gpu.uuid)),
+            problem: gpu.trouble.clone().or_else(|| unserved(&gpu.uuid)).or_else(|| unreachable(&gpu.uuid)),
         });
         let unseen = |uuid: &str| {
             let is_seen = nvml.is_none_or(|shown| shown.iter().any(|gpu| gpu.uuid == uuid));
@@ -94,7 +100,7 @@ impl Devices {
             minor: None,
             numa: None,
             slots: config.slots_of(&gpu.uuid, gpu.index, &gpu.name),
-            problem: unserved(&gpu.uuid).or_else(|| unseen(&gpu.uuid)),
+            problem: unserved(&gpu.uuid).or_else(|| unseen(&gpu.uuid)).or_else(|| unreachable(&gpu.uuid)),
         });
         let mut gpus: Vec<Gpu> = shown.chain(others).filter(|gpu| gpu.slots > 0).collect();
         gpus.sort_by(|one, other| {
@@ -132,16 +138,21 @@ mod tests {
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
+    /// Of what CDI names, nothing is missing.
+    fn mounted() -> Config {
+        Config { inject: Inject::Mounts, ..Config::default() }
+    }
+
     fn problems(devices: &Devices) -> Vec<(&str, Option<&str>)> {
         devices.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.problem.as_deref())).collect()
     }
 
     #[test]
     fn a_gpu_is_healthy_where_nvml_and_the_scheduler_say_so() {
-        let config = Config::default();
+        let config = mounted();
         let mut nvml = [seen("GPU-b", 1), seen("GPU-a", 0), seen("GPU-c", 2)];
         nvml[2].trouble = Some("XID 79".into());
-        let devices = Devices::new(&config, Some(&nvml), &listed(&["GPU-a", "GPU-c", "GPU-d"]));
+        let devices = Devices::new(&config, Some(&nvml), &listed(&["GPU-a", "GPU-c", "GPU-d"]), &CdiView::default());
         let expected = [
             ("GPU-a", None),
             ("GPU-b", Some("the scheduler does not list it")),
@@ -153,14 +164,21 @@ mod tests {
 
     #[test]
     fn without_nvml_the_scheduler_decides() {
-        let devices = Devices::new(&Config::default(), None, &listed(&["GPU-a"]));
+        let devices = Devices::new(&mounted(), None, &listed(&["GPU-a"]), &CdiView::default());
         assert_eq!(problems(&devices), [("GPU-a", None)]);
+    }
+
+    #[test]
+    fn a_gpu_that_no_container_would_get_is_unhealthy() {
+        let devices = Devices::new(&Config::default(), None, &listed(&["GPU-a"]), &CdiView::default());
+        let said = devices.gpus[0].problem.as_deref().unwrap_or_default();
+        assert!(said.contains("names \"nvshare.com/gpu=GPU-a\""), "{said}");
     }
 
     #[test]
     fn a_silent_scheduler_leaves_what_it_listed_last_and_none_of_it_healthy() {
         let scheduler = SchedulerView { silence: Some("it is gone".into()), ..listed(&["GPU-a"]) };
-        let devices = Devices::new(&Config::default(), Some(&[seen("GPU-b", 0)]), &scheduler);
+        let devices = Devices::new(&mounted(), Some(&[seen("GPU-b", 0)]), &scheduler, &CdiView::default());
         assert_eq!(problems(&devices), [("GPU-b", Some("it is gone")), ("GPU-a", Some("it is gone"))]);
     }
 
@@ -169,7 +187,7 @@ mod tests {
         let text = "slots = 2\n[[gpu]]\ngpu = 1\nslots = 0\n[[gpu]]\ngpu = \"GPU-c\"\nslots = 3";
         let config = Config::parse(text, "x".as_ref()).expect("it is right");
         let nvml = [seen("GPU-a", 0), seen("GPU-b", 1), seen("GPU-c", 2)];
-        let devices = Devices::new(&config, Some(&nvml), &listed(&[]));
+        let devices = Devices::new(&config, Some(&nvml), &listed(&[]), &CdiView::default());
         let ids: Vec<String> = devices.gpus.iter().flat_map(Gpu::ids).collect();
         assert_eq!(ids, ["GPU-a::0", "GPU-a::1", "GPU-c::0", "GPU-c::1", "GPU-c::2"]);
         for (at, gpu) in devices.gpus.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The list of devices as it changes: reports of NVML and the scheduler and the configuration, combined by `devices`
+//! The list of devices as it changes: reports of NVML, the scheduler and CDI and the configuration, combined by `devices`
 //! and published when it differs. Changes of a GPU's health are logged here.
 
 use std::collections::BTreeMap;
@@ -10,6 +10,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 
+use crate::cdi::CdiView;
 use crate::config::Config;
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
@@ -34,6 +35,7 @@ pub async fn keep(
             () = sleep_until(late), if complete.is_some() => {
                 warn!("NVML or the scheduler takes long to answer: GPUs are listed as far as they are known");
                 known.nvml.get_or_insert(None);
+                known.cdi.get_or_insert_default();
                 known.scheduler.get_or_insert_with(|| SchedulerView {
                     silence: Some("the scheduler has not answered yet".into()),
                     ..SchedulerView::default()
@@ -44,10 +46,11 @@ pub async fn keep(
         match reported {
             Some(Report::Nvml(gpus)) => known.nvml = Some(gpus),
             Some(Report::Scheduler(view)) => known.scheduler = Some(view),
+            Some(Report::Cdi(view)) => known.cdi = Some(view),
             None if complete.is_none() => return,
             None => {}
         }
-        if known.nvml.is_some() && known.scheduler.is_some() {
+        if known.nvml.is_some() && known.scheduler.is_some() && known.cdi.is_some() {
             known.publish(&config, &devices, true);
             if let Some(complete) = complete.take() {
                 let _ = complete.send(());
@@ -61,12 +64,15 @@ pub async fn keep(
 struct Known {
     nvml: Option<Option<Vec<NvmlGpu>>>,
     scheduler: Option<SchedulerView>,
+    cdi: Option<CdiView>,
 }
 
 impl Known {
     fn publish(&self, config: &watch::Receiver<Arc<Config>>, devices: &watch::Sender<Arc<Devices>>, is_whole: bool) {
-        let (Some(nvml), Some(scheduler), true) = (&self.nvml, &self.scheduler, is_whole) else { return };
-        let new = Devices::new(&config.borrow().clone(), nvml.as_deref(), scheduler);
+        let (Some(nvml), Some(scheduler), Some(cdi), true) = (&self.nvml, &self.scheduler, &self.cdi, is_whole) else {
+            return;
+        };
+        let new = Devices::new(&config.borrow().clone(), nvml.as_deref(), scheduler, cdi);
         devices.send_if_modified(|old| {
             let is_new = **old != new;
             if is_new {

@@ -3,16 +3,20 @@
 //! - [`config`]: the configuration file; [`names`]: names of resources, CDI devices and GPUs.
 //! - [`devices`]: the devices for kubelet. [`allocation`]: preferred slots for a container. [`injection`]: the files
 //!   and variables that it gets. All pure.
-//! - [`health`]: reports of NVML and the scheduler about GPUs. [`inventory`]: combines them.
+//! - [`health`]: reports of NVML and the scheduler about GPUs. [`cdi`]: whether containers can get them, for which
+//!   [`containerd`] reads that runtime's settings. [`inventory`]: combines them.
 //! - [`server`]: the services on the plugin's socket. [`lifecycle`]: keeps the socket and its registration with
 //!   kubelet; [`sockets`], [`notices`] and [`registration`] are parts of it.
-//! - [`probe`]: whether a running plugin is registered, for Kubernetes' probes.
+//! - [`probe`]: whether a running plugin is registered and containers can get slots, for Kubernetes' probes.
 //! - [`plugin`]: all of it as one process.
-//! - [`protocol`]: kubelet's device plugin API, generated from `proto/deviceplugin.proto`.
+//! - [`protocol`]: kubelet's device plugin API, generated from `proto/deviceplugin.proto`. [`status`]: the plugin's own,
+//!   for the probe.
 
 pub mod allocation;
 pub mod arguments;
+pub mod cdi;
 pub mod config;
+pub mod containerd;
 pub mod devices;
 pub mod health;
 pub mod injection;
@@ -33,4 +37,10 @@ pub mod protocol {
 
     /// The API's version in registrations.
     pub const VERSION: &str = "v1beta1";
+}
+
+/// The plugin's own service: how it is, in words.
+#[allow(missing_debug_implementations)] // of what is generated
+pub mod status {
+    tonic::include_proto!("nvshare.deviceplugin");
 }

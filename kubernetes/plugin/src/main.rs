@@ -4,9 +4,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use nvshare_device_plugin::arguments::Arguments;
+use nvshare_device_plugin::cdi;
 use nvshare_device_plugin::config::{Config, DEFAULT_PATH};
 use nvshare_device_plugin::plugin::{self, Options};
-use nvshare_device_plugin::probe::probe;
+use nvshare_device_plugin::probe::{probe, ready};
 use nvshare_kubernetes::command::{check_config, exit_code};
 
 fn main() -> ExitCode {
@@ -16,11 +17,14 @@ fn main() -> ExitCode {
         check_config(path, Config::load(arguments.config.as_deref()))
     } else if arguments.probe {
         probe(&arguments.kubelet)
+    } else if arguments.ready {
+        ready(&arguments.kubelet)
     } else {
         plugin::run(Options {
             config: arguments.config,
             kubelet: arguments.kubelet,
             control: arguments.control,
+            cdi: cdi::Paths { directories: arguments.cdi, containerd: arguments.containerd },
             log_level: arguments.log_level,
         })
     };

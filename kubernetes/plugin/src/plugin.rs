@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::level_filters::LevelFilter;
 use tracing::{info, warn};
 
+use crate::cdi;
 use crate::config::Config;
 use crate::devices::Devices;
 use crate::health;
@@ -25,6 +26,7 @@ pub struct Options {
     pub kubelet: PathBuf,
     /// The scheduler's control socket.
     pub control: PathBuf,
+    pub cdi: cdi::Paths,
     pub log_level: LogLevel,
 }
 
@@ -53,6 +55,7 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
     let (devices, listed) = watch::channel(Arc::new(Devices::default()));
     let (complete, completed) = oneshot::channel();
     health::nvml::start(config.clone(), reports.clone()).map_err(|e| format!("cannot start a thread for NVML: {e}"))?;
+    tokio::spawn(cdi::follow(options.cdi.clone(), reports.clone()));
     tokio::spawn(health::scheduler::follow(options.control.clone(), config.clone(), reports));
     tokio::spawn(inventory::keep(reported, config.clone(), devices, complete));
 

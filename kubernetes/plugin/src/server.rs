@@ -25,6 +25,9 @@ use crate::protocol::{
     PreferredAllocationResponse, TopologyInfo,
 };
 
+use crate::status::status_server::{Status as StatusService, StatusServer};
+use crate::status::{GpuStatus, StatusRequest, StatusResponse};
+
 /// Time for pending requests when the server is stopped.
 const GRACE: Duration = Duration::from_millis(500);
 
@@ -48,6 +51,7 @@ pub struct Serving {
     task: JoinHandle<()>,
     stop: watch::Sender<bool>,
     reporter: HealthReporter,
+    registered: watch::Sender<bool>,
     watchers: watch::Receiver<usize>,
 }
 
@@ -58,21 +62,24 @@ impl Serving {
         let (count, watchers) = watch::channel(0);
         let (reporter, probes) = tonic_health::server::health_reporter();
         reporter.set_service_status(WHOLE_SERVER, ServingStatus::NotServing).await;
+        let (registered, is_registered) = watch::channel(false);
+        let status = StatusServer::new(Described { devices: facts.devices.clone(), is_registered });
         let plugin = DevicePluginServer::new(Plugin { facts, stopped: stopped.clone(), count });
-        let server = Server::builder().add_service(plugin).add_service(probes);
+        let server = Server::builder().add_service(plugin).add_service(probes).add_service(status);
         let task = tokio::spawn(async move {
             let end = until_stopped(stopped);
             if let Err(e) = server.serve_with_incoming_shutdown(UnixListenerStream::new(listener), end).await {
                 warn!("the plugin's socket cannot be served: {e}");
             }
         });
-        Self { task, stop, reporter, watchers }
+        Self { task, stop, reporter, registered, watchers }
     }
 
     /// Sets the answer to probes.
     pub async fn set_registered(&self, registered: bool) {
         let status = if registered { ServingStatus::Serving } else { ServingStatus::NotServing };
         self.reporter.set_service_status(WHOLE_SERVER, status).await;
+        self.registered.send_replace(registered);
     }
 
     /// The number of current calls of ListAndWatch.
@@ -188,6 +195,22 @@ impl DevicePlugin for Plugin {
         _: Request<PreStartContainerRequest>,
     ) -> Result<Response<PreStartContainerResponse>, Status> {
         Ok(Response::new(PreStartContainerResponse {}))
+    }
+}
+
+/// How the plugin is, for its probe.
+struct Described {
+    devices: watch::Receiver<Arc<Devices>>,
+    is_registered: watch::Receiver<bool>,
+}
+
+#[tonic::async_trait]
+impl StatusService for Described {
+    async fn read(&self, _: Request<StatusRequest>) -> Result<Response<StatusResponse>, Status> {
+        let devices = self.devices.borrow().clone();
+        let gpu = |gpu: &Gpu| GpuStatus { uuid: gpu.uuid.clone(), problem: gpu.problem.clone().unwrap_or_default() };
+        let gpus = devices.gpus.iter().map(gpu).collect();
+        Ok(Response::new(StatusResponse { registered: *self.is_registered.borrow(), gpus }))
     }
 }
 

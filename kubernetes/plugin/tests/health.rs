@@ -1,7 +1,8 @@
 //! What makes GPUs unhealthy, and healthy again: the driver's events and answers, and the scheduler's state.
 
 use crate::support::kubelet::{Kubelet, Plugin, health};
-use crate::support::{Node, Process};
+use crate::support::{Node, PATIENCE, Process};
+use cuda_sim_gpus::config::gpu_uuid;
 use cuda_sim_gpus::trouble::{self, DOUBLE_BIT_ECC, Event, XID};
 
 /// The plugin on a node whose scheduler runs.
@@ -127,6 +128,49 @@ async fn a_scheduler_that_is_gone_or_hangs_makes_every_gpu_unhealthy() {
     scheduler.signal(libc::SIGCONT);
     plugin.until_healthy(&[true, true]).await;
     assert_eq!(health(&plugin.last), gpus);
+}
+
+#[tokio::test]
+async fn a_gpu_that_no_container_would_get_is_unhealthy_and_the_probe_says_why() {
+    let node = Node::with_gpus(2);
+    let _scheduler = node.scheduler();
+    let uuids: Vec<String> = (0..2).map(|gpu| gpu_uuid(&node.machine(), gpu)).collect();
+    node.inject(&[]);
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[false, false]).await;
+    process.log.wait("kubelet has registered");
+    let why = until_ready(&node, false).await;
+    assert!(why.contains(&format!("names \"nvshare.com/gpu={}\"", uuids[0])), "{why}");
+    assert!(why.contains(&uuids[1]) && why.contains("cdi generate"), "{why}");
+
+    node.inject(&uuids[..1]);
+    plugin.until("one is healthy", |devices| health(devices).iter().filter(|(_, healthy)| *healthy).count() == 1).await;
+    assert_eq!(until_ready(&node, true).await, "");
+    node.inject(&uuids);
+    plugin.until_healthy(&[true, true]).await;
+
+    std::fs::write(node.containerd(), "version = 2\n").expect("a file");
+    plugin.until_healthy(&[false, false]).await;
+    let why = until_ready(&node, false).await;
+    assert_eq!(why.matches("set enable_cdi = true").count(), 1, "{why}");
+    std::fs::write(node.containerd(), "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nenable_cdi = true\n")
+        .expect("a file");
+    plugin.until_healthy(&[true, true]).await;
+}
+
+/// Asks the probe until it says so, and returns what it says.
+async fn until_ready(node: &Node, expected: bool) -> String {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    loop {
+        let mut command = node.plugin_command();
+        let output = tokio::task::spawn_blocking(move || command.arg("--ready").output().expect("it starts"));
+        let output = output.await.expect("it ends");
+        if output.status.success() == expected {
+            return String::from_utf8(output.stderr).expect("UTF-8");
+        }
+        assert!(std::time::Instant::now() < deadline, "{output:?}");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@ pub mod faults;
 pub mod nvml;
 pub mod scheduler;
 
+use crate::cdi::CdiView;
 use crate::devices::{NvmlGpu, SchedulerView};
 
 /// A report of one of them.
@@ -13,4 +14,5 @@ pub enum Report {
     /// `None`: there has been no NVML so far.
     Nvml(Option<Vec<NvmlGpu>>),
     Scheduler(SchedulerView),
+    Cdi(CdiView),
 }

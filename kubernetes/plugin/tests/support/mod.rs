@@ -10,6 +10,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use cuda_sim_gpus::config::gpu_uuid;
 pub use processes::Process;
 
 /// Long enough for a loaded machine; nothing waits this long unless it fails.
@@ -33,13 +34,15 @@ impl Node {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("nvshare-plugin-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let directory = std::env::temp_dir().join(name);
-        for part in ["gpu", "lib", "kubelet"] {
+        for part in ["gpu", "lib", "kubelet", "cdi"] {
             std::fs::create_dir_all(directory.join(part)).expect("a directory");
         }
         let nvml = beside("libnvidia_ml.so");
         std::fs::copy(&nvml, directory.join("lib/libnvidia-ml.so.1")).expect("the simulated NVML");
         let node = Self { directory, gpus, events: true };
         node.configure(QUICK);
+        let uuids: Vec<String> = (0..gpus).map(|gpu| gpu_uuid(&node.machine(), gpu)).collect();
+        node.inject(&uuids);
         node
     }
 
@@ -75,6 +78,21 @@ impl Node {
         std::fs::write(self.configuration(), text).expect("a file");
     }
 
+    /// The devices of the CDI file on the node.
+    pub fn inject(&self, uuids: &[String]) {
+        let devices: Vec<String> = uuids.iter().map(|uuid| format!("{{\"name\": \"{uuid}\"}}")).collect();
+        let kind = "nvshare.com/gpu";
+        let text = format!("{{\"cdiVersion\": \"0.5.0\", \"kind\": \"{kind}\", \"devices\": [{}]}}", devices.join(","));
+        // In one step, as it is written on a node.
+        std::fs::write(self.directory.join("cdi/new"), text).expect("a file");
+        std::fs::rename(self.directory.join("cdi/new"), self.directory.join("cdi/nvshare.json")).expect("it is moved");
+    }
+
+    /// Where containerd's settings are, if there are any.
+    pub fn containerd(&self) -> PathBuf {
+        self.directory.join("containerd.toml")
+    }
+
     /// A program that sees the simulated machine and nothing of the real one.
     fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
@@ -104,6 +122,7 @@ impl Node {
         let mut command = self.command(PLUGIN.as_ref());
         command.arg("--config").arg(self.configuration());
         command.arg("--kubelet").arg(self.kubelet_directory()).arg("--control").arg(self.control());
+        command.arg("--cdi").arg(self.directory.join("cdi")).arg("--containerd").arg(self.containerd());
         command
     }
 

@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeSet, HashMap},
     env,
     fmt::Write as _,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::OnceLock,
     time::Duration,
 };
@@ -148,13 +148,7 @@ impl Config {
     }
 
     fn uuid_of(&self, what: &str) -> [u8; 16] {
-        let name = format!("{}#{what}", self.dir.display());
-        let mut uuid = [0; 16];
-        for (half, seed) in [0xcbf2_9ce4_8422_2325_u64, 0x9ae1_6a3b_2f90_404f].into_iter().enumerate() {
-            let hash = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
-            uuid[half * 8..half * 8 + 8].copy_from_slice(&(hash ^ (hash >> 29)).to_be_bytes());
-        }
-        uuid
+        uuid_in(&self.dir, what)
     }
 
     /// The UUID as `nvidia-smi` writes it.
@@ -174,6 +168,21 @@ impl Config {
 
     /// The marketing name of every GPU here.
     pub const NAME: &str = "Simulated GPU";
+}
+
+/// The UUID that a GPU of the machine in `dir` has, as `nvidia-smi` writes it.
+pub fn gpu_uuid(dir: &Path, gpu: usize) -> String {
+    text("GPU", uuid_in(dir, &gpu.to_string()))
+}
+
+fn uuid_in(dir: &Path, what: &str) -> [u8; 16] {
+    let name = format!("{}#{what}", dir.display());
+    let mut uuid = [0; 16];
+    for (half, seed) in [0xcbf2_9ce4_8422_2325_u64, 0x9ae1_6a3b_2f90_404f].into_iter().enumerate() {
+        let hash = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+        uuid[half * 8..half * 8 + 8].copy_from_slice(&(hash ^ (hash >> 29)).to_be_bytes());
+    }
+    uuid
 }
 
 fn text(kind: &str, uuid: [u8; 16]) -> String {

@@ -1,0 +1,135 @@
+//! Whether containers would get what the plugin promises by CDI: the devices that CDI files on the node name, and whether
+//! containerd heeds them. What cannot be found out counts as well: other runtimes, and settings that cannot be read.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use nvshare::ctl::cdi::specs;
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::time::sleep;
+use tracing::warn;
+
+use crate::health::Report;
+use crate::{containerd, names::quoted};
+
+/// Period of looks. Files change a few times a year, and pods wait for them.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Where to look.
+#[derive(Debug, Clone)]
+pub struct Paths {
+    /// The directories of CDI files.
+    pub directories: Vec<PathBuf>,
+    /// containerd's settings, which may be missing.
+    pub containerd: PathBuf,
+}
+
+/// What was found.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CdiView {
+    /// The names of devices, by their kind.
+    devices: BTreeMap<String, BTreeSet<String>>,
+    /// The directories that were searched, for messages.
+    searched: String,
+    /// Why the runtime does not heed the files.
+    ignored: Option<String>,
+}
+
+impl CdiView {
+    /// Reads the files.
+    pub fn read(paths: &Paths) -> Self {
+        let mut devices: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for file in paths.directories.iter().flat_map(|directory| specs::files(directory)) {
+            // A runtime skips such a file, too.
+            let Ok(spec) = specs::parse(&file) else { continue };
+            let names = specs::devices(&spec).map(str::to_owned);
+            devices.entry(specs::kind(&spec).to_owned()).or_default().extend(names);
+        }
+        let searched: Vec<String> = paths.directories.iter().map(|path| path.display().to_string()).collect();
+        Self { devices, searched: searched.join(" or "), ignored: containerd::ignores_cdi(&paths.containerd) }
+    }
+
+    /// The reason why a container would not get that device.
+    pub fn problem(&self, kind: &str, uuid: &str) -> Option<String> {
+        if let Some(why) = &self.ignored {
+            return Some(why.clone());
+        }
+        let is_named = self.devices.get(kind).is_some_and(|names| names.contains(uuid));
+        let device = || quoted(&format!("{kind}={uuid}"));
+        (!is_named).then(|| {
+            format!(
+                "no CDI file in {} names {}: the container \"cdi\", or `nvsharectl cdi generate`, writes it and says what it \
+                 lacks",
+                self.searched,
+                device()
+            )
+        })
+    }
+}
+
+/// Looks until the receiver is gone.
+pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
+    let mut before = None;
+    loop {
+        let now = Stamps::of(&paths);
+        if before.as_ref() != Some(&now) {
+            if let Some(why) = containerd::unreadable(&paths.containerd) {
+                warn!("whether containerd heeds CDI devices is not known: {why}");
+            }
+            if reports.send(Report::Cdi(CdiView::read(&paths))).is_err() {
+                return;
+            }
+            before = Some(now);
+        }
+        sleep(LOOK).await;
+    }
+}
+
+/// When the files were changed, by which it shows that they must be read again.
+#[derive(Debug, PartialEq)]
+struct Stamps(Vec<(PathBuf, Option<(u64, SystemTime)>)>);
+
+impl Stamps {
+    fn of(paths: &Paths) -> Self {
+        let specs = paths.directories.iter().flat_map(|directory| specs::files(directory));
+        let stamp = |file: PathBuf| {
+            let metadata = file.metadata().ok();
+            let stamp = metadata.and_then(|metadata| Some((metadata.len(), metadata.modified().ok()?)));
+            (file, stamp)
+        };
+        Self(specs.chain(containerd::files(&paths.containerd)).map(stamp).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_one_that_a_file_of_any_directory_names() {
+        let directory = std::env::temp_dir().join(format!("nvshare-plugin-cdi-{}", std::process::id()));
+        let directories = ["static", "dynamic"].map(|name| directory.join(name));
+        let paths = Paths { directories: directories.to_vec(), containerd: directory.join("config.toml") };
+        let problem = |uuid: &str| CdiView::read(&paths).problem("nvshare.com/gpu", uuid).unwrap_or_default();
+        assert!(problem("GPU-a").contains("names \"nvshare.com/gpu=GPU-a\""), "{}", problem("GPU-a"));
+        directories.iter().for_each(|directory| std::fs::create_dir_all(directory).expect("a directory"));
+        let spec = |kind: &str, name: &str| {
+            format!(r#"{{"cdiVersion": "0.5.0", "kind": "{kind}", "devices": [{{"name": "{name}"}}]}}"#)
+        };
+        for (at, file, text) in [
+            (0, "a.json", spec("nvshare.com/gpu", "GPU-a")),
+            (1, "b.yaml", spec("nvshare.com/gpu", "GPU-b")),
+            (1, "c.json", spec("nvidia.com/gpu", "GPU-c")),
+            (1, "d.json", "{".into()),
+            (1, ".e.new", spec("nvshare.com/gpu", "GPU-e")),
+        ] {
+            std::fs::write(directories[at].join(file), text).expect("a file");
+        }
+        assert_eq!((problem("GPU-a"), problem("GPU-b")), Default::default());
+        assert!(!problem("GPU-c").is_empty() && !problem("GPU-e").is_empty());
+        std::fs::write(&paths.containerd, "version = 2").expect("a file");
+        assert!(problem("GPU-a").contains("enable_cdi"), "{}", problem("GPU-a"));
+        std::fs::remove_dir_all(directory).expect("it is removed");
+    }
+}
