@@ -4,9 +4,11 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, PodSpec, ServiceAccount};
+use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -19,15 +21,18 @@ fn kubernetes() -> PathBuf {
 /// Every document of the manifests, with its file.
 fn documents() -> Vec<(PathBuf, Value)> {
     let mut all = Vec::new();
-    for directory in ["base", "examples"] {
+    for directory in ["base", "mounts", "examples", "examples/volume-mounts"] {
         for entry in std::fs::read_dir(kubernetes().join(directory)).expect("the manifests") {
             let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                continue;
+            }
             let text = std::fs::read_to_string(&path).expect("a manifest");
             let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{path:?}: {e}"));
             all.extend(documents.into_iter().map(|document| (path.clone(), document)));
         }
     }
-    assert!(all.len() >= 9, "{}", all.len());
+    assert!(all.len() >= 16, "{}", all.len());
     all
 }
 
@@ -73,7 +78,11 @@ fn every_field_is_one_that_kubernetes_knows() {
             "DaemonSet" => known::<DaemonSet>(&document),
             "Job" => known::<Job>(&document),
             "Pod" => known::<Pod>(&document),
-            "Kustomization" => continue, // kubectl's own, and of no API
+            "RuntimeClass" => known::<RuntimeClass>(&document),
+            "ValidatingAdmissionPolicy" => known::<ValidatingAdmissionPolicy>(&document),
+            "ValidatingAdmissionPolicyBinding" => known::<ValidatingAdmissionPolicyBinding>(&document),
+            // kubectl's own, and of no API; and of Prometheus' operator.
+            "Kustomization" | "PodMonitor" => continue,
             other => panic!("{path:?}: {other:?} is checked by nothing here"),
         };
         let known = known.unwrap_or_else(|e| panic!("{path:?}: {kind}: {e}"));
