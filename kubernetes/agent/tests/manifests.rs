@@ -111,10 +111,33 @@ fn no_container_has_a_privilege() {
         assert_eq!(context.allow_privilege_escalation, Some(false), "{}", container.name);
         assert_eq!(context.read_only_root_filesystem, Some(true), "{}", container.name);
         let capabilities = context.capabilities.as_ref().expect(&container.name);
-        assert_eq!((capabilities.drop.as_deref(), &capabilities.add), (Some(&["ALL".to_owned()][..]), &None));
+        assert_eq!(capabilities.drop.as_deref(), Some(&["ALL".to_owned()][..]), "{}", container.name);
+        // Of what is given away at the start, root alone can be the giver.
+        let added = (container.name == "prepare").then(|| vec!["CHOWN".to_owned()]);
+        assert_eq!(capabilities.add, added, "{}", container.name);
     }
     assert_eq!(pod.host_pid, Some(true));
     assert_eq!((pod.host_network, pod.host_ipc), (None, None));
+}
+
+#[test]
+fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
+    let pod = pod();
+    let group = pod.security_context.as_ref().and_then(|context| context.supplemental_groups.clone());
+    let user = group.expect("the group of the control socket")[0];
+    for container in &pod.containers {
+        let context = container.security_context.as_ref().expect(&container.name);
+        // The others use directories of the node that belong to root.
+        let expected = match &*container.name {
+            "scheduler" | "agent" => (Some(user), Some(user), Some(true)),
+            _ => (Some(0), None, None),
+        };
+        let found = (context.run_as_user, context.run_as_group, context.run_as_non_root);
+        assert_eq!(found, expected, "{}", container.name);
+    }
+    let prepare = &pod.init_containers.expect("an init container")[0];
+    let command = prepare.command.as_ref().expect("a command");
+    assert!(command.contains(&format!("--owner={user}")), "{command:?}");
 }
 
 #[test]

@@ -13,7 +13,7 @@ mod spec;
 pub mod specs;
 
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -70,6 +70,12 @@ pub struct Install {
     /// The file that names the library as it is found in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
+    /// The directory of the clients' socket, which is made where there is none, and given to --owner
+    #[arg(long, value_name = "DIRECTORY", requires = "owner", value_hint = ValueHint::DirPath)]
+    sockets: Option<PathBuf>,
+    /// The number of the user, and of its group, as whom the scheduler runs
+    #[arg(long, value_name = "UID", requires = "sockets")]
+    owner: Option<u32>,
 }
 
 /// Copies the files that containers mount into a directory of the host, for a host that has nvshare in containers
@@ -82,7 +88,25 @@ pub fn install(asked: &Install) -> Result<(), CtlError> {
         let content = std::fs::read(from).map_err(|e| fail(from, e))?;
         write(&to, &content).map_err(|e| fail(&to, e))?;
     }
+    if let (Some(directory), Some(owner)) = (&asked.sockets, asked.owner) {
+        give(directory, owner)
+            .map_err(|e| CtlError::Failed(format!("cannot give {} to user {owner}: {e}", directory.display())))?;
+    }
     Ok(())
+}
+
+/// Gives a directory and the files in it to a user: sockets and locks may be from a scheduler that ran as another one.
+fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
+    std::fs::create_dir_all(directory)?;
+    // Whoever may write there could put another socket in the scheduler's place. A directory that was given away before
+    // is as it should be, and not ours to change any more.
+    if directory.metadata()?.permissions().mode() & 0o022 != 0 {
+        std::fs::set_permissions(directory, std::fs::Permissions::from_mode(0o755))?;
+    }
+    for entry in directory.read_dir()? {
+        lchown(entry?.path(), Some(owner), Some(owner))?;
+    }
+    lchown(directory, Some(owner), Some(owner))
 }
 
 /// Writes the file, and passes remarks to `say`.
