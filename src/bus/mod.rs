@@ -141,6 +141,8 @@ pub struct Pod {
     pub containers: HashMap<String, String>,
     /// Keys of a rule that count for this pod where no other rule does; may be empty.
     pub rule: HashMap<String, OwnedVariant>,
+    /// Those of them that the pod does not ask for, since they are from the agent's configuration. `None`: of an older agent.
+    pub defaults: Option<Vec<String>>,
 }
 
 /// The state of a client on one GPU.

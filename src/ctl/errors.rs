@@ -23,10 +23,15 @@ impl CtlError {
     }
 
     pub(super) fn not_running(why: impl fmt::Display) -> Self {
-        Self::NotRunning(format!(
-            "the scheduler is not running ({why}): start it with `systemctl start nvshare.socket` as root; \
-             one of your own listens where --control or $NVSHARE_CONTROL says"
-        ))
+        // kubelet sets it in every container.
+        let remedy = match std::env::var_os("KUBERNETES_SERVICE_HOST") {
+            Some(_) => "kubelet starts it; the log of the container `scheduler` of this pod says what is wrong",
+            None => {
+                "start it with `systemctl start nvshare.socket` as root; one of your own listens where --control or \
+                 $NVSHARE_CONTROL says"
+            }
+        };
+        Self::NotRunning(format!("the scheduler is not running ({why}): {remedy}"))
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::task::spawn_local;
 use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::core::views::{ClientPids, Holders};
-use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, SAMPLE_QUIET};
+use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::systemd;
 use crate::daemon::usage::HoursUsed;
@@ -106,10 +106,21 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
-            // Once more when the last client's memory has been freed, for the next client to come.
-            tokio::time::sleep(SAMPLE_BUSY).await;
-            core.borrow().query_nvml(Query::Sample);
-            signals.activity.notified().await;
+            // For the next client to come: when most processes have freed their memory, and again when the last must have.
+            // Else what a slow one had would count as other programs' until then.
+            let until_freed = async {
+                for wait in [SAMPLE_BUSY, EXIT_TIME] {
+                    tokio::time::sleep(wait).await;
+                    core.borrow().query_nvml(Query::Sample);
+                }
+                if signals.clients.get() == 0 {
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                () = signals.activity.notified() => {}
+                () = until_freed => {}
+            }
         }
         core.borrow().query_nvml(Query::Sample);
         core.borrow_mut().sample_host();

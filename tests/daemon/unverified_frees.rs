@@ -55,6 +55,27 @@ fn helper_wants() {
 }
 
 #[test]
+fn memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_ever() {
+    let test = "unverified_frees::memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_ever";
+    if !has_own_process(test, &[("CUDA_SIM_MEMORY", TOTAL.to_string()), ("CUDA_SIM_CONTEXT", CONTEXT.to_string())]) {
+        return;
+    }
+    let daemon = Daemon::start();
+    daemon.log.wait("found");
+    let client = Client::welcomed_as(&daemon.socket(), 2);
+    attach(&client);
+    let gpu = Account::get();
+    assert!(gpu.take(0, CONTEXT));
+    wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));
+    drop(client);
+    daemon.log.wait("disconnected");
+    // For the first measurement to see it still; if it does not, nothing is shown here.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    gpu.give(0, CONTEXT);
+    wait_for("the memory to be seen to be free", || (status(&daemon)["gpus"][0]["overhead"] == 0).then_some(()));
+}
+
+#[test]
 fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
     if !is_root() {
         eprintln!("skipped: only root can be two users");

@@ -17,6 +17,8 @@ const LONGEST: usize = 4096;
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PodRule {
     pub keys: BTreeMap<&'static str, Value>,
+    /// Keys that are not the pod's, but the default of its namespace.
+    pub defaults: Vec<&'static str>,
     pub left_out: Vec<String>,
 }
 
@@ -29,8 +31,11 @@ pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions
             Err(why) => rule.left_out.push(format!("its annotation {PREFIX}{name} is left out: {why}")),
         }
     }
-    if let Some(weight) = &permissions.weight {
-        rule.keys.entry("weight").or_insert_with(|| weight.clone());
+    if let Some(weight) = &permissions.weight
+        && !rule.keys.contains_key("weight")
+    {
+        rule.keys.insert("weight", weight.clone());
+        rule.defaults.push("weight");
     }
     rule
 }
@@ -145,10 +150,11 @@ mod tests {
     #[test]
     fn who_wishes_for_no_weight_has_that_of_the_namespace() {
         let permissions = Permissions { weight: Some(100.into()), ..Permissions::default() };
-        for (wished, expected) in [("50", 50), ("500", 100)] {
+        for (wished, expected, defaults) in [("50", 50, 0), ("500", 100, 1)] {
             let annotations = BTreeMap::from([("weight".to_owned(), wished.to_owned())]);
             let rule = read("team-a", &annotations, &permissions);
             assert_eq!(rule.keys.get("weight"), Some(&Value::Integer(expected)), "{wished}");
+            assert_eq!(rule.defaults.len(), defaults, "{wished}");
         }
         assert_eq!(read("team-a", &BTreeMap::new(), &permissions).keys.len(), 1);
     }

@@ -76,7 +76,7 @@ impl Node {
         let mut there = BTreeSet::new();
         let mut told = Vec::with_capacity(all.len());
         for pod in all {
-            let PodRule { keys, left_out } =
+            let PodRule { keys, defaults, left_out } =
                 annotations::read(&pod.namespace, &pod.annotations, config.of(&pod.namespace));
             for what in left_out {
                 self.warnings.log(&pod.uid, &pod.full_name(), &what);
@@ -88,6 +88,7 @@ impl Node {
                 name: pod.name.clone(),
                 containers: pod.containers.clone(),
                 rule: annotations::variants(&keys),
+                defaults: Some(defaults.into_iter().map(str::to_owned).collect()),
             });
         }
         self.warnings.keep(|uid| there.contains(uid));

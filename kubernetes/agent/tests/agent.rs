@@ -48,8 +48,9 @@ fn pods_come_change_and_go() {
 #[test]
 fn a_program_is_known_by_its_pod_and_has_its_wish() {
     let node = Node::new();
-    let _scheduler = node.scheduler();
+    let scheduler = node.scheduler();
     let Some(_program) = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1)) else { return };
+    scheduler.log.wait(&format!("of pod {} connected", uid(1)));
     let client = |node: &Node| node.clients_listed().into_iter().find(|client| client.pod == uid(1));
     let unnamed = node.until("the client", client);
     assert_eq!((&*unnamed.pod_name, &*unnamed.rule), ("", ""));
@@ -62,8 +63,29 @@ fn a_program_is_known_by_its_pod_and_has_its_wish() {
     assert_eq!((&*named.rule, &*named.rule_origin), ("team-a/pod-1", "the pod's annotations"));
     assert_eq!(named.share, "weight 30");
 
+    let another = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1));
+    scheduler.log.wait("of pod team-a/pod-1, container main, connected");
+    drop(another);
+    scheduler.log.wait("of pod team-a/pod-1, container main, has ended");
+
     node.api.remove(&uid(1));
     node.until("its name to be gone", |node| client(node).filter(|client| client.pod_name.is_empty()));
+}
+
+#[test]
+fn a_weight_that_the_pod_does_not_set_is_said_to_be_the_agents() {
+    let node = Node::new();
+    node.configure("[[namespaces]]\nname = \"*\"\nweight = 100\n");
+    node.api.put(pod(1, &[]));
+    node.api.put(pod(2, &[("nvshare.com/memory-max", "8G")]));
+    let _scheduler = node.scheduler();
+    let _agent = node.agent();
+    node.until_rule("team-a/pod-1", "weight", "100");
+    node.until_rule("team-a/pod-2", "weight", "100");
+    let rules = node.rules();
+    let origin = |pod: &str| said(&rules[pod], "origin").unwrap_or_default();
+    assert_eq!(origin("team-a/pod-1"), "the agent's configuration");
+    assert_eq!(origin("team-a/pod-2"), "the pod's annotations and the agent's configuration");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
 use crate::daemon::tenants::What;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::{ClientAction, Session, Violation};
-use crate::identity::{Identity, printable};
+use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
@@ -28,17 +28,30 @@ const MAX_DEPARTED: usize = 1024;
 /// Host memory is measured no more often for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
+/// The pod of a process, as far as the agent has named it, for the end of its own name.
+fn of_pod(identity: &Identity) -> String {
+    let Pod { uid, namespace, name, container } = &identity.pod;
+    match (&**uid, &**name, &**container) {
+        ("", ..) => String::new(),
+        (uid, "", _) => format!(" of pod {uid}"),
+        (_, name, "") => format!(" of pod {namespace}/{name}"),
+        (_, name, container) => format!(" of pod {namespace}/{name}, container {container},"),
+    }
+}
+
 impl Core {
     /// Welcomes a client that has sent Hello.
-    pub fn connect(&mut self, arrival: Arrival) -> ClientId {
+    pub fn connect(&mut self, mut arrival: Arrival) -> ClientId {
+        self.pods.name(&mut arrival.identity);
         let client = ClientId(self.next_client);
         self.next_client += 1;
         let (version, account) = (arrival.version, TenantId(arrival.identity.tenant.number()));
         let gang = self.gang(client, &arrival);
-        let Identity { pid, uid, unit, name, tenant, .. } = &*arrival.identity.clone();
+        let identity = arrival.identity.clone();
+        let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
         if self.log_limit.allows("connected", tenant) {
-            let library = printable(&arrival.library);
-            info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name} connected");
+            let (library, of) = (printable(&arrival.library), of_pod(&identity));
+            info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected");
         }
         let is_asleep = arrival.is_asleep;
         self.add_client(client, arrival, gang, "connect");
@@ -51,12 +64,14 @@ impl Core {
     }
 
     /// Takes over a client of an earlier daemon, with the id that it had.
-    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
+    pub fn resume(&mut self, client: ClientId, mut arrival: Arrival, name: ConnectionName) {
+        self.pods.name(&mut arrival.identity);
         let (gang, account) = (self.gang(client, &arrival), TenantId(arrival.identity.tenant.number()));
-        let Identity { pid, uid, unit, name: called, tenant, .. } = &*arrival.identity.clone();
+        let identity = arrival.identity.clone();
+        let Identity { pid, uid, unit, name: called, tenant, .. } = &*identity;
         if self.log_limit.allows("connected", tenant) {
-            let library = printable(&arrival.library);
-            info!(name: "client-resumed", client = client.0, pid, uid, unit, %tenant, library, "{called} continues");
+            let (library, of) = (printable(&arrival.library), of_pod(&identity));
+            info!(name: "client-resumed", client = client.0, pid, uid, unit, %tenant, library, "{called}{of} continues");
         }
         let is_asleep = arrival.is_asleep;
         self.add_client(client, arrival, gang, "resume");
@@ -103,18 +118,8 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival {
-            connection,
-            mut identity,
-            version,
-            gang: named,
-            library,
-            lock,
-            reconnects,
-            is_asleep: _,
-            process,
-        } = arrival;
-        self.pods.name(&mut identity);
+        let Arrival { connection, identity, version, gang: named, library, lock, reconnects, is_asleep: _, process } =
+            arrival;
         let entry = Client {
             connection,
             session: Session::new(client, version),
@@ -210,7 +215,8 @@ impl Core {
         let Identity { pid, uid, unit, name, tenant, .. } = &*gone.identity;
         let identity = &gone.identity;
         if self.log_limit.allows("gone", tenant) {
-            info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name} {why}");
+            let of = of_pod(identity);
+            info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
         }
         if self.departed.len() >= MAX_DEPARTED {
             // Measurements do this as well, where there are any.

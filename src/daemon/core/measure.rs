@@ -17,7 +17,7 @@ const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
 /// A process that ends closes its connection first and frees its memory later, within this time. After that, the memory
 /// counts as another program's.
-pub(super) const EXIT_TIME: Duration = Duration::from_secs(5);
+pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
 /// The estimate for a context that was not measured is at most the GPU's size divided by this.
 const CONTEXT_DIVISOR: u64 = 16;

@@ -41,6 +41,7 @@ mod usage;
 pub mod views;
 
 pub use gpus::Present;
+pub use measure::EXIT_TIME;
 pub use sleep::{Checkpoint, CheckpointRequest};
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

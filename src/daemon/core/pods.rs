@@ -36,7 +36,7 @@ impl Pods {
         }
         let (mut pods, mut refused) = (Self::default(), Refused::new());
         for pod in pods_of_node {
-            let bus::Pod { uid, namespace, name, containers, rule } = pod;
+            let bus::Pod { uid, namespace, name, containers, rule, defaults } = pod;
             if !is_pod_uid(&uid) {
                 return Err(format!("{uid:?} is not the UID of a pod"));
             }
@@ -45,7 +45,7 @@ impl Pods {
                     return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
                 }
             }
-            let rule = match read_rule(&uid, &namespace, &name, &rule) {
+            let rule = match read_rule(&uid, &namespace, &name, &rule, &defaults.unwrap_or_default()) {
                 Ok(rule) => rule,
                 Err(why) => {
                     refused.insert(uid.clone(), why);
@@ -103,6 +103,7 @@ fn read_rule(
     namespace: &str,
     name: &str,
     rule: &HashMap<String, zbus::OwnedVariant>,
+    defaults: &[String],
 ) -> Result<Option<Rule>, String> {
     if rule.is_empty() {
         return Ok(None);
@@ -113,7 +114,13 @@ fn read_rule(
     }
     keys.insert("pod".into(), uid.into());
     keys.insert("name".into(), format!("{namespace}/{name}").into());
-    read_one(&keys.to_string(), Origin { file: "the pod's annotations".into(), line: 0 }).map(Some)
+    let (of_agent, of_pod) = ("the agent's configuration", "the pod's annotations");
+    let file = match rule.keys().filter(|key| defaults.contains(key)).count() {
+        0 => of_pod.to_owned(),
+        count if count == rule.len() => of_agent.to_owned(),
+        _ => format!("{of_pod} and {of_agent}"),
+    };
+    read_one(&keys.to_string(), Origin { file: file.into(), line: 0 }).map(Some)
 }
 
 #[cfg(test)]
@@ -134,7 +141,21 @@ mod tests {
             name: "train-0".into(),
             containers: HashMap::from([(ID.to_owned(), "main".to_owned())]),
             rule: rule.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect(),
+            defaults: None,
         }
+    }
+
+    #[test]
+    fn a_rule_says_whose_wish_it_is() {
+        let origin = |defaults: Option<&[&str]>| {
+            let defaults = defaults.map(|keys| keys.iter().map(|key| (*key).to_owned()).collect());
+            let pod = bus::Pod { defaults, ..pod(&[("memory-max", "8G"), ("time-max", "20%")]) };
+            Pods::read(vec![pod]).expect("a pod").0.rules()[0].origin.to_string()
+        };
+        assert_eq!(origin(None), "the pod's annotations");
+        assert_eq!(origin(Some(&["weight"])), "the pod's annotations");
+        assert_eq!(origin(Some(&["time-max"])), "the pod's annotations and the agent's configuration");
+        assert_eq!(origin(Some(&["memory-max", "time-max"])), "the agent's configuration");
     }
 
     #[test]

@@ -113,6 +113,13 @@ impl Core {
         let views = group.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
         let used = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
         let used = used.fold(0, u64::saturating_add);
+        // Host memory has no contexts in it.
+        let contexts = match everywhere {
+            true => String::new(),
+            false => {
+                format!(", contexts of the group take {}", units::size(self.machine.contexts_of_group(client, gpu)))
+            }
+        };
         log_client!(
             warn,
             name: "memory-refused",
@@ -122,8 +129,8 @@ impl Core {
             bytes,
             rule = rule.to_string(),
             memory_max = max,
-            "{} is refused memory: it requests {} in total, other programs of its group have {}, and {key} of rule {rule} \
-             allows the group {}, contexts included",
+            "{} is refused memory: it requests {} in total, other programs of its group have {}{contexts}, and {key} of \
+             rule {rule} allows the group {} in all",
             entry.identity.name,
             units::size(bytes),
             units::size(used),
@@ -142,9 +149,10 @@ impl Core {
             &entry.identity,
             gpu = self.label(gpu),
             bytes,
-            "{} is refused memory: it requests {} in total, and its environment sets {limits}, contexts included",
+            "{} is refused memory: it requests {} in total beside a context of {}, and its environment sets {limits}",
             entry.identity.name,
-            units::size(bytes)
+            units::size(bytes),
+            units::size(self.machine.counted_context(client, gpu))
         );
     }
 

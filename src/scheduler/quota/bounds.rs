@@ -20,7 +20,7 @@ impl ClientLimit {
 }
 
 impl Quota {
-    pub(super) fn context(&self, cx: Context, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn context(&self, cx: Context, client: ClientId, id: GpuId) -> u64 {
         self.entry(client, id).map_or(0, |entry| entry.context(cx, id))
     }
 
@@ -32,8 +32,12 @@ impl Quota {
     /// The highest sum of the demands of a client's group on a GPU: its `memory-max` less contexts. `None`: no limit.
     pub(super) fn group_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let max = cx.rules.memory_max(client, cx.gpus.total(id))?;
-        let contexts = self.sum_of_group(cx, client, id, |entry| entry.context(cx, id));
-        Some(max.saturating_sub(contexts))
+        Some(max.saturating_sub(self.contexts_of_group(cx, client, id)))
+    }
+
+    /// Bytes that the contexts of a client's group count for on a GPU.
+    pub(crate) fn contexts_of_group(&self, cx: Context, client: ClientId, id: GpuId) -> u64 {
+        self.sum_of_group(cx, client, id, |entry| entry.context(cx, id))
     }
 
     /// The highest demand of a client on a GPU by its environment. `None`: no limit.

@@ -9,6 +9,16 @@ impl Machine {
         self.rules.memory_max(client, self.memory.get(&id)?.total)
     }
 
+    /// Bytes that the contexts of a client's group count for on a GPU, as measured or else estimated.
+    pub fn contexts_of_group(&self, client: ClientId, id: GpuId) -> u64 {
+        self.ask_quota(|quota, cx| quota.contexts_of_group(cx, client, id))
+    }
+
+    /// Bytes that a client's own context counts for on a GPU, as measured or else estimated.
+    pub fn counted_context(&self, client: ClientId, id: GpuId) -> u64 {
+        self.ask_quota(|quota, cx| quota.context(cx, client, id))
+    }
+
     /// The lowest of all limits on a client's memory on a GPU, whether or not it uses that GPU. `None`: there is none.
     pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.rules.lowest_max(client, self.memory.get(&id)?.total)
