@@ -1,7 +1,8 @@
-//! Tests of the agent, of its page and of the manifests.
+//! Tests of the agent, of its page, of the manifests and of the Helm chart.
 
 mod agent;
 mod documentation;
+mod helm;
 mod hostile;
 mod manifests;
 mod resilience;

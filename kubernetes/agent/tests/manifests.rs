@@ -14,12 +14,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-fn kubernetes() -> PathBuf {
+pub fn kubernetes() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 /// Every document of the manifests, with its file.
-fn documents() -> Vec<(PathBuf, Value)> {
+pub fn documents() -> Vec<(PathBuf, Value)> {
     let mut all = Vec::new();
     for directory in ["base", "mounts", "examples", "examples/volume-mounts"] {
         for entry in std::fs::read_dir(kubernetes().join(directory)).expect("the manifests") {

@@ -1,0 +1,146 @@
+//! The Helm chart: it installs what `kubernetes/base` has, as its values say. Where `helm` is missing, only what can be seen without it is
+//! checked.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::manifests::{documents, kubernetes};
+
+fn chart() -> std::path::PathBuf {
+    kubernetes().join("helm/nvshare")
+}
+
+fn read(name: &str) -> String {
+    let path = chart().join(name);
+    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+#[test]
+fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
+    for file in ["access.yaml", "config.yaml", "daemonset.yaml"] {
+        let path = kubernetes().join("base").join(file);
+        assert_eq!(read(&format!("base/{file}")), std::fs::read_to_string(&path).expect("a manifest"), "{file}");
+    }
+    let chart: Value = serde_saphyr::from_str(&read("Chart.yaml")).expect("YAML");
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!((&chart["version"], &chart["appVersion"]), (&json!(version), &json!(version)));
+    // Whatever can be set is used, and no other.
+    let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
+    let template = read("templates/nvshare.yaml");
+    for key in values.as_object().expect("values").keys() {
+        let is_used = [format!("$values.{key}"), format!("\"{key}\"")].iter().any(|use_| template.contains(use_));
+        assert!(is_used, "{key}");
+    }
+    for used in template.split("$values.").skip(1) {
+        let path: Vec<&str> =
+            used.split(|c: char| !(c.is_alphanumeric() || c == '.')).next().unwrap_or_default().split('.').collect();
+        let found = path.iter().try_fold(&values, |value, key| value.get(key));
+        assert!(found.is_some(), "{path:?} is in no values");
+    }
+}
+
+/// What the chart makes of these values, by kind; `None` without helm, which a line then says.
+fn rendered(values: &Value) -> Option<BTreeMap<String, Value>> {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), values.to_string()).expect("values");
+    let mut helm = Command::new("helm");
+    helm.args(["template", "nvshare"]).arg(chart()).args(["--namespace", "nvshare", "--values"]).arg(file.path());
+    let output = match helm.output() {
+        Ok(output) => output,
+        Err(_) => {
+            eprintln!("skipped: there is no helm");
+            return None;
+        }
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    let all: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+    let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
+    Some(all.into_iter().filter(|object| !object.is_null()).map(by_kind).collect())
+}
+
+/// Without what the chart adds to each object, and with settings as they are read.
+fn plain(mut object: Value) -> Value {
+    for key in ["labels", "namespace"] {
+        object["metadata"].as_object_mut().expect("metadata").remove(key);
+    }
+    if let Some(template) = object.pointer_mut("/spec/template") {
+        template["metadata"].as_object_mut().expect("metadata").remove("annotations");
+        for list in ["containers", "initContainers"] {
+            for container in template["spec"][list].as_array_mut().expect(list) {
+                let container = container.as_object_mut().expect("a container");
+                container.retain(|key, _| !["image", "imagePullPolicy"].contains(&key.as_str()));
+            }
+        }
+    }
+    if let Some(data) = object.get_mut("data").and_then(Value::as_object_mut) {
+        for (file, text) in data {
+            let (source, path) = (text.as_str().expect("a text").to_owned(), Path::new(file));
+            *text = json!(match file.as_str() {
+                "nvshare.toml" => format!("{:?}", nvshare::config::Config::parse(&source, path).expect("it is right")),
+                "agent.toml" =>
+                    format!("{:?}", nvshare_agent::config::Config::parse(&source, path).expect("it is right")),
+                _ => format!("{:?}", nvshare_device_plugin::config::Config::parse(&source, path).expect("it is right")),
+            });
+        }
+    }
+    object
+}
+
+#[test]
+fn with_its_default_values_it_installs_the_same_as_kustomize() {
+    let Some(rendered) = rendered(&json!({})) else { return };
+    let base = documents().into_iter().filter(|(path, _)| path.parent().is_some_and(|parent| parent.ends_with("base")));
+    let mut count = 0;
+    for (_, object) in base {
+        let kind = object["kind"].as_str().expect("a kind").to_owned();
+        // Helm makes the namespace itself.
+        if ["Namespace", "Kustomization"].contains(&&*kind) {
+            continue;
+        }
+        let chart = plain(rendered.get(&kind).unwrap_or_else(|| panic!("{kind} is missing")).clone());
+        assert_eq!(chart, plain(object), "{kind}");
+        count += 1;
+    }
+    assert_eq!(rendered.len(), count);
+}
+
+#[test]
+fn its_values_are_heeded() {
+    let values = json!({
+        "image": {"repository": "registry.example/nvshare", "tag": "1.2.3"}, "inject": "mounts", "slots": 3, "agent": {"enabled": false},
+        "metrics": {"enabled": true, "port": 1234, "podMonitor": true}, "nodeSelector": {"nvidia.com/gpu.present": null, "a": "b"}, "tolerations": [],
+        "runtimeClassName": "", "containerdDirectory": "/var/lib/containerd", "resources": {"scheduler": {"limits": {"memory": "1Gi"}}},
+        "config": {"nvshare": "[[rule]]\nname = \"a\"\npod = \"a/*\"\nweight = 5\n", "devicePlugin": "allocation = \"pack\"\n"},
+    });
+    let Some(rendered) = rendered(&values) else { return };
+    let kinds: Vec<&str> = rendered.keys().map(String::as_str).collect();
+    assert_eq!(kinds, ["ConfigMap", "DaemonSet", "PodMonitor", "ServiceAccount"]);
+    let pod = &rendered["DaemonSet"]["spec"]["template"]["spec"];
+    let containers = pod["containers"].as_array().expect("containers");
+    let names: Vec<&str> = containers.iter().filter_map(|container| container["name"].as_str()).collect();
+    assert_eq!(names, ["scheduler", "device-plugin"]);
+    assert!(containers.iter().all(|container| container["image"] == "registry.example/nvshare:1.2.3"));
+    assert_eq!(containers[0]["ports"], json!([{"name": "metrics", "containerPort": 1234}]));
+    assert_eq!(containers[0]["resources"], json!({"limits": {"memory": "1Gi"}}));
+    assert_eq!(
+        (&pod["nodeSelector"], pod.get("tolerations"), pod.get("runtimeClassName")),
+        (&json!({"a": "b"}), None, None)
+    );
+    let volumes = pod["volumes"].as_array().expect("volumes");
+    let of = |name: &str| volumes.iter().find(|volume| volume["name"] == name);
+    assert_eq!(of("containerd").expect("the volume")["hostPath"]["path"], "/var/lib/containerd");
+    assert!(of("token").is_none());
+    assert_eq!(rendered["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["portNumber"], 1234);
+    let text = |file: &str| rendered["ConfigMap"]["data"][file].as_str().expect(file).to_owned();
+    let config = nvshare::config::Config::parse(&text("nvshare.toml"), Path::new("nvshare.toml")).expect("it is right");
+    assert_eq!(config.metrics.to_string(), "0.0.0.0:1234");
+    let plugin =
+        nvshare_device_plugin::config::Config::parse(&text("device-plugin.toml"), Path::new("x")).expect("it is right");
+    assert_eq!((plugin.slots, plugin.inject), (3, nvshare_device_plugin::config::Inject::Mounts));
+    assert_eq!(plugin.allocation, nvshare_device_plugin::config::Allocation::Pack);
+    assert_eq!(plugin.mounts.library, Path::new("/var/lib/nvshare-node/libnvshare.so"));
+}
