@@ -230,3 +230,28 @@ impl Trouble {
         self.0 = None;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kubelet_that_never_asks_is_told_ever_more_rarely() {
+        let seconds = [0, 1, 2, 5, 6, u32::MAX].map(|ignored| unwatched(ignored).as_secs());
+        assert_eq!(seconds, [10, 20, 40, 320, 320, 320]);
+    }
+
+    #[tokio::test]
+    async fn one_that_watches_again_counts_from_the_start() {
+        let (count, watchers) = watch::channel(0);
+        let mut attention = Attention::new(watchers);
+        attention.ignored = 3;
+        attention.begin();
+        assert_eq!(attention.is_over(), None);
+        assert_eq!((attention.was_watched, attention.ignored), (false, 3));
+        count.send_replace(1);
+        assert_eq!(attention.is_over(), None);
+        assert_eq!((attention.was_watched, attention.ignored), (true, 0));
+        assert_eq!(attention.idle, None);
+    }
+}
