@@ -36,6 +36,8 @@ pub struct Config {
     pub swap_ahead: SwapMax,
     /// Where metrics are served, beside what systemd passes.
     pub metrics: Listen,
+    /// Metrics of each program are served as well.
+    pub metrics_of_programs: bool,
     /// For how long it is recorded what programs have used.
     pub keep_usage: Duration,
     /// Limits and shares of programs, by unit, slice, control group, user and so on.
@@ -55,6 +57,7 @@ impl Default for Config {
             swap_ahead: SwapMax::Percent(25),
             // It takes a privilege.
             metrics: Listen::Nowhere,
+            metrics_of_programs: false,
             // A year can be compared with the one before, a month at a time.
             keep_usage: Duration::from_secs(400 * 24 * 3600),
             rules: Rules::default(),
@@ -130,6 +133,7 @@ impl Config {
             swap_max: all.swap.max.unwrap_or(default.swap_max),
             swap_ahead: all.swap.ahead.unwrap_or(default.swap_ahead),
             metrics: all.metrics.listen.unwrap_or(default.metrics),
+            metrics_of_programs: all.metrics.programs.unwrap_or(default.metrics_of_programs),
             keep_usage: all.accounting.keep.unwrap_or(default.keep_usage),
             rules,
         })
@@ -216,7 +220,10 @@ impl File {
                 context: self.memory.context.or(before.memory.context),
             },
             swap: SwapSection { max: self.swap.max.or(before.swap.max), ahead: self.swap.ahead.or(before.swap.ahead) },
-            metrics: MetricsSection { listen: self.metrics.listen.or(before.metrics.listen) },
+            metrics: MetricsSection {
+                listen: self.metrics.listen.or(before.metrics.listen),
+                programs: self.metrics.programs.or(before.metrics.programs),
+            },
             accounting: AccountingSection { keep: self.accounting.keep.or(before.accounting.keep) },
             rule: Vec::new(),
         }
@@ -270,7 +277,7 @@ mod tests {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmigrate = true\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\n\
-                    [metrics]\nlisten = \"/run/m.sock\"\n[accounting]\nkeep = \"30d\"\n";
+                    [metrics]\nlisten = \"/run/m.sock\"\nprograms = true\n[accounting]\nkeep = \"30d\"\n";
         let expected = Config {
             settings: Settings {
                 time_quantum: Duration::from_secs(120),
@@ -291,6 +298,7 @@ mod tests {
             swap_max: SwapMax::Bytes(64 << 30),
             swap_ahead: SwapMax::Bytes(0),
             metrics: Listen::Path("/run/m.sock".into()),
+            metrics_of_programs: true,
             keep_usage: Duration::from_secs(30 * 86_400),
             rules: Rules::default(),
         };

@@ -16,6 +16,8 @@ pub struct MetricsSection {
     /// Empty text disables metrics.
     #[serde(default, deserialize_with = "read_listen")]
     pub listen: Option<Listen>,
+    #[serde(default)]
+    pub programs: Option<bool>,
 }
 
 /// Where the configuration has metrics served.

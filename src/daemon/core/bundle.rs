@@ -127,6 +127,7 @@ fn configuration(config: &Config) -> Value {
         swap_max,
         swap_ahead,
         metrics,
+        metrics_of_programs,
         keep_usage,
         rules,
     } = config;
@@ -159,7 +160,7 @@ fn configuration(config: &Config) -> Value {
         "keep-connections": keep_connections,
         "memory": { "reserve": settings.reserve, "context": settings.context },
         "swap": { "max": swap_max.to_string(), "ahead": swap_ahead.to_string() },
-        "metrics": { "listen": metrics },
+        "metrics": { "listen": metrics, "programs": metrics_of_programs },
         "accounting": { "keep": format!("{}s", keep_usage.as_secs()) },
         "rule": rules.collect::<Vec<_>>(),
     })

@@ -14,6 +14,7 @@ use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::nvml::{Query, Sample};
+use crate::daemon::metrics::snapshot::Workload;
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
 use crate::daemon::tenants::What;
@@ -237,6 +238,10 @@ impl Core {
             let _ = reply.send(Err(fdo::Error::Failed("it has ended".into())));
         }
         self.apply(Event::Disconnected { client });
+        self.counts.end(client, &Workload::of(identity), now);
+        let clients = &self.clients;
+        let living = || clients.values().map(|other| Workload::of(&other.identity)).collect();
+        self.counts.forget_ended(now, living);
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
 

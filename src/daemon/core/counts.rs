@@ -1,21 +1,26 @@
 //! Counters for metrics, from the machine's events and commands and from clients' own counters. They are exact and never
-//! decrease: those of a GPU include clients that have gone.
+//! decrease: those of a GPU include clients that have gone, and those of a workload, until it is forgotten.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use nvshare_wire::{Counts as Reported, version};
 
 use super::state::Core;
 use super::usage::Used;
-use crate::daemon::metrics::snapshot::{Counted, Waits};
+use crate::daemon::metrics::snapshot::{Counted, Waits, Workload};
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 
 #[derive(Debug, Default)]
 pub struct Counts {
     gpus: BTreeMap<GpuId, GpuCounts>,
     clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,
+    /// Of clients that have gone, and when the last one went.
+    ended: BTreeMap<(GpuId, Workload), (Counted, Time)>,
 }
+
+/// What is known of a workload without clients is forgotten after this time, as pressure is. Clients can name units.
+const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Counters of one GPU.
 #[derive(Debug, Clone, Default)]
@@ -59,6 +64,37 @@ impl Counts {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
     }
 
+    /// What clients that have gone have added to their workloads.
+    pub fn ended(&self) -> impl Iterator<Item = (GpuId, &Workload, &Counted)> {
+        self.ended.iter().map(|((gpu, workload), (counted, _))| (*gpu, workload, counted))
+    }
+
+    /// A client has gone: what it counted is its workload's from now on.
+    pub(super) fn end(&mut self, client: ClientId, workload: &Workload, now: Time) {
+        for (gpu, count) in self.clients.remove(&client).unwrap_or_default() {
+            let (counted, last) = self.ended.entry((gpu, workload.clone())).or_default();
+            counted.add(&count.counted);
+            *last = now;
+        }
+    }
+
+    /// Forgets workloads of which the last client went long ago, unless they are among those that have clients. Computing these
+    /// takes time, so they are asked for only when there may be something to forget.
+    pub(super) fn forget_ended(&mut self, now: Time, living: impl FnOnce() -> BTreeSet<Workload>) {
+        let is_recent = |last: Time| now.saturating_sub(last) < FORGOTTEN;
+        if self.ended.values().all(|(_, last)| is_recent(*last)) {
+            return;
+        }
+        let living = living();
+        self.ended.retain(|(_, workload), (_, last)| {
+            let lives = living.contains(workload);
+            if lives {
+                *last = now;
+            }
+            lives || is_recent(*last)
+        });
+    }
+
     /// The GPUs that a client uses or has used.
     pub(super) fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
         self.clients.get(&client).into_iter().flat_map(BTreeMap::keys).copied().collect()
@@ -72,6 +108,7 @@ impl Counts {
     /// Forgets a GPU.
     pub fn forget(&mut self, gpu: GpuId) {
         self.gpus.remove(&gpu);
+        self.ended.retain(|(of, _), _| *of != gpu);
         for gpus in self.clients.values_mut() {
             gpus.remove(&gpu);
         }
@@ -143,7 +180,6 @@ impl Core {
             Event::Disconnected { client } => {
                 let gpus: GpuSet = self.counts.clients.get(client).into_iter().flatten().map(|(gpu, _)| *gpu).collect();
                 gpus.into_iter().for_each(|gpu| self.count_detached(*client, gpu, now));
-                self.counts.clients.remove(client);
             }
             _ => {}
         }

@@ -1,10 +1,10 @@
 //! The snapshot that metrics are made from.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::state::Core;
-use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, Snapshot};
+use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, OfWorkload, Snapshot, Workload};
 use crate::scheduler::{AttachmentView, GpuId};
 use crate::sys::clock;
 
@@ -41,6 +41,13 @@ impl Core {
             };
             gpus.insert(view.gpu, figures);
         }
+        let mut workloads: BTreeMap<(GpuId, Workload), OfWorkload> = BTreeMap::new();
+        for (id, workload, counted) in self.counts.ended() {
+            let Some(gpu) = gpus.get(&id) else { continue };
+            let mut of = OfWorkload::new(Arc::clone(&gpu.uuid), workload.clone());
+            of.counted = counted.clone();
+            workloads.insert((id, workload.clone()), of);
+        }
         let mut clients = Vec::with_capacity(attachments.len());
         for (client, id, count) in self.counts.clients() {
             let (Some(entry), Some(gpu)) = (self.clients.get(&client), gpus.get_mut(&id)) else { continue };
@@ -60,11 +67,24 @@ impl Core {
                 }
             });
             let (gpu, identity) = (Arc::clone(&gpu.uuid), entry.identity.clone());
-            clients.push(OfClient { gpu, client: client.0, identity, counted, attachment });
+            let client = OfClient { gpu, client: client.0, identity, counted, attachment };
+            let key = (id, Workload::of(&client.identity));
+            match workloads.get_mut(&key) {
+                Some(workload) => workload.add(&client),
+                None => {
+                    let mut workload = OfWorkload::new(Arc::clone(&client.gpu), key.1.clone());
+                    workload.add(&client);
+                    workloads.insert(key, workload);
+                }
+            }
+            if self.config.metrics_of_programs {
+                clients.push(client);
+            }
         }
+        let workloads = workloads.into_values().collect();
         let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
         gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
-        Snapshot { gpus, clients, groups: self.stalls() }
+        Snapshot { gpus, workloads, clients, groups: self.stalls() }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-use super::snapshot::{OfClient, OfGpu, OfGroup, Waits};
+use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Waits};
 
 /// Metrics of one name, of each `T`.
 #[derive(Debug)]
@@ -181,6 +181,111 @@ pub static OF_GROUPS: [Family<OfGroup>; 2] = [
         SECONDS,
         Time(|group| group.full),
         "Time in which at least one program of the group waited for a GPU or for memory there, and none had a GPU lock.",
+    ),
+];
+
+pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
+    family(
+        "nvshare_workload_programs",
+        None,
+        Gauge(|workload| Some(workload.programs)),
+        "Programs of the workload that use the GPU.",
+    ),
+    family(
+        "nvshare_workload_lock",
+        SECONDS,
+        Time(|workload| workload.counted.lock_time),
+        "Time for which its programs had the GPU lock, summed over programs.",
+    ),
+    family(
+        "nvshare_workload_wait",
+        SECONDS,
+        Time(|workload| workload.counted.wait_time),
+        "Time for which its programs waited for the GPU lock before they had it, summed over programs.",
+    ),
+    family(
+        "nvshare_workload_waiting",
+        SECONDS,
+        Age(|workload| Some(workload.waits)),
+        "For how long the program has been waiting for the GPU lock that has waited the longest; 0: none is waiting.",
+    ),
+    family(
+        "nvshare_workload_grants",
+        None,
+        Counter(|workload| workload.counted.grants),
+        "Times that its programs were given the GPU lock.",
+    ),
+    family(
+        "nvshare_workload_hand_overs",
+        None,
+        Counter(|workload| workload.counted.hand_overs),
+        "Times that one of its programs was given the GPU lock after another program.",
+    ),
+    family(
+        "nvshare_workload_swapped_out",
+        BYTES,
+        Counter(|workload| workload.counted.swapped_out),
+        "Its programs' bytes moved from the GPU to host memory.",
+    ),
+    family(
+        "nvshare_workload_swapped_in",
+        BYTES,
+        Counter(|workload| workload.counted.swapped_in),
+        "Its programs' bytes moved from host memory to the GPU.",
+    ),
+    family(
+        "nvshare_workload_unmoved",
+        BYTES,
+        Counter(|workload| workload.counted.unmoved),
+        "Its programs' bytes that left the GPU or came back without being moved.",
+    ),
+    family(
+        "nvshare_workload_refused_allocations",
+        None,
+        Counter(|workload| workload.counted.refused),
+        "Its programs' allocations that failed since there was to be no memory for them.",
+    ),
+    family(
+        "nvshare_workload_mapping_failures",
+        None,
+        Counter(|workload| workload.counted.mapping_failures),
+        "Times that its programs gave the GPU lock back because the driver had no room for memory that they were allowed.",
+    ),
+    family(
+        "nvshare_workload_demand",
+        BYTES,
+        Gauge(|workload| Some(workload.memory.demand)),
+        "What its programs need on the GPU in order to run.",
+    ),
+    family(
+        "nvshare_workload_resident",
+        BYTES,
+        Gauge(|workload| Some(workload.memory.resident)),
+        "Memory of its programs that is on the GPU.",
+    ),
+    family(
+        "nvshare_workload_swapped",
+        BYTES,
+        Gauge(|workload| Some(workload.memory.swapped)),
+        "Memory of its programs that is in host memory.",
+    ),
+    family(
+        "nvshare_workload_pinned",
+        BYTES,
+        Gauge(|workload| Some(workload.memory.pinned)),
+        "Memory of its programs that cannot leave the GPU.",
+    ),
+    family(
+        "nvshare_workload_limit",
+        BYTES,
+        Gauge(|workload| Some(workload.limit)),
+        "The most that the demands of its programs can come to now.",
+    ),
+    family(
+        "nvshare_workload_memory_max",
+        BYTES,
+        Gauge(|workload| workload.memory_max),
+        "What a rule allows its programs of the GPU, together with those that count with them.",
     ),
 ];
 

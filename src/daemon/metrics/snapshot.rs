@@ -13,7 +13,8 @@ pub const WAIT_BOUNDS: [f64; 14] =
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     pub gpus: Vec<OfGpu>,
-    /// One for each GPU that a client uses or has used.
+    pub workloads: Vec<OfWorkload>,
+    /// One for each GPU that a client uses or has used. Empty unless they are asked for.
     pub clients: Vec<OfClient>,
     pub groups: Vec<OfGroup>,
 }
@@ -26,6 +27,78 @@ pub struct OfGroup {
     /// For how long at least one was stalled, and none ran meanwhile.
     pub some: Duration,
     pub full: Duration,
+}
+
+/// What programs are counted together for metrics: those of one tenant in one unit, or in one container of a pod. Unlike programs, the
+/// same ones come again.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Workload {
+    pub tenant: String,
+    pub unit: String,
+    pub container: String,
+    pub pod: String,
+    pub namespace: String,
+}
+
+impl Workload {
+    pub fn of(identity: &Identity) -> Self {
+        let Identity { unit, pod, tenant, .. } = identity;
+        Self {
+            tenant: tenant.to_string(),
+            unit: unit.clone(),
+            container: container_name(identity).to_owned(),
+            pod: pod.name.clone(),
+            namespace: pod.namespace.clone(),
+        }
+    }
+}
+
+/// The container of a process. Kubernetes has names for what has only numbers elsewhere.
+pub fn container_name(identity: &Identity) -> &str {
+    if identity.pod.container.is_empty() { &identity.container } else { &identity.pod.container }
+}
+
+/// A workload on a GPU.
+#[derive(Debug, Clone)]
+pub struct OfWorkload {
+    pub gpu: Arc<str>,
+    pub workload: Workload,
+    /// Programs that have ended included.
+    pub counted: Counted,
+    pub programs: u64,
+    pub memory: Memory,
+    /// The sum of its programs' limits.
+    pub limit: u64,
+    /// The highest of the limits that rules set for its programs' groups.
+    pub memory_max: Option<u64>,
+    /// The longest wait that goes on.
+    pub waits: Duration,
+}
+
+impl OfWorkload {
+    pub fn new(gpu: Arc<str>, workload: Workload) -> Self {
+        Self {
+            gpu,
+            workload,
+            counted: Counted::default(),
+            programs: 0,
+            memory: Memory::default(),
+            limit: 0,
+            memory_max: None,
+            waits: Duration::ZERO,
+        }
+    }
+
+    /// Adds one of its programs.
+    pub fn add(&mut self, client: &OfClient) {
+        self.counted.add(&client.counted);
+        let Some(attachment) = client.attachment else { return };
+        self.programs += 1;
+        self.memory.add(attachment.memory);
+        self.limit = self.limit.saturating_add(attachment.limit);
+        self.memory_max = self.memory_max.max(attachment.memory_max);
+        self.waits = self.waits.max(attachment.waits);
+    }
 }
 
 /// Counters, which never decrease.

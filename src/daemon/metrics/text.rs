@@ -13,8 +13,8 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use super::families::{Family, OF_CLIENTS, OF_GPUS, OF_GROUPS, Value};
-use super::snapshot::{OfClient, OfGpu, OfGroup, Snapshot};
+use super::families::{Family, OF_CLIENTS, OF_GPUS, OF_GROUPS, OF_WORKLOADS, Value};
+use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Snapshot, Workload, container_name};
 use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -24,7 +24,8 @@ const BYTES_A_CLIENT: usize = 4096;
 
 /// All of it.
 pub fn written(snapshot: Snapshot) -> Result<String, Error> {
-    let mut text = String::with_capacity((1 + snapshot.clients.len()) * BYTES_A_CLIENT);
+    let parts = 1 + snapshot.workloads.len() + snapshot.clients.len();
+    let mut text = String::with_capacity(parts * BYTES_A_CLIENT);
     let mut registry = Registry::default();
     registry.register("nvshare_build", "The scheduler", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
     registry.register_collector(Box::new(Exposition(snapshot)));
@@ -39,6 +40,7 @@ impl Collector for Exposition {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), Error> {
         OF_GPUS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.gpus))?;
         OF_GROUPS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.groups))?;
+        OF_WORKLOADS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.workloads))?;
         OF_CLIENTS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.clients))
     }
 }
@@ -80,11 +82,25 @@ impl EncodeLabelSet for OfGroup {
     }
 }
 
+impl EncodeLabelSet for OfWorkload {
+    fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
+        let Workload { tenant, unit, container, pod, namespace } = &self.workload;
+        let all = [
+            ("gpu", &*self.gpu),
+            ("tenant", tenant),
+            ("unit", unit),
+            ("container", container),
+            ("pod", pod),
+            ("namespace", namespace),
+        ];
+        labels(encoder, &all)
+    }
+}
+
 impl EncodeLabelSet for OfClient {
     fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
-        let Identity { pid, uid, name, unit, container, pod, .. } = &*self.identity;
-        // Kubernetes has names for what has only numbers elsewhere.
-        let container = if pod.container.is_empty() { container } else { &pod.container };
+        let Identity { pid, uid, name, unit, pod, .. } = &*self.identity;
+        let container = container_name(&self.identity);
         let (client, pid, uid) = (self.client.to_string(), pid.to_string(), uid.to_string());
         let all = [
             ("gpu", &*self.gpu),

@@ -142,12 +142,12 @@ fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
         "nvshare_gpu_swapped_out_bytes_total",
         "nvshare_gpu_swapped_in_bytes_total",
         "nvshare_gpu_unmoved_bytes_total",
-        "nvshare_client_resident_bytes",
-        "nvshare_client_swapped_bytes",
-        "nvshare_client_pinned_bytes",
-        "nvshare_client_limit_bytes",
-        "nvshare_client_refused_allocations_total",
-        "nvshare_client_wait_seconds_total",
+        "nvshare_workload_resident_bytes",
+        "nvshare_workload_swapped_bytes",
+        "nvshare_workload_pinned_bytes",
+        "nvshare_workload_limit_bytes",
+        "nvshare_workload_refused_allocations_total",
+        "nvshare_workload_wait_seconds_total",
     ] {
         assert!(queries.iter().any(|query| names(query).any(|found| found == name)), "{name}");
     }

@@ -263,3 +263,29 @@ fn a_lock_that_somebody_asked_for_by_name_is_a_client_as_well() {
     drop(child.stdin.take());
     assert!(wait(&mut child).success());
 }
+
+#[test]
+fn a_workload_keeps_what_its_programs_have_counted_and_programs_are_served_only_where_asked_for() {
+    let daemon = scrape::daemon_without_programs();
+    // A GPU that NVML does not know is there for as long as somebody uses it.
+    let _stays = client(&daemon);
+    let said = |expected: [f64; 3]| {
+        // Scrapes close together are one.
+        std::thread::sleep(std::time::Duration::from_millis(150));
+        let scrape = scrape(&daemon.directory.0);
+        let all =
+            ["programs", "grants", "demand_bytes"].map(|name| scrape.one(&format!("nvshare_workload_{name}"), &[]));
+        assert_eq!(all, expected, "{}", scrape.text);
+        assert!(scrape.families.keys().all(|name| !name.starts_with("nvshare_client_")), "{}", scrape.text);
+    };
+    for (number, left) in [(1.0, 0), (2.0, 1)] {
+        let client = client(&daemon);
+        client.send(report(2 << 20, 0, [0; 4]));
+        client.request();
+        client.until(|message| matches!(message, SchedulerMessage::Grant { .. }));
+        said([2.0, number, f64::from(2 << 20)]);
+        drop(client);
+        test_support::wait_for("its end", || (daemon.log.count(" disconnected") > left).then_some(()));
+        said([1.0, number, 0.0]);
+    }
+}

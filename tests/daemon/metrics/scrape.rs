@@ -20,8 +20,19 @@ pub fn daemon(listen: &str, besides: &str) -> Daemon {
 pub fn configure(command: &mut Command, directory: &Path, listen: &str, besides: &str) {
     let file = directory.join("nvshare.toml");
     let listen = if listen.is_empty() { metrics_path(directory).display().to_string() } else { listen.into() };
-    std::fs::write(&file, format!("{besides}\n[metrics]\nlisten = {listen:?}\n")).expect("a configuration");
+    std::fs::write(&file, format!("{besides}\n[metrics]\nprograms = true\nlisten = {listen:?}\n"))
+        .expect("a configuration");
     command.arg("--config").arg(&file);
+}
+
+/// A daemon with the default: no metrics of programs.
+pub fn daemon_without_programs() -> Daemon {
+    Daemon::start_with(|command, directory| {
+        configure(command, directory, "", "");
+        let file = directory.join("nvshare.toml");
+        let text = std::fs::read_to_string(&file).expect("a configuration");
+        std::fs::write(&file, text.replace("programs = true\n", "")).expect("a configuration");
+    })
 }
 
 pub fn metrics_path(directory: &Path) -> PathBuf {
