@@ -143,4 +143,8 @@ fn its_values_are_heeded() {
     assert_eq!((plugin.slots, plugin.inject), (3, nvshare_device_plugin::config::Inject::Mounts));
     assert_eq!(plugin.allocation, nvshare_device_plugin::config::Allocation::Pack);
     assert_eq!(plugin.mounts.library, Path::new("/var/lib/nvshare-node/libnvshare.so"));
+    let with_class =
+        self::rendered(&json!({"createRuntimeClass": true, "runtimeClassName": "gpus"})).expect("helm is there");
+    assert_eq!(with_class["RuntimeClass"]["metadata"]["name"], "gpus");
+    assert_eq!(with_class["RuntimeClass"]["handler"], "nvidia");
 }

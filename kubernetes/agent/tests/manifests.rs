@@ -1,8 +1,9 @@
 //! The manifests are what Kubernetes' published schemas say (by types that are generated from them): each field is
 //! known, and of the type that is wanted. And they ask for no more than the manual says.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
 use k8s_openapi::api::apps::v1::DaemonSet;
@@ -215,4 +216,48 @@ fn the_settings_in_the_config_map_are_right() {
     nvshare_agent::config::Config::parse(&example, Path::new("agent.toml")).expect("its example");
     nvshare_device_plugin::config::Config::parse(&text("device-plugin.toml"), Path::new("device-plugin.toml"))
         .expect("device-plugin.toml");
+}
+
+/// What `kubectl apply -k` would apply, by kind; `None` without kubectl, which a line then says.
+fn built(directory: &str) -> Option<BTreeMap<String, Value>> {
+    let output = match Command::new("kubectl").arg("kustomize").arg(kubernetes().join(directory)).output() {
+        Ok(output) => output,
+        Err(_) => {
+            eprintln!("skipped: there is no kubectl");
+            return None;
+        }
+    };
+    assert!(output.status.success(), "{directory}: {}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    let all: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{directory}: {e}"));
+    Some(all.into_iter().map(|object| (object["kind"].as_str().unwrap_or_default().to_owned(), object)).collect())
+}
+
+#[test]
+fn overlays_change_the_base_and_nothing_else() {
+    let Some(base) = built("base") else { return };
+    let containers = |built: &BTreeMap<String, Value>| -> Vec<Value> {
+        built["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers").clone()
+    };
+    let without_cdi = built("mounts").expect("kubectl is there");
+    let mut expected = containers(&base);
+    expected.retain(|container| container["name"] != "cdi");
+    assert_eq!(containers(&without_cdi), expected);
+    let text = |built: &BTreeMap<String, Value>| {
+        let text = built["ConfigMap"]["data"]["device-plugin.toml"].as_str().expect("a text").to_owned();
+        nvshare_device_plugin::config::Config::parse(&text, Path::new("device-plugin.toml")).expect("it is right")
+    };
+    let (mut config, before) = (text(&without_cdi), text(&base));
+    assert_eq!(config.inject, nvshare_device_plugin::config::Inject::Mounts);
+    config.inject = before.inject;
+    assert_eq!(config, before);
+
+    let by_mounts = built("examples/volume-mounts").expect("kubectl is there");
+    for container in containers(&by_mounts) {
+        let mounts = container["volumeMounts"].as_array().expect("mounts");
+        let asks = mounts.iter().any(|mount| mount["mountPath"] == "/var/run/nvidia-container-devices/all");
+        let needs_gpus =
+            container["env"].as_array().is_some_and(|env| env.iter().any(|v| v["name"] == "NVIDIA_VISIBLE_DEVICES"));
+        assert_eq!(asks, needs_gpus, "{}", container["name"]);
+    }
 }
