@@ -222,3 +222,34 @@ fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
     file.persist(&path)?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_is_given_away_with_what_is_in_it_and_can_be_given_again() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        let above = tempfile::tempdir().expect("a directory");
+        let directory = above.path().join("run/nvshare");
+        give(&directory, 900_180).expect("it is made");
+        std::fs::write(directory.join("scheduler.sock.lock"), "1").expect("a file of root");
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777)).expect("its mode");
+        std::os::unix::fs::symlink(above.path(), directory.join("link")).expect("a link");
+        give(&directory, 900_180).expect("it is given again");
+        let owner = |path: &Path| {
+            let metadata = path.symlink_metadata().expect("it is there");
+            (metadata.uid(), metadata.gid())
+        };
+        for path in [directory.clone(), directory.join("scheduler.sock.lock"), directory.join("link")] {
+            assert_eq!(owner(&path), (900_180, 900_180), "{path:?}");
+        }
+        assert_eq!(owner(above.path()).0, 0, "links are not followed");
+        assert_eq!(directory.metadata().expect("it is there").mode() & 0o777, 0o755);
+    }
+}
