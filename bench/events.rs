@@ -72,7 +72,7 @@ impl World {
         let mut world = Self { machine, now, told: BTreeMap::new(), unanswered: Vec::new(), events: 0 };
         world.say(Event::GpuFound { gpu: GPU, total: 1 << 40 });
         world.say(Event::HostMemory { bytes: 1 << 60 });
-        world.say(Event::GpuOverhead { gpu: GPU, begun: now, bytes: 0, complete: true });
+        world.say(Event::GpuOverhead { gpu: GPU, begun: now, bytes: 0, others: 0, complete: true });
         world
     }
 
@@ -134,7 +134,7 @@ fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     world.now += Duration::from_secs(30);
     let now = world.now;
     world.say(Event::ContextSizes { gpu: GPU, bytes: clients().map(|client| (client, 1)).collect() });
-    world.say(Event::GpuOverhead { gpu: GPU, begun: now, bytes: others + 2, complete: true });
+    world.say(Event::GpuOverhead { gpu: GPU, begun: now, bytes: others + 2, others: 0, complete: true });
     clients().filter(|client| wait || client.0 <= 2).for_each(|client| world.request(client));
     world.answer();
     let mut holder = world.machine.gpus()[0].holders[0].client;

@@ -100,7 +100,8 @@ async fn tick(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Measures memory: often while clients are active, rarely while they are idle, and never while there are none.
+/// Measures memory: often while clients are active, rarely while they are idle, and never while there are none; and on a GPU that is
+/// nearly full, often enough for other programs that grow there.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     core.borrow_mut().sample_host();
@@ -125,8 +126,10 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
         core.borrow().query_nvml(Query::Sample);
         core.borrow_mut().sample_host();
         if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
-            tokio::time::sleep(SAMPLE_BUSY).await;
+            let period = core.borrow().sample_period().min(SAMPLE_BUSY);
+            tokio::time::sleep(period).await;
         } else {
+            let period = core.borrow().sample_period().min(SAMPLE_IDLE);
             let idle = async {
                 // Other programs may need what is lent to idle ones.
                 while core.borrow().lends_host_memory() {
@@ -137,7 +140,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
             };
             tokio::select! {
                 () = signals.activity.notified() => {}
-                () = tokio::time::sleep(SAMPLE_IDLE) => {}
+                () = tokio::time::sleep(period) => {}
                 () = idle => {}
             }
         }

@@ -108,6 +108,8 @@ pub enum Obstacle {
     OwnHold,
     /// So many bytes of others cannot leave that GPU, and what it needs does not fit beside them.
     Pinned(GpuId, u64),
+    /// So many bytes of that GPU are kept free for other programs, and what it needs does not fit beside that.
+    Room(GpuId, u64),
     /// Somebody of a better class uses or wants that GPU, which it wants as well.
     Behind(GpuId),
     /// The machine is about to sleep.
@@ -225,6 +227,9 @@ impl Machine {
                 Obstacle::Away(members.filter(|member| self.is_absent(*member)).collect())
             }
             Blocked::Undrained => Obstacle::OwnHold,
+            Blocked::Pinned(full) if self.is_crowded_out(full, &self.lock.members(entity, full)) => {
+                Obstacle::Room(full, self.memory.get(&full).map_or(0, |gpu| gpu.others.kept()))
+            }
             Blocked::Pinned(full) => {
                 let ledger = self.memory.get(&full).map(|gpu| &gpu.ledger);
                 let stays = ledger.map_or(0, |all| all.unevictable().saturating_sub(all.unevictable_of(client)));

@@ -47,4 +47,4 @@ pub mod view;
 pub use api::*;
 pub use explain::{Ahead, Explanation, HolderAhead, Obstacle, Reason};
 pub use machine::Machine;
-pub use view::{Activity, AttachmentView, ClientView, GpuView, HolderView, LockState, Turns, WaiterView};
+pub use view::{Activity, AttachmentView, ClientView, GpuView, HolderView, LockState, RoomView, Turns, WaiterView};

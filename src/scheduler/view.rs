@@ -4,7 +4,7 @@ use crate::{
     api::*,
     lock::Blocked,
     machine::Machine,
-    memory::{Access, GpuMemory},
+    memory::{Access, GpuMemory, others::Room},
 };
 use std::{collections::BTreeMap, time::Duration};
 
@@ -47,6 +47,20 @@ pub struct GpuView {
     pub serialized: bool,
     /// Bytes per second of the link to the host, in each direction, as far as that is known.
     pub link: u64,
+    /// Bytes of the overhead that are kept free for other programs: for rooms, or ahead of programs that grow.
+    pub kept: u64,
+    pub rooms: Vec<RoomView>,
+}
+
+/// A room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RoomView {
+    pub room: RoomId,
+    pub bytes: u64,
+    /// When it ends, unless it is asked for again.
+    pub until: Time,
+    /// Its bytes are free.
+    pub is_ready: bool,
 }
 
 /// A holder of a GPU.
@@ -236,6 +250,12 @@ impl Machine {
             thrashes: self.thrashes(id),
             serialized: self.settings.anti_thrash == AntiThrash::Auto && self.keeps_apart(id),
             link: gpu.rates.link(),
+            kept: gpu.others.kept(),
+            rooms: gpu
+                .others
+                .rooms()
+                .map(|(room, Room { bytes, until, is_ready, .. })| RoomView { room, bytes, until, is_ready })
+                .collect(),
         })
     }
 
@@ -335,6 +355,11 @@ impl Machine {
             wait_time: lock.wait_time,
             waits: since.map_or(Duration::ZERO, |since| until_now(*since)),
         })
+    }
+
+    /// Bytes of a GPU that are charged to clients.
+    pub fn charged(&self, gpu: GpuId) -> u64 {
+        self.memory.get(&gpu).map_or(0, |gpu| gpu.ledger.charged())
     }
 
     /// Whether any client holds the lock of a GPU.

@@ -197,7 +197,7 @@ impl World {
             };
             let bytes = there.clone().map(context).sum();
             found = there.map(|program| (program.id(), program.found(gpu))).collect();
-            self.feed(Event::GpuOverhead { gpu, begun, bytes, complete: true });
+            self.feed(Event::GpuOverhead { gpu, begun, bytes, others: 0, complete: true });
         }
         self.feed(Event::Measured { gpu, begun, free: None, found });
     }

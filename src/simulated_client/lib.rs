@@ -80,7 +80,11 @@ pub enum Timer {
 /// The client that a command is sent to, or is about.
 pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
-        Command::Measure { .. } | Command::Thrashing { .. } => None,
+        Command::Measure { .. }
+        | Command::Thrashing { .. }
+        | Command::RoomReady { .. }
+        | Command::RoomRefused { .. }
+        | Command::RoomEnded { .. } => None,
         Command::Attached { client, .. }
         | Command::MappingFailed { client, .. }
         | Command::Limit { client, .. }

@@ -142,7 +142,8 @@ fn ticks(count: u64) -> Vec<(Time, Event)> {
         Event::GpuFound { gpu: gpu(0), total: 16 * GIB },
         Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) },
     ];
-    let ticks = (0..count).map(|n| Event::GpuOverhead { gpu: gpu(0), begun: ms(n), bytes: n << 20, complete: true });
+    let ticks =
+        (0..count).map(|n| Event::GpuOverhead { gpu: gpu(0), begun: ms(n), bytes: n << 20, others: 0, complete: true });
     (0..).map(Duration::from_secs).zip(first.into_iter().chain(ticks)).collect()
 }
 

@@ -424,7 +424,7 @@ fn a_client_may_try_on_each_of_its_gpus() {
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     for n in [0, 1] {
-        t.say(Event::GpuOverhead { gpu: gpu(n), begun: t.now, bytes: 6 * GIB, complete: true });
+        t.say(Event::GpuOverhead { gpu: gpu(n), begun: t.now, bytes: 6 * GIB, others: 0, complete: true });
         t.say(Event::Attached { client: client(1), gpu: gpu(n), engine: Engine::Swap });
         let report = MemoryReport { ack: u32::MAX, demand: 12 * GIB, limit_ack: u32::MAX, ..MemoryReport::default() };
         t.say(Event::Memory { client: client(1), gpu: gpu(n), report });

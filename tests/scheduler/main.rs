@@ -13,6 +13,7 @@ mod moving_turns;
 mod placement;
 mod presence;
 mod properties;
+mod rooms;
 mod rules;
 mod shares;
 mod sleep;

@@ -54,7 +54,7 @@ impl Scene {
         let mut commands = Vec::new();
         for on in 0..self.gpus {
             let bytes = self.contexts.values().filter(|there| **there == on).count() as u64 * CONTEXT;
-            commands.extend(self.t.say(Event::GpuOverhead { gpu: gpu(on), begun, bytes, complete: true }));
+            commands.extend(self.t.say(Event::GpuOverhead { gpu: gpu(on), begun, bytes, others: 0, complete: true }));
             let there = self.t.machine.clients().into_iter();
             let there = there.flat_map(|c| c.attachments.into_iter().map(move |a| (c.client, a)));
             let there = there.filter(|(_, a)| a.gpu == gpu(on)).map(|(client, a)| (client, a.mapped));

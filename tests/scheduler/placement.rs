@@ -21,7 +21,7 @@ impl Host {
         let mut host = Self { machine: Machine::new(settings), now: Duration::from_secs(100), gpus: Vec::new() };
         for (n, size) in (0..).zip(sizes) {
             host.say(Event::GpuFound { gpu: gpu(n), total: size * GIB });
-            host.say(Event::GpuOverhead { gpu: gpu(n), begun: host.now, bytes: 0, complete: true });
+            host.say(Event::GpuOverhead { gpu: gpu(n), begun: host.now, bytes: 0, others: 0, complete: true });
             host.gpus.push(gpu(n));
         }
         host

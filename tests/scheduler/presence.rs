@@ -102,7 +102,7 @@ fn a_gpu_that_comes_back_is_shared_by_turns_again() {
 fn a_request_for_several_gpus_waits_only_for_those_that_are_there() {
     let mut t = Talk::in_mode(AntiThrash::On);
     found(&mut t, 1);
-    t.say(Event::GpuOverhead { gpu: gpu(1), begun: t.now, bytes: 0, complete: true });
+    t.say(Event::GpuOverhead { gpu: gpu(1), begun: t.now, bytes: 0, others: 0, complete: true });
     t.join(1, GIB);
     t.join(2, GIB);
     t.say(Event::Attached { client: client(2), gpu: gpu(1), engine: Engine::Swap });

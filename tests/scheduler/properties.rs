@@ -221,6 +221,20 @@ proptest! {
         world.check_replay(settings);
     }
 
+    /// Rooms come and go: each is ready, refused or over in time, no client maps memory that is kept free, and everybody is served
+    /// in the end.
+    #[test]
+    fn rooms_keep_nobody_waiting_for_ever(
+        seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
+    ) {
+        let mut world = world(seed, mode, ms(500), gpus, clients, unruly);
+        world.make_rooms(ms(until));
+        let bound = bound(&world, ms(500)) * 2 + ms(until) + Duration::from_secs(60);
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+        world.check_replay(settings_of(mode, ms(500)));
+    }
+
     /// Sleep in between loses nobody, and nobody runs before it.
     #[test]
     fn sleep_midway(
@@ -307,6 +321,9 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (c(), g(), g()).prop_map(|(client, from, to)| Event::Migrate { client, from, to }),
         1 => (g(), any::<bool>()).prop_map(|(gpu, drained)| Event::Drain { gpu, drained }),
         1 => (g(), any::<bool>()).prop_map(|(gpu, failing)| Event::Failing { gpu, failing }),
+        2 => (0u64..5, g(), bytes(), 0u64..100_000)
+            .prop_map(|(room, gpu, bytes, until)| Event::RoomRequested { room: RoomId(room), gpu, bytes, until: ms(until) }),
+        1 => (0u64..5).prop_map(|room| Event::RoomClosed { room: RoomId(room) }),
         1 => prop::collection::vec(set(), 0..3).prop_map(|kinds| Event::Kinds { kinds }),
         1 => prop::collection::btree_map(c(), prop::option::of(set()), 0..4).prop_map(|allowed| Event::Allowed { allowed }),
         2 => c().prop_map(|client| Event::SleepReady { client }),
@@ -315,7 +332,7 @@ fn event() -> impl Strategy<Value = Event> {
         3 => (c(), outcome).prop_map(|(client, outcome)| Event::Checkpointed { client, outcome }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
         1 => (g(), 0u64..100_000, bytes(), any::<bool>())
-            .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, complete }),
+            .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, others: bytes / 2, complete }),
         2 => (g(), [prop::option::of(bytes()), prop::option::of(bytes()), prop::option::of(bytes())]).prop_map(
             |(gpu, [to_gpu, from_gpu, faults])| Event::Traffic { gpu, traffic: Traffic { to_gpu, from_gpu, faults } },
         ),

@@ -93,7 +93,7 @@ impl Talk {
 
     /// Others have so many bytes, and the contexts that are there.
     pub fn measured(&mut self, bytes: u64) -> Vec<Command> {
-        self.say(Event::GpuOverhead { gpu: gpu(0), begun: self.now, bytes, complete: true })
+        self.say(Event::GpuOverhead { gpu: gpu(0), begun: self.now, bytes, others: 0, complete: true })
     }
 
     pub fn request(&mut self, n: u64) -> Vec<Command> {

@@ -27,7 +27,7 @@ impl Scene {
     fn new(mode: AntiThrash) -> Self {
         let mut scene = Self { machine: Machine::new(settings(mode, SECOND)), now: SECOND, said: Vec::new() };
         scene.say(Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
-        scene.say(Event::GpuOverhead { gpu: gpu(0), begun: SECOND, bytes: 0, complete: true });
+        scene.say(Event::GpuOverhead { gpu: gpu(0), begun: SECOND, bytes: 0, others: 0, complete: true });
         scene
     }
 

@@ -378,6 +378,7 @@ impl Core {
             capability: None,
             accounting: Accounting::default(),
             sample: None,
+            has_others: true,
             _named_by: Some(share),
         };
         if self.log_limit.allows("gpu-found", budget.tenant()) {

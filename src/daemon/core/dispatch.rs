@@ -166,7 +166,10 @@ impl Core {
                 self.moved(client, from, to, now);
                 return None;
             }
-            Command::Undrainable { .. }
+            Command::RoomReady { .. }
+            | Command::RoomRefused { .. }
+            | Command::RoomEnded { .. }
+            | Command::Undrainable { .. }
             | Command::EvictionBlocked { .. }
             | Command::Thrashing { .. }
             | Command::MappingFailed { .. } => return None,

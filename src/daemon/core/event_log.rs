@@ -204,6 +204,9 @@ impl Core {
             }
             Command::Thrashing { gpu, begins, demand } => self.log_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
+            Command::RoomReady { room, gpu } => debug!(room = room.0, gpu = %gpu.0, "room ready"),
+            Command::RoomRefused { room, gpu, why } => debug!(room = room.0, gpu = %gpu.0, ?why, "room refused"),
+            Command::RoomEnded { room, gpu } => debug!(room = room.0, gpu = %gpu.0, "room ended"),
             Command::Attached { .. }
             | Command::Probe { .. }
             | Command::Measure { .. }

@@ -171,6 +171,12 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             units::size(*bytes),
             names.gpu(*full)
         ),
+        Obstacle::Room(full, bytes) => format!(
+            "{} of {} are kept free for other programs (nvsharectl status shows for whom), and what it needs does not fit beside \
+             that.",
+            units::size(*bytes),
+            names.gpu(*full)
+        ),
         Obstacle::Behind(other) => {
             format!("It needs {} as well, which a program whose rule goes before uses or waits for.", names.gpu(*other))
         }

@@ -72,6 +72,7 @@ impl Core {
             capability,
             accounting,
             sample,
+            has_others: true,
             _named_by: None,
         };
         if is_new {

@@ -19,6 +19,14 @@ const RECONNECT_TIME: Duration = Duration::from_secs(1);
 /// counts as another program's.
 pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
+/// How fast other programs are expected to grow at most, in bytes per second: a program that loads its data.
+const GROWTH: u64 = 1 << 30;
+/// Of the free memory of a GPU, other programs may have taken one part of so many before it is sampled again: then clients' memory
+/// has time to leave for them.
+const FREE_PARTS: u64 = 4;
+/// It is sampled no more often than this, which takes the NVML thread about 1 % of its time.
+const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
+
 /// The estimate for a context that was not measured is at most the GPU's size divided by this.
 const CONTEXT_DIVISOR: u64 = 16;
 
@@ -46,6 +54,15 @@ impl Core {
     /// Whether clients may have host memory that holds nothing, so that it has to be seen when others need it.
     pub fn lends_host_memory(&self) -> bool {
         self.machine.is_ahead()
+    }
+
+    /// The longest time between two samples with which clients' memory leaves before other programs find none.
+    pub fn sample_period(&self) -> Duration {
+        let is_shared = |id: GpuId| self.machine.charged(id) > 0;
+        let gpus = self.gpus.iter().filter(|(id, gpu)| gpu.has_others && !gpu.gone && is_shared(**id));
+        let free = gpus.filter_map(|(_, gpu)| Some(gpu.total.saturating_sub(gpu.sample.as_ref()?.used))).min();
+        let Some(free) = free else { return Duration::MAX };
+        Duration::from_millis(free / FREE_PARTS / (GROWTH / 1000)).max(SHORTEST_PERIOD)
     }
 
     /// Handles a report of the NVML thread.
@@ -107,11 +124,13 @@ impl Core {
             entry.accounting.forget_total();
         }
         let (contexts, basis) = (entry.accounting.contexts().clone(), entry.accounting.basis());
+        let others = entry.accounting.others();
         if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
         // Where NVML lists no processes there may be others.
         let present = !(all_known && basis == Basis::Processes);
+        entry.has_others = present;
         self.apply(Event::OtherPrograms { gpu, present });
         self.apply(Event::ContextSizes { gpu, bytes: contexts });
         if let Some(bytes) = overhead {
@@ -119,7 +138,7 @@ impl Core {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
             // Also if it is unchanged: the machine waits for a measurement that includes a new context.
-            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, complete });
+            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
             let free = Some(total.saturating_sub(sample.used)).filter(|_| sample.steady);

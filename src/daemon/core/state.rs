@@ -263,6 +263,8 @@ pub(super) struct Gpu {
     pub accounting: Accounting,
     /// The newest measurement by NVML.
     pub sample: Option<Sample>,
+    /// Programs that are no clients use it, or may.
+    pub has_others: bool,
     /// The part of a tenant's budget that it is, if a client named it and NVML does not list it.
     pub _named_by: Option<Share>,
 }

@@ -40,6 +40,20 @@ pub enum EvictionBlock {
     Unfreed,
 }
 
+/// Why a room cannot be had. Amounts are bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RoomObstacle {
+    /// No more than `most` could be kept free if all clients' memory left.
+    TooLarge { most: u64 },
+    /// So many bytes of it are taken by memory that cannot leave.
+    Unevictable { bytes: u64 },
+    /// Memory that was to leave has not left in time.
+    Late,
+    /// The GPU is gone.
+    Gone,
+}
+
 /// A command to the daemon. The daemon sends most of them to `client` as messages of the wire protocol; `Probe`,
 /// `Measure` and `Checkpoint` ask the daemon itself; some only record a change for the log.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -123,4 +137,10 @@ pub enum Command {
     /// Answers [`Event::Migrate`], or says what became of a move off a drained GPU: the client is on the other GPU, or (`why`) is not moved there. One that sleeps on may still turn
     /// out to be unable to run there; it then comes back where it was.
     Migrated { client: ClientId, from: GpuId, to: GpuId, why: Option<MoveObstacle> },
+    /// Answers [`Event::RoomRequested`]: the bytes are free, and stay so.
+    RoomReady { room: RoomId, gpu: GpuId },
+    /// Answers [`Event::RoomRequested`]: there is no such room. One that was there before has ended.
+    RoomRefused { room: RoomId, gpu: GpuId, why: RoomObstacle },
+    /// The time of a room that was ready is over, or its GPU is gone.
+    RoomEnded { room: RoomId, gpu: GpuId },
 }

@@ -68,9 +68,17 @@ pub enum Event {
     /// From the daemon, periodically and after `Command::Measure`: `bytes` of the GPU are in use by anything but
     /// clients' mapped memory, measured no earlier than `begun`. That is other programs, and the contexts of those
     /// clients that had one by then (`Machine::has_context`). `Settings::context` is set aside for each other context.
+    /// `others` of these bytes are in use by other programs. Where they grow, more is kept free for them.
     /// Not `complete`: processes were left out that may be clients of the previous scheduler, about to reconnect; until
     /// that is settled, no client is told that there is room for its context.
-    GpuOverhead { gpu: GpuId, begun: Time, bytes: u64, complete: bool },
+    GpuOverhead {
+        gpu: GpuId,
+        begun: Time,
+        bytes: u64,
+        #[serde(default)]
+        others: u64,
+        complete: bool,
+    },
     /// From the daemon, after `GpuOverhead` of the same measurement: the memory of each client on the GPU without its
     /// context, and the bytes that were free in all (`None`: unknown), measured no earlier than `begun`. Clients that
     /// are missing in `found` could not be measured. Confirms or refutes what clients reported, and answers requests
@@ -163,6 +171,13 @@ pub enum Event {
 
     /// From the daemon: whether programs that are no clients use the GPU, or may. They do until this says otherwise.
     OtherPrograms { gpu: GpuId, present: bool },
+
+    /// From the daemon: `bytes` of the GPU are to be vacated at once, and kept free for programs that are no clients until `until` or
+    /// [`Event::RoomClosed`]; what such programs take meanwhile counts. Said again of the same room, on the same GPU, it replaces
+    /// what was said before. Answered by `Command::RoomReady` or `Command::RoomRefused` within 10 s.
+    RoomRequested { room: RoomId, gpu: GpuId, bytes: u64, until: Time },
+    /// From the daemon: the room is not needed any more. One that has ended stays ended.
+    RoomClosed { room: RoomId },
 
     /// From the daemon: the client is to leave its GPUs, its contexts included, if it can: until it wants to enter the driver,
     /// or (`paused`) until `Resumed`. It is held off its GPUs until then, even if it cannot sleep.

@@ -9,7 +9,7 @@ mod rules;
 mod settings;
 mod sleep;
 
-pub use command::{Command, Denial, EvictionBlock};
+pub use command::{Command, Denial, EvictionBlock, RoomObstacle};
 pub use event::{Event, Found, MemoryReport, Traffic};
 pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Share, SleepAfter, WaitOrder};
 pub use settings::{AntiThrash, PolicyName, Settings};
@@ -36,6 +36,10 @@ pub struct GpuId(pub Uuid);
 /// A client, for as long as its process lives. Ids are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
+
+/// Memory of a GPU that is kept free for programs that are no clients. Ids are never reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+pub struct RoomId(pub u64);
 
 /// A tenant: whose clients take turns as one, whatever their number, and trust each other's reports. The caller decides what
 /// a tenant is; the daemon takes the container or pod that a client is in, otherwise its user.

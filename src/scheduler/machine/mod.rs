@@ -153,7 +153,9 @@ impl Machine {
             Event::GpuGone { gpu } => self.gpu_gone(gpu),
             Event::Sleep { asleep } => self.sleep(asleep),
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
-            Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead_measured(gpu, begun, bytes, complete),
+            Event::GpuOverhead { gpu, begun, bytes, others, complete } => {
+                self.overhead_measured(gpu, begun, bytes, others, complete)
+            }
             Event::Measured { gpu, begun, free, found } => self.clients_measured(gpu, begun, free, &found),
             Event::ContextSizes { gpu, bytes } => {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
@@ -215,6 +217,10 @@ impl Machine {
                 self.stuck(client, &gpus, reason);
             }
             Event::Stopped { client, stopped } => self.stopped(client, stopped),
+            Event::RoomRequested { room, gpu, bytes, until } => {
+                self.request_room(room, gpu, bytes, until.min(MAX_TIME))
+            }
+            Event::RoomClosed { room } => self.end_room(room),
             Event::SleepWanted { client, paused } => self.want_sleep(client, paused),
             Event::FoundAsleep { client } => self.found_asleep(client),
             Event::Resumed { client } => self.wake(client, true),
@@ -273,6 +279,7 @@ impl Machine {
     fn gpu_gone(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         gpu.access = Access::Gone;
+        self.end_rooms(id);
         self.touch(id);
         self.forget_if_gone(id);
     }

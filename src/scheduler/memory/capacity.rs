@@ -51,10 +51,11 @@ impl GpuMemory {
 
     /// The same without room for contexts that are not measured yet.
     fn usable_as_measured(&self, settings: &Settings) -> u64 {
-        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.measured.unwrap_or(0))
+        let taken = self.measured.unwrap_or(0).saturating_add(self.others.kept());
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)
     }
 
-    /// Bytes set aside for contexts and other programs.
+    /// Bytes set aside for contexts and other programs, with what is kept free for these.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
@@ -62,7 +63,8 @@ impl GpuMemory {
     /// The overhead if the GPU were large enough for it: capacity cannot fall below 0 and would hide the rest.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
-        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes())
+        let kept = self.others.kept();
+        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes()).saturating_add(kept)
     }
 
     /// Bytes that the contexts of clients that are asleep will need, without those that are set aside already. They can be

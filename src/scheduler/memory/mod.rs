@@ -9,6 +9,7 @@
 //! - `context_queue`: clients that wait to create a context.
 //! - `reservation`: room for the driver's own allocations.
 //! - `returning`: room for the context of a client that wakes up.
+//! - `others`: what is kept free for programs that are no clients.
 //! - `rate`: the speed at which memory moves.
 //!
 //! These are data. `settle` decides which client gains or loses bytes.
@@ -17,6 +18,7 @@ pub(crate) mod account;
 pub(crate) mod capacity;
 pub(crate) mod context_queue;
 pub(crate) mod ledger;
+pub(crate) mod others;
 pub(crate) mod rate;
 pub(crate) mod reservation;
 pub(crate) mod returning;
@@ -28,6 +30,7 @@ pub(crate) use account::Account;
 use crate::api::*;
 use context_queue::ContextQueue;
 use ledger::Ledger;
+use others::Others;
 use rate::Rates;
 use reservation::Reservation;
 use returning::Returning;
@@ -96,6 +99,8 @@ pub(crate) struct GpuMemory {
     #[serde(default)]
     pub overdue: BTreeMap<ClientId, u64>,
     pub rates: Rates,
+    #[serde(default)]
+    pub others: Others,
 }
 
 /// A client's state on one GPU, apart from its account.
@@ -151,6 +156,7 @@ impl GpuMemory {
             returning: None,
             overdue: BTreeMap::new(),
             rates: Rates::default(),
+            others: Others::default(),
         }
     }
 

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 
 impl Machine {
     /// Takes a measurement of the overhead that began no earlier than `begun`.
-    pub(crate) fn overhead_measured(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
+    pub(crate) fn overhead_measured(&mut self, id: GpuId, begun: Time, bytes: u64, others: u64, complete: bool) {
+        let now = self.now;
         let Some(gpu) = self.memory.get(&id) else { return };
         let missed = gpu.unmeasured.iter().copied().filter(|client| !self.has_context(*client, id, begun)).collect();
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         gpu.unmeasured = missed;
         gpu.measured = Some(bytes);
+        gpu.others.measured(now, gpu.total, others.min(bytes));
         gpu.incomplete = !complete;
         self.adjust_trial(id);
         self.touch(id);
@@ -58,15 +60,20 @@ impl Machine {
     /// Requests a measurement of the bytes that are unverified for a waiting client. Returns those bytes.
     pub(crate) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
         let unverified = self.unverified_for(client, id);
-        let Some(gpu) = self.memory.get(&id).filter(|gpu| unverified > 0 && !gpu.measurement_requested) else {
-            return unverified;
-        };
-        // Bytes that a measurement did find are measured again from time to time anyway.
+        if unverified > 0 {
+            self.request_any_verification(id);
+        }
+        unverified
+    }
+
+    /// Requests a measurement of unverified bytes that were not measured yet. Bytes that a measurement did find are measured again
+    /// from time to time anyway.
+    pub(crate) fn request_any_verification(&mut self, id: GpuId) {
+        let Some(gpu) = self.memory.get(&id).filter(|gpu| !gpu.measurement_requested) else { return };
         let mut accounts = gpu.clients.keys().filter_map(|client| gpu.ledger.account(*client));
         if accounts.any(|account| account.frees.is_unmeasured()) {
             self.measure(id);
         }
-        unverified
     }
 
     /// Requests a measurement, unless one is awaited.

@@ -7,7 +7,7 @@
 //! Memory:
 //! - `serve`: bytes for holders, then for the queue, and grants.
 //! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
-//! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
+//! - `reservations`: room for the driver's own allocations. `rooms`: memory that is kept free for other programs. `contexts`: admission of CUDA contexts.
 //! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: those that come back on another. `migration`: those
 //!   that are moved by themselves.
 //! - `ahead`: host memory for what may have to leave. `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
@@ -36,6 +36,7 @@ mod order;
 mod protection;
 mod requests;
 mod reservations;
+mod rooms;
 mod serve;
 mod sleep;
 mod traffic;
@@ -59,6 +60,8 @@ struct Pressure {
     grower: Option<ClientId>,
     /// Holders or reservations lack bytes, not only the queue.
     overdue: bool,
+    /// The bytes are for other programs: no turn is finished before they are given.
+    at_once: bool,
     /// The first request in the queue, or a gang that waits for these holders from other queues.
     first: Option<Entity>,
     /// Whether holders of the lock keep it from being granted.
@@ -82,7 +85,8 @@ impl Pressure {
 impl Machine {
     /// Brings a GPU up to date. Called for each GPU that an event marked.
     pub(crate) fn settle(&mut self, id: GpuId) {
-        // The number of contexts, the capacity, and the order of the queue.
+        // Rooms, the number of contexts, the capacity, and the order of the queue.
+        let rooms = self.serve_rooms(id);
         self.count_deferred(id);
         self.note_capacity(id);
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
@@ -122,8 +126,10 @@ impl Machine {
         let turn = self.update_turns(id, &pressure);
         self.note_opening(id);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
-        let next =
-            [attaching, returning, sleeping, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
+        let next = [rooms, attaching, returning, sleeping, turn, reserved.next, reclassified, conflict]
+            .into_iter()
+            .flatten()
+            .min();
         self.effects.wake(Wake::Gpu(id), next);
     }
 

@@ -122,7 +122,7 @@ impl Machine {
         let ids = self.lock.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
             let members = self.lock.members(entity, **id);
-            members.len() == 1 && !self.has_room(entity, **id, &members)
+            (members.len() == 1 || self.is_crowded_out(**id, &members)) && !self.has_room(entity, **id, &members)
         });
         if let Some(full) = full {
             return Some(Blocked::Pinned(*full));

@@ -18,6 +18,7 @@ impl Machine {
         let next = self.members_of_first(id);
         if reserved_ahead > 0 {
             pressure.short = self.collect(id, reserved_ahead, &[], &next);
+            pressure.at_once = pressure.short > 0 && self.vacates(id);
         }
         for holder in self.lock.holders(id).collect::<Vec<_>>() {
             if self.lock.hold(holder, id).is_none_or(|hold| hold.revoked.is_some()) {
@@ -142,7 +143,7 @@ impl Machine {
         if self.has_room(entity, id, members) {
             return true;
         }
-        if members.len() > 1 {
+        if members.len() > 1 && !self.is_crowded_out(id, members) {
             let all: Vec<ClientId> = self.lock.clients_of(entity).collect();
             self.split(entity, &all);
         } else {
@@ -151,11 +152,15 @@ impl Machine {
         false
     }
 
-    /// Whether a request could be served if every client gave all bytes that it can.
+    /// Whether a request could be served if every client gave all bytes that it can. With memory on the GPU it can be served as it
+    /// is, unless that is to leave for a room.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.memory.get(&id), self.lock.request(entity)) else { return true };
         if gpu.access != Access::Turns {
             return true;
+        }
+        if self.is_crowded_out(id, members) {
+            return false;
         }
         let mut own_unevictable = 0u64;
         let mut need = 0u64;

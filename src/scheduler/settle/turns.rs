@@ -117,6 +117,8 @@ impl Machine {
         // earlier one.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.yields(hold.entity);
+        // Memory for other programs does not wait until a turn is over.
+        let vacates = pressure.at_once && state.leaves > 0 || self.is_crowded_out(id, &[client]);
         // A holder whose time is counted, or for which requests wait outside the queue, is to release the GPU whenever
         // it is idle.
         let (tells, waiters, grace) = match capped {
@@ -137,7 +139,7 @@ impl Machine {
         };
         let over = ends <= now;
         let spent = capped.is_some_and(|at| at <= now);
-        let goes = !helps && (surplus || spent || self.asleep || (wanted && over));
+        let goes = !helps && (surplus || spent || vacates || self.asleep || (wanted && over));
         // Host memory takes longer to allocate than to fill, and now there is time.
         let prepare = state.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
         hold.prepared = if prepare { state.leaves } else { hold.prepared };

@@ -93,6 +93,9 @@ fn numbers(command: &Command) -> Vec<u64> {
         Command::Migrated { client, from, to, why } => {
             vec![23, client.0, number(from), number(to), u64::from(why.is_some())]
         }
+        Command::RoomReady { room, gpu } => vec![24, room.0, number(gpu)],
+        Command::RoomRefused { room, gpu, .. } => vec![25, room.0, number(gpu)],
+        Command::RoomEnded { room, gpu } => vec![26, room.0, number(gpu)],
     }
 }
 

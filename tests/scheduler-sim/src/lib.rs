@@ -6,6 +6,7 @@ mod checks;
 mod client;
 mod decisions;
 mod plan;
+mod rooms;
 mod sleep;
 mod trouble;
 mod world;

@@ -22,7 +22,7 @@ impl World {
         let overhead = self.overheads[&gpu] + self.troubles[&gpu].stranger;
         let bytes = wrong(overhead, error, most);
         let free = Some(wrong(self.really_free(gpu, 0), 2 * most - error, most));
-        self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, complete: true }));
+        self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, others: 0, complete: true }));
         let found = found.into_iter().map(|(client, Found { least, most })| {
             let spread = self.rng.below(64 * MIB);
             (client, Found { least: least.saturating_sub(spread), most: most + spread })

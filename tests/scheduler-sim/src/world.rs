@@ -1,6 +1,6 @@
 //! A world in virtual time: the machine, its clients, and the messages between them, which keep their order and take a little time.
 
-use crate::{client::Phase, sleep::Stage, *};
+use crate::{client::Phase, rooms::SimulatedRoom, sleep::Stage, *};
 use nvshare_simulated_client::{Timer, Way};
 use std::collections::BTreeSet;
 
@@ -31,6 +31,9 @@ pub(crate) enum Happening {
     Traffic,
     /// Somebody is told to sleep, or to run.
     SleepSomebody,
+    /// A room is asked for on a GPU, or is no longer needed.
+    Room(RoomId, GpuId),
+    RoomCloses(RoomId),
     /// A client looks whether it is prepared.
     Prepares(ClientId),
     /// The checkpoint helper is done with a process.
@@ -66,6 +69,10 @@ pub struct World {
     pub physical: bool,
     /// How clients are put to sleep.
     pub(crate) sleeps: Option<Sleeps>,
+    /// Rooms come and go until then.
+    pub(crate) rooms_until: Time,
+    /// Rooms that were asked for: when, on which GPU, how large, until when, and whether its bytes are free.
+    pub(crate) rooms: BTreeMap<RoomId, SimulatedRoom>,
     /// What ails each GPU, where mapping can fail.
     pub troubles: BTreeMap<GpuId, Trouble>,
     /// Until when there is trouble, and by how many bytes each measurement is wrong at most, also afterwards.
@@ -114,6 +121,8 @@ impl World {
             overdrawn: BTreeMap::new(),
             physical: false,
             sleeps: None,
+            rooms_until: Time::ZERO,
+            rooms: BTreeMap::new(),
             troubles: BTreeMap::new(),
             troubled: Time::ZERO,
             error: 0,
@@ -144,7 +153,7 @@ impl World {
         self.totals.insert(gpu, total);
         self.overheads.insert(gpu, overhead);
         self.feed(Event::GpuFound { gpu, total });
-        self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead, complete: true });
+        self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead, others: 0, complete: true });
     }
 
     /// From now on what is swapped out has so much room.
@@ -285,7 +294,9 @@ impl World {
         }
         for command in &commands {
             self.check_command(command);
+            self.note_room(command);
         }
+        self.check_rooms();
         if self.thorough {
             self.check_migrations();
             self.check_state();
@@ -385,13 +396,18 @@ impl World {
                 let at = self.now + Duration::from_micros(self.rng.below(2000));
                 if self.sleeps.is_some() {
                     let bytes = self.overhead_now(gpu);
-                    self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, complete: true }));
+                    self.at(
+                        at,
+                        Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, others: 0, complete: true }),
+                    );
                 }
                 if self.physical {
                     return self.read_wrongly(gpu, begun, at, found);
                 }
                 self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free: None, found }));
             }
+            Happening::Room(room, gpu) => self.ask_for_room(room, gpu),
+            Happening::RoomCloses(room) => self.close_room(room),
             Happening::SleepSomebody => self.sleep_somebody(),
             Happening::Prepares(id) => self.prepares(id),
             Happening::Helps(id, operation) => self.helps(id, operation),

@@ -102,9 +102,10 @@ fn a_context_beside_which_a_client_could_not_run_waits() {
 fn nobody_is_let_in_while_others_may_be_on_their_way_back() {
     let measured = |complete| {
         let mut t = Talk::in_mode(AntiThrash::Auto);
-        let say =
-            |t: &mut Talk, complete| t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 15 * GIB, complete });
-        t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 0, complete: false });
+        let say = |t: &mut Talk, complete| {
+            t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 15 * GIB, others: 0, complete })
+        };
+        t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 0, others: 0, complete: false });
         assert_eq!(arrive(&mut t, 1, 0), []);
         assert!(attached(&t.after(Duration::from_secs(1))).is_empty());
         let commands = say(&mut t, complete);
@@ -158,7 +159,7 @@ fn a_context_is_put_aside_until_it_was_measured() {
     t.now += ms(1);
     t.request(1);
     let begun = t.now - ms(1);
-    t.say(Event::GpuOverhead { gpu: gpu(0), begun, bytes: GIB / 2, complete: true });
+    t.say(Event::GpuOverhead { gpu: gpu(0), begun, bytes: GIB / 2, others: 0, complete: true });
     assert_eq!(capacity(&t), 14 * GIB + GIB / 2);
     t.measured(GIB / 2);
     assert_eq!(capacity(&t), 15 * GIB + GIB / 2);

@@ -160,7 +160,7 @@ fn crowd(clients: u64, demand: u64) -> (usize, usize) {
     let mut now = Duration::from_secs(100);
     machine.handle(now, Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
     machine.handle(now, Event::HostMemory { bytes: 8 * GIB });
-    machine.handle(now, Event::GpuOverhead { gpu: gpu(0), begun: now, bytes: 0, complete: true });
+    machine.handle(now, Event::GpuOverhead { gpu: gpu(0), begun: now, bytes: 0, others: 0, complete: true });
     let attach = |n| {
         let connects = Event::Connected { client: client(n), gang: 0, tenant: TenantId(n % 7) };
         [connects, Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap }]

@@ -8,6 +8,7 @@
 //! - *Context*: the memory of a client's process beyond what it has mapped. It counts only once it is complete: the driver
 //!   takes seconds to create one, and a sample taken meanwhile shows a part.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
+//! - *Others*: the overhead without contexts. Without figures for processes, contexts count as large as they are assumed to be.
 //! - *Found*: bounds on what a client has mapped, whatever it reports. The scheduler accepts no report beyond them.
 //! - *Adopted*: shared memory whose exporter has freed it, and which another client counts now. NVML may show it for the
 //!   exporter, for no process, or for the adopter. It counts for the adopter as far as NVML shows it anywhere.
@@ -36,6 +37,8 @@ pub struct Accounting {
     overhead: Option<u64>,
     /// Without figures for processes: the estimate of the overhead, before small changes are suppressed.
     total: Option<u64>,
+    /// What programs that are no clients use.
+    others: u64,
     basis: Basis,
     /// By process: adopted memory of its clients that the last sample did not show for it.
     adopted: BTreeMap<u32, u64>,
@@ -98,7 +101,10 @@ impl Accounting {
                 }
                 self.basis = Basis::Total;
                 self.contexts.clear();
-                self.sample_total(sample.used, clients)
+                let bytes = self.sample_total(sample.used, clients);
+                let contexts = clients.iter().filter(|client| !client.is_new).count() as u64;
+                self.others = bytes.saturating_sub(guess.saturating_mul(contexts));
+                bytes
             }
         };
         if self.overhead.is_none_or(|told| told.abs_diff(bytes) > SIGNIFICANT) {
@@ -120,6 +126,7 @@ impl Accounting {
         let own = processes.iter().filter(|(pid, _)| is_client(**pid) || is_own(**pid));
         let others = used.saturating_sub(own.map(|(_, bytes)| *bytes).fold(0, u64::saturating_add));
         let others = self.find_adopted(&of_clients, guess, others);
+        self.others = others;
         let contexts = of_clients.values().map(|process| {
             // Found memory is understated by this much, which must not accumulate in the context.
             let most = process.most.saturating_add(SIGNIFICANT);
@@ -190,6 +197,11 @@ impl Accounting {
     /// The overhead last reported to the scheduler.
     pub fn overhead(&self) -> Option<u64> {
         self.overhead
+    }
+
+    /// What programs that are no clients used at the last sample.
+    pub fn others(&self) -> u64 {
+        self.others
     }
 
     pub fn basis(&self) -> Basis {

@@ -32,7 +32,14 @@ fn other_programs_and_contexts_count() {
     let mut accounting = Accounting::default();
     let told = told(&mut accounting, &sample(9000, &[(1, 4500), (7, 3000)]), &[client(1, 4000)]);
     assert_eq!(told, 5000, "500 of context, 3000 of process 7, 1500 of no process");
-    assert_eq!(accounting.basis(), Basis::Processes);
+    assert_eq!((accounting.basis(), accounting.others()), (Basis::Processes, 4500 * MIB));
+}
+
+#[test]
+fn without_figures_for_processes_contexts_are_assumed() {
+    let mut accounting = Accounting::default();
+    told_in_total(&mut accounting, 9000, &[client(1, 4000), client(2, 2000)]);
+    assert_eq!(accounting.others(), 1800 * MIB);
 }
 
 #[test]

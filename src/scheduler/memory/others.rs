@@ -1,0 +1,229 @@
+//! Bytes that are kept free on a GPU for programs that are no clients: *rooms*, which users ask for, and *headroom* ahead of
+//! programs that grow. Both count from what such programs use, so what they take of it is not kept free a second time; and the
+//! larger of the two is kept, since both are for the same programs.
+
+use crate::api::*;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+/// Headroom is for what other programs take in this time at the rate at which they grow, so growth is measured over it.
+const AHEAD: Duration = Duration::from_secs(1);
+/// For slower growth the reserve is enough.
+const SLOW: u64 = 64 << 20;
+/// How long headroom is kept after other programs grew last. For so long a client that does not fit beside it waits.
+const HELD: Duration = Duration::from_secs(3);
+/// Only growth beyond what other programs had in this time counts: those that grow and shrink again and again would have headroom
+/// all the time, and a client that does not fit beside it would wait for ever.
+const REMEMBERED: Duration = Duration::from_secs(60);
+/// Headroom is no larger than this part of a GPU.
+const LARGEST_PART: u64 = 8;
+
+/// Bytes that a user has kept free.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Room {
+    pub bytes: u64,
+    /// When it was asked for.
+    pub since: Time,
+    /// When it ends, unless it is asked for again.
+    pub until: Time,
+    /// Its bytes are free.
+    pub is_ready: bool,
+}
+
+/// What other programs use of a GPU, and what is kept free for them, in bytes.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Others {
+    used: u64,
+    rooms: BTreeMap<RoomId, Room>,
+    /// Bytes of `used` that are not taken from a room.
+    beside_rooms: u64,
+    /// What was used in the last [`AHEAD`], the newest last, and when.
+    samples: VecDeque<(Time, u64)>,
+    /// The most that was used in the last [`REMEMBERED`], and when.
+    highest: (u64, Time),
+    /// They are expected to reach this, until that time.
+    expected: Option<(u64, Time)>,
+}
+
+impl Others {
+    /// Takes a measurement.
+    pub fn measured(&mut self, now: Time, total: u64, used: u64) {
+        self.used = used;
+        self.beside_rooms = self.beside_rooms.min(used);
+        while self.samples.front().is_some_and(|(at, _)| *at + AHEAD < now) {
+            self.samples.pop_front();
+        }
+        self.samples.push_back((now, used));
+        let least = self.samples.iter().map(|(_, bytes)| *bytes).min().unwrap_or(used);
+        let (highest, at) = self.highest;
+        let is_new = used > highest;
+        if is_new || at + REMEMBERED <= now {
+            self.highest = (used, now);
+        }
+        let growth = if is_new { used - least } else { 0 };
+        self.expected.take_if(|(_, until)| *until <= now);
+        if growth >= SLOW {
+            let reached = self.expected.map_or(0, |(bytes, _)| bytes);
+            // Twice as far as is needed, so that memory leaves once in a while and not at each measurement.
+            let to = if used.saturating_add(growth) > reached { used.saturating_add(growth * 2) } else { reached };
+            self.expected = Some((to, now + HELD));
+        }
+        if let Some((bytes, _)) = &mut self.expected {
+            *bytes = (*bytes).min(used.saturating_add(total / LARGEST_PART));
+        }
+    }
+
+    /// Makes a room, or changes it. What is ready stays ready unless it grows.
+    pub fn keep(&mut self, now: Time, id: RoomId, bytes: u64, until: Time) {
+        if self.rooms.is_empty() {
+            self.beside_rooms = self.used;
+        }
+        let is_ready = self.rooms.get(&id).is_some_and(|room| room.is_ready && bytes <= room.bytes);
+        self.rooms.insert(id, Room { bytes, since: now, until, is_ready });
+    }
+
+    /// Ends a room. Other programs may have taken memory from it, which now counts like all that they have.
+    pub fn end(&mut self, id: RoomId) -> Option<Room> {
+        let taken = self.taken();
+        let room = self.rooms.remove(&id)?;
+        self.beside_rooms += room.bytes.min(taken);
+        Some(room)
+    }
+
+    pub fn rooms(&self) -> impl Iterator<Item = (RoomId, Room)> {
+        self.rooms.iter().map(|(id, room)| (*id, *room))
+    }
+
+    pub fn set_ready(&mut self, id: RoomId) {
+        self.rooms.get_mut(&id).into_iter().for_each(|room| room.is_ready = true);
+    }
+
+    /// Bytes that other programs have taken from rooms.
+    pub fn taken(&self) -> u64 {
+        if self.rooms.is_empty() { 0 } else { self.used - self.beside_rooms }
+    }
+
+    /// Bytes that are kept free for rooms.
+    pub fn in_rooms(&self) -> u64 {
+        let all = self.rooms.values().fold(0u64, |sum, room| sum.saturating_add(room.bytes));
+        all.saturating_sub(self.taken())
+    }
+
+    /// Bytes that are kept free in all.
+    pub fn kept(&self) -> u64 {
+        let ahead = self.expected.map_or(0, |(bytes, _)| bytes.saturating_sub(self.used));
+        self.in_rooms().max(ahead)
+    }
+
+    /// When less is kept free without another measurement. `None`: never.
+    pub fn next(&self) -> Option<Time> {
+        self.expected.map(|(_, until)| until)
+    }
+
+    /// Headroom that nobody needed for long ends.
+    pub fn expire(&mut self, now: Time) {
+        self.expected.take_if(|(_, until)| *until <= now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const GIB: u64 = 1 << 30;
+    const TOTAL: u64 = 80 * GIB;
+
+    fn ms(ms: u64) -> Time {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn what_is_taken_from_a_room_is_not_kept_again() {
+        let mut others = Others::default();
+        others.measured(ms(0), TOTAL, 3 * GIB);
+        others.keep(ms(0), RoomId(1), 8 * GIB, ms(60_000));
+        assert_eq!(others.kept(), 8 * GIB);
+        others.measured(ms(20_000), TOTAL, 6 * GIB);
+        assert_eq!(others.in_rooms(), 5 * GIB);
+        others.measured(ms(40_000), TOTAL, 12 * GIB);
+        assert_eq!(others.in_rooms(), 0, "they have more than was asked for");
+        // Others than those for whom it was made end.
+        others.measured(ms(60_000), TOTAL, GIB);
+        others.measured(ms(80_000), TOTAL, 3 * GIB);
+        assert_eq!(others.in_rooms(), 6 * GIB);
+    }
+
+    #[test]
+    fn rooms_are_kept_beside_each_other() {
+        let mut others = Others::default();
+        others.keep(ms(0), RoomId(1), 8 * GIB, ms(60_000));
+        others.measured(ms(20_000), TOTAL, 6 * GIB);
+        others.keep(ms(20_000), RoomId(2), 4 * GIB, ms(60_000));
+        assert_eq!(others.in_rooms(), 6 * GIB);
+        assert!(others.end(RoomId(1)).is_some());
+        assert_eq!(others.in_rooms(), 4 * GIB, "what was taken was taken from the first");
+        others.keep(ms(20_000), RoomId(2), 2 * GIB, ms(60_000));
+        assert_eq!(others.in_rooms(), 2 * GIB);
+        assert!(others.end(RoomId(2)).is_some() && others.end(RoomId(2)).is_none());
+        assert_eq!(others.in_rooms(), 0);
+    }
+
+    #[test]
+    fn only_a_room_that_grows_has_to_be_vacated_again() {
+        let mut others = Others::default();
+        let is_ready = |others: &Others| others.rooms().all(|(_, room)| room.is_ready);
+        others.keep(ms(0), RoomId(1), 8 * GIB, ms(60_000));
+        assert!(!is_ready(&others));
+        others.set_ready(RoomId(1));
+        others.keep(ms(10), RoomId(1), 8 * GIB, ms(90_000));
+        assert!(is_ready(&others));
+        others.keep(ms(20), RoomId(1), 9 * GIB, ms(90_000));
+        assert!(!is_ready(&others));
+    }
+
+    #[test]
+    fn headroom_runs_ahead_of_growth_and_ends_after_it() {
+        let mut others = Others::default();
+        others.measured(ms(0), TOTAL, GIB);
+        others.measured(ms(500), TOTAL, GIB + 60 * MIB);
+        assert_eq!(others.kept(), 0, "the reserve is enough");
+        // 1 GiB/s.
+        let mut last = others.kept();
+        let mut raised = 0;
+        for n in 0..40 {
+            let used = GIB + n * 128 * MIB;
+            others.measured(ms(10_000 + n * 125), TOTAL, used);
+            raised += u32::from(others.kept() > last);
+            last = others.kept();
+            assert!(n < 9 || last >= GIB, "{last} after {n}");
+            assert!(last <= 2 * GIB, "{last} after {n}");
+        }
+        assert!(raised < 12, "memory had to leave {raised} times in 5 s");
+        let end = ms(10_000 + 39 * 125);
+        assert_eq!(others.next(), Some(end + HELD));
+        others.expire(end + HELD);
+        assert_eq!(others.kept(), 0);
+    }
+
+    #[test]
+    fn programs_that_grow_again_and_again_have_no_headroom_for_ever() {
+        let mut others = Others::default();
+        let mut with_headroom = 0;
+        for second in 0..300 {
+            others.measured(ms(second * 1000), TOTAL, if second % 4 < 2 { 0 } else { GIB });
+            with_headroom += u32::from(others.kept() > GIB);
+        }
+        assert!((1..60).contains(&with_headroom), "in {with_headroom} of 300 s");
+    }
+
+    #[test]
+    fn headroom_leaves_clients_most_of_a_small_gpu() {
+        let mut others = Others::default();
+        others.measured(ms(0), 8 * GIB, 0);
+        others.measured(ms(100), 8 * GIB, 3 * GIB);
+        assert_eq!(others.kept(), GIB);
+        others.measured(ms(200), 8 * GIB, 0);
+        assert_eq!(others.kept(), GIB, "also when they have ended");
+    }
+}
