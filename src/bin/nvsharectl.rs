@@ -10,8 +10,8 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, adopt, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, rules, run,
-    simulate, timeline, top, why,
+    CtlError, Target, adopt, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, room,
+    rules, run, simulate, timeline, top, why,
 };
 
 fn main() -> ExitCode {
@@ -70,6 +70,9 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         }
         Some(Verb::Lock { gpu, who, why, on_loss, command }) => {
             return lock::lock(&target, &lock::LockRequest { gpu, who, why, on_loss }, &command);
+        }
+        Some(Verb::MakeRoom { size, gpu, lasts, command }) => {
+            return room::keep(&target, &room::RoomRequest { gpu, bytes: size, lasts }, &command);
         }
         Some(Verb::Simulate { replay: Some(bundle), .. }) => {
             let answer = replay::replay(&bundle, arguments.json)?;

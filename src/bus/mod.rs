@@ -19,6 +19,9 @@ pub const PATH: &str = "/org/nvshare/Scheduler1";
 /// Holds a lock, or a place in its queue, until it is closed.
 pub use zbus::OwnedFd as LockFd;
 
+/// Keeps memory of a GPU free until it is closed, or its time is over; what is written to it renews that time.
+pub use zbus::OwnedFd as RoomFd;
+
 /// A file in memory that has a debug bundle, or a timeline.
 pub use zbus::OwnedFd as BundleFd;
 
@@ -52,6 +55,21 @@ pub struct Gpu {
     pub swapped_in_bytes: Option<u64>,
     pub swapped_out_bytes: Option<u64>,
     pub link_rate: Option<u64>,
+    pub kept: Option<u64>,
+    pub rooms: Option<Vec<Room>>,
+}
+
+/// Memory of a GPU that is kept free for programs that do not use nvshare. An older scheduler has none.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Room {
+    pub who: String,
+    pub pid: u32,
+    pub uid: u32,
+    pub bytes: u64,
+    pub ready: bool,
+    /// Seconds.
+    pub ends_in: f64,
 }
 
 /// For how long a group of clients was kept from a GPU: as percentages of the last 10, 60 and 300 seconds, and in seconds since the
@@ -193,6 +211,7 @@ pub trait Scheduler {
         why: &str,
         options: HashMap<&str, Variant<'_>>,
     ) -> zbus::Result<LockFd>;
+    fn make_room(&self, gpu: &str, bytes: u64, options: HashMap<&str, Variant<'_>>) -> zbus::Result<RoomFd>;
     fn terminate_lock(&self, client: u64) -> zbus::Result<()>;
     fn pause(&self, pid: u32) -> zbus::Result<()>;
     fn resume(&self, pid: u32) -> zbus::Result<()>;

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Client, Gpu, GpuUse};
+use super::{Client, Gpu, GpuUse, Room};
 
 /// The properties of the scheduler, its GPUs and its clients at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -58,6 +58,19 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "swapped-in-bytes": gpu.swapped_in_bytes,
         "swapped-out-bytes": gpu.swapped_out_bytes,
         "link-rate": gpu.link_rate,
+        "kept": gpu.kept,
+        "rooms": gpu.rooms.as_ref().map(|rooms| rooms.iter().map(room_json).collect::<Vec<_>>()),
+    })
+}
+
+fn room_json(room: &Room) -> Value {
+    json!({
+        "who": room.who,
+        "pid": room.pid,
+        "uid": room.uid,
+        "bytes": room.bytes,
+        "ready": room.ready,
+        "ends-in": room.ends_in,
     })
 }
 

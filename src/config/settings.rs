@@ -29,6 +29,10 @@ pub const KEEP_SECONDS: RangeInclusive<u64> = 86_400..=3_660 * 86_400;
 /// For how many whole seconds the driver can be released.
 pub const RELEASE_SECONDS: RangeInclusive<u64> = 1..=3600;
 
+/// For how many whole seconds a room can be kept before it has to be renewed, and for how long it is kept unless somebody says so.
+pub const ROOM_SECONDS: RangeInclusive<u64> = 1..=86_400;
+pub const DEFAULT_ROOM: Duration = Duration::from_secs(3600);
+
 /// The scheduler's default settings.
 pub fn defaults() -> Settings {
     Settings {
@@ -91,6 +95,11 @@ pub fn max_wait(value: Duration) -> Result<Duration, String> {
 /// The time for which the driver is released, or a sentence about what it may be.
 pub fn release(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time of a release", RELEASE_SECONDS)
+}
+
+/// The time for which a room is kept, or a sentence about what it may be.
+pub fn room(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "time of a room", ROOM_SECONDS)
 }
 
 fn time_period(value: Duration) -> Result<Duration, String> {

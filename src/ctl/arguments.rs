@@ -26,7 +26,7 @@ const MOST_MEMORY: u64 = 1 << 40;
 /// Shows who uses which GPU, and changes how GPUs are shared.
 ///
 /// Exit codes: 0 done; 1 it failed; 2 the command line is wrong; 3 the scheduler is not running; 4 `preload status`: off;
-/// 5 `lock`: the lock was lost. `run` and `lock` end as their command does, with 126 or 127 where that cannot be started.
+/// 5 `lock`: the lock was lost. `run`, `lock` and `make-room` end as their command does, with 126 or 127 where that cannot be started.
 #[derive(Debug, Parser)]
 #[command(name = "nvsharectl", version)]
 pub struct Arguments {
@@ -203,6 +203,25 @@ pub enum Verb {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
     },
+    /// Have memory of a GPU vacated and kept free for programs that do not use nvshare: a game, a render, a desktop
+    ///
+    /// Programs under nvshare go on with what is left, or wait where that is not enough. Without a command, the memory is kept until
+    /// this one is interrupted.
+    MakeRoom {
+        /// How much, like 8G
+        #[arg(value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other)]
+        size: u64,
+        /// The GPU: its UUID or number [default: the only one]
+        #[arg(long, value_name = "GPU", value_hint = ValueHint::Other, default_value = "", hide_default_value = true)]
+        gpu: String,
+        /// For how long at most, up to a day [default: until the command ends, or this one is interrupted]
+        #[arg(long = "for", value_name = "TIME", value_parser = parse_room, value_hint = ValueHint::Other)]
+        lasts: Option<Duration>,
+
+        /// The command and its arguments
+        #[arg(last = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
+        command: Vec<OsString>,
+    },
     /// Have the scheduler play a described mix of programs in virtual time, and compare how that goes under each policy
     ///
     /// Needs no scheduler, no GPU and no right. The file is described in nvsharectl(1).
@@ -341,6 +360,10 @@ pub enum Setting {
 
 fn parse_release(text: &str) -> Result<Duration, String> {
     settings::release(parse_seconds(text)?)
+}
+
+fn parse_room(text: &str) -> Result<Duration, String> {
+    settings::room(parse_seconds(text)?)
 }
 
 /// `-10min`: so long ago.

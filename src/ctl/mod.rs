@@ -11,6 +11,7 @@
 //! - [`report`]: what users, units and containers have had.
 //! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
 //! - [`lock`]: running a command with a GPU's lock held.
+//! - [`room`]: having memory of a GPU kept free.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees; `run_progress`: what it waits for first.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
 //! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
@@ -37,6 +38,7 @@ pub mod pressure;
 mod progress;
 pub mod replay;
 pub mod report;
+pub mod room;
 pub mod rules;
 pub mod run;
 mod run_progress;

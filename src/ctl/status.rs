@@ -9,7 +9,7 @@ use super::table::{Align, Table};
 use super::why::Waits;
 use super::{CtlError, Target, block_on};
 use crate::bus::status::Status;
-use crate::bus::{self, Client, Gpu, GpuUse};
+use crate::bus::{self, Client, Gpu, GpuUse, Room};
 use crate::config::units;
 
 /// The format of the output.
@@ -114,6 +114,18 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     }
     if gpu.drained {
         out.push_str("  drained: programs leave this GPU, and none gets there (to end it: nvsharectl undrain)\n");
+    }
+    for room in gpu.rooms.iter().flatten() {
+        let Room { who, pid, uid, bytes, ready, ends_in } = room;
+        let ends = units::duration(Duration::try_from_secs_f64(*ends_in).unwrap_or_default());
+        let (bytes, user, free) =
+            (units::size(*bytes), user(*uid), if *ready { "" } else { " as soon as they are free" });
+        let _ =
+            writeln!(out, "  room     {bytes} are kept free{free} for {who} (process {pid}) of {user}, for {ends} yet");
+    }
+    let in_rooms = gpu.rooms.iter().flatten().any(|_| true);
+    if let Some(kept) = gpu.kept.filter(|kept| *kept > 0 && !in_rooms) {
+        let _ = writeln!(out, "  {} are kept free ahead of other programs that grow", units::size(kept));
     }
     match (gpu.thrashing, gpu.serialized) {
         (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),

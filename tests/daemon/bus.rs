@@ -13,6 +13,7 @@ use std::time::Duration;
 use crate::private_bus::*;
 use nvshare::bus::{NAME, PATH, SchedulerProxy};
 use nvshare::scheduler::Event;
+use nvshare_wire::{ClientMessage, SchedulerMessage};
 use test_support::daemon::*;
 use zbus::connection::Builder;
 use zbus::{Connection, MessageStream, Variant};
@@ -601,6 +602,158 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
         let refused = refusal(scheduler.acquire_lock("", "a", "b", options).await);
         assert_eq!(refused, said("there is no option \"now\""));
     });
+}
+
+/// A client that has so many bytes on the GPU and gives up the lock and memory as it is told, until it is hung up on.
+fn obedient(daemon: &Daemon, bytes: u64) -> std::thread::JoinHandle<()> {
+    let client = daemon.client();
+    client.attach();
+    client.report(bytes, 0);
+    client.request();
+    client.until_granted();
+    client.report(bytes, bytes);
+    std::thread::spawn(move || {
+        let (mut mapped, mut limit_ack) = (bytes, 0);
+        while let Some(message) = client.receive() {
+            match message {
+                SchedulerMessage::Revoke { .. } => {
+                    client.release();
+                    client.request();
+                }
+                SchedulerMessage::Limit { seq, .. } => {
+                    limit_ack = seq;
+                    client.send(memory_after(u32::MAX, limit_ack, bytes, mapped));
+                }
+                SchedulerMessage::Allowance { seq, bytes: allowed, .. } => {
+                    mapped = allowed.min(bytes);
+                    client.send(memory_after(seq, limit_ack, bytes, mapped));
+                }
+                _ => {}
+            }
+        }
+    })
+}
+
+async fn rooms_once(scheduler: &SchedulerProxy<'_>, count: usize) -> nvshare::bus::Gpu {
+    loop {
+        let mut gpus = scheduler.list_gpus().await.expect("GPUs");
+        if gpus[0].rooms.as_ref().is_some_and(|rooms| rooms.len() == count) {
+            return gpus.remove(0);
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[test]
+fn a_room_is_vacated_shown_and_over_when_it_is_closed() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let _client = obedient(daemon, 12 << 30);
+        let room = scheduler.make_room("", 8 << 30, HashMap::new()).await.expect("a room");
+        let gpu = rooms_once(&scheduler, 1).await;
+        assert!(gpu.resident <= (15 << 30) - (8 << 30), "the holder has given its memory: {gpu:?}");
+        assert_eq!(gpu.kept, Some(8 << 30));
+        let [seen] = gpu.rooms.expect("rooms").try_into().expect("one");
+        // SAFETY: a plain call that cannot fail.
+        assert_eq!((seen.pid, seen.uid, seen.bytes), (std::process::id(), unsafe { libc::geteuid() }, 8 << 30));
+        assert!(seen.ready && (1.0..=3600.0).contains(&seen.ends_in), "{seen:?}");
+        let text = scheduler.explain(std::process::id()).await.expect("sentences").join(" ");
+        assert!(text.contains("8 GiB of GPU-") && text.contains("are kept free for other programs"), "{text}");
+        let room = std::os::fd::OwnedFd::from(room);
+        let copy = room.try_clone().expect("a copy");
+        drop(room);
+        rooms_once(&scheduler, 1).await;
+        drop(copy);
+        assert_eq!(rooms_once(&scheduler, 0).await.kept, Some(0));
+        second_resident(&scheduler, 12 << 30).await;
+    });
+}
+
+/// Waits until clients have so much on the GPU.
+async fn second_resident(scheduler: &SchedulerProxy<'_>, bytes: u64) {
+    while scheduler.list_gpus().await.expect("GPUs")[0].resident < bytes {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[test]
+fn a_room_ends_with_its_time_and_is_renewed_by_a_byte() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let client = daemon.client();
+        client.attach();
+        let lasts = |seconds: u32| HashMap::from([("for", Variant::from(seconds))]);
+        let make = async |seconds| {
+            let room = scheduler.make_room("", 1 << 30, lasts(seconds)).await.expect("a room");
+            UnixStream::from(std::os::fd::OwnedFd::from(room))
+        };
+        let short = make(1).await;
+        let ended = tokio::task::spawn_blocking(move || std::io::copy(&mut &short, &mut std::io::sink()));
+        assert_eq!(ended.await.expect("a thread").expect("an end"), 0, "its end is read");
+        rooms_once(&scheduler, 0).await;
+        let long = make(60).await;
+        let left = async || rooms_once(&scheduler, 1).await.rooms.expect("rooms")[0].ends_in;
+        while left().await > 59.8 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        std::io::Write::write_all(&mut &long, b".").expect("room in the socket");
+        while left().await < 59.8 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+}
+
+#[test]
+fn a_room_that_cannot_be_had_is_refused_in_words() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let ask = async |gpu: &str, bytes: u64, options| refusal(scheduler.make_room(gpu, bytes, options).await);
+        let invalid = "org.freedesktop.DBus.Error.InvalidArgs";
+        let said = |text: &str| (invalid.to_owned(), text.to_owned());
+        assert_eq!(ask("", 1, HashMap::new()).await, said("the scheduler knows no GPU"));
+        let client = daemon.client();
+        client.attach();
+        assert_eq!(ask("", 0, HashMap::new()).await, said("a room has at least 1 byte"));
+        let (name, text) = ask("", 17 << 30, HashMap::new()).await;
+        assert!(name == invalid && text.contains("has no more than 1") && text.contains(" for a room"), "{text}");
+        for (options, text) in [
+            (("now", Variant::from(true)), "there is no option \"now\": \"for\" is the only one"),
+            (("for", Variant::from("long")), "for is a number of seconds (u)"),
+            (
+                ("for", Variant::from(0_u32)),
+                "the time of a room cannot be 0 seconds: whole seconds from 1 to 86400 are allowed",
+            ),
+        ] {
+            assert_eq!(ask("", 1, HashMap::from([options])).await, said(text));
+        }
+        // Pinned memory never leaves.
+        client.send(pinned(12 << 30));
+        client.request();
+        client.until_granted();
+        while scheduler.list_gpus().await.expect("GPUs")[0].resident < 12 << 30 {
+            client.send(pinned(12 << 30));
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let (name, text) = ask("", 8 << 30, HashMap::new()).await;
+        assert_eq!(name, "org.freedesktop.DBus.Error.Failed", "{text}");
+        assert!(text.contains("cannot leave GPU-") && text.contains("12 GiB of its memory is pinned"), "{text}");
+        let mut rooms = Vec::new();
+        for _ in 0..4 {
+            rooms.push(scheduler.make_room("", 1 << 20, HashMap::new()).await.expect("a room"));
+        }
+        let (name, text) = ask("", 1 << 20, HashMap::new()).await;
+        assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
+        assert!(text.contains("has 4 rooms already"), "{text}");
+    });
+}
+
+/// A report of memory of which all is on the GPU and none can leave.
+fn pinned(bytes: u64) -> ClientMessage {
+    let mut report = memory(0, bytes, bytes);
+    if let ClientMessage::Memory { pinned, .. } = &mut report {
+        *pinned = bytes;
+    }
+    report
 }
 
 #[test]

@@ -217,6 +217,28 @@ fn a_lock_is_for_whom_polkit_allows_it() {
     });
 }
 
+#[test]
+fn a_room_is_for_whom_polkit_allows_it() {
+    with_polkit(async |bus, daemon, polkit| {
+        let client = daemon.client();
+        client.attach();
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        let make = async |bytes: u64| scheduler.make_room("", bytes, HashMap::new()).await;
+        drop(make(1 << 30).await.expect("polkit says yes"));
+        let [question] = polkit.asked().try_into().expect("one question");
+        assert_eq!(question.action, "org.nvshare.Scheduler1.make-room");
+        assert_eq!(question.details.get("gpu").map(String::as_str), Some(GPU_NAME));
+        polkit.say(Says::No);
+        let refused = format!("user 65534 may not have memory of {GPU_NAME} kept free: polkit does not allow it");
+        assert_eq!(refusal(make(1 << 30).await), (NOT_AUTHORIZED.to_owned(), refused));
+        polkit.asked();
+        // Nobody is asked for a password for what cannot be had.
+        assert_eq!(refusal(make(0).await).0, "org.freedesktop.DBus.Error.InvalidArgs");
+        assert_eq!(polkit.asked(), []);
+    });
+}
+
 /// The devices of a machine with one GPU, in the daemon's mount namespace.
 const DEVICES: &str = "mount -t tmpfs none /dev && : > /dev/null && : > /dev/nvidia0 && chmod 660 /dev/nvidia0 && \
                        chgrp 44 /dev/nvidia0 && exec \"$@\"";

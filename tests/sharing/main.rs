@@ -21,6 +21,7 @@ mod placement;
 mod pools;
 mod progress;
 mod restart;
+mod rooms;
 mod sleep;
 mod thrash;
 mod turns;

@@ -53,7 +53,7 @@ pub struct Panel {
     /// Bytes per second in and out.
     pub rates: Option<(f64, f64)>,
     pub link: Option<u64>,
-    pub notes: Vec<&'static str>,
+    pub notes: Vec<String>,
 }
 
 impl Panel {
@@ -287,6 +287,10 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
         (gpu.thrashing, "Programs push each other's memory off it."),
         (gpu.serialized, "Programs take turns for now, because together they thrashed."),
     ];
+    let rooms = gpu.rooms.iter().flatten().map(|room| {
+        let (bytes, who) = (units::size(room.bytes), printable(&room.who));
+        format!("{bytes} are kept free for {who} ({}), {} left.", room.pid, seconds(room.ends_in))
+    });
     let number = number(gpu);
     let kind = if gpu.kind == "mig" { "MIG" } else { "GPU" };
     Panel {
@@ -300,7 +304,7 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
         queue: queue.collect(),
         rates: history.rates.get(&gpu.uuid).copied(),
         link: gpu.link_rate,
-        notes: notes.iter().filter(|(is_so, _)| *is_so).map(|(_, text)| *text).collect(),
+        notes: notes.iter().filter(|(is_so, _)| *is_so).map(|(_, text)| (*text).to_owned()).chain(rooms).collect(),
     }
 }
 

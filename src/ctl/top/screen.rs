@@ -142,7 +142,7 @@ impl Screen {
         let holders = format!("holder  {}", panel.holders);
         lines.push(Line::from(sides(&holders, &moves.unwrap_or_default(), width)));
         lines.push(Line::from(format!("queue   {}", panel.queue_in_words())));
-        lines.extend(panel.notes.iter().map(|note| Line::styled(*note, self.paint(Color::Red))));
+        lines.extend(panel.notes.iter().map(|note| Line::styled(note.as_str(), self.paint(Color::Red))));
         lines
     }
 

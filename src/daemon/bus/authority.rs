@@ -34,6 +34,7 @@ const MAX_PENDING: usize = 128;
 pub enum Action {
     ChangeSettings,
     AcquireLock,
+    MakeRoom,
     SeeCommands,
     Debug,
 }
@@ -44,12 +45,13 @@ pub type Details<'a> = HashMap<&'a str, &'a str>;
 
 impl Action {
     #[cfg(test)]
-    const ALL: [Self; 4] = [Self::ChangeSettings, Self::AcquireLock, Self::SeeCommands, Self::Debug];
+    const ALL: [Self; 5] = [Self::ChangeSettings, Self::AcquireLock, Self::MakeRoom, Self::SeeCommands, Self::Debug];
 
     fn id(self) -> &'static str {
         match self {
             Self::ChangeSettings => "org.nvshare.Scheduler1.change-settings",
             Self::AcquireLock => "org.nvshare.Scheduler1.acquire-lock",
+            Self::MakeRoom => "org.nvshare.Scheduler1.make-room",
             Self::SeeCommands => "org.nvshare.Scheduler1.see-commands",
             Self::Debug => "org.nvshare.Scheduler1.debug",
         }
@@ -317,7 +319,9 @@ mod tests {
             assert!(named.iter().all(|(name, _)| known(name)), "{named:?}");
             let defaults = ["allow_any", "allow_inactive", "allow_active"].map(text);
             let expected = match action.attribute("id") {
-                Some("org.nvshare.Scheduler1.acquire-lock") => ["auth_admin", "auth_admin", "yes"],
+                Some("org.nvshare.Scheduler1.acquire-lock" | "org.nvshare.Scheduler1.make-room") => {
+                    ["auth_admin", "auth_admin", "yes"]
+                }
                 _ => ["auth_admin", "auth_admin", "auth_admin_keep"],
             };
             assert_eq!(defaults, expected);

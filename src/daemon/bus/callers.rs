@@ -12,6 +12,7 @@ use zbus::message::{Flags, Header};
 
 use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
 use crate::daemon::connections::lock::Lockable;
+use crate::daemon::core::views::NamedGpu;
 use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::Identity;
 use crate::sys::access;
@@ -168,11 +169,20 @@ impl Caller<'_> {
     /// # Errors
     /// If the caller may not acquire that lock: it must be able to use the GPU.
     pub async fn may_lock(&self, Lockable { gpu, rule }: &Lockable) -> fdo::Result<()> {
-        let what = format!("acquire the lock of {}", gpu.label);
+        self.may_use(Action::AcquireLock, gpu, rule, &format!("acquire the lock of {}", gpu.label)).await
+    }
+
+    /// # Errors
+    /// If the caller may not have memory of that GPU kept free: it must be able to use the GPU.
+    pub async fn may_make_room(&self, gpu: &NamedGpu) -> fdo::Result<()> {
+        self.may_use(Action::MakeRoom, gpu, "", &format!("have memory of {} kept free", gpu.label)).await
+    }
+
+    async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
         if self.uid != 0 {
             // Of a GPU that NVML does not know, no file is known either.
             if let Some(minor) = gpu.minor {
-                self.may_open(&format!("/dev/nvidia{minor}"), &what)?;
+                self.may_open(&format!("/dev/nvidia{minor}"), what)?;
             }
         }
         match self.from {
@@ -180,17 +190,14 @@ impl Caller<'_> {
             From::Peer => Ok(()),
             From::Bus { .. } => {
                 let program = self.program();
-                let details = HashMap::from([
-                    ("program", program.as_str()),
-                    ("gpu", gpu.title.as_str()),
-                    ("rule", rule.as_str()),
-                ]);
-                match self.ask(Action::AcquireLock, details).await? {
+                let details =
+                    HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
+                match self.ask(action, details).await? {
                     Answer::Absent => Err(denied(format!(
                         "user {} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
                         self.uid
                     ))),
-                    answer => self.heed(answer, &what),
+                    answer => self.heed(answer, what),
                 }
             }
         }

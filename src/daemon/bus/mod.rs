@@ -34,8 +34,8 @@ use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
-    Present, Thrashing,
-    views::{ClientPids, ClientView, Holders},
+    Present, RoomRequest, Thrashing,
+    views::{ClientPids, ClientView, Holders, NamedGpu},
 };
 use crate::daemon::usage::{Answer, Query};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
@@ -64,6 +64,10 @@ pub enum Request {
     /// Whether the caller may acquire a lock, as far as the scheduling loop knows.
     CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
+    /// Whether the caller may have a room, as far as the scheduling loop knows. The answer is the GPU.
+    CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
+    /// Makes a room. The answer comes once its memory is free.
+    Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Ends the lock of that client, for an administrator.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
     /// The users of the program with that process id.

@@ -16,6 +16,7 @@ use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::connections::lock::LockRequest;
+use crate::daemon::core::RoomRequest;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::views::{ClientView, Holders};
@@ -134,6 +135,25 @@ impl Object {
         let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
         caller.may_lock(&lockable).await?;
         Ok(self.ask(|reply| Request::Lock(request, reply)).await??.into())
+    }
+
+    #[zbus(out_args("room"))]
+    async fn make_room(
+        &self,
+        gpu: String,
+        bytes: u64,
+        options: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<bus::RoomFd, Failure> {
+        let lasts = room_options(&options)?;
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
+        // Before anybody is asked for a password for it.
+        let checked = request.clone();
+        let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
+        caller.may_make_room(&gpu).await?;
+        Ok(self.ask(|reply| Request::Room(request, reply)).await??.into())
     }
 
     async fn terminate_lock(
@@ -496,4 +516,20 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
         }
     }
     Ok(command_lines)
+}
+
+/// For how long a room is kept, unless it is renewed.
+fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
+    let mut lasts = settings::DEFAULT_ROOM;
+    for (name, value) in options {
+        match (name.as_str(), &**value) {
+            ("for", Variant::U32(seconds)) => lasts = Duration::from_secs((*seconds).into()),
+            ("for", _) => return Err(fdo::Error::InvalidArgs("for is a number of seconds (u)".into())),
+            _ => {
+                let text = format!("there is no option {name:?}: \"for\" is the only one");
+                return Err(fdo::Error::InvalidArgs(text));
+            }
+        }
+    }
+    settings::room(lasts).map_err(fdo::Error::InvalidArgs)
 }

@@ -3,12 +3,14 @@
 //! - [`accept`]: the listening socket.
 //! - `client`: one connection: the handshake, its packets, its end.
 //! - [`resume`]: connections of an earlier daemon.
+//! - [`room`]: memory that is kept free, which is asked for over D-Bus.
 //! - [`lock`]: GPU locks that are acquired over D-Bus, for which the daemon acts as a client.
 
 pub mod accept;
 mod client;
 pub mod lock;
 pub mod resume;
+pub mod room;
 
 use std::cell::RefCell;
 use std::fmt;

@@ -22,7 +22,7 @@ use crate::bus::Error;
 use crate::config::rules::Addition;
 use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{Change, Failure, Request};
-use crate::daemon::connections::{Connections, lock};
+use crate::daemon::connections::{Connections, lock, room};
 use crate::daemon::core::Core;
 use crate::daemon::logging;
 use crate::daemon::systemd;
@@ -61,6 +61,8 @@ impl Control {
             Request::SetPods(pods, reply) => drop(reply.send(core.borrow_mut().set_pods(pods))),
             Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
+            Request::CheckRoom(request, reply) => drop(reply.send(core.borrow().check_room(&request))),
+            Request::Room(request, reply) => room::make(core, request, reply),
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
             Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().users_of(pid))),
             Request::Pause { pid, is_paused, users, reply } => {

@@ -166,10 +166,11 @@ impl Core {
                 self.moved(client, from, to, now);
                 return None;
             }
-            Command::RoomReady { .. }
-            | Command::RoomRefused { .. }
-            | Command::RoomEnded { .. }
-            | Command::Undrainable { .. }
+            Command::RoomReady { .. } | Command::RoomRefused { .. } | Command::RoomEnded { .. } => {
+                self.room_is(&command);
+                return None;
+            }
+            Command::Undrainable { .. }
             | Command::EvictionBlocked { .. }
             | Command::Thrashing { .. }
             | Command::MappingFailed { .. } => return None,

@@ -18,7 +18,7 @@ const NAMED: usize = 5;
 const SHORTEST: Duration = Duration::from_millis(100);
 
 /// Names of clients and GPUs, and the rule of a client.
-trait Names {
+pub(super) trait Names {
     fn client(&self, client: ClientId) -> String;
     fn gpu(&self, gpu: GpuId) -> String;
     fn rule(&self, client: ClientId) -> Option<String>;

@@ -29,6 +29,7 @@ impl Core {
                 capacity: (!view.gone).then_some(view.capacity),
                 gone: view.gone,
                 overhead: view.overhead,
+                kept: view.kept,
                 shortfall: view.shortfall,
                 committed: view.committed,
                 memory: Memory::default(),

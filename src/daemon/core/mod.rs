@@ -10,6 +10,7 @@
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `pressure`: for which part of the time clients are kept from GPUs.
 //! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
+//! - `rooms`: memory that is kept free for programs that are no clients.
 //! - `explain`: why a program does not run, in sentences.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
@@ -29,6 +30,7 @@ mod placement;
 pub mod pods;
 mod pressure;
 mod refusals;
+mod rooms;
 mod rules;
 mod saved;
 mod shared_memory;
@@ -42,6 +44,7 @@ pub mod views;
 
 pub use gpus::Present;
 pub use measure::EXIT_TIME;
+pub use rooms::{PendingRoom, RoomRequest};
 pub use sleep::{Checkpoint, CheckpointRequest};
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

@@ -24,6 +24,7 @@ use super::moves::Reply;
 use super::paused::Paused;
 use super::pods::Pods;
 use super::pressure::Pressure;
+use super::rooms::Room;
 use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
@@ -44,7 +45,7 @@ use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::session::Session;
 use crate::identity::{Identity, Tenant};
 use crate::recorder::Recorder;
-use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, Settings, Time};
+use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, RoomId, Settings, Time};
 use crate::sys::clock::{self, Timer};
 
 /// Clients are idle when no message has come from any of them for this long: memory is then sampled less often.
@@ -115,6 +116,9 @@ pub struct Core {
     pub(super) drained: Saved<String>,
     /// Who waits for a client to be on another GPU.
     pub(super) migrations: BTreeMap<ClientId, Reply>,
+    /// Memory that is kept free for users, and the newest number of such a room.
+    pub(super) rooms: BTreeMap<RoomId, Room>,
+    pub(super) last_room: u64,
     pub signals: Rc<Signals>,
 }
 
@@ -336,6 +340,8 @@ impl Core {
             paused: Paused::default(),
             drained: Saved::default(),
             migrations: BTreeMap::new(),
+            rooms: BTreeMap::new(),
+            last_room: 0,
             signals: Rc::default(),
         })
     }

@@ -230,6 +230,8 @@ impl Core {
                 swapped_in_bytes: Some(counted.swapped_in),
                 swapped_out_bytes: Some(counted.swapped_out),
                 link_rate: Some(seen.link),
+                kept: Some(seen.kept),
+                rooms: Some(self.present_rooms(&seen.rooms, now)),
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()

@@ -10,6 +10,8 @@ const IDS: &[(&str, &str)] = &[
     ("client-connected", "bb785cb9d05f4fc3b70e30440bfbf0b8"),
     ("client-resumed", "4684efeb46d043ed97bbc4e456db5dae"),
     ("lock-lost", "5aecf845431d4cefb6face3fa971fa4a"),
+    ("room-made", "2fff80d257064128babc49b16c8babc2"),
+    ("room-closed", "74f3c6af051047cba2355aa4757e541c"),
     ("client-gone", "b55ea8e87f3a46909bf27d602a4e149b"),
     ("client-refused", "660965c112534847bade7d3cab2fabd0"),
     ("not-placed", "3f0d5b6c2a9e4c41a7b8d6e09c15f274"),

@@ -58,7 +58,7 @@ const fn family<T>(name: &'static str, unit: Option<Unit>, value: Value<T>, help
 const SECONDS: Option<Unit> = Some(Unit::Seconds);
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 
-pub static OF_GPUS: [Family<OfGpu>; 23] = [
+pub static OF_GPUS: [Family<OfGpu>; 24] = [
     family("nvshare_gpu_held", SECONDS, Time(|gpu| gpu.held), "Time in which any program had the GPU lock."),
     family(
         "nvshare_gpu_lock",
@@ -127,6 +127,12 @@ pub static OF_GPUS: [Family<OfGpu>; 23] = [
         BYTES,
         Gauge(|gpu| Some(gpu.overhead)),
         "Memory of the GPU that is put aside: for contexts, and for what others use.",
+    ),
+    family(
+        "nvshare_gpu_kept",
+        BYTES,
+        Gauge(|gpu| Some(gpu.kept)),
+        "Memory of the GPU that is kept free for programs that do not use nvshare: rooms, and headroom ahead of those that grow.",
     ),
     family(
         "nvshare_gpu_shortfall",

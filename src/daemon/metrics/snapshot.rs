@@ -176,6 +176,7 @@ pub struct OfGpu {
     pub capacity: Option<u64>,
     pub gone: bool,
     pub overhead: u64,
+    pub kept: u64,
     pub shortfall: u64,
     pub committed: u64,
     pub memory: Memory,

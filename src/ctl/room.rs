@@ -1,0 +1,198 @@
+//! `nvsharectl make-room`: has memory of a GPU vacated and kept free for programs that do not use nvshare: while a command runs, for a
+//! time, or until it is interrupted.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio::process::{Child, Command};
+use tokio::select;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep, sleep_until};
+use zbus::Variant;
+
+use super::progress::Progress;
+use super::{CtlError, Target, block_on, password};
+use crate::bus::RoomFd;
+use crate::config::settings::DEFAULT_ROOM;
+use crate::config::units;
+
+/// Time between attempts to have a room again that was lost.
+const RETRY: Duration = Duration::from_secs(1);
+/// A room whose time is not limited is renewed this often: well before it is over.
+const RENEWAL: Duration = Duration::from_secs(DEFAULT_ROOM.as_secs() / 3);
+
+/// Which memory, and for how long.
+#[derive(Debug, Clone)]
+pub struct RoomRequest {
+    pub gpu: String,
+    pub bytes: u64,
+    /// `None`: until this process or its command ends.
+    pub lasts: Option<Duration>,
+}
+
+/// Keeps the memory free. Returns the exit code: that of the command, or 128 and the signal that ended it; without a command 0, once
+/// the time is over.
+///
+/// # Errors
+/// If there is no such room, or the command cannot be started.
+pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Result<u8, CtlError> {
+    block_on(async {
+        let ends = request.lasts.map(|lasts| Instant::now() + lasts);
+        let mut room = Room::make(target, request, &mut Progress::new()).await?;
+        let mut command = Running::start(command)?;
+        loop {
+            select! {
+                status = command.ends() => return Ok(exit_code(status)),
+                () = at(ends) => match command.is_some() {
+                    // The room ends by itself.
+                    true => return Ok(exit_code(command.ends().await)),
+                    false => return Ok(0),
+                },
+                () = room.lasts() => {}
+            }
+            // The time is over, as the scheduler sees it.
+            if ends.is_some_and(|ends| ends <= Instant::now() + RETRY) {
+                at(ends).await;
+                continue;
+            }
+            eprintln!(
+                "nvsharectl: the room was lost, since the scheduler ended or the GPU is gone; asking for it again"
+            );
+            let again = RoomRequest { lasts: ends.map(|ends| ends - Instant::now()).map(whole), ..request.clone() };
+            room = select! {
+                room = Room::make_again(target, &again) => room,
+                status = command.ends() => return Ok(exit_code(status)),
+                () = at(ends) => continue,
+            };
+            eprintln!("nvsharectl: {} are free again", units::size(request.bytes));
+        }
+    })
+}
+
+/// In whole seconds, of which there is at least one.
+fn whole(time: Duration) -> Duration {
+    Duration::from_secs(time.as_secs().max(1))
+}
+
+async fn at(time: Option<Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Memory that is free until this is dropped, or the scheduler ends it.
+pub(super) struct Room {
+    socket: UnixStream,
+    renewals: Option<Interval>,
+}
+
+impl Room {
+    /// Waits until the memory is free.
+    pub(super) async fn make(
+        target: &Target,
+        request: &RoomRequest,
+        progress: &mut Progress,
+    ) -> Result<Self, CtlError> {
+        let RoomRequest { gpu, bytes, lasts } = request;
+        let scheduler = target.connect().await?;
+        let seconds = lasts.map_or(DEFAULT_ROOM, |lasts| lasts).as_secs();
+        let seconds = u32::try_from(seconds).unwrap_or(u32::MAX);
+        let options: HashMap<&str, Variant<'_>> = HashMap::from([("for", Variant::from(seconds))]);
+        let arguments = (gpu.as_str(), bytes, options);
+        let text = format!("programs make room: {} have to be free", units::size(*bytes));
+        let asked = password::call::<RoomFd>(&scheduler, "MakeRoom", &arguments);
+        let room = OwnedFd::from(progress.during(&text, asked).await?);
+        let socket = std::os::unix::net::UnixStream::from(room);
+        let socket = socket.set_nonblocking(true).and_then(|()| UnixStream::from_std(socket));
+        let socket = socket.map_err(|e| CtlError::Failed(format!("cannot use the room's descriptor: {e}")))?;
+        let renewals = lasts.is_none().then(|| {
+            let mut renewals = interval_at(Instant::now() + RENEWAL, RENEWAL);
+            renewals.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            renewals
+        });
+        Ok(Self { socket, renewals })
+    }
+
+    /// The same, however often that fails.
+    async fn make_again(target: &Target, request: &RoomRequest) -> Self {
+        let mut is_told = false;
+        loop {
+            match Self::make(target, request, &mut Progress::new()).await {
+                Ok(room) => return room,
+                Err(e) if !std::mem::replace(&mut is_told, true) => eprintln!("nvsharectl: {e}; trying again"),
+                Err(_) => {}
+            }
+            sleep(RETRY).await;
+        }
+    }
+
+    /// Renews the room. Returns when the scheduler has ended it.
+    pub(super) async fn lasts(&mut self) {
+        let Self { socket, renewals } = self;
+        let mut buffer = [0; 16];
+        loop {
+            let renewal = async {
+                match renewals {
+                    Some(renewals) => drop(renewals.tick().await),
+                    None => std::future::pending().await,
+                }
+            };
+            select! {
+                // The socket takes far more than the scheduler could leave unread.
+                () = renewal => drop(socket.try_write(b"r")),
+                readable = socket.readable() => match readable.and_then(|()| socket.try_read(&mut buffer)) {
+                    Ok(1..) => {}
+                    Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+                    _ => return,
+                },
+            }
+        }
+    }
+}
+
+/// The command, once it was started.
+struct Running {
+    child: Child,
+    /// What a terminal sends to the command as well, which may not end at once: the room is kept until it has.
+    _ignored: Vec<Signal>,
+}
+
+impl Running {
+    /// Starts the command as it is: not under nvshare, even where every program of the machine is.
+    fn start(command: &[OsString]) -> Result<Option<Self>, CtlError> {
+        let Some((program, arguments)) = command.split_first() else { return Ok(None) };
+        let kinds = [SignalKind::interrupt(), SignalKind::quit()];
+        let ignored = kinds.into_iter().filter_map(|kind| signal(kind).ok()).collect();
+        let child = Command::new(program).args(arguments).env("NVSHARE_DISABLE", "1").spawn();
+        let command = || program.to_string_lossy().into_owned();
+        let child = child.map_err(|error| CtlError::CannotRun { command: command(), error })?;
+        Ok(Some(Self { child, _ignored: ignored }))
+    }
+}
+
+/// A command that there may be.
+trait Ends {
+    /// Waits until it ends; for ever, if there is none.
+    async fn ends(&mut self) -> Option<ExitStatus>;
+}
+
+impl Ends for Option<Running> {
+    async fn ends(&mut self) -> Option<ExitStatus> {
+        match self {
+            Some(running) => running.child.wait().await.ok(),
+            None => std::future::pending().await,
+        }
+    }
+}
+
+fn exit_code(status: Option<ExitStatus>) -> u8 {
+    let code = status.and_then(|status| status.code().or_else(|| Some(128 + status.signal()?)));
+    u8::try_from(code.unwrap_or(1)).unwrap_or(1)
+}

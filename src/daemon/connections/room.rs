@@ -1,0 +1,77 @@
+//! Rooms that are asked for over D-Bus: `MakeRoom`, and with it `nvsharectl make-room`.
+//!
+//! The caller gets one end of a pair of sockets once the memory is free. Closing its last copy gives the memory back; what is written
+//! to it renews the room's time. Its end is read when the room is over. The scheduler's end is not passed on to the next daemon:
+//! rooms end with this one.
+
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+
+use tokio::net::UnixStream;
+use tokio::select;
+use tokio::sync::oneshot;
+use tokio::task::spawn_local;
+use zbus::fdo;
+
+use crate::daemon::core::{Core, PendingRoom, RoomRequest};
+use crate::scheduler::RoomId;
+use crate::sys::socket;
+
+/// Makes a room, and answers with the caller's end of the pair of sockets once its memory is free.
+pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
+    let pending = core.borrow_mut().request_room(request);
+    let PendingRoom { room, ready, ended } = match pending {
+        Ok(pending) => pending,
+        Err(e) => return drop(reply.send(Err(e))),
+    };
+    let core = core.clone();
+    spawn_local(async move {
+        let kept = Kept { core, room };
+        let answer = ready.await.unwrap_or_else(|_| Err(fdo::Error::Failed("the scheduler is stopping".into())));
+        let pair = || {
+            let (own, theirs) = std::os::unix::net::UnixStream::pair()?;
+            own.set_nonblocking(true)?;
+            Ok((UnixStream::from_std(own)?, theirs))
+        };
+        let failed = |e: io::Error| fdo::Error::Failed(format!("cannot make a descriptor for the room: {e}"));
+        let (own, theirs) = match answer.and_then(|()| pair().map_err(failed)) {
+            Ok(pair) => pair,
+            Err(e) => return drop(reply.send(Err(e))),
+        };
+        // Where nobody waits for the answer any more, this closes the caller's end.
+        drop(reply.send(Ok(theirs.into())));
+        select! {
+            () = kept.serve(&own) => {}
+            () = ended.notified() => {}
+        }
+        socket::shut_down(own.as_fd());
+    });
+}
+
+/// A room, which is closed when this is dropped.
+struct Kept {
+    core: Rc<RefCell<Core>>,
+    room: RoomId,
+}
+
+impl Kept {
+    /// Renews the room whenever its owner writes. Returns when the last copy of the owner's end is closed.
+    async fn serve(&self, own: &UnixStream) {
+        let mut buffer = [0; 64];
+        while own.readable().await.is_ok() {
+            match own.try_read(&mut buffer) {
+                Ok(1..) => self.core.borrow_mut().renew_room(self.room),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                _ => return,
+            }
+        }
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.core.borrow_mut().close_room(self.room);
+    }
+}

@@ -1,0 +1,217 @@
+//! Rooms: memory of a GPU that is kept free, for a user, for programs that are no clients. The machine makes them; who has which, and
+//! who waits for one, is kept here.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, oneshot};
+use tracing::info;
+use zbus::fdo;
+
+use super::explain::Names;
+use super::state::Core;
+use super::views::NamedGpu;
+use crate::bus;
+use crate::config::units;
+use crate::daemon::gpu::nvml::Query;
+use crate::identity::{Identity, printable};
+use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle, RoomView, Time};
+use crate::sys::clock;
+
+/// Rooms of one user: a user who can have more would have no more memory for it.
+const MAX_ROOMS_OF_USER: usize = 4;
+/// Programs that stand in the way and are named.
+const NAMED: usize = 3;
+
+/// The arguments of `MakeRoom`, and the caller.
+#[derive(Debug, Clone)]
+pub struct RoomRequest {
+    /// UUID or index; empty if there is only one GPU.
+    pub gpu: String,
+    pub bytes: u64,
+    /// For how long it is kept, unless it is renewed.
+    pub lasts: Duration,
+    pub caller: Identity,
+}
+
+/// A room, or a request for one.
+pub(super) struct Room {
+    owner: Arc<Identity>,
+    gpu: GpuId,
+    bytes: u64,
+    lasts: Duration,
+    /// Who waits until its bytes are free.
+    reply: Option<oneshot::Sender<fdo::Result<()>>>,
+    /// It has ended by itself.
+    ended: Rc<Notify>,
+}
+
+/// A room that was asked for.
+pub struct PendingRoom {
+    pub room: RoomId,
+    /// Answered once the bytes are free.
+    pub ready: oneshot::Receiver<fdo::Result<()>>,
+    /// Notified when it has ended, unless it was closed.
+    pub ended: Rc<Notify>,
+}
+
+impl Core {
+    /// Whether a request for a room is right, as far as can be told at once. Returns the GPU.
+    ///
+    /// # Errors
+    /// `InvalidArgs` or `LimitsExceeded`.
+    pub fn check_room(&self, request: &RoomRequest) -> fdo::Result<NamedGpu> {
+        let gpu = self.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
+        if request.bytes == 0 {
+            return Err(fdo::Error::InvalidArgs("a room has at least 1 byte".into()));
+        }
+        let uid = request.caller.uid;
+        let number = self.rooms.values().filter(|room| room.owner.uid == uid).count();
+        if number >= MAX_ROOMS_OF_USER {
+            return Err(fdo::Error::LimitsExceeded(format!(
+                "user {uid} has {number} rooms already, which is the most: close one first"
+            )));
+        }
+        Ok(gpu)
+    }
+
+    /// Has a room made.
+    ///
+    /// # Errors
+    /// As [`Self::check_room`].
+    pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
+        let gpu = GpuId(self.check_room(&request)?.uuid);
+        self.last_room += 1;
+        let room = RoomId(self.last_room);
+        let (reply, ready) = oneshot::channel();
+        let ended = Rc::new(Notify::new());
+        let RoomRequest { bytes, lasts, caller, .. } = request;
+        let (owner, reply) = (Arc::new(caller), Some(reply));
+        self.rooms.insert(room, Room { owner, gpu, bytes, lasts, reply, ended: ended.clone() });
+        // What others use is to be known as it is now.
+        self.query_nvml(Query::Sample);
+        self.signals.activity.notify_one();
+        self.ask_for_room(room);
+        Ok(PendingRoom { room, ready, ended })
+    }
+
+    /// Keeps a room for as long again, from now on.
+    pub fn renew_room(&mut self, room: RoomId) {
+        self.ask_for_room(room);
+    }
+
+    fn ask_for_room(&mut self, room: RoomId) {
+        let Some(&Room { gpu, bytes, lasts, .. }) = self.rooms.get(&room) else { return };
+        let until = clock::now().saturating_add(lasts);
+        self.apply(Event::RoomRequested { room, gpu, bytes, until });
+    }
+
+    /// Its owner does not need a room any more.
+    pub fn close_room(&mut self, room: RoomId) {
+        let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
+        self.apply(Event::RoomClosed { room });
+        info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the room of {} is given back", owner.name);
+    }
+
+    /// The machine says what became of a room.
+    pub(super) fn room_is(&mut self, command: &Command) {
+        match *command {
+            Command::RoomReady { room, .. } => {
+                let Some(entry) = self.rooms.get_mut(&room) else { return };
+                let Some(reply) = entry.reply.take() else { return };
+                let _ = reply.send(Ok(())); // who asked may have left the bus: then nobody has the descriptor
+                let Room { owner, gpu, bytes, .. } = &self.rooms[&room];
+                info!(
+                    name: "room-made",
+                    uid = owner.uid,
+                    pid = owner.pid,
+                    gpu = self.label(*gpu),
+                    bytes,
+                    "{} are kept free for {}",
+                    units::size(*bytes),
+                    owner.name
+                );
+            }
+            Command::RoomRefused { room, gpu, why } => {
+                let why = self.room_refused(gpu, why);
+                let Some(entry) = self.rooms.remove(&room) else { return };
+                match entry.reply {
+                    Some(reply) => drop(reply.send(Err(why))),
+                    None => entry.ended.notify_one(),
+                }
+            }
+            Command::RoomEnded { room, gpu } => {
+                let Some(Room { owner, ended, .. }) = self.rooms.remove(&room) else { return };
+                ended.notify_one();
+                info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the time of the room of {} is over", owner.name);
+            }
+            _ => {}
+        }
+    }
+
+    /// Why there is no room, and what to do about it.
+    fn room_refused(&self, gpu: GpuId, why: RoomObstacle) -> fdo::Error {
+        let name = Names::gpu(self, gpu);
+        match why {
+            RoomObstacle::TooLarge { most } => fdo::Error::InvalidArgs(format!(
+                "{name} has no more than {} for a room: the rest is in use by other programs and rooms, or reserved",
+                units::size(most)
+            )),
+            RoomObstacle::Unevictable { bytes } => fdo::Error::Failed(format!(
+                "{} of the memory in the way cannot leave {name}: {}",
+                units::size(bytes),
+                self.in_the_way(gpu)
+            )),
+            RoomObstacle::Late => fdo::Error::Failed(format!(
+                "the memory has not left {name} in time, and is given back: {}",
+                self.in_the_way(gpu)
+            )),
+            RoomObstacle::Gone => fdo::Error::Failed(format!("{name} is gone")),
+        }
+    }
+
+    /// Who keeps memory on a GPU that others need, and why.
+    fn in_the_way(&self, gpu: GpuId) -> String {
+        let mut all: Vec<(u64, String)> = Vec::new();
+        for view in self.machine.clients() {
+            let Some(attachment) = view.attachments.iter().find(|attachment| attachment.gpu == gpu) else { continue };
+            let (bytes, what) = match (attachment.eviction_blocked, attachment.state) {
+                (Some(why), _) => (attachment.mapped, bus::eviction_block_name(why).to_owned()),
+                (None, LockState::Revoking | LockState::Stuck) => {
+                    (attachment.mapped, "its work has not ended yet".to_owned())
+                }
+                (None, _) if attachment.pinned > 0 => {
+                    (attachment.pinned, format!("{} of its memory is pinned", units::size(attachment.pinned)))
+                }
+                (None, _) if attachment.charge > attachment.allowance => {
+                    (attachment.charge - attachment.allowance, "its memory is still leaving".to_owned())
+                }
+                (None, _) => continue,
+            };
+            all.push((bytes, format!("{}: {what}", self.client(view.client))));
+        }
+        all.sort_by(|a, b| b.cmp(a));
+        let text: Vec<String> = all.into_iter().take(NAMED).map(|(_, text)| text).collect();
+        match text.is_empty() {
+            true => "try again, or end programs that use the GPU".into(),
+            false => text.join("; "),
+        }
+    }
+
+    /// Rooms, for those who look.
+    pub(super) fn present_rooms(&self, views: &[RoomView], now: Time) -> Vec<bus::Room> {
+        let present = |view: &RoomView| {
+            let Room { owner, .. } = self.rooms.get(&view.room)?;
+            Some(bus::Room {
+                who: printable(&owner.name),
+                pid: u32::try_from(owner.pid).unwrap_or(0),
+                uid: owner.uid,
+                bytes: view.bytes,
+                ready: view.is_ready,
+                ends_in: view.until.saturating_sub(now).as_secs_f64(),
+            })
+        };
+        views.iter().filter_map(present).collect()
+    }
+}
