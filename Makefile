@@ -25,6 +25,7 @@ libexecdir ?= $(prefix)/libexec
 multiarch = $(shell $(CC) -print-multiarch 2>/dev/null)
 libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib64/libc.so*),64))
 unitdir ?= $(prefix)/lib/systemd/system
+userunitdir ?= $(prefix)/lib/systemd/user
 mandir ?= $(prefix)/share/man
 sysconfdir ?= /etc
 # Where shells look for what completes a command. Debian's zsh has vendor-completions.
@@ -125,7 +126,7 @@ bench:
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:
 	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
-	install -d $(addprefix $(DESTDIR),$(bindir) $(libexecdir) $(libdir) $(unitdir) $(sysconfdir)/nvshare)
+	install -d $(addprefix $(DESTDIR),$(bindir) $(libexecdir) $(libdir) $(unitdir) $(userunitdir) $(sysconfdir)/nvshare)
 	install -m 755 $(TARGET)/release/nvshare-scheduler $(TARGET)/release/nvsharectl $(DESTDIR)$(bindir)
 	install -m 755 $(TARGET)/release/nvshare-checkpoint $(DESTDIR)$(libexecdir)
 	@# In one step: where every program loads it, one that loads half of it dies.
@@ -134,7 +135,9 @@ install:
 	@# Settings that somebody has changed stay.
 	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
 	install -m 644 $(wildcard systemd/*.service systemd/*.socket systemd/*.path) $(DESTDIR)$(unitdir)
-	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service $(DESTDIR)$(unitdir)/nvshare-cdi.service
+	install -m 644 systemd/user/nvshare-games.service $(DESTDIR)$(userunitdir)
+	sed -i 's|=/usr/bin/nv|=$(bindir)/nv|' $(DESTDIR)$(unitdir)/nvshare.service $(DESTDIR)$(unitdir)/nvshare-cdi.service \
+	    $(DESTDIR)$(userunitdir)/nvshare-games.service
 	sed -i 's|/usr/libexec/|$(libexecdir)/|' $(DESTDIR)$(unitdir)/nvshare-checkpoint@.service
 	install -Dm 644 $(COMPLETIONS)/nvsharectl.bash $(DESTDIR)$(bashdir)/nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(zshdir) $(COMPLETIONS)/_nvsharectl

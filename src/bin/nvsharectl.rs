@@ -10,7 +10,7 @@ use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{
-    CtlError, Target, adopt, cdi, debug, driver, moves, pause, place, preload, pressure, replay, report, room,
+    CtlError, Target, adopt, cdi, debug, driver, games, moves, pause, place, preload, pressure, replay, report, room,
     rules, run, simulate, timeline, top, why,
 };
 
@@ -71,8 +71,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Lock { gpu, who, why, on_loss, command }) => {
             return lock::lock(&target, &lock::LockRequest { gpu, who, why, on_loss }, &command);
         }
-        Some(Verb::MakeRoom { size, gpu, lasts, command }) => {
-            return room::keep(&target, &room::RoomRequest { gpu, bytes: size, lasts }, &command);
+        Some(Verb::MakeRoom { size, gpu, lasts, games, command }) => {
+            let bytes = size.unwrap_or(games::DEFAULT);
+            let request = room::RoomRequest { gpu, bytes, lasts };
+            return if games { games::follow(&target, &request) } else { room::keep(&target, &request, &command) };
         }
         Some(Verb::Simulate { replay: Some(bundle), .. }) => {
             let answer = replay::replay(&bundle, arguments.json)?;

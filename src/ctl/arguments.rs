@@ -209,14 +209,17 @@ pub enum Verb {
     /// this one is interrupted.
     MakeRoom {
         /// How much, like 8G
-        #[arg(value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other)]
-        size: u64,
+        #[arg(value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other, required_unless_present = "games")]
+        size: Option<u64>,
         /// The GPU: its UUID or number [default: the only one]
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other, default_value = "", hide_default_value = true)]
         gpu: String,
         /// For how long at most, up to a day [default: until the command ends, or this one is interrupted]
         #[arg(long = "for", value_name = "TIME", value_parser = parse_room, value_hint = ValueHint::Other)]
         lasts: Option<Duration>,
+        /// Whenever a game runs, as GameMode says on the session's bus; 8 GiB unless a size is given
+        #[arg(long, conflicts_with_all = ["lasts", "command"])]
+        games: bool,
 
         /// The command and its arguments
         #[arg(last = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]

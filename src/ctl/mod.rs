@@ -11,7 +11,7 @@
 //! - [`report`]: what users, units and containers have had.
 //! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
 //! - [`lock`]: running a command with a GPU's lock held.
-//! - [`room`]: having memory of a GPU kept free.
+//! - [`room`]: having memory of a GPU kept free; [`games`]: while games run.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees; `run_progress`: what it waits for first.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
 //! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
@@ -28,6 +28,7 @@ mod connect;
 pub mod debug;
 pub mod driver;
 mod errors;
+pub mod games;
 pub mod lock;
 pub mod moves;
 mod password;

@@ -4,6 +4,7 @@
 mod bus;
 mod clients;
 mod fake_polkit;
+mod games;
 mod journal;
 mod metrics;
 mod nvml;

@@ -50,6 +50,8 @@ impl Bus {
                 <allow send_destination="org.freedesktop.PolicyKit1"/>
                 <allow own="org.freedesktop.login1"/>
                 <allow send_destination="org.freedesktop.login1"/>
+                <allow own="com.feralinteractive.GameMode"/>
+                <allow send_destination="com.feralinteractive.GameMode"/>
               </policy>
               <include>{}</include>
             </busconfig>"#,
