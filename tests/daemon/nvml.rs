@@ -2,11 +2,12 @@
 //! is initialized, as the real one has the driver's.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::private_bus::*;
 use cuda_sim_gpus::{Config, trouble};
 use nvshare::bus::{NAME, PATH};
-use nvshare_wire::{SchedulerMessage, Uuid};
+use nvshare_wire::{SchedulerMessage, Uuid, version};
 use serde_json::Value;
 use test_support::daemon::*;
 use test_support::{has_own_process, wait_for};
@@ -327,4 +328,26 @@ fn only_administrators_release_the_driver() {
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("may not have the driver released"), "{refused:?}");
     assert!(!open_files(&daemon).is_empty());
+}
+
+#[test]
+fn beside_a_display_programs_queue_less_work() {
+    if !own_process("beside_a_display_programs_queue_less_work", 1) {
+        return;
+    }
+    let daemon = Daemon::start();
+    let until_told = |client: &Client, wanted: Duration| {
+        let wanted = wanted.as_micros() as u32;
+        client.until(|message| matches!(message, SchedulerMessage::RunAhead { slot: 0, micros } if *micros == wanted));
+    };
+    let client = Client::welcomed_as(&daemon.socket(), version::RUN_AHEAD);
+    attach(&client, 0);
+    trouble::set_display(machine(), 0, true).expect("a file");
+    until_told(&client, Duration::from_millis(16));
+    let other = Client::welcomed_as(&daemon.socket(), version::RUN_AHEAD);
+    attach(&other, 0);
+    until_told(&other, Duration::from_millis(16));
+    trouble::set_display(machine(), 0, false).expect("a file");
+    until_told(&client, Duration::ZERO);
+    until_told(&other, Duration::ZERO);
 }

@@ -114,6 +114,10 @@ messages! {
             moved: Moves,
         },
 
+        /// How much work the client may queue ahead of the GPU at most, in microseconds of GPU time, until it is told otherwise: what is
+        /// queued delays whoever uses the GPU beside it, such as a desktop. 0: as much as the client thinks right.
+        83 (since 8) => RunAhead { slot: u32, micros: u32 },
+
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the process is to see as number `at`
         /// of `of`.
         90 (since 3) => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },

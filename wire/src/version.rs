@@ -7,7 +7,7 @@
 /// The oldest version this build speaks.
 pub const MIN: u16 = 1;
 /// The newest version this build speaks.
-pub const MAX: u16 = 7;
+pub const MAX: u16 = 8;
 /// From this version on, limits are promises: numbered, acknowledged, and raised or denied on request.
 pub const LIMITS: u16 = 2;
 /// From this version on, programs share memory through the scheduler.
@@ -36,6 +36,9 @@ pub const UNSEEN_WORK: u16 = 6;
 
 /// From this version on, a client can be taken off its GPUs.
 pub const SLEEP: u16 = 7;
+
+/// From this version on, the scheduler bounds how much work a client queues ahead of a GPU.
+pub const RUN_AHEAD: u16 = 8;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

@@ -164,6 +164,7 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("resume", 3, Resume { client: 7 }),
         ("memory-max", 4, MemoryMax { uuid: Uuid([0x5a; 16]), bytes: 8 << 30 }),
         ("prepare_sleep", 7, PrepareSleep { flags: 1 }),
+        ("run_ahead", 8, RunAhead { slot, micros: 16_000 }),
         ("awake", 7, Awake { moved: Moves::new([(uuid, other), (other, uuid)]).unwrap() }),
         ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", 3, Unplaced { outcome: NoPlacement::NoGpu, text: Text::new("no GPU is left") }),

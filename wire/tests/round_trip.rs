@@ -157,6 +157,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
         any::<u32>().prop_map(|flags| PrepareSleep { flags }),
+        any::<(u32, u32)>().prop_map(|(slot, micros)| RunAhead { slot, micros }),
         prop::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..=MAX_MOVES).prop_map(|moves| {
             let moves = moves.into_iter().map(|(before, now)| (Uuid(before), Uuid(now)));
             Awake { moved: Moves::new(moves).unwrap() }

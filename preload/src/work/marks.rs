@@ -15,6 +15,9 @@ pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 
+/// No scheduler sets a lower limit than this: the GPU would idle between kernels.
+const RUN_AHEAD_LEAST: u32 = 1_000;
+
 /// The window of a new program, in submissions, before anything is known about its kernels; and the largest window.
 pub(super) const FIRST_WINDOW: u32 = 1;
 
@@ -203,7 +206,19 @@ impl Work {
 
     /// Sets whether another client waits for the GPU: the queue is kept shorter then.
     pub fn set_contended(&self, contended: bool) {
-        let to = if contended { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
+        self.contended.store(contended, Ordering::Relaxed);
+        self.bound_run_ahead();
+    }
+
+    /// Sets the GPU time that may be queued at most, in microseconds; 0: what is known here decides.
+    pub fn limit_run_ahead(&self, micros: u32) {
+        self.run_ahead_limit.store(if micros == 0 { u32::MAX } else { micros.max(RUN_AHEAD_LEAST) }, Ordering::Relaxed);
+        self.bound_run_ahead();
+    }
+
+    fn bound_run_ahead(&self) {
+        let wanted = if self.contended.load(Ordering::Relaxed) { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
+        let to = wanted.min(self.run_ahead_limit.load(Ordering::Relaxed));
         let from = self.run_ahead.swap(to, Ordering::Relaxed);
         if to < from {
             let mut inner = self.inner.lock();

@@ -46,6 +46,9 @@ pub struct Work {
     per_mark: AtomicU32,
     /// Microseconds of GPU time that may be queued.
     run_ahead: AtomicU32,
+    /// The most that the scheduler allows, and whether another client waits for the GPU: from both it follows.
+    run_ahead_limit: AtomicU32,
+    contended: AtomicBool,
     /// Marks that have been seen done: the measure of progress.
     done: AtomicU64,
     /// Too much is outstanding: the next submission waits.
@@ -90,6 +93,8 @@ impl Work {
             of_gpu,
             per_mark: AtomicU32::new(1),
             run_ahead: AtomicU32::new(RUN_AHEAD),
+            run_ahead_limit: AtomicU32::new(u32::MAX),
+            contended: AtomicBool::new(false),
             done: AtomicU64::new(0),
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),

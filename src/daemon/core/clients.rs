@@ -332,6 +332,11 @@ impl Core {
         debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
         self.trace(now, client, Some(gpu), "attach", None);
         self.apply(event);
+        // One that comes back may have been told otherwise by an earlier scheduler.
+        let reconnects = self.clients.get(&client).is_some_and(|entry| entry.reconnects);
+        if reconnects || self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
+            self.limit_run_ahead(client, gpu);
+        }
         Ok(())
     }
 
@@ -379,6 +384,7 @@ impl Core {
             accounting: Accounting::default(),
             sample: None,
             has_others: true,
+            has_display: false,
             _named_by: Some(share),
         };
         if self.log_limit.allows("gpu-found", budget.tenant()) {

@@ -3,14 +3,19 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use nvshare_wire::{SchedulerMessage, version};
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
 use super::measure::unmeasured;
 use super::state::{Core, Gpu};
 use crate::daemon::gpu::nvml::{GpuDescription, Listing, Query, State};
-use crate::scheduler::{Event, GpuId};
+use crate::scheduler::{ClientId, Event, GpuId};
 use crate::sys::clock;
+
+/// How much work a client may queue ahead of a GPU that a display is attached to: a frame at 60 Hz. What a desktop draws waits no longer
+/// than that for work that is queued already.
+const BESIDE_DISPLAY: Duration = Duration::from_millis(16);
 
 /// UUIDs of the GPUs that programs can use.
 pub type Present = BTreeSet<String>;
@@ -54,12 +59,13 @@ impl Core {
     }
 
     fn gpu_found(&mut self, found: GpuDescription) {
-        let GpuDescription { gpu, kind, name, total, index, minor, capability, link } = found;
+        let GpuDescription { gpu, kind, name, total, index, minor, capability, link, has_display } = found;
         let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
         let is_new = before.is_none();
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
         let failing = before.as_ref().is_some_and(|known| known.failing);
+        let had_display = before.as_ref().is_some_and(|known| known.has_display);
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
         let entry = Gpu {
             failing,
@@ -73,6 +79,7 @@ impl Core {
             accounting,
             sample,
             has_others: true,
+            has_display,
             _named_by: None,
         };
         if is_new {
@@ -85,8 +92,29 @@ impl Core {
             self.drain_again(gpu);
             self.announce_all_limits();
         }
+        if has_display != had_display {
+            self.tell_run_ahead(gpu);
+        }
         if let Some(rate) = link.filter(|_| is_news || !is_same_size) {
             self.apply(Event::GpuLink { gpu, rate });
+        }
+    }
+
+    /// Tells the clients of a GPU how much work they may queue ahead of it.
+    fn tell_run_ahead(&self, gpu: GpuId) {
+        let clients = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&gpu));
+        clients.for_each(|(client, _)| self.limit_run_ahead(*client, gpu));
+    }
+
+    /// The same to one client.
+    pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
+        let Some(entry) = self.clients.get(&client).filter(|entry| entry.session.version >= version::RUN_AHEAD) else {
+            return;
+        };
+        let micros =
+            if self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) { BESIDE_DISPLAY } else { Duration::ZERO };
+        if let Some(slot) = entry.session.slot(gpu) {
+            self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
         }
     }
 

@@ -267,6 +267,8 @@ pub(super) struct Gpu {
     pub accounting: Accounting,
     /// The newest measurement by NVML.
     pub sample: Option<Sample>,
+    /// A display is attached to it.
+    pub has_display: bool,
     /// Programs that are no clients use it, or may.
     pub has_others: bool,
     /// The part of a tenant's budget that it is, if a client named it and NVML does not list it.

@@ -93,6 +93,9 @@ impl ClientThread {
                 shared::answered(ticket, outcome, bytes, chunk, descriptors)
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
+            SchedulerMessage::RunAhead { slot, micros } => {
+                by_slot(slot).inspect(|gpu| gpu.work.limit_run_ahead(micros));
+            }
             SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),

@@ -101,6 +101,8 @@ impl<'a> Devices<'a> {
                     minor: *minor,
                     capability: device.cuda_compute_capability().ok().map(|is| (is.major, is.minor)),
                     link: link(device),
+                    has_display: device.is_display_active().is_ok_and(|is| is)
+                        || device.is_display_connected().is_ok_and(|is| is),
                 }),
                 Err(e) => self.error = Some(e),
             }

@@ -132,6 +132,8 @@ pub struct GpuDescription {
     pub capability: Option<(i32, i32)>,
     /// Bytes per second that copies over its PCIe link reach, by what both ends can do.
     pub link: Option<u64>,
+    /// A display is attached, or initialised without a monitor.
+    pub has_display: bool,
 }
 
 /// Starts the thread. It reports the GPUs and the memory in use, or that NVML fails, as soon as it can.

@@ -104,6 +104,15 @@ pub fn slices(dir: &Path, gpu: usize) -> Option<Vec<u8>> {
     Some(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
+/// A display is attached to a GPU from now on, or not.
+pub fn set_display(dir: &Path, gpu: usize, attached: bool) -> io::Result<()> {
+    put(&memory_file(dir, gpu, "display"), attached.then_some(""))
+}
+
+pub fn has_display(dir: &Path, gpu: usize) -> bool {
+    memory_file(dir, gpu, "display").exists()
+}
+
 /// The file that the simulated NVML has open from `nvmlInit` to `nvmlShutdown`, as the driver's device files are.
 pub fn device_file(dir: &Path) -> PathBuf {
     dir.join("nvidiactl")

@@ -422,6 +422,9 @@ exports! {
             _ => Err(VERSION_MISMATCH),
         }
     }
+    nvmlDeviceGetDisplayActive(handle: usize, active: *mut u32) {
+        out(active, u32::from(trouble::has_display(&Config::get().dir, gpu(handle)?)))
+    }
     nvmlDeviceGetUtilizationRates(handle: usize, rates: *mut Utilization) {
         further(handle)?;
         out(rates, Utilization { gpu: 0, memory: 0 })
