@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Memory for programs that do not use nvshare: how soon it is free when it is asked for, and whether it is free before one that grows
+needs it.
+
+  room.py [--programs target/release] [--only rooms|growth] [--rounds 30] [--clients 2] [--grow 16] [--growths 3]
+          [--json bench/results.json]
+
+Clients under nvshare fill the GPU, with contents that have to be copied, and one after the other sets some of each 64 MiB, so that one
+holds the lock at any moment.
+
+rooms   --rounds times `nvsharectl make-room 8G`: seconds from its start until its command has started, by when the memory is free.
+        Between two rounds the clients get their memory back. Figure: make-room-8GiB, the median.
+growth  A program without nvshare allocates 64 MiB sixteen times a second, until it has --grow GiB; --growths times. An allocation that
+        fails is counted, and tried again with the next. Figure: stranger-growth-failures, the sum.
+
+Prints JSON lines. Needs a GPU with room for --grow GiB, and neither PyTorch nor root.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import figures
+import stage
+
+MIB, GIB = 2**20, 2**30
+CHUNK = 64 * MIB
+RATE = GIB  # bytes per second
+SPARED = 256 * MIB  # that a client leaves of its share
+
+
+def fill(size, ready, go):
+    """Under nvshare: has that many bytes, and works on them until it is killed."""
+    stage.end_with_parent()
+    driver = stage.Driver()
+    noise, at = os.urandom(CHUNK), []
+    for n in range(size // CHUNK):
+        pointer = ctypes.c_uint64()
+        driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(CHUNK))
+        # No two chunks are alike, nor is one constant: what can be told without copying would not be copied.
+        driver.call("cuMemcpyHtoD_v2", pointer, noise, ctypes.c_size_t(CHUNK))
+        driver.call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(n % 251), ctypes.c_size_t(4096))
+        at.append(pointer)
+    stage.wait_to_begin(ready, go)
+    turn = 0
+    while True:
+        turn += 1
+        for pointer in at:
+            driver.call("cuMemsetD8Async", pointer, ctypes.c_ubyte(turn % 251), ctypes.c_size_t(4096), None)
+        driver.call("cuCtxSynchronize")
+
+
+def grow(size):
+    """Without nvshare: grows at the rate, and says how many allocations failed and how late the last one was."""
+    stage.end_with_parent()
+    driver = stage.Driver()
+    begun, failures, late, taken = time.perf_counter(), 0, 0.0, []
+    for n in range(size // CHUNK):
+        due = begun + n * CHUNK / RATE
+        time.sleep(max(0.0, due - time.perf_counter()))
+        late = max(late, time.perf_counter() - due)
+        pointer = ctypes.c_uint64()
+        if driver.library.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(CHUNK)):
+            failures += 1
+        else:
+            taken.append(pointer)
+    print(json.dumps({"allocations": size // CHUNK, "failures": failures, "latest": round(late, 4)}))
+
+
+def say(what):
+    print(json.dumps(what), flush=True)
+
+
+class Control:
+    def __init__(self, programs, directory):
+        self.words = [str(programs / "nvsharectl"), "--control", str(directory / "control.sock")]
+
+    def status(self):
+        """Of the first GPU, once the scheduler knows it."""
+        while True:
+            done = subprocess.run([*self.words, "--json", "status"], stdout=subprocess.PIPE, check=True)
+            if gpus := json.loads(done.stdout)["gpus"]:
+                return gpus[0]
+            time.sleep(0.05)
+
+    def until(self, what, patience=120):
+        """Waits until that is so of the GPU."""
+        end = time.monotonic() + patience
+        while not what(gpu := self.status()):
+            if time.monotonic() > end:
+                raise SystemExit(f"the GPU does not get there: {gpu}")
+            time.sleep(0.05)
+
+    def make_room(self, size):
+        """Seconds until so much is free. It is given back at once."""
+        begun = time.perf_counter()
+        with subprocess.Popen([*self.words, "make-room", size, "--", "echo", "free"], stdout=subprocess.PIPE) as child:
+            said = child.stdout.readline()
+            seconds = time.perf_counter() - begun
+        if child.returncode or said != b"free\n":
+            raise SystemExit(f"nvsharectl make-room ended with {child.returncode}")
+        return seconds
+
+
+def measure_rooms(arguments, control, full):
+    seconds = []
+    for n in range(arguments.rounds):
+        control.until(lambda gpu: gpu["kept"] == 0 and gpu["resident"] >= full)
+        time.sleep(1)  # the clients have turns
+        seconds.append(control.make_room("8G"))
+        say({"kind": "room", "round": n, "seconds": round(seconds[-1], 4)})
+    middle, slowest = statistics.median(seconds), figures.percentile(seconds, 0.99)
+    say({"kind": "rooms", "median": round(middle, 4), "p99": round(slowest, 4), "n": len(seconds)})
+    note = f"{arguments.clients} clients fill the GPU and one holds it; {len(seconds)} rooms, 99 % {slowest:.3f} s"
+    note += f", from {min(seconds):.3f} to {max(seconds):.3f} s, nvsharectl's own start included"
+    return [("make-room-8GiB", middle, "s", note)]
+
+
+def measure_growth(arguments, control, full):
+    failures = 0
+    for n in range(arguments.growths):
+        control.until(lambda gpu: gpu["kept"] == 0 and gpu["resident"] >= full)
+        time.sleep(1)
+        done = subprocess.run([sys.executable, __file__, "--child", "grow", str(arguments.grow * GIB)], stdout=subprocess.PIPE, check=True)
+        said = json.loads(done.stdout)
+        failures += said["failures"]
+        say({"kind": "growth", "run": n} | said)
+    note = f"{arguments.growths} times {arguments.grow} GiB in steps of 64 MiB, beside {arguments.clients} clients that fill the GPU"
+    return [("stranger-growth-failures", failures, "count", note)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="where the programs and libnvshare.so are")
+    parser.add_argument("--only", choices=["rooms", "growth"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--grow", type=int, default=16, help="GiB")
+    parser.add_argument("--growths", type=int, default=3)
+    parser.add_argument("--settings", default="", help="lines for the scheduler's configuration")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    arguments = parser.parse_args()
+    programs, said, children = arguments.programs.resolve(), [], []
+    say({"kind": "measured", "files": figures.measured_files(programs), "hardware": figures.hardware()})
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        daemon = stage.scheduler(programs, directory, arguments.settings)
+        try:
+            control = Control(programs, directory)
+            # A context of each is still to come.
+            size = (control.status()["capacity"] // arguments.clients - GIB - SPARED) // CHUNK * CHUNK
+            words = [[sys.executable, __file__, "--child", "fill", size]] * arguments.clients
+            children = stage.begin(words, stage.under_nvshare(programs, directory), directory)
+            full = arguments.clients * size * 99 // 100
+            for name, measure in (("rooms", measure_rooms), ("growth", measure_growth)):
+                if arguments.only in (None, name):
+                    said += measure(arguments, control, full)
+        finally:
+            stage.end(*children, daemon)
+            say({"kind": "figures", "figures": [dict(zip(("name", "value", "unit", "note"), figure)) for figure in said]})
+            if arguments.json and said:
+                figures.add(arguments.json, said, arguments.commit)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:3] == ["--child", "fill"]:
+        fill(int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+    elif sys.argv[1:3] == ["--child", "grow"]:
+        grow(int(sys.argv[3]))
+    else:
+        main()
