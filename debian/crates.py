@@ -37,6 +37,7 @@ LICENSES = {
     "BSD-3-Clause": "BSD-3-Clause",
     "Zlib": "Zlib",
     "Apache-2.0 OR BSL-1.0": "Apache-2.0 or BSL-1.0",
+    "BSL-1.0": "BSL-1.0",
 }
 # Sources of others that are in a crate: where, whose they are, and under which licence. The last paragraph about a file counts.
 INCLUDED = {"libsqlite3-sys": ("sqlite3", "the authors of SQLite, who disclaim it", "public-domain")}

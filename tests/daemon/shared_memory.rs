@@ -265,6 +265,7 @@ fn bytes_that_an_exporter_leaves_are_counted_at_once_and_once() {
         limit_ack: 0,
         host: 0,
         counts: Counts::default(),
+        in_file: 0,
     };
     exporter.send(pinned_report(2 * CHUNK));
     importer.send(pinned_report(0));

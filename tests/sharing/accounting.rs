@@ -158,12 +158,25 @@ struct Figures {
     limit_ack: u32,
     host: u64,
     counts: Counts,
+    in_file: u64,
 }
 
 impl Figures {
     fn report(self) -> ClientMessage {
-        let Self { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts } = self;
-        ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts }
+        let Self { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts, in_file } = self;
+        ClientMessage::Memory {
+            slot,
+            ack,
+            demand,
+            mapped,
+            swapped,
+            pinned,
+            device_free,
+            limit_ack,
+            host,
+            counts,
+            in_file,
+        }
     }
 }
 
@@ -246,6 +259,7 @@ const LIES: &[(&str, Lie)] = &[
     ("Memory.demand", |gpu, n| with(gpu, Figures { demand: n, ..Figures::default() })),
     ("Memory.mapped", |gpu, n| with(gpu, Figures { mapped: n, ..Figures::default() })),
     ("Memory.swapped", |gpu, n| with(gpu, Figures { swapped: n, ..Figures::default() })),
+    ("Memory.in_file", |gpu, n| with(gpu, Figures { in_file: n, ..Figures::default() })),
     ("Memory.pinned", |gpu, n| with(gpu, Figures { pinned: n, ..Figures::default() })),
     ("Memory.demand, mapped and pinned", |gpu, n| {
         with(gpu, Figures { demand: n, mapped: n, pinned: n, ..Figures::default() })

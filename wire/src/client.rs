@@ -14,7 +14,7 @@ messages! {
         1 (handshake) => Hello {
             min_version: u16,
             max_version: u16,
-            /// [`ASLEEP`], or 0.
+            /// [`ASLEEP`] and [`USES_SWAP_FILE`], or 0.
             flags: u32,
             /// The id that [`Welcome`](crate::SchedulerMessage::Welcome) gave on an earlier connection of this process, or 0.
             resume: u64,
@@ -63,6 +63,8 @@ messages! {
             /// Bytes of host memory that the client holds for memory of this GPU, unused buffers included.
             (since 2) host: u64,
             (since 5) counts: Counts,
+            /// The part of `swapped` that is in a swap file, and not in host memory.
+            (since 8) in_file: u64,
         },
 
         /// Requests the locks of all GPUs in the set, all or nothing. Replaces a request that still waits.
@@ -223,6 +225,10 @@ byte_enum! {
 /// It then names its GPUs (`Attach`), but is told and tells no more of them before it is awake. After
 /// [`Resume`](crate::SchedulerMessage::Resume), `Held` with no GPU follows.
 pub const ASLEEP: u32 = 1;
+
+/// A flag of [`Hello`](ClientMessage::Hello): the client can use a swap file
+/// ([`HostMemory`](crate::SchedulerMessage::HostMemory)).
+pub const USES_SWAP_FILE: u32 = 2;
 
 byte_enum! {
     /// Why a client cannot sleep.

@@ -44,6 +44,13 @@
 //!       ◀──────────────────────────── Awake(GPU by UUID → GPU by UUID)
 //! Request(GPUs {0}) ────────────────▶                         slot 0 is the other GPU
 //! ```
+//! Memory that has left the GPU lies in host memory, and beyond what the scheduler allows there in a file that it passes:
+//! ```text
+//! client                              scheduler
+//! Hello(can use a swap file) ───────▶
+//!       ◀────────────── HostMemory(ram 1 GiB, file 2 GiB) + descriptor
+//! Memory(swapped 3 GiB, in_file 2 GiB) ─▶
+//! ```
 //! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the number of bytes that a client
 //! may have mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* is
 //! what it may allocate: a promise that there is room on the GPU or in the host (RequestLimit asks for a higher one).

@@ -36,6 +36,8 @@ pub const UNSEEN_WORK: u16 = 6;
 
 /// From this version on, a client can be taken off its GPUs.
 pub const SLEEP: u16 = 7;
+/// From this version on, a client can be given a file for memory that has left the GPU.
+pub const SWAP_FILE: u16 = 8;
 
 /// From this version on, the scheduler bounds how much work a client queues ahead of a GPU.
 pub const RUN_AHEAD: u16 = 8;

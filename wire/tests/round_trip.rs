@@ -59,10 +59,10 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
             }
         ),
         any::<u32>().prop_map(|slot| Detach { slot }),
-        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 4]>()).prop_map(
+        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 5]>()).prop_map(
             |(
                 (slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host),
-                [out, back, unmoved, refused],
+                [out, back, unmoved, refused, in_file],
             )| Memory {
                 slot,
                 ack,
@@ -74,6 +74,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
                 limit_ack,
                 host,
                 counts: Counts { swapped_out: out, swapped_in: back, unmoved, refused },
+                in_file,
             }
         ),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| RequestLimit { slot, bytes }),
@@ -156,6 +157,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<(u32, u32, u64)>().prop_map(|(slot, seq, bytes)| Allowance { slot, seq, bytes }),
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
+        any::<(u64, u64)>().prop_map(|(ram, file)| HostMemory { ram, file }),
         any::<u32>().prop_map(|flags| PrepareSleep { flags }),
         any::<(u32, u32)>().prop_map(|(slot, micros)| RunAhead { slot, micros }),
         prop::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..=MAX_MOVES).prop_map(|moves| {

@@ -21,6 +21,7 @@ use crate::{
     env::{settings, trace::trace},
     gate::{self, barrier, epoch, threads},
     gpu,
+    memory::file,
     sys::{c, lock_file, once::Once},
 };
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -83,5 +84,6 @@ extern "C" fn in_child() {
     gate::set_active(false);
     epoch::end();
     connection::close_in_child();
+    file::close_in_child();
     lock_file::close_in_child();
 }

@@ -4,6 +4,7 @@ use crate::{
     connection::socket::{self, Socket},
     sys::sync::{OnceLock, Rank},
 };
+use rustix::fd::RawFd;
 
 /// The sending and the receiving end. If the program closes one of them, the client's thread looks for work periodically.
 static PAIR: OnceLock<(Socket, Socket)> = OnceLock::new(Rank::Wakeup);
@@ -20,6 +21,11 @@ pub fn wake() {
     if let Some((sender, _)) = PAIR.get() {
         sender.send(&[1]);
     }
+}
+
+/// The descriptor that [`wake`] writes to, for threads with a table of descriptors of their own.
+pub fn sender() -> Option<RawFd> {
+    PAIR.get().filter(|(sender, _)| sender.is_ours()).map(|(sender, _)| sender.name().0)
 }
 
 /// The socket that [`wake`] makes readable; `None` if there is none or the program has closed it.

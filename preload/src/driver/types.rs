@@ -26,6 +26,7 @@ pub const ERROR_OUT_OF_MEMORY: CUresult = 2;
 pub const ERROR_DEINITIALIZED: CUresult = 4;
 pub const ERROR_INVALID_DEVICE: CUresult = 101;
 pub const ERROR_INVALID_CONTEXT: CUresult = 201;
+pub const ERROR_ECC_UNCORRECTABLE: CUresult = 214;
 pub const ERROR_MAP_FAILED: CUresult = 205;
 pub const ERROR_INVALID_HANDLE: CUresult = 400;
 pub const ERROR_STREAM_DETACHED: CUresult = 917;

@@ -40,8 +40,9 @@ impl Gpu {
                 pinned: account.pinned + if account.unevictable { account.mapped } else { 0 },
                 device_free,
                 limit_ack: account.limit_seq,
-                host: account.swapped + account.host_cache,
+                host: account.host(),
                 counts: account.counts,
+                in_file: account.in_file,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
@@ -108,6 +109,13 @@ impl Gpu {
             self.forget_denial(bytes);
         }
         is
+    }
+
+    /// Whether contents of memory here are lost. Calls that could use them then fail as after an error of the GPU's memory, from which
+    /// no process recovers, either.
+    #[cold]
+    pub fn has_lost_memory(&self) -> bool {
+        self.account().is_some_and(|account| account.is_lost)
     }
 
     /// Forgets this denial, which has been acted on or no longer holds.

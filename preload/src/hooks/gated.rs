@@ -202,7 +202,7 @@ type Entered = Option<(&'static Gpu, &'static Slot)>;
 /// Waits until it may enter. `None` if the call does not concern the gate.
 ///
 /// # Errors
-/// Memory that the program has allocated and never used cannot be mapped.
+/// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
 #[inline(never)]
 fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
     if !gate::is_active() {
@@ -224,7 +224,7 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
 /// Waits until this thread is inside the gate of this GPU. `false` if the gates are no more.
 ///
 /// # Errors
-/// Memory that the program has allocated and never used cannot be mapped.
+/// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
 fn wait_at(gpu: &'static Gpu, slot: &Slot, reasons: u32) -> Result<bool, CUresult> {
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
@@ -235,6 +235,9 @@ fn wait_at(gpu: &'static Gpu, slot: &Slot, reasons: u32) -> Result<bool, CUresul
         };
         let Some(closed) = closed else { return Ok(true) };
         Gate::turn_back(slot);
+        if closed.has_lost_memory() {
+            return Err(ERROR_ECC_UNCORRECTABLE);
+        }
         closed.wait(reasons);
         if !gate::is_active() {
             return Ok(false);

@@ -94,7 +94,8 @@ pub(super) fn is_backed_in_time(
     }
     let begin = Instant::now();
     while begin.elapsed() < BACKING_TIMEOUT && connection::is_connected() && !capture::any() {
-        if space.lock().account.can_run() {
+        let account = space.lock().account;
+        if account.can_run() || account.is_lost {
             return true;
         }
         if gpu.is_mapping_denied() {

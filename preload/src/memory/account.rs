@@ -9,8 +9,10 @@ pub struct Account {
     pub demand: u64,
     /// Of these, on the GPU now or on the way there.
     pub mapped: u64,
-    /// Of these, in host memory.
+    /// Of these, in host memory or in a swap file.
     pub swapped: u64,
+    /// Of these, in a swap file.
+    pub in_file: u64,
     /// Outside the engines: memory of the driver that cannot move.
     pub pinned: u64,
     /// The most that may be mapped, as the scheduler says; `u64::MAX` without one.
@@ -28,6 +30,10 @@ pub struct Account {
     /// Host buffers that are free or hold copies of chunks on the GPU; and the most that the scheduler lets this client keep.
     pub host_cache: u64,
     pub host_cache_max: u64,
+    /// Copies go into a swap file, and are behind: nothing more leaves the GPU meanwhile.
+    pub is_file_behind: bool,
+    /// Contents were lost on the way to a disk and back. Nothing can use memory here any more.
+    pub is_lost: bool,
     /// Chunks whose copy, in or out, is under way.
     pub in_flight: u64,
     /// Freed bytes that earlier work may still use or that are being moved. Part of demand until then.
@@ -48,6 +54,10 @@ pub struct Account {
 }
 
 impl Account {
+    /// Bytes of host memory that are held.
+    pub fn host(&self) -> u64 {
+        self.swapped - self.in_file + self.host_cache
+    }
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand
     }
@@ -57,7 +67,7 @@ impl Account {
     }
     /// Whether the program may run as far as memory is concerned. Where pages are faulted in, it always may.
     pub fn can_run(&self) -> bool {
-        self.demand_paged || (self.is_complete() && self.in_flight == 0)
+        !self.is_lost && (self.demand_paged || (self.is_complete() && self.in_flight == 0))
     }
     /// `bytes`, or less if a rule or the environment limits the program to less.
     pub fn at_most(&self, bytes: u64) -> u64 {

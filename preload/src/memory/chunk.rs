@@ -1,6 +1,6 @@
 //! Chunks: the pieces in which memory is mapped and moved, and where the contents of each are.
 
-use super::{engine::Flags, fingerprint::Fingerprint, staging::Buffer};
+use super::{engine::Flags, file::FileCopy, fingerprint::Fingerprint, staging::Buffer};
 use crate::driver::types::*;
 
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub(super) enum Residency {
     Gpu { handle: Handle, copy: Option<HostCopy> },
     /// In host memory; without a copy of ours if the driver moves it.
     Host(Option<HostCopy>),
+    /// In a swap file.
+    File(FileCopy),
     /// Nowhere: every 32-bit word has this value.
     Constant(u32),
     /// The mover has taken the chunk.
@@ -37,6 +39,11 @@ pub(super) struct HostCopy {
 impl Chunk {
     /// Neither on the GPU nor on its way.
     pub(super) fn is_away(&self) -> bool {
+        self.is_at_hand() || matches!(self.residency, Residency::File(_))
+    }
+
+    /// Not on the GPU, and can be put there at once.
+    pub(super) fn is_at_hand(&self) -> bool {
         matches!(self.residency, Residency::Unbacked | Residency::Host(_) | Residency::Constant(_))
     }
 

@@ -7,6 +7,7 @@
 //! - [`alias`]: addresses at which the program has mapped memory itself.
 //! - [`mover`]: eviction and restoring, on the client's thread only.
 //! - [`staging`]: buffers in host memory. [`headroom`]: how much host memory this process may take.
+//! - [`file`]: swap files, where host memory has no room.
 //! - [`fingerprint`]: recognising contents without copying them.
 //! - [`foreign_devices`]: other devices that may access GPU memory.
 
@@ -14,6 +15,7 @@ pub mod account;
 pub mod alias;
 mod chunk;
 pub mod engine;
+pub mod file;
 mod fingerprint;
 pub mod foreign_devices;
 pub mod headroom;

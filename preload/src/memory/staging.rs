@@ -129,6 +129,18 @@ impl Buffer {
         self.address as *mut c_void
     }
 
+    /// The contents, while nothing copies to it.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: memory of ours, all of which is mapped, and zero before anything is copied to it. The caller's promise.
+        unsafe { core::slice::from_raw_parts(self.address as *const u8, self.len) }
+    }
+
+    /// The same, to write to it. Nothing copies from it, either.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and there is no other reference to it.
+        unsafe { core::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }
+    }
+
     pub fn len(&self) -> u64 {
         self.len as u64
     }

@@ -44,6 +44,8 @@ pub enum Rank {
     Captures,
     /// Host buffers that are being allocated.
     StagingBuffers,
+    /// What a swap file holds, and what its threads have to do.
+    SwapFile,
     /// One thread at a time asks for the lock of GPUs.
     LockRequest,
     /// The last request for a higher limit that was denied.

@@ -171,11 +171,17 @@ impl Session {
                 limit_ack,
                 host,
                 counts,
+                in_file,
             } => {
                 let gpu = self.gpu(slot)?;
-                for (field, bytes) in
-                    [("demand", demand), ("mapped", mapped), ("swapped", swapped), ("pinned", pinned), ("host", host)]
-                {
+                for (field, bytes) in [
+                    ("demand", demand),
+                    ("mapped", mapped),
+                    ("swapped", swapped),
+                    ("pinned", pinned),
+                    ("host", host),
+                    ("in_file", in_file),
+                ] {
                     if bytes > MAX_BYTES {
                         return Err(Violation::Bytes { field, bytes });
                     }
@@ -183,7 +189,8 @@ impl Session {
                 // Pinned bytes are a part of the mapped ones.
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
                 // An older library reports only host memory with contents.
-                let host = host.max(swapped);
+                let in_file = in_file.min(swapped);
+                let host = host.max(swapped - in_file);
                 let device_free = (device_free != u64::MAX).then_some(device_free);
                 ClientAction::Memory { gpu, report, device_free, host, counts }
             }

@@ -399,14 +399,38 @@ fn attach_of(slot: u32, uuid: Uuid, total: u64) -> ClientMessage {
 
 pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
     let (device_free, limit_ack, host, counts) = (u64::MAX, 0, 0, Counts::default());
-    ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free, limit_ack, host, counts }
+    ClientMessage::Memory {
+        slot,
+        ack: 0,
+        demand,
+        mapped,
+        swapped: 0,
+        pinned: 0,
+        device_free,
+        limit_ack,
+        host,
+        counts,
+        in_file: 0,
+    }
 }
 
 /// What it lacks on the GPU is in the host; it has carried out that allowance, and knows that limit.
 pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> ClientMessage {
     let (slot, swapped, pinned, device_free) = (0, demand - mapped, 0, u64::MAX);
     let (host, counts) = (swapped, Counts::default());
-    ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts }
+    ClientMessage::Memory {
+        slot,
+        ack,
+        demand,
+        mapped,
+        swapped,
+        pinned,
+        device_free,
+        limit_ack,
+        host,
+        counts,
+        in_file: 0,
+    }
 }
 
 pub fn release() -> ClientMessage {

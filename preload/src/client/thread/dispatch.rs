@@ -51,6 +51,7 @@ impl ClientThread {
                 if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {
                     // Memory for what may never have to leave is not worth the program's end by its control group's limit.
                     if self.turn(gpu).is_contended() || !headroom::is_limited() {
+                        let bytes = bytes.min(self.spare_host_memory());
                         gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
                     }
                 }
@@ -96,6 +97,7 @@ impl ClientThread {
             SchedulerMessage::RunAhead { slot, micros } => {
                 by_slot(slot).inspect(|gpu| gpu.work.limit_run_ahead(micros));
             }
+            SchedulerMessage::HostMemory { ram, file } => self.set_host_memory(ram, file, descriptors),
             SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),

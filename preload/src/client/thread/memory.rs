@@ -40,14 +40,14 @@ impl ClientThread {
             gpu.introduce(false, shared::introduce); // in case it could not be sent at once
         }
         let Some(space) = gpu.space() else { return Duration::MAX };
-        let mut wait = Duration::MAX;
+        let mut wait = self.step_files(gpu, space);
         let mut guard = space.lock();
         if guard.has_freed() || guard.has_dying_pools() {
             let before = guard.account;
             guard.reclaim(&gpu.work);
             let after = guard.account;
             gpu.account_changed(&before, &after);
-            wait = CHORE_INTERVAL;
+            wait = wait.min(CHORE_INTERVAL);
         }
         if gpu.is_unreported() && connection::is_connected() {
             gpu.report(&guard.account);
@@ -62,7 +62,7 @@ impl ClientThread {
         }
         drop(guard);
         if account.host_cache > account.host_cache_max {
-            trim_host_cache(gpu, space);
+            trim_host_cache(gpu, space, account.host_cache_max);
         }
         let (goal, again) = self.goal(gpu, space, &account, can_restore);
         wait.min(again).min(self.move_memory(gpu, space, goal))
@@ -159,9 +159,9 @@ impl ClientThread {
                 return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }
             Step::Stopped(Stop::HostFull)
-                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT =>
+                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT || self.is_writing() =>
             {
-                return CHORE_INTERVAL; // memory that returns to the GPU frees host memory
+                return CHORE_INTERVAL; // memory that returns to the GPU, or goes into a file, frees host memory
             }
             Step::Stopped(stop) if goal != Goal::Restore => {
                 self.host_full = None;
@@ -201,10 +201,10 @@ fn report_stuck(gpu: &Gpu, reason: StuckReason) {
     }
 }
 
-/// Frees host memory beyond what the scheduler lets this client keep.
-fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>) {
+/// Frees host memory that holds nothing of use, beyond `most` bytes.
+pub(super) fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
     let mover = gpu.moving.lock();
-    let surplus = space.lock().take_surplus();
+    let surplus = space.lock().take_surplus(most);
     if let Some(context) = mover.context() {
         let _ = with_current(context as usize, || drop(surplus));
     }

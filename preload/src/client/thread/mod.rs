@@ -4,9 +4,10 @@
 //! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
 //!
 //! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory;
-//!   `idle_check`: not before the driver confirms that nothing runs. `sleep`: being taken off the GPUs.
+//!   `idle_check`: not before the driver confirms that nothing runs. `files`: what host memory has no room for. `sleep`: being taken off the GPUs.
 
 mod dispatch;
+mod files;
 mod idle_check;
 mod memory;
 mod session;
@@ -36,6 +37,7 @@ use core::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
+use files::HostTier;
 use idle_check::IdleCheck;
 use sleep::Sleep;
 
@@ -106,6 +108,8 @@ struct ClientThread {
     restore_at: Option<Instant>,
     /// Since when an eviction has waited for host memory.
     host_full: Option<Instant>,
+    /// Host memory, and the files for what exceeds it.
+    tier: HostTier,
     sleep: Sleep,
     /// Shuts all ways into the driver, or opens them.
     shut_driver: fn(bool),
@@ -128,6 +132,7 @@ impl ClientThread {
             reported: false,
             restore_at: None,
             host_full: None,
+            tier: HostTier::new(),
             sleep: Sleep::default(),
             shut_driver,
         }

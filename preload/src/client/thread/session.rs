@@ -10,12 +10,17 @@ use crate::{
         trace::{self, trace},
     },
     gpu::{self},
+    memory::file,
     registry::shared,
     sys::time::Instant,
 };
 use alloc::{string::ToString, sync::Arc};
 use core::{sync::atomic::Ordering, time::Duration};
-use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
+use nvshare_wire::{
+    ClientMessage, SlotSet, Text,
+    client::{ASLEEP, USES_SWAP_FILE},
+    version,
+};
 
 /// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
 const STEADY: Duration = Duration::from_millis(50);
@@ -46,6 +51,7 @@ impl ClientThread {
         self.socket = Some(socket.clone());
         shared::announce_exporter(version);
         connection::set_connection(Some(Connection { socket, version }));
+        self.forget_host_memory();
         let now = Instant::now();
         self.connected_at = (now, self.disconnected_since.filter(|_| !is_first).unwrap_or(now));
         (self.version, self.disconnected_since, self.ungated, self.restore_at) = (version, None, false, None);
@@ -78,6 +84,7 @@ impl ClientThread {
     /// Tells it about the GPUs, once it has been greeted. `named`: it has been told that this process is asleep, and of these
     /// GPUs.
     pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
+        self.forget_host_memory();
         // The new scheduler discards no message from here on.
         shared::announce_exporter(self.version);
         let mut held = 0;
@@ -124,6 +131,7 @@ impl ClientThread {
     /// No scheduler: programs whose memory fits run. Memory comes back as room appears, and its program waits for that.
     pub(super) fn run_ungated(&mut self) {
         self.ungated = true;
+        self.forget_host_memory();
         for gpu in gpu::attached() {
             gpu.admit_context();
             gpu.forget_denials();
@@ -141,7 +149,7 @@ pub fn hello() -> ClientMessage {
         min_version: version::MIN,
         max_version: version::MAX,
         // By the time that a preparation is not over, the connection is known.
-        flags: if presence::is_away() { ASLEEP } else { 0 },
+        flags: if presence::is_away() { ASLEEP } else { 0 } | if file::is_supported() { USES_SWAP_FILE } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,
         library: Text::new(env!("CARGO_PKG_VERSION")),

@@ -43,6 +43,9 @@ impl Mover {
                 self.unplan(space);
                 return Ok(None);
             }
+            if guard.account.is_file_behind {
+                return Ok(Some(RETRY_INTERVAL));
+            }
             if self.plan.is_empty() {
                 drop(guard);
                 // Buffers ordered for the previous plan must arrive first.

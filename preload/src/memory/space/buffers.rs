@@ -30,10 +30,10 @@ impl Space {
         taken
     }
 
-    /// Buffers beyond what may be kept: first free ones, then copies of chunks on the GPU.
-    pub fn take_surplus(&mut self) -> Vec<Buffer> {
+    /// Buffers beyond `most` bytes: first free ones, then copies of chunks on the GPU.
+    pub fn take_surplus(&mut self, most: u64) -> Vec<Buffer> {
         let mut surplus = Vec::new();
-        while self.account.host_cache > self.account.host_cache_max {
+        while self.account.host_cache > most {
             let Some(buffer) = self.take_free_buffers(1).pop().or_else(|| self.take_copy_if(|_| true)) else { break };
             surplus.push(buffer);
         }

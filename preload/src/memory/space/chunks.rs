@@ -12,7 +12,7 @@ impl Space {
     pub(in crate::memory) fn take_lacking(&mut self, base: u64, offset: u64) -> Option<Chunk> {
         let room = self.account.room();
         let range = self.ranges.get_mut(&base).filter(|range| range.moves())?;
-        let chunk = range.chunks.iter_mut().find(|c| c.offset == offset && c.is_away() && c.len <= room)?;
+        let chunk = range.chunks.iter_mut().find(|c| c.offset == offset && c.is_at_hand() && c.len <= room)?;
         let taken = chunk.take();
         self.account.in_flight += taken.len;
         self.account.mapped += taken.len;
@@ -22,14 +22,14 @@ impl Space {
         Some(taken)
     }
 
-    /// All chunks that are away: base, offset and length.
+    /// All chunks that can come back at once: base, offset and length.
     pub(in crate::memory) fn lacking(&self) -> Vec<(u64, u64, u64)> {
         let live = self.ranges.iter().filter(|(_, range)| range.moves());
         let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
-        chunks.filter(|(_, c)| c.is_away()).map(|(base, c)| (base, c.offset, c.len)).collect()
+        chunks.filter(|(_, c)| c.is_at_hand()).map(|(base, c)| (base, c.offset, c.len)).collect()
     }
 
-    /// Whether the allowance has room for a [chunk that is away](Self::lacking).
+    /// Whether the allowance has room for a chunk that is away.
     pub fn can_restore(&self) -> bool {
         let room = self.account.room();
         let lacking = |c: &Chunk| c.is_away() && c.len <= room;

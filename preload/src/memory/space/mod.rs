@@ -3,7 +3,7 @@
 //! A *range* is a reserved part of the address space, made of chunks: one large allocation, or a slab that small ones share.
 //! The addresses of a range never change, and freed memory is not reused before all earlier work is done.
 //!
-//! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory.
+//! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory. `files`: swap files.
 //! - `pools`: memory pools of the program. `managed`: what only the program's threads can free.
 //! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
@@ -11,6 +11,7 @@ mod allowance;
 mod buffers;
 mod chunks;
 mod export;
+mod files;
 mod managed;
 mod mapping;
 mod pools;
@@ -319,6 +320,10 @@ impl Space {
                 Residency::Host(copy) => {
                     self.account.swapped -= chunk.len;
                     self.keep_buffers(copy.map(|c| c.buffer));
+                }
+                Residency::File(_) => {
+                    self.account.swapped -= chunk.len;
+                    self.account.in_file -= chunk.len;
                 }
                 Residency::Unbacked | Residency::Constant(_) | Residency::Moving => {}
             }

@@ -1,0 +1,125 @@
+//! The free space of a file.
+
+use alloc::{collections::BTreeMap, vec::Vec};
+
+/// A part of a file, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// The parts of a file that hold nothing. What is taken may be in several parts, so free space is never too fragmented.
+#[derive(Debug, Default)]
+pub(super) struct Extents {
+    /// Lengths by offset. No two adjoin.
+    free: BTreeMap<u64, u64>,
+    /// The sum of the lengths.
+    bytes: u64,
+}
+
+impl Extents {
+    /// Bytes that can be taken.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Takes so many bytes, from the beginning of the file on; `None` if there are not as many.
+    pub fn take(&mut self, len: u64) -> Option<Vec<Extent>> {
+        if len > self.bytes {
+            return None;
+        }
+        let (mut taken, mut lacking) = (Vec::new(), len);
+        while lacking > 0 {
+            let (offset, len) = self.free.pop_first()?;
+            let used = len.min(lacking);
+            if used < len {
+                self.free.insert(offset + used, len - used);
+            }
+            taken.push(Extent { offset, len: used });
+            lacking -= used;
+        }
+        self.bytes -= len;
+        Some(taken)
+    }
+
+    /// Adds free space: a part that was taken, or one by which the file has grown.
+    pub fn give(&mut self, Extent { mut offset, mut len }: Extent) {
+        if len == 0 {
+            return;
+        }
+        self.bytes += len;
+        if let Some((before, size)) = self.free.range(..offset).next_back().map(|(at, size)| (*at, *size))
+            && before + size == offset
+        {
+            self.free.remove(&before);
+            (offset, len) = (before, len + size);
+        }
+        if let Some(size) = self.free.remove(&(offset + len)) {
+            len += size;
+        }
+        self.free.insert(offset, len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent(offset: u64, len: u64) -> Extent {
+        Extent { offset, len }
+    }
+
+    #[test]
+    fn what_is_taken_is_in_one_part_where_it_can_be_and_else_in_several() {
+        let mut free = Extents::default();
+        free.give(extent(0, 100));
+        assert_eq!(free.take(30), Some(std::vec![extent(0, 30)]));
+        assert_eq!(free.take(30), Some(std::vec![extent(30, 30)]));
+        free.give(extent(0, 30));
+        assert_eq!(free.take(50), Some(std::vec![extent(0, 30), extent(60, 20)]));
+        assert_eq!((free.take(21), free.bytes()), (None, 20), "all or nothing");
+        assert_eq!(free.take(20), Some(std::vec![extent(80, 20)]));
+        assert_eq!(free.take(0), Some(std::vec![]));
+    }
+
+    #[test]
+    fn adjoining_parts_become_one() {
+        let mut free = Extents::default();
+        free.give(extent(0, 10));
+        free.give(extent(20, 10));
+        free.give(extent(10, 10));
+        free.give(extent(30, 0));
+        assert_eq!((free.free.len(), free.bytes()), (1, 30));
+        assert_eq!(free.take(30), Some(std::vec![extent(0, 30)]));
+    }
+
+    /// Parts that are taken never overlap, and all space can be taken again in the end.
+    #[test]
+    fn nothing_is_taken_twice_and_nothing_is_lost() {
+        let mut free = Extents::default();
+        free.give(extent(0, 1000));
+        let (mut held, mut seed) = (Vec::<Vec<Extent>>::new(), 12345u64);
+        for _ in 0..5000 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let random = seed >> 33;
+            if random & 1 == 0
+                && let Some(taken) = free.take(random / 2 % 90)
+            {
+                held.push(taken);
+            } else if !held.is_empty() {
+                let at = random as usize % held.len();
+                held.swap_remove(at).into_iter().for_each(|extent| free.give(extent));
+            }
+            let mut all: Vec<Extent> = held.iter().flatten().copied().collect();
+            all.extend(free.free.iter().map(|(offset, len)| extent(*offset, *len)));
+            all.sort_by_key(|extent| extent.offset);
+            let mut end = 0;
+            for extent in all {
+                assert_eq!(extent.offset, end);
+                end += extent.len;
+            }
+            assert_eq!(end, 1000);
+        }
+    }
+}

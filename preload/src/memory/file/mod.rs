@@ -1,0 +1,404 @@
+//! Swap files: where copies of chunks go that host memory has no room for.
+//!
+//! The scheduler makes the file, reserves its space and passes it ([`SwapFile::open`]); nobody else has it. Chunks are written to it
+//! and read from it in the background, by threads of its own ([`worker`]), straight from the buffers and into them. The client's
+//! thread orders that and carries out what follows from it.
+//!
+//! The program can neither close the file nor pass it on: it is open in the threads' own table of descriptors alone, which no other
+//! thread shares, no fork copies and no `exec` keeps. The file has no name, so it ends with the process.
+//!
+//! A chunk's checksum stays in memory, and is compared when the chunk is read. What does not agree is lost, as after an error of the
+//! memory that cannot be corrected.
+
+mod extents;
+mod worker;
+
+use super::{chunk::HostCopy, fingerprint::Fingerprint, staging::Buffer};
+use crate::{
+    gate::threads,
+    sys::{
+        file::{Identity, InheritedDescriptor},
+        futex,
+        sync::{Mutex, Rank},
+    },
+};
+use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
+use core::{
+    mem,
+    sync::atomic::{AtomicU32, Ordering},
+};
+use extents::{Extent, Extents};
+use rustix::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+pub use worker::is_supported;
+
+/// Threads that read and write, and so requests that a disk has at once: with fewer than four, a fast NVMe disk has pauses.
+const WORKERS: usize = 4;
+
+/// The newest file, while it is open in the program.
+static HANDED_OVER: InheritedDescriptor = InheritedDescriptor::none();
+
+/// Closes the copy that the child of a fork has, if the fork was in that moment.
+pub fn close_in_child() {
+    if let Some((number, identity)) = HANDED_OVER.get()
+        && identity.is(number)
+    {
+        // SAFETY: the child's copy, which nothing in the child uses.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
+    }
+}
+
+/// A chunk by its place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkName {
+    pub gpu: u32,
+    pub base: u64,
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// A file for swapped memory. Clones are the same file.
+#[derive(Debug, Clone)]
+pub struct SwapFile(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Changes whenever there is something to do for the threads.
+    news: AtomicU32,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The size in bytes: all of it is reserved.
+    size: u64,
+    free: Extents,
+    jobs: VecDeque<Job>,
+    /// Jobs that threads have taken from there.
+    in_progress: usize,
+    done: Vec<Done>,
+    status: Status,
+    /// Bytes that are being written.
+    writing: u64,
+    /// The program's number of the descriptor, until the threads have a table of their own.
+    handed_over: Option<(RawFd, Identity)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Status {
+    /// The threads have not begun.
+    Opening,
+    Usable,
+    /// Nothing more is written: there is another file, a write has failed, or the file could not be opened.
+    ReadOnly,
+}
+
+#[derive(Debug)]
+struct Job {
+    chunk: ChunkName,
+    what: What,
+}
+
+#[derive(Debug)]
+enum What {
+    Write { copy: HostCopy, to: FileCopy },
+    Read(FileCopy),
+}
+
+/// The end of a job.
+#[derive(Debug)]
+pub(in crate::memory) struct Done {
+    pub chunk: ChunkName,
+    pub outcome: Outcome,
+}
+
+#[derive(Debug)]
+pub(in crate::memory) enum Outcome {
+    Written(FileCopy),
+    /// The disk has refused it: the copy stays in host memory.
+    NotWritten(HostCopy),
+    Read(HostCopy),
+    /// The host has no memory for a buffer now.
+    NoBuffer(FileCopy),
+    /// The disk has failed, or holds something else than what was written.
+    Lost,
+}
+
+/// A chunk's contents in a file. Dropping it frees the space.
+#[derive(Debug)]
+pub(in crate::memory) struct FileCopy {
+    file: SwapFile,
+    extents: Vec<Extent>,
+    checksum: u64,
+    fingerprint: Option<Fingerprint>,
+}
+
+impl Drop for FileCopy {
+    fn drop(&mut self) {
+        let mut state = self.file.0.state.lock();
+        mem::take(&mut self.extents).into_iter().for_each(|extent| state.free.give(extent));
+        let is_over = state.is_over();
+        drop(state);
+        if is_over {
+            self.file.tell();
+        }
+    }
+}
+
+impl State {
+    /// Whether the file is of no use any more.
+    fn is_over(&self) -> bool {
+        self.status == Status::ReadOnly
+            && self.jobs.is_empty()
+            && self.in_progress == 0
+            && self.free.bytes() == self.size
+    }
+}
+
+impl SwapFile {
+    /// Takes over a file from the scheduler, of which nothing is reserved yet. `None` if threads cannot be started.
+    pub fn open(descriptor: OwnedFd) -> Option<Self> {
+        let identity = Identity::of(&descriptor)?;
+        let number = descriptor.as_raw_fd();
+        let state = State {
+            size: 0,
+            free: Extents::default(),
+            jobs: VecDeque::new(),
+            in_progress: 0,
+            done: Vec::new(),
+            status: Status::Opening,
+            writing: 0,
+            handed_over: Some((number, identity)),
+        };
+        let file = Self(Arc::new(Shared { state: Mutex::new(Rank::SwapFile, state), news: AtomicU32::new(0) }));
+        let its_own = file.clone();
+        HANDED_OVER.set(Some((number, identity)));
+        if !threads::spawn(c"nvshare-file", move || worker::begin(its_own, number, identity)) {
+            HANDED_OVER.set(None);
+            return None;
+        }
+        // Not before the thread has its own; see `close_in_program`.
+        mem::forget(descriptor);
+        Some(file)
+    }
+
+    /// Closes the program's copy of the descriptor, once the threads have theirs. Called by the thread that received it.
+    pub fn close_in_program(&self) {
+        let number = {
+            let mut state = self.0.state.lock();
+            if state.status == Status::Opening {
+                return;
+            }
+            state.handed_over.take()
+        };
+        if number.is_some() && HANDED_OVER.get() == number {
+            HANDED_OVER.set(None);
+        }
+        if let Some((number, _)) = number.filter(|(number, identity)| identity.is(*number)) {
+            // SAFETY: it is that of `open`, and nothing else has it.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
+    }
+
+    /// So many bytes are reserved by now. They are never fewer than before.
+    pub fn grow(&self, size: u64) {
+        let mut state = self.0.state.lock();
+        if let Some(len) = size.checked_sub(state.size) {
+            let offset = mem::replace(&mut state.size, size);
+            state.free.give(Extent { offset, len });
+        }
+    }
+
+    /// Writes no more to this file. What is in it stays until it is read.
+    pub fn retire(&self) {
+        self.0.state.lock().status = Status::ReadOnly;
+        self.tell();
+    }
+
+    /// Whether nothing is in it, and nothing will be.
+    pub fn is_over(&self) -> bool {
+        let state = self.0.state.lock();
+        state.is_over() && state.done.is_empty() && state.handed_over.is_none()
+    }
+
+    /// Bytes that can be written now.
+    pub fn room(&self) -> u64 {
+        let state = self.0.state.lock();
+        if state.status == Status::Usable { state.free.bytes() } else { 0 }
+    }
+
+    /// Bytes that are being written.
+    pub fn writing(&self) -> u64 {
+        self.0.state.lock().writing
+    }
+
+    /// Jobs that are not done.
+    pub fn jobs(&self) -> usize {
+        let state = self.0.state.lock();
+        state.jobs.len() + state.in_progress
+    }
+
+    /// Writes a chunk's copy, whose buffer is not registered with the driver. Returns the copy if there is no room.
+    pub(in crate::memory) fn write(&self, chunk: ChunkName, copy: HostCopy) -> Result<(), HostCopy> {
+        let mut state = self.0.state.lock();
+        let Some(extents) = (state.status == Status::Usable).then(|| state.free.take(chunk.len)).flatten() else {
+            return Err(copy);
+        };
+        let to = FileCopy { file: self.clone(), extents, checksum: 0, fingerprint: copy.fingerprint };
+        state.writing += chunk.len;
+        state.jobs.push_back(Job { chunk, what: What::Write { copy, to } });
+        drop(state);
+        self.tell();
+        Ok(())
+    }
+
+    /// The jobs of this GPU that are done.
+    pub(in crate::memory) fn take_done(&self, gpu: u32) -> Vec<Done> {
+        let mut state = self.0.state.lock();
+        state.done.extract_if(.., |done| done.chunk.gpu == gpu).collect()
+    }
+
+    /// Tells the threads that there is something to do.
+    fn tell(&self) {
+        self.0.news.fetch_add(1, Ordering::SeqCst);
+        futex::wake_all(&self.0.news);
+    }
+}
+
+impl FileCopy {
+    /// Reads the chunk.
+    pub fn read(self, chunk: ChunkName) {
+        let file = self.file.clone();
+        file.0.state.lock().jobs.push_back(Job { chunk, what: What::Read(self) });
+        file.tell();
+    }
+}
+
+/// The checksum of a chunk's contents.
+fn checksum(buffer: &Buffer) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(buffer.bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        fs::{self, File},
+        os::{fd::IntoRawFd, unix::fs::FileExt},
+        thread, time,
+    };
+
+    const LEN: u64 = 4 << 20;
+    const CHUNK: ChunkName = ChunkName { gpu: 3, base: 0, offset: 0, len: LEN };
+
+    /// A file without a name, as a scheduler makes it, and another descriptor of it.
+    fn file(name: &str) -> (OwnedFd, File) {
+        let path = std::env::temp_dir().join(std::format!("nvshare-file-{}-{name}", std::process::id()));
+        let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
+        fs::remove_file(path).unwrap();
+        // SAFETY: it has just been made, and nothing else has it.
+        (unsafe { OwnedFd::from_raw_fd(file.try_clone().unwrap().into_raw_fd()) }, file)
+    }
+
+    fn copy(seed: u8) -> HostCopy {
+        let mut buffer = Buffer::new(LEN).unwrap();
+        let bytes = buffer.bytes_mut().iter_mut().enumerate();
+        bytes.for_each(|(at, byte)| *byte = (at / 4096) as u8 ^ at as u8 ^ seed);
+        HostCopy { buffer, fingerprint: None }
+    }
+
+    fn next(file: &SwapFile) -> Outcome {
+        for _ in 0..6000 {
+            if let Some(done) = file.take_done(CHUNK.gpu).pop() {
+                assert_eq!(done.chunk, CHUNK);
+                return done.outcome;
+            }
+            thread::sleep(time::Duration::from_millis(10));
+        }
+        panic!("nothing was done");
+    }
+
+    fn until(what: impl Fn() -> bool) {
+        for _ in 0..6000 {
+            if what() {
+                return;
+            }
+            thread::sleep(time::Duration::from_millis(10));
+        }
+        panic!("it did not happen");
+    }
+
+    fn opened(name: &str) -> (SwapFile, File) {
+        let (descriptor, other) = file(name);
+        let file = SwapFile::open(descriptor).unwrap();
+        file.grow(3 * LEN);
+        until(|| file.room() > 0);
+        (file, other)
+    }
+
+    fn written(file: &SwapFile, seed: u8) -> FileCopy {
+        assert!(file.write(CHUNK, copy(seed)).is_ok());
+        match next(file) {
+            Outcome::Written(copy) => copy,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn chunks_come_back_although_the_program_closes_everything() {
+        if !is_supported() {
+            return;
+        }
+        let (descriptor, _other) = file("closed");
+        let (number, identity) = (descriptor.as_raw_fd(), Identity::of(&descriptor).unwrap());
+        let file = SwapFile::open(descriptor).unwrap();
+        file.grow(3 * LEN);
+        until(|| file.room() > 0);
+        file.close_in_program();
+        assert!(!identity.is(number), "it is not the program's");
+        let copies = [5, 6, 7].map(|seed| (seed, written(&file, seed)));
+        assert_eq!(file.room(), 0);
+        assert!(file.write(CHUNK, copy(8)).is_err(), "there is no room");
+        for (seed, there) in copies {
+            there.read(CHUNK);
+            match next(&file) {
+                Outcome::Read(back) => assert!(back.buffer.bytes() == copy(seed).buffer.bytes()),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!((file.room(), file.writing(), file.jobs()), (3 * LEN, 0, 0));
+    }
+
+    #[test]
+    fn what_is_not_what_was_written_is_lost() {
+        if !is_supported() {
+            return;
+        }
+        let (file, other) = opened("changed");
+        let there = written(&file, 1);
+        other.write_all_at(&[0xee], 12345).unwrap();
+        there.read(CHUNK);
+        assert!(matches!(next(&file), Outcome::Lost));
+        let there = written(&file, 2);
+        other.set_len(LEN / 2).unwrap();
+        there.read(CHUNK);
+        assert!(matches!(next(&file), Outcome::Lost));
+        assert_eq!(file.room(), 3 * LEN, "its space is free again");
+    }
+
+    #[test]
+    fn a_file_that_is_replaced_keeps_what_is_in_it_until_it_is_read() {
+        if !is_supported() {
+            return;
+        }
+        let (file, _other) = opened("retired");
+        let there = written(&file, 9);
+        file.close_in_program();
+        file.retire();
+        assert!(!file.is_over() && file.room() == 0 && file.write(CHUNK, copy(1)).is_err());
+        there.read(CHUNK);
+        assert!(matches!(next(&file), Outcome::Read(_)));
+        assert!(file.is_over());
+        until(|| Arc::strong_count(&file.0) == 1); // its threads have ended
+    }
+}

@@ -1,0 +1,191 @@
+//! The threads of a swap file.
+
+use super::{Done, Extent, FileCopy, HostCopy, Job, Outcome, Status, SwapFile, WORKERS, What, checksum};
+use crate::{
+    connection::{self, wakeup},
+    gate::threads,
+    memory::staging::Buffer,
+    sys::{file::Identity, futex},
+};
+use alloc::vec::Vec;
+use core::{
+    sync::atomic::{AtomicU8, Ordering},
+    time::Duration,
+};
+use rustix::{
+    fd::{BorrowedFd, RawFd},
+    io::{Errno, pread, pwrite},
+};
+
+/// The most bytes of one call: enough for the whole speed of a disk, and few enough that a disk that is shared serves others.
+const PIECE: usize = 8 << 20;
+
+/// The longest sleep of a thread that has nothing to do.
+const SLEEP: Duration = Duration::from_secs(3600);
+
+/// `CLOSE_RANGE_UNSHARE` of the kernel.
+const UNSHARE: libc::c_uint = 1 << 1;
+
+/// Closes the descriptors from `first` to `last` in the calling thread's table.
+fn close_range(first: u32, last: u32, flags: libc::c_uint) -> Result<(), Errno> {
+    // SAFETY: takes numbers alone. What it closes is the caller's concern.
+    let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) };
+    // SAFETY: the calling thread's own.
+    if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
+}
+
+/// Whether threads can have a table of descriptors of their own here: from Linux 5.9 on, unless a filter forbids it.
+pub fn is_supported() -> bool {
+    const UNKNOWN: u8 = 2;
+    static ANSWER: AtomicU8 = AtomicU8::new(UNKNOWN);
+    if ANSWER.load(Ordering::Relaxed) == UNKNOWN {
+        // Such a range is refused as invalid where the call is known, and nothing is closed.
+        let answer = crate::sys::errno::preserved(|| close_range(1, 0, UNSHARE)) == Err(Errno::INVAL);
+        ANSWER.store(u8::from(answer), Ordering::Relaxed);
+    }
+    ANSWER.load(Ordering::Relaxed) == 1
+}
+
+/// Gives the calling thread a table of descriptors of its own, in which these alone are open.
+fn keep_only(mut descriptors: Vec<RawFd>) -> Result<(), Errno> {
+    descriptors.sort_unstable();
+    let mut end = u32::MAX;
+    let mut flags = UNSHARE; // with the first, which copies nothing beyond the last that is kept
+    for descriptor in descriptors.into_iter().rev().filter_map(|descriptor| u32::try_from(descriptor).ok()) {
+        if descriptor < end {
+            close_range(descriptor + 1, end, flags)?;
+            flags = 0;
+        }
+        match descriptor.checked_sub(1) {
+            Some(before) => end = before,
+            None => return Ok(()),
+        }
+    }
+    close_range(0, end, flags)
+}
+
+/// The first thread of a file, which the program has open under this number.
+pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
+    let kept = [number].into_iter().chain(wakeup::sender()).collect();
+    let is_open = keep_only(kept).is_ok() && identity.is(number);
+    {
+        let mut state = file.0.state.lock();
+        if state.status == Status::Opening {
+            state.status = if is_open { Status::Usable } else { Status::ReadOnly };
+        }
+    }
+    // So that the program's copy is closed.
+    connection::wake();
+    if !is_open {
+        return;
+    }
+    // They share this thread's table.
+    for _ in 1..WORKERS {
+        let its_own = file.clone();
+        threads::spawn(c"nvshare-file", move || work(&its_own, number));
+    }
+    work(&file, number);
+}
+
+/// Does jobs until the file is of no use any more.
+fn work(file: &SwapFile, number: RawFd) {
+    // SAFETY: nothing closes it in the table of these threads.
+    let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
+    loop {
+        let news = file.0.news.load(Ordering::SeqCst);
+        let job = {
+            let mut state = file.0.state.lock();
+            if state.is_over() {
+                drop(state);
+                file.tell(); // the other threads, too
+                return;
+            }
+            let job = state.jobs.pop_front();
+            state.in_progress += usize::from(job.is_some());
+            job
+        };
+        let Some(Job { chunk, what }) = job else {
+            futex::wait(&file.0.news, news, SLEEP);
+            continue;
+        };
+        let written = if let What::Write { .. } = what { chunk.len } else { 0 };
+        let outcome = match what {
+            What::Write { copy, to } => write(descriptor, copy, to),
+            What::Read(copy) => read(descriptor, chunk.len, copy),
+        };
+        {
+            let mut state = file.0.state.lock();
+            state.in_progress -= 1;
+            state.writing -= written;
+            if let Outcome::NotWritten(_) = outcome {
+                state.status = Status::ReadOnly;
+            }
+            state.done.push(Done { chunk, outcome });
+        }
+        connection::wake();
+    }
+}
+
+fn write(file: BorrowedFd<'_>, copy: HostCopy, mut to: FileCopy) -> Outcome {
+    to.checksum = checksum(&copy.buffer);
+    let mut bytes = copy.buffer.bytes();
+    for extent in &to.extents {
+        let Some((part, rest)) = bytes.split_at_checked(extent.len as usize) else {
+            return Outcome::NotWritten(copy);
+        };
+        if write_part(file, part, *extent).is_err() {
+            return Outcome::NotWritten(copy);
+        }
+        bytes = rest;
+    }
+    Outcome::Written(to) // and the buffer is freed
+}
+
+fn write_part(file: BorrowedFd<'_>, mut bytes: &[u8], Extent { mut offset, .. }: Extent) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        let piece = bytes.get(..bytes.len().min(PIECE)).unwrap_or(bytes);
+        match pwrite(file, piece, offset) {
+            Ok(0) => return Err(Errno::NOSPC),
+            Ok(n) => {
+                bytes = bytes.get(n..).unwrap_or(&[]);
+                offset += n as u64;
+            }
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn read(file: BorrowedFd<'_>, len: u64, copy: FileCopy) -> Outcome {
+    let Some(mut buffer) = Buffer::new(len) else { return Outcome::NoBuffer(copy) };
+    let mut bytes = buffer.bytes_mut();
+    for extent in &copy.extents {
+        let Some((part, rest)) = bytes.split_at_mut_checked(extent.len as usize) else { return Outcome::Lost };
+        if read_part(file, part, *extent).is_err() {
+            return Outcome::Lost;
+        }
+        bytes = rest;
+    }
+    if checksum(&buffer) != copy.checksum {
+        return Outcome::Lost;
+    }
+    Outcome::Read(HostCopy { buffer, fingerprint: copy.fingerprint })
+}
+
+fn read_part(file: BorrowedFd<'_>, mut bytes: &mut [u8], Extent { mut offset, .. }: Extent) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        let piece = bytes.len().min(PIECE);
+        let Some(place) = bytes.get_mut(..piece) else { return Err(Errno::IO) };
+        match pread(file, place, offset) {
+            Ok(0) => return Err(Errno::IO), // the file ends: somebody has truncated it
+            Ok(n) => {
+                bytes = bytes.get_mut(n..).unwrap_or(&mut []);
+                offset += n as u64;
+            }
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
