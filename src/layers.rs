@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const CRATE: [&str; 9] = ["sys", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
-const DAEMON: [&str; 15] = [
+const DAEMON: [&str; 16] = [
     "logging",
     "node",
     "systemd",
@@ -16,6 +16,7 @@ const DAEMON: [&str; 15] = [
     "transport",
     "checkpoint",
     "gpu",
+    "swap_files",
     "metrics",
     "usage",
     "core",

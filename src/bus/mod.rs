@@ -175,6 +175,8 @@ pub struct GpuUse {
     pub demand: u64,
     pub resident: u64,
     pub swapped: u64,
+    /// `None`: nothing is in a file.
+    pub in_file: Option<u64>,
     pub pinned: u64,
     pub allowance: u64,
     pub limit: Option<u64>,

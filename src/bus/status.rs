@@ -120,6 +120,7 @@ fn use_json(usage: &GpuUse) -> Value {
         "demand": usage.demand,
         "resident": usage.resident,
         "swapped": usage.swapped,
+        "in-file": usage.in_file,
         "pinned": usage.pinned,
         "allowance": usage.allowance,
         "limit": usage.limit,

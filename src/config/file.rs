@@ -34,6 +34,10 @@ pub struct Config {
     pub swap_max: SwapMax,
     /// Host memory that programs may allocate for memory that is still on a GPU.
     pub swap_ahead: SwapMax,
+    /// The directory of the files for swapped memory that host memory has no room for.
+    pub swap_file: Option<PathBuf>,
+    /// What all of them together may have of the file system.
+    pub swap_file_max: SwapMax,
     /// Where metrics are served, beside what systemd passes.
     pub metrics: Listen,
     /// Metrics of each program are served as well.
@@ -55,6 +59,8 @@ impl Default for Config {
             // Swapped memory is locked in RAM: what the host itself needs must not be.
             swap_max: SwapMax::Percent(80),
             swap_ahead: SwapMax::Percent(25),
+            swap_file: None,
+            swap_file_max: SwapMax::Percent(50),
             // It takes a privilege.
             metrics: Listen::Nowhere,
             metrics_of_programs: false,
@@ -132,6 +138,8 @@ impl Config {
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
             swap_ahead: all.swap.ahead.unwrap_or(default.swap_ahead),
+            swap_file: all.swap.file.unwrap_or(default.swap_file),
+            swap_file_max: all.swap.file_max.unwrap_or(default.swap_file_max),
             metrics: all.metrics.listen.unwrap_or(default.metrics),
             metrics_of_programs: all.metrics.programs.unwrap_or(default.metrics_of_programs),
             keep_usage: all.accounting.keep.unwrap_or(default.keep_usage),
@@ -219,7 +227,12 @@ impl File {
                 reserve: self.memory.reserve.or(before.memory.reserve),
                 context: self.memory.context.or(before.memory.context),
             },
-            swap: SwapSection { max: self.swap.max.or(before.swap.max), ahead: self.swap.ahead.or(before.swap.ahead) },
+            swap: SwapSection {
+                max: self.swap.max.or(before.swap.max),
+                ahead: self.swap.ahead.or(before.swap.ahead),
+                file: self.swap.file.or(before.swap.file),
+                file_max: self.swap.file_max.or(before.swap.file_max),
+            },
             metrics: MetricsSection {
                 listen: self.metrics.listen.or(before.metrics.listen),
                 programs: self.metrics.programs.or(before.metrics.programs),
@@ -276,7 +289,7 @@ mod tests {
     fn every_setting_is_read() {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmigrate = true\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
-                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\n\
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\nfile = \"/fast/swap\"\nfile-max = \"100G\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\nprograms = true\n[accounting]\nkeep = \"30d\"\n";
         let expected = Config {
             settings: Settings {
@@ -297,6 +310,8 @@ mod tests {
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
             swap_ahead: SwapMax::Bytes(0),
+            swap_file: Some("/fast/swap".into()),
+            swap_file_max: SwapMax::Bytes(100 << 30),
             metrics: Listen::Path("/run/m.sock".into()),
             metrics_of_programs: true,
             keep_usage: Duration::from_secs(30 * 86_400),
@@ -371,6 +386,10 @@ mod tests {
             (
                 "policy = \"fair\"",
                 "nvshare.toml:1:10: the policy cannot be \"fair\": \"fcfs\" or \"adaptive\" is allowed",
+            ),
+            (
+                "[swap]\nfile = \"swap\"",
+                "nvshare.toml:2:8: swap.file: \"swap\" is not allowed: write the whole path of a directory, such as \"/var/lib/nvshare/swap\", or \"\" for no files",
             ),
             (
                 "placement = \"full\"",

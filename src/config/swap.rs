@@ -1,6 +1,7 @@
 //! `[swap]`: the host memory that all programs together may use for swapped-out GPU memory.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer};
@@ -51,13 +52,34 @@ impl fmt::Display for SwapMax {
     }
 }
 
-#[derive(Debug, Clone, Copy, Deserialize, Default)]
+#[derive(Debug, Clone, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct SwapSection {
     #[serde(default, deserialize_with = "read_max")]
     pub max: Option<SwapMax>,
     #[serde(default, deserialize_with = "read_ahead")]
     pub ahead: Option<SwapMax>,
+    /// `Some(None)`: there are no files.
+    #[serde(default, deserialize_with = "read_file")]
+    pub file: Option<Option<PathBuf>>,
+    #[serde(default, deserialize_with = "read_file_max")]
+    pub file_max: Option<SwapMax>,
+}
+
+fn read_file<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<PathBuf>>, D::Error> {
+    let path = String::deserialize(from)?;
+    match path.as_str() {
+        "" => Ok(Some(None)),
+        path if Path::new(path).is_absolute() => Ok(Some(Some(path.into()))),
+        _ => Err(de::Error::custom(format!(
+            "swap.file: \"{path}\" is not allowed: write the whole path of a directory, such as \"/var/lib/nvshare/swap\", or \"\" for no files"
+        ))),
+    }
+}
+
+/// Of the file system, not of the host's memory.
+fn read_file_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
+    read(from, "swap.file-max")
 }
 
 fn read_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {

@@ -216,6 +216,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
         }
     }
     for client in clients {
+        for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.in_file) {
+            let (id, bytes) = (client.id, units::size(bytes));
+            let _ = writeln!(out, "  Client {id} has {bytes} of its swapped memory in a file on a disk.");
+        }
+    }
+    for client in clients {
         for max in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.memory_max) {
             let (id, max) = (client.id, units::size(max));
             let _ =

@@ -10,6 +10,7 @@
 //! - `transport`: clients' connections as packets, the protocol's state, the peer's identity.
 //! - `checkpoint`: clients' processes taken off their GPUs and put back, by programs of their own.
 //! - `gpu`: NVML, memory accounting, traffic, host memory, the driver's limits.
+//! - `swap_files`: files for memory that neither GPUs nor RAM have room for.
 //! - `metrics`: metrics for monitoring.
 //! - `usage`: records of what programs have used, on disk.
 //! - `core`: the state machine, and all that it decides about.
@@ -29,6 +30,7 @@ mod logging;
 mod metrics;
 mod node;
 mod run;
+mod swap_files;
 mod systemd;
 mod tasks;
 mod tenants;

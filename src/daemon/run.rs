@@ -272,6 +272,7 @@ impl Startup {
             Ok(helpers) => tasks::start_checkpoints(&core, helpers),
             Err(e) => warn!("programs cannot be taken off their GPUs: {e}"),
         }
+        tasks::start_swap_files(&core)?;
         let connections = start_connections(&core, clients, stored, bus_attempted);
         tasks::start(&core, holders, clients_list);
         control.lists.start(&core);

@@ -13,6 +13,7 @@ use crate::daemon::control::status_line;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
+use crate::daemon::swap_files::Keeper;
 use crate::daemon::systemd;
 use crate::daemon::usage::HoursUsed;
 use crate::scheduler::ClientId;
@@ -80,7 +81,23 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     });
 }
 
-/// Starts all jobs but these and [`keep_status_line`].
+/// Has files made for memory that neither GPUs nor RAM have room for.
+///
+/// # Errors
+/// If no thread can be started.
+pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
+    let (report, mut reports) = mpsc::unbounded_channel();
+    core.borrow_mut().use_swap_files(Keeper::start(report)?);
+    let core = core.clone();
+    spawn_local(async move {
+        while let Some(report) = reports.recv().await {
+            core.borrow_mut().swap_file_report(report);
+        }
+    });
+    Ok(())
+}
+
+/// Starts all jobs but those above and [`keep_status_line`].
 pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients: watch::Sender<ClientPids>) {
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));

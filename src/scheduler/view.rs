@@ -329,6 +329,17 @@ impl Machine {
         Some((account.report.mapped.saturating_add(account.frees.present()), account.report.swapped))
     }
 
+    /// The highest demand that a client may believe to be allowed on a GPU, or that it has requested, in bytes.
+    pub fn committed_or_requested(&self, id: ClientId, gpu: GpuId) -> u64 {
+        let Some(limit) = self.quota.limit(id, gpu) else { return 0 };
+        limit.committed().max(limit.wanted.map_or(0, |wanted| wanted.bytes))
+    }
+
+    /// Bytes of a GPU that limits count on.
+    pub fn offer(&self, gpu: GpuId) -> u64 {
+        self.memory.get(&gpu).map_or(0, |memory| memory.promisable(&self.settings))
+    }
+
     /// What a client does on each of its GPUs.
     pub fn activities(&self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
         let sleep = self.sleep.view(id);

@@ -7,6 +7,7 @@ mod drain;
 mod engine;
 mod environment;
 mod faults;
+mod files;
 mod guest;
 mod host;
 mod ipc;

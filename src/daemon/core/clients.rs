@@ -119,8 +119,18 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { connection, identity, version, gang: named, library, lock, reconnects, is_asleep: _, process } =
-            arrival;
+        let Arrival {
+            connection,
+            identity,
+            version,
+            gang: named,
+            library,
+            lock,
+            reconnects,
+            is_asleep: _,
+            uses_swap_file,
+            process,
+        } = arrival;
         let entry = Client {
             connection,
             session: Session::new(client, version),
@@ -136,6 +146,7 @@ impl Core {
             adoptions: Adoptions::default(),
             asked_for: None,
             reconnects,
+            uses_swap_file,
             process,
             checkpoint: None,
             stored_as: None,
@@ -210,6 +221,7 @@ impl Core {
             self.count_attachments(|count| count - gone.gpus.len());
         }
         self.leave_gang(client, &gone);
+        self.forget_swap_file(client);
         if let Some(name) = gone.stored_as {
             systemd::forget(&name.to_string());
         }
@@ -261,15 +273,20 @@ impl Core {
                 {
                     self.sample_host(); // the decision needs current figures
                 }
+                if let Event::LimitRequested { client, gpu, bytes } = event
+                    && self.hold_for_file(client, gpu, bytes)
+                {
+                    return Ok(());
+                }
                 let detached = if let Event::Detached { gpu, .. } = &event { Some(*gpu) } else { None };
                 self.apply(event);
                 detached.into_iter().for_each(|gpu| self.forget_unlisted(gpu));
             }
             ClientAction::Attach { .. } => self.attach(client, action)?,
-            ClientAction::Memory { gpu, mut report, device_free, host, counts } => {
+            ClientAction::Memory { gpu, mut report, device_free, host, in_file, counts } => {
                 self.counts.report(client, gpu, counts);
                 if let Some(stats) = self.stats(client, gpu) {
-                    stats.host = host;
+                    (stats.host, stats.in_file) = (host, in_file);
                 }
                 let (total, measured) = self.gpus.get(&gpu).map_or((0, false), |gpu| (gpu.total, gpu.index.is_some()));
                 // Reports decide what other clients get, so none may exceed the GPU's size. Demand may, with managed memory.
@@ -317,6 +334,7 @@ impl Core {
             limit: None,
             report: None,
             host: 0,
+            in_file: 0,
             refusal_logged: None,
             failure_logged: None,
             eviction_block_logged: None,

@@ -38,7 +38,6 @@ impl Core {
         let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
         if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
             debug!(bytes, held, "host memory for swapped memory");
-            self.apply(Event::HostMemory { bytes });
         }
         let swapped = self.machine.swapped();
         let host = HostUse { info, held, swapped };
@@ -49,11 +48,12 @@ impl Core {
             }
             self.apply(Event::HostAhead { bytes });
         }
+        self.balance_host();
     }
 
-    /// Whether clients may have host memory that holds nothing, so that it has to be seen when others need it.
+    /// Whether clients may have host memory that they can give back, so that it has to be seen when others need it.
     pub fn lends_host_memory(&self) -> bool {
-        self.machine.is_ahead()
+        self.machine.is_ahead() || self.has_swap_files()
     }
 
     /// The longest time between two samples with which clients' memory leaves before other programs find none.

@@ -37,6 +37,7 @@ mod shared_memory;
 mod sharing;
 mod sleep;
 mod state;
+mod swap_files;
 pub mod timeline;
 mod traffic;
 mod usage;

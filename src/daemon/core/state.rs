@@ -28,6 +28,7 @@ use super::rooms::Room;
 use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
+use super::swap_files::SwapFiles;
 use super::traffic::Thrashing;
 use super::usage::Usage;
 use super::{counts, placement, sleep, traffic};
@@ -83,6 +84,7 @@ pub struct Core {
     pub(super) started: Time,
     pub(super) host: HostMemory,
     pub(super) host_ahead: HostAhead,
+    pub(super) swap_files: SwapFiles,
     /// Processes that have disconnected, and when: their GPU memory is freed only a moment later.
     pub(super) departed: BTreeMap<u32, Time>,
     pub(super) stopped: BTreeSet<ClientId>,
@@ -184,6 +186,8 @@ pub(super) struct Client {
     pub asked_for: Option<(Secret, Time)>,
     /// It was connected before, and may have received other limits then.
     pub reconnects: bool,
+    /// Its library can use a swap file.
+    pub uses_swap_file: bool,
     /// A pidfd, if its process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// Of the newest request to the checkpoint helper: dropped with the client, it takes that back.
@@ -217,6 +221,8 @@ pub struct Arrival {
     pub reconnects: bool,
     /// It has been told to sleep by an earlier scheduler.
     pub is_asleep: bool,
+    /// Its library can use a swap file.
+    pub uses_swap_file: bool,
     /// A pidfd, if it is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
 }
@@ -237,6 +243,8 @@ pub(super) struct ClientGpuStats {
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that it holds.
     pub host: u64,
+    /// Bytes that it has in a swap file.
+    pub in_file: u64,
     /// When the log last said that it was refused memory.
     pub refusal_logged: Option<Time>,
     /// When the log last said that mapping its memory failed.
@@ -318,6 +326,7 @@ impl Core {
             started: clock::now(),
             host: HostMemory::default(),
             host_ahead: HostAhead::default(),
+            swap_files: SwapFiles::default(),
             departed: BTreeMap::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),

@@ -128,6 +128,7 @@ impl Core {
                     demand: attachment.demand,
                     resident: attachment.mapped,
                     swapped: attachment.swapped,
+                    in_file: stats.map(|stats| stats.in_file).filter(|bytes| *bytes > 0),
                     pinned: attachment.pinned,
                     allowance: attachment.allowance,
                     limit: stats.and_then(|stats| stats.limit),

@@ -59,6 +59,11 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
+    /// The bytes that the last measurements have led to.
+    pub fn bytes(&self) -> Option<u64> {
+        self.told
+    }
+
     /// Processes a measurement; `held` is the host memory that clients report to hold. Returns the bytes that may be
     /// committed, if they changed significantly.
     pub fn sample(&mut self, now: Time, info: MemInfo, held: u64, max: SwapMax) -> Option<u64> {
@@ -130,6 +135,11 @@ impl HostAhead {
         }
         self.told = Some(bytes);
         self.told
+    }
+
+    /// Whether the host lacks memory.
+    pub fn is_short(&self, now: Time) -> bool {
+        now < self.short_until
     }
 
     /// Whether processes have waited for memory lately.

@@ -85,6 +85,8 @@ pub enum ClientAction {
         device_free: Option<u64>,
         /// Bytes of host memory that the client holds.
         host: u64,
+        /// Bytes that it has in a swap file.
+        in_file: u64,
         counts: Counts,
     },
     /// Decides which GPUs the client sees.
@@ -192,7 +194,7 @@ impl Session {
                 let in_file = in_file.min(swapped);
                 let host = host.max(swapped - in_file);
                 let device_free = (device_free != u64::MAX).then_some(device_free);
-                ClientAction::Memory { gpu, report, device_free, host, counts }
+                ClientAction::Memory { gpu, report, device_free, host, in_file, counts }
             }
             ClientMessage::RequestLimit { slot, bytes } => {
                 ClientAction::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })

@@ -37,6 +37,9 @@ pub struct Setup {
     pub card: Card,
     /// Host memory for what is swapped out.
     pub swap_max: &'static str,
+    /// What files for what host memory has no room for may take, if there are files. They are beside the programs, as temporary files
+    /// may be in RAM.
+    pub file_max: Option<&'static str>,
     /// After how long idle programs sleep where others lack room.
     pub sleep_after: &'static str,
     /// Where programs go that choose no GPU.
@@ -62,6 +65,7 @@ impl Default for Setup {
             anti_thrash: "auto",
             card: Card::of_environment(),
             swap_max: ANY_SWAP,
+            file_max: None,
             sleep_after: "5min",
             placement: "none",
             rules: String::new(),
@@ -109,7 +113,7 @@ impl Machine {
             assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
         }
         let config = format!(
-            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\nsleep-after = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}",
+            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\nsleep-after = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}{}",
             setup.time_quantum,
             setup.anti_thrash,
             setup.placement,
@@ -117,6 +121,12 @@ impl Machine {
             setup.reserve,
             setup.context,
             setup.card.swap_max(setup.memory).filter(|_| setup.swap_max == ANY_SWAP).unwrap_or(setup.swap_max.into()),
+            setup.file_max.map_or_else(String::new, |most| {
+                format!(
+                    "file = {:?}\nfile-max = \"{most}\"\n",
+                    artifact("nvshare-scheduler").with_file_name("swap-files")
+                )
+            }),
             setup.rules
         );
         fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");

@@ -1,0 +1,416 @@
+//! The tier behind host memory: which clients' memory may stay in RAM, and how much space their files have.
+//!
+//! A limit is a promise that there is room. The machine promises what does not fit on GPUs against one number of bytes in the host.
+//! That is the RAM that may be used, or more where files back it: **in the worst case a client has all that it was promised off its
+//! GPUs, and needs RAM for what its file has no space for.** Where Σ over clients of max(0, committed − reserved) is at most the RAM,
+//! every promise can be kept, whichever clients run. With Σ committed ≤ Σ excess + Σ offers of the GPUs, the excess may be
+//! RAM + Σ min(reserved, committed) − Σ offers. Clients without a file, such as those with older libraries, need no exception.
+//!
+//! Space is reserved before anything is promised on account of it: a client's request for a higher limit that RAM has no room for waits
+//! for the disk, for [`PATIENCE`] at most.
+//!
+//! The RAM is divided among the clients, so that copies leave it in time: what their files have no space for first; then those that
+//! wait for a GPU have as much as they need, then those that run, then idle ones, the most recent first. While processes of the host wait
+//! for memory, idle ones have none. So the copies of programs that have been idle for longest go to the disk first, and the sum never
+//! exceeds the RAM.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare_wire::{SchedulerMessage, version};
+use tracing::{debug, info, warn};
+
+use super::state::Core;
+use crate::config::units;
+use crate::daemon::swap_files::{self, Job, Keeper, Report, STEP};
+use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
+use crate::sys::clock;
+
+/// The longest wait of a request for the disk. Then it is decided without.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// A disk that had no space is asked again after this time.
+const RETRY: Duration = Duration::from_secs(10);
+/// Time between two looks at whether a client writes more than it may.
+const CHECK_PERIOD: Duration = Duration::from_secs(5);
+
+/// The files of all clients.
+#[derive(Debug, Default)]
+pub(super) struct SwapFiles {
+    keeper: Option<Keeper>,
+    of: BTreeMap<ClientId, ClientFile>,
+    /// Requests for higher limits that wait for the disk, with the time at which they came.
+    held: Vec<(Time, ClientId, GpuId, u64)>,
+    /// When the disk last had no space.
+    failed: Option<Time>,
+    /// The log has said so.
+    has_warned: bool,
+    checked: Time,
+    /// What the machine has been told last.
+    promised: Option<u64>,
+}
+
+impl ClientFile {
+    /// Whether the thread has yet to answer.
+    fn is_growing(&self) -> bool {
+        self.asked > self.reserved
+    }
+}
+
+#[derive(Debug, Default)]
+struct ClientFile {
+    file: Option<Arc<File>>,
+    /// Bytes that are reserved.
+    reserved: u64,
+    /// The thread has been asked for so many bytes in all.
+    asked: u64,
+    /// The client has the descriptor.
+    is_passed: bool,
+    /// What the client was told last: bytes in RAM, and in the file.
+    told: Option<(u64, u64)>,
+}
+
+/// What a client needs of the host, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Need {
+    client: ClientId,
+    /// It can use a file.
+    files: bool,
+    /// The most that it may have off its GPUs.
+    demand: u64,
+    reserved: u64,
+    /// Who has RAM first.
+    rank: Rank,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    Waits,
+    Runs,
+    /// Since when: those before are behind.
+    Idle(Reverse<Time>),
+}
+
+/// Divides the RAM. `short`: the host lacks memory, so that idle clients have only what their files have no space for.
+fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
+    let beyond = |need: &Need| need.demand.saturating_sub(if need.files { need.reserved } else { 0 });
+    let mut left = needs.iter().fold(ram, |left, need| left.saturating_sub(beyond(need)));
+    let mut order: Vec<&Need> = needs.iter().filter(|need| need.files).collect();
+    order.sort_by_key(|need| (need.rank, need.client));
+    let mut shares = BTreeMap::new();
+    for need in order {
+        let is_idle = matches!(need.rank, Rank::Idle(_));
+        let more = if short && is_idle { 0 } else { (need.demand - beyond(need)).min(left) };
+        left -= more;
+        shares.insert(need.client, beyond(need) + more);
+    }
+    shares
+}
+
+impl Core {
+    /// Has files made by this thread.
+    pub fn use_swap_files(&mut self, keeper: Keeper) {
+        self.swap_files.keeper = Some(keeper);
+    }
+
+    /// Whether memory may lie in files, so that the host's memory has to be watched.
+    pub(super) fn has_swap_files(&self) -> bool {
+        self.config.swap_file.is_some() || !self.swap_files.of.is_empty()
+    }
+
+    /// A client's session can use a file.
+    fn can_use_file(&self, client: ClientId) -> bool {
+        let entry = self.clients.get(&client);
+        entry.is_some_and(|entry| entry.uses_swap_file && entry.session.version >= version::SWAP_FILE)
+    }
+
+    /// What clients need of the host, if one of them had so much more.
+    fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
+        let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
+        let need = |(client, entry): (&ClientId, &super::state::Client)| {
+            let gpus = entry.gpus.iter().map(|(gpu, stats)| {
+                let report = stats.report.map_or(0, |report| report.demand.saturating_sub(report.pinned));
+                let wanted = wanted.filter(|(who, at, _)| who == client && at == gpu).map_or(0, |(_, _, bytes)| bytes);
+                match self.machine.engine(*client, *gpu) {
+                    Some(Engine::None) | None => (0, true),
+                    Some(engine) => (report.max(wanted), engine == Engine::Swap),
+                }
+            });
+            let (demand, copies) =
+                gpus.fold((0u64, true), |(sum, all), (bytes, copies)| (sum.saturating_add(bytes), all && copies));
+            let (mut waits, mut runs) = (false, false);
+            for (_, activity) in self.machine.activities(*client) {
+                (waits, runs) = (waits || activity.is_stalled, runs || activity.runs);
+            }
+            let idle_since = entry.gpus.values().map(|stats| stats.idle_since).max().unwrap_or_default();
+            let rank = match () {
+                () if waits => Rank::Waits,
+                () if runs => Rank::Runs,
+                () => Rank::Idle(Reverse(idle_since)),
+            };
+            let reserved = self.swap_files.of.get(client).map_or(0, |file| file.reserved);
+            // A file serves the memory that the library copies.
+            let files = copies && self.can_use_file(*client);
+            Need { client: *client, files, demand, reserved, rank }
+        };
+        programs.map(need).collect()
+    }
+
+    /// Has space reserved for what RAM has no room for. Returns whether there is such a thing, and space is on its way.
+    fn reserve_files(&mut self, needs: &[Need]) -> bool {
+        let Some(directory) = self.config.swap_file.clone() else { return false };
+        let now = clock::now();
+        if self.swap_files.failed.is_some_and(|failed| now < failed + RETRY) {
+            return false;
+        }
+        let Some(ram) = self.host.bytes() else { return false };
+        let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
+        if total <= ram && !self.host_ahead.is_short(now) {
+            return false;
+        }
+        let mut left = swap_files::most(&directory, self.config.swap_file_max);
+        left = self.swap_files.of.values().fold(left, |left, file| left.saturating_sub(file.asked));
+        let mut is_lacking = false;
+        for need in needs.iter().filter(|need| need.files && need.demand > need.reserved) {
+            let entry = self.swap_files.of.entry(need.client).or_default();
+            if entry.is_growing() {
+                continue;
+            }
+            // In steps, so that a client that allocates bit by bit is not waited for each time.
+            let more = swap_files::usable((need.demand - need.reserved).next_multiple_of(STEP).min(left));
+            if more == 0 {
+                is_lacking = true;
+                continue;
+            }
+            left -= more;
+            if let Some(keeper) = &self.swap_files.keeper {
+                entry.asked = entry.reserved + more;
+                let (client, file, reserved) = (need.client, entry.file.clone(), entry.reserved);
+                keeper.ask(Job::Grow { client, directory: directory.clone(), file, reserved, to: entry.asked });
+            }
+        }
+        if is_lacking && !std::mem::replace(&mut self.swap_files.has_warned, true) {
+            let most = swap_files::most(&directory, self.config.swap_file_max);
+            warn!(
+                "{} has no more space for programs' memory: file-max in [swap] allows {}",
+                directory.display(),
+                units::size(most)
+            );
+        }
+        self.swap_files.of.values().any(ClientFile::is_growing)
+    }
+
+    /// The thread has done something.
+    pub fn swap_file_report(&mut self, report: Report) {
+        match report {
+            Report::Grown { client, file, reserved, error } => {
+                if let Some(error) = error {
+                    self.swap_files.failed = Some(clock::now());
+                    let directory = self.config.swap_file.as_deref().unwrap_or("".as_ref());
+                    if !std::mem::replace(&mut self.swap_files.has_warned, true) {
+                        warn!(
+                            "no space for programs' memory can be reserved in {}: {}; they are promised no more than RAM has room for",
+                            directory.display(),
+                            swap_files::in_words(&error)
+                        );
+                    }
+                } else if self.swap_files.failed.take().is_some() {
+                    self.swap_files.has_warned = false;
+                    info!("space for programs' memory can be reserved again");
+                }
+                if self.clients.contains_key(&client) {
+                    let entry = self.swap_files.of.entry(client).or_default();
+                    (entry.file, entry.reserved, entry.asked) = (file, reserved, reserved);
+                    debug!(client = client.0, reserved, "space in a swap file");
+                }
+                self.balance_host();
+                self.release_held();
+            }
+            Report::Overrun { client } => {
+                if let Some(entry) = self.clients.get(&client) {
+                    warn!(
+                        "{} has written more than it may into its swap file: it is disconnected",
+                        entry.identity.name
+                    );
+                    entry.connection.close();
+                }
+            }
+        }
+    }
+
+    /// Whether a request for a higher limit has to wait for the disk; it is then decided later.
+    pub(super) fn hold_for_file(&mut self, client: ClientId, gpu: GpuId, bytes: u64) -> bool {
+        if self.config.swap_file.is_none() {
+            return false;
+        }
+        let needs = self.host_needs(Some((client, gpu, bytes)));
+        let waits = self.reserve_files(&needs);
+        if waits {
+            self.swap_files.held.retain(|(_, who, at, _)| (*who, *at) != (client, gpu)); // a newer request replaces an older one
+            self.swap_files.held.push((clock::now(), client, gpu, bytes));
+        } else {
+            self.promise(Some((client, gpu, bytes)));
+        }
+        waits
+    }
+
+    /// Passes on the requests that waited for the disk, once it has done what it was asked.
+    fn release_held(&mut self) {
+        let now = clock::now();
+        let waits = self.swap_files.of.values().any(ClientFile::is_growing);
+        let is_due = |(since, ..): &(Time, ClientId, GpuId, u64)| !waits || now >= *since + PATIENCE;
+        let (due, rest) = std::mem::take(&mut self.swap_files.held).into_iter().partition(is_due);
+        self.swap_files.held = rest;
+        let due: Vec<(Time, ClientId, GpuId, u64)> = due;
+        for (_, client, gpu, bytes) in due {
+            if self.clients.get(&client).is_some_and(|entry| entry.gpus.contains_key(&gpu)) {
+                self.promise(Some((client, gpu, bytes)));
+                self.apply(Event::LimitRequested { client, gpu, bytes });
+            }
+        }
+    }
+
+    /// Tells the machine how much can be promised of what does not fit on GPUs. What clients request counts as theirs while that is
+    /// decided, since their files have space for it. `wanted`: what one is about to request.
+    pub(super) fn promise(&mut self, wanted: Option<(ClientId, GpuId, u64)>) {
+        let Some(ram) = self.host.bytes() else { return };
+        let backed = self.swap_files.of.iter().fold(0u64, |sum, (client, file)| {
+            let gpus = self.clients.get(client).into_iter().flat_map(|entry| entry.gpus.keys());
+            let committed = gpus.fold(0u64, |sum, gpu| {
+                let wanted = wanted.filter(|(who, at, _)| who == client && at == gpu).map_or(0, |(_, _, bytes)| bytes);
+                sum.saturating_add(self.machine.committed_or_requested(*client, *gpu).max(wanted))
+            });
+            sum.saturating_add(file.reserved.min(committed))
+        });
+        let bytes = if backed == 0 { ram } else { ram.saturating_add(backed.saturating_sub(self.offers())) };
+        if self.swap_files.promised.replace(bytes) != Some(bytes) {
+            self.apply(Event::HostMemory { bytes });
+        }
+    }
+
+    /// What the GPUs that clients use offer to them, together.
+    fn offers(&self) -> u64 {
+        let used: BTreeSet<GpuId> = self.clients.values().flat_map(|entry| entry.gpus.keys().copied()).collect();
+        used.iter().fold(0u64, |sum, gpu| sum.saturating_add(self.machine.offer(*gpu)))
+    }
+
+    /// Brings everything up to date with what clients have and what the host has.
+    pub(super) fn balance_host(&mut self) {
+        let now = clock::now();
+        if !self.has_swap_files() {
+            return self.promise(None);
+        }
+        let needs = self.host_needs(None);
+        self.reserve_files(&needs);
+        self.promise(None);
+        let Some(ram) = self.host.bytes() else { return };
+        let short = self.host_ahead.is_short(now);
+        let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
+        let shares = if total > ram || short { divide(ram, short, &needs) } else { BTreeMap::new() };
+        for (client, file) in &mut self.swap_files.of {
+            let Some(entry) = self.clients.get(client) else { continue };
+            let Some(descriptor) = &file.file else { continue };
+            let bytes = shares.get(client).map_or(u64::MAX, |bytes| swap_files::rounded(*bytes));
+            let told = (bytes, file.reserved);
+            if file.told == Some(told) {
+                continue;
+            }
+            let message = SchedulerMessage::HostMemory { ram: bytes, file: file.reserved };
+            if file.is_passed {
+                entry.connection.send(message);
+            } else {
+                // A client that does not read now is told the next time.
+                let Ok(copy) = descriptor.try_clone() else { continue };
+                if entry.connection.send_with(message, &[copy.into()]).is_err() {
+                    continue;
+                }
+                file.is_passed = true;
+            }
+            file.told = Some(told);
+        }
+        if now >= self.swap_files.checked + CHECK_PERIOD
+            && let Some(keeper) = &self.swap_files.keeper
+        {
+            self.swap_files.checked = now;
+            for (client, entry) in self.swap_files.of.iter().filter(|(_, entry)| !entry.is_growing()) {
+                if let Some(file) = &entry.file {
+                    keeper.ask(Job::Check { client: *client, file: file.clone(), reserved: entry.reserved });
+                }
+            }
+        }
+        self.release_held();
+    }
+
+    /// A client has gone. What its process still has open lasts for as long as the process.
+    pub(super) fn forget_swap_file(&mut self, client: ClientId) {
+        self.swap_files.of.remove(&client);
+        self.swap_files.held.retain(|(_, who, ..)| *who != client);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn need(client: u64, demand: u64, reserved: u64, rank: Rank) -> Need {
+        Need { client: ClientId(client), files: true, demand: demand * GIB, reserved: reserved * GIB, rank }
+    }
+
+    fn idle(since: u64) -> Rank {
+        Rank::Idle(Reverse(Duration::from_secs(since)))
+    }
+
+    fn shares(ram: u64, short: bool, needs: &[Need]) -> Vec<u64> {
+        divide(ram * GIB, short, needs).into_values().map(|bytes| bytes / GIB).collect()
+    }
+
+    #[test]
+    fn those_that_wait_have_ram_first_and_those_that_have_been_idle_for_longest_have_none() {
+        let needs = [
+            need(1, 18, 18, idle(5)),
+            need(2, 18, 18, Rank::Runs),
+            need(3, 18, 18, idle(9)),
+            need(4, 18, 18, Rank::Waits),
+        ];
+        assert_eq!(shares(100, false, &needs), [18, 18, 18, 18]);
+        assert_eq!(shares(40, false, &needs), [0, 18, 4, 18]);
+        assert_eq!(shares(10, false, &needs), [0, 0, 0, 10]);
+        assert_eq!(shares(100, true, &needs), [0, 18, 0, 18], "what is idle leaves a host that lacks memory");
+    }
+
+    #[test]
+    fn what_no_file_has_space_for_stays_in_ram() {
+        let old = Need { files: false, ..need(3, 10, 0, Rank::Runs) };
+        let needs = [need(1, 18, 4, idle(5)), need(2, 18, 18, Rank::Waits), old];
+        assert_eq!(shares(30, false, &needs), [14, 6]);
+        assert_eq!(shares(0, false, &needs), [14, 0], "it has nowhere else to be");
+    }
+
+    /// For any figures, the sum is no more than the RAM, unless what has nowhere else to be is more.
+    #[test]
+    fn the_ram_is_divided_once() {
+        let mut seed = 7u64;
+        let mut random = |n: u64| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) % n
+        };
+        for _ in 0..2000 {
+            let needs: Vec<Need> = (0..random(6))
+                .map(|client| {
+                    let rank = [Rank::Waits, Rank::Runs, idle(random(9))][random(3) as usize];
+                    Need { files: random(4) > 0, ..need(client, random(30), random(30), rank) }
+                })
+                .collect();
+            let (ram, short) = (random(60), random(2) > 0);
+            let beyond = |need: &Need| need.demand.saturating_sub(if need.files { need.reserved } else { 0 });
+            let least: u64 = needs.iter().map(beyond).sum();
+            let without: u64 = needs.iter().filter(|need| !need.files).map(beyond).sum();
+            let sum = without + divide(ram * GIB, short, &needs).into_values().sum::<u64>();
+            assert!(sum <= least.max(ram * GIB), "{needs:?}");
+        }
+    }
+}

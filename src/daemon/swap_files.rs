@@ -1,0 +1,244 @@
+//! Files for swapped memory that host memory has no room for (`[swap] file`).
+//!
+//! A thread of its own makes them and reserves their space, since a disk can take long: the scheduling loop asks it and never waits.
+//! A file has no name and ends with the last of those who have it open, the daemon and one client, so nothing is ever left.
+
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, ftruncate, open, statfs, statvfs};
+use rustix::io::Errno;
+use tokio::sync::mpsc::UnboundedSender;
+
+use crate::config::swap::SwapMax;
+use crate::scheduler::ClientId;
+
+/// Space is reserved in such steps, in bytes: what one call may keep a disk from others for.
+pub const STEP: u64 = 256 << 20;
+/// The unit of the library's buffers, in bytes: what is less cannot be used.
+const GRANULE: u64 = 2 << 20;
+/// By so many bytes a file may be larger than what is reserved: what file systems need for themselves.
+const SLACK: u64 = 64 << 20;
+
+/// What the thread is asked.
+#[derive(Debug)]
+pub enum Job {
+    /// Reserves space for a client, `to` so many bytes in all, in a new file if it has none.
+    Grow { client: ClientId, directory: PathBuf, file: Option<Arc<File>>, reserved: u64, to: u64 },
+    /// Looks whether a client has written more than is reserved.
+    Check { client: ClientId, file: Arc<File>, reserved: u64 },
+}
+
+/// What the thread says.
+#[derive(Debug)]
+pub enum Report {
+    /// So many bytes are reserved for the client, and why there are no more.
+    Grown { client: ClientId, file: Option<Arc<File>>, reserved: u64, error: Option<io::Error> },
+    /// The client has written beyond what is reserved. What it had there is gone.
+    Overrun { client: ClientId },
+}
+
+/// Asks the thread.
+#[derive(Debug)]
+pub struct Keeper(Sender<Job>);
+
+impl Keeper {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn start(reports: UnboundedSender<Report>) -> io::Result<Self> {
+        let (jobs, asked) = mpsc::channel();
+        thread::Builder::new().name("swap-files".into()).spawn(move || {
+            for job in asked {
+                if let Some(report) = does(job)
+                    && reports.send(report).is_err()
+                {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self(jobs))
+    }
+
+    pub fn ask(&self, job: Job) {
+        let _ = self.0.send(job);
+    }
+}
+
+fn does(job: Job) -> Option<Report> {
+    match job {
+        Job::Grow { client, directory, mut file, mut reserved, to } => {
+            let error = grow(&directory, &mut file, &mut reserved, to).err();
+            Some(Report::Grown { client, file, reserved, error })
+        }
+        Job::Check { client, file, reserved } => {
+            let used = file.metadata().map_or(0, |metadata| metadata.blocks().saturating_mul(512));
+            if used <= reserved.saturating_add(SLACK) {
+                return None;
+            }
+            let _ = ftruncate(&*file, 0);
+            Some(Report::Overrun { client })
+        }
+    }
+}
+
+fn grow(directory: &Path, file: &mut Option<Arc<File>>, reserved: &mut u64, to: u64) -> io::Result<()> {
+    let file = match file {
+        Some(file) => file,
+        None => file.insert(Arc::new(create(directory)?)),
+    };
+    while *reserved < to {
+        let len = STEP.min(to - *reserved);
+        fallocate(&**file, FallocateFlags::empty(), *reserved, len)?;
+        *reserved += len;
+    }
+    Ok(())
+}
+
+/// `TMPFS_MAGIC` and `RAMFS_MAGIC` of the kernel.
+const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
+
+/// A new file without a name, which only this user can open.
+fn create(directory: &Path) -> io::Result<File> {
+    if !directory.exists() {
+        DirBuilder::new().mode(0o700).create(directory)?;
+    }
+    // It would be RAM, and that of the scheduler, which is allowed little.
+    if IN_MEMORY.contains(&statfs(directory)?.f_type) {
+        return Err(io::Error::other("it is in RAM: use a directory on a disk"));
+    }
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
+    let mode = Mode::RUSR | Mode::WUSR;
+    // What is in the page cache would take the memory that is to be spared. Some file systems have nothing else.
+    match open(directory, flags | OFlags::DIRECT, mode) {
+        Err(Errno::INVAL) => Ok(open(directory, flags, mode)?.into()),
+        opened => Ok(opened?.into()),
+    }
+}
+
+/// The size of the file system that has this directory, or is to have it, in bytes.
+fn size_of(directory: &Path) -> Option<u64> {
+    let there = directory.ancestors().find(|directory| directory.exists())?;
+    let system = statvfs(there).ok()?;
+    system.f_frsize.checked_mul(system.f_blocks)
+}
+
+/// What all files together may take, in bytes.
+pub fn most(directory: &Path, max: SwapMax) -> u64 {
+    match max {
+        SwapMax::Percent(_) => size_of(directory).map_or(0, |total| max.bytes(total)),
+        max => max.bytes(0),
+    }
+}
+
+/// So many bytes, rounded up to what can be used.
+pub fn rounded(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes)
+}
+
+/// The part of so many bytes that can be used.
+pub fn usable(bytes: u64) -> u64 {
+    bytes - bytes % GRANULE
+}
+
+/// What a person is told about an error.
+pub fn in_words(error: &io::Error) -> String {
+    match Errno::from_io_error(error) {
+        Some(Errno::NOSPC | Errno::DQUOT) => "the disk is full".into(),
+        Some(Errno::OPNOTSUPP) => "its file system cannot reserve space (ext4, XFS and Btrfs can)".into(),
+        Some(Errno::ACCESS | Errno::PERM) => "the scheduler's user may not write there".into(),
+        Some(Errno::ROFS) => {
+            "it is read-only for the scheduler: allow it with ReadWritePaths= of nvshare.service".into()
+        }
+        Some(Errno::NOENT) => "there is no such directory".into(),
+        _ => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use test_support::Directory;
+
+    use super::*;
+
+    const CLIENT: ClientId = ClientId(1);
+
+    /// A directory on a disk, which that for temporary files may not be.
+    fn there() -> Directory {
+        let tests = std::env::current_exe().expect("this test").with_file_name("swap-files");
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let directory = Directory(tests.with_extension(format!("{}-{number}", std::process::id())));
+        fs::create_dir_all(&directory.0).expect("a directory");
+        directory
+    }
+
+    fn grown(
+        directory: &Path,
+        file: Option<Arc<File>>,
+        reserved: u64,
+        to: u64,
+    ) -> (Option<Arc<File>>, u64, Option<io::Error>) {
+        match does(Job::Grow { client: CLIENT, directory: directory.into(), file, reserved, to }) {
+            Some(Report::Grown { file, reserved, error, .. }) => (file, reserved, error),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_file_has_no_name_and_its_space() {
+        let there = there();
+        let directory = there.0.join("swap");
+        let (file, reserved, error) = grown(&directory, None, 0, 4 << 20);
+        assert!(error.is_none() && reserved == 4 << 20, "{error:?}");
+        let file = file.expect("a file");
+        assert_eq!(fs::read_dir(&directory).expect("a directory").count(), 0);
+        let metadata = file.metadata().expect("its figures");
+        assert_eq!((metadata.mode() & 0o777, metadata.nlink()), (0o600, 0));
+        assert!(metadata.blocks() * 512 >= 4 << 20, "{}", metadata.blocks());
+        let (file, reserved, error) = grown(&directory, Some(file), reserved, 6 << 20);
+        assert!(error.is_none() && reserved == 6 << 20, "{error:?}");
+        assert!(file.expect("a file").metadata().expect("its figures").len() == 6 << 20);
+    }
+
+    #[test]
+    fn what_cannot_be_reserved_is_said() {
+        let there = there();
+        let (file, reserved, error) = grown(&there.0.join("no/such"), None, 0, 4 << 20);
+        assert!(file.is_none() && reserved == 0);
+        assert_eq!(in_words(&error.expect("an error")), "there is no such directory");
+        assert_eq!(in_words(&Errno::NOSPC.into()), "the disk is full");
+    }
+
+    #[test]
+    fn who_writes_more_than_is_reserved_is_found() {
+        let there = there();
+        let file = grown(&there.0, None, 0, 4 << 20).0.expect("a file");
+        let check = || does(Job::Check { client: CLIENT, file: file.clone(), reserved: 4 << 20 });
+        assert!(check().is_none());
+        fallocate(&*file, FallocateFlags::empty(), 4 << 20, SLACK + GRANULE).expect("space");
+        assert!(matches!(check(), Some(Report::Overrun { client: CLIENT })));
+        assert_eq!(file.metadata().expect("its figures").blocks(), 0);
+        assert!(check().is_none());
+    }
+
+    #[test]
+    fn the_most_is_a_part_of_the_file_system_or_a_size() {
+        let there = there();
+        let all = size_of(&there.0.join("not/yet/there")).expect("a size");
+        assert_eq!(most(&there.0, SwapMax::Percent(50)), all / 2);
+        assert_eq!(most(&there.0, SwapMax::Bytes(7)), 7);
+        assert_eq!(most(&there.0, SwapMax::None), u64::MAX);
+        assert_eq!((rounded(1), rounded(2 << 20)), (2 << 20, 2 << 20));
+        assert_eq!((usable((2 << 20) - 1), usable(5 << 20)), (0, 4 << 20));
+    }
+}

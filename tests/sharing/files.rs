@@ -1,0 +1,160 @@
+//! Programs whose memory fits neither on the GPU nor into the RAM that they may have: the rest lies in files, and comes back as it
+//! was, or the program is told that it is lost.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+
+use test_support::artifact;
+use test_support::machine::*;
+
+const SHARE: u64 = 64 * MIB;
+
+/// Of three programs with [`SHARE`] each the GPU has room for one, and the RAM for none.
+fn tight() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", swap_max: "16M", file_max: Some("1G"), ..Setup::default() }
+}
+
+fn mix(rounds: u32) -> String {
+    format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}")
+}
+
+/// What the library's thread of this name has open in a program.
+fn descriptors_of(program: &Program, thread: &str) -> Vec<PathBuf> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", program.pid())).into_iter().flatten().flatten();
+    let is_it = |task: &PathBuf| fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim() == thread);
+    let mut its = tasks.map(|task| task.path()).filter(is_it);
+    let all = its.next().and_then(|task| fs::read_dir(task.join("fd")).ok()).into_iter().flatten().flatten();
+    all.map(|entry| entry.path()).collect()
+}
+
+/// How much a program has in its file, if anything.
+fn in_file(machine: &Machine, program: &Program) -> Option<u64> {
+    let status = machine.status();
+    let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid())?;
+    client["gpus"][0]["in-file"].as_u64()
+}
+
+/// The file of a program, by another descriptor, once something is in it.
+#[track_caller]
+fn file_of(machine: &Machine, program: &Program) -> File {
+    wait_for("it to have memory in its file", || in_file(machine, program));
+    let is_file = |path: &PathBuf| fs::metadata(path).is_ok_and(|found| found.is_file());
+    let path = descriptors_of(program, "nvshare-file").into_iter().find(is_file).expect("its file");
+    OpenOptions::new().read(true).write(true).open(path).expect("the file")
+}
+
+/// A program with memory in its file, which does nothing for as long as another runs, and that other one.
+fn one_in_its_file(machine: &Machine) -> (Program, Program) {
+    let idle = machine.program(&format!("{} --cpu-ms 3000", mix(2))).start();
+    idle.wait_to_say("bytes came back in");
+    let other = machine.program(&mix(4)).start();
+    (idle, other)
+}
+
+#[test]
+fn memory_in_files_comes_back_as_it_was() {
+    let machine = Machine::with_scheduler(tight());
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    drop(file_of(&machine, &idle));
+    let mut third = machine.program(&mix(4)).start();
+    for program in [&mut idle, &mut other, &mut third] {
+        program.finish();
+    }
+    assert!(idle.stderr().contains(" 0 bytes are in a file"), "it has come back");
+    assert_one_holder(&machine.trace());
+    let directory = artifact("nvshare-scheduler").with_file_name("swap-files");
+    assert_eq!(fs::read_dir(directory).expect("the directory").count(), 0);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn what_files_have_no_space_for_is_refused_when_it_is_allocated() {
+    let machine = Machine::with_scheduler(Setup { file_max: Some("8M"), ..tight() });
+    let mut first = machine.program(&format!("stranger --mem {SHARE} --seconds 600")).start();
+    first.wait_to_say("holding");
+    let mut second = machine.program(&mix(2)).start();
+    assert!(!second.wait().success(), "there is no room for it");
+    assert!(
+        second.stdout().contains("OUT_OF_MEMORY") || second.stdout().contains("out of memory"),
+        "{}",
+        second.stdout()
+    );
+    machine.wait_for_log("file-max in [swap] allows");
+    first.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_directory_that_cannot_be_used_is_said_and_ram_is_all_there_is() {
+    let rules = "file = \"/etc/passwd/swap\"\n".to_owned();
+    let machine = Machine::with_scheduler(Setup { file_max: None, rules, ..tight() });
+    let mut programs: Vec<Program> =
+        (0..2).map(|_| machine.program("mix --mem 50M --chunks 4 --reps 1 --rounds 3").start()).collect();
+    for program in &mut programs {
+        program.finish();
+    }
+    machine.wait_for_log("no space for programs' memory can be reserved in /etc/passwd/swap");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_program_that_is_killed_leaves_no_file() {
+    let machine = Machine::with_scheduler(tight());
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    let file = file_of(&machine, &idle);
+    let (device, inode) = file.metadata().map(|found| (found.dev(), found.ino())).expect("its figures");
+    drop(file);
+    idle.kill();
+    let has_it = |path: PathBuf| fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (device, inode));
+    wait_for("the scheduler to close the file", || {
+        let open = fs::read_dir(format!("/proc/{}/fd", machine.scheduler_pid())).expect("its descriptors");
+        (!open.flatten().any(|entry| has_it(entry.path()))).then_some(())
+    });
+    other.finish();
+    machine.wait_until_empty();
+}
+
+/// The program must not get results that were computed from other contents.
+fn loses_its_memory(spoil: impl FnOnce(&File)) {
+    let machine = Machine::with_scheduler(tight());
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    spoil(&file_of(&machine, &idle));
+    assert!(!idle.wait().success(), "it has lost memory: {}", idle.stdout());
+    let said = idle.stdout();
+    assert!(said.contains("214") || said.contains("ECC"), "{said}");
+    idle.wait_to_say("memory that was on the disk is lost");
+    other.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_that_cannot_be_read_is_lost_and_the_program_is_told() {
+    loses_its_memory(|file| file.set_len(0).expect("it is truncated"));
+}
+
+#[test]
+fn memory_that_has_changed_on_the_disk_is_lost_and_the_program_is_told() {
+    loses_its_memory(|file| {
+        let mut block = vec![0; 4096];
+        for at in (0..SHARE).step_by(1 << 20) {
+            let len = file.read_at(&mut block, at).expect("it is read");
+            if len > 0 {
+                block[0] ^= 1;
+                file.write_all_at(&block[..len], at).expect("it is written");
+            }
+        }
+    });
+}
+
+#[test]
+fn memory_in_a_file_outlives_the_scheduler() {
+    let mut machine = Machine::with_scheduler(tight());
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    drop(file_of(&machine, &idle));
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    idle.finish();
+    other.finish();
+    machine.wait_until_empty();
+}
