@@ -138,7 +138,8 @@ impl ClientThread {
         if jobs > 0 { CHORE_INTERVAL } else { Duration::MAX }
     }
 
-    /// Has copies written, as long as there are more than allowed, or than an eviction leaves room for.
+    /// Has copies written, as long as there are more than allowed, or than an eviction leaves room for. Before the process sleeps, too:
+    /// then nothing can be written, since freeing a buffer may need the driver.
     fn write_some(
         &self,
         gpu: &Gpu,
@@ -151,7 +152,7 @@ impl ClientThread {
             trim_host_cache(gpu, space, cached.saturating_sub(excess));
             excess = self.tier.excess();
         }
-        let Some(file) = self.tier.current.as_ref().filter(|_| !self.is_preparing_sleep()) else {
+        let Some(file) = &self.tier.current else {
             space.lock().account.is_file_behind = false;
             return Duration::MAX;
         };
