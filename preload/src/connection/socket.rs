@@ -27,7 +27,7 @@ use rustix::{
 /// The longest wait for an answer. A scheduler that is stopped must not stop programs.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Our descriptors are numbered from here on, since some programs rely on getting the lowest numbers.
-const LOWEST_DESCRIPTOR: RawFd = 400;
+pub const LOWEST_DESCRIPTOR: RawFd = 400;
 
 /// A socket of this library.
 #[derive(Debug)]

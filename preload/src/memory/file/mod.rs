@@ -15,6 +15,7 @@ mod worker;
 
 use super::{chunk::HostCopy, fingerprint::Fingerprint, staging::Buffer};
 use crate::{
+    connection::socket::LOWEST_DESCRIPTOR,
     gate::threads,
     sys::{
         file::{Identity, InheritedDescriptor},
@@ -28,7 +29,10 @@ use core::{
     sync::atomic::{AtomicU32, Ordering},
 };
 use extents::{Extent, Extents};
-use rustix::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use rustix::{
+    fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    io::fcntl_dupfd_cloexec,
+};
 
 pub use worker::is_supported;
 
@@ -158,6 +162,8 @@ impl State {
 impl SwapFile {
     /// Takes over a file from the scheduler, of which nothing is reserved yet. `None` if threads cannot be started.
     pub fn open(descriptor: OwnedFd) -> Option<Self> {
+        // Some programs rely on getting the lowest numbers.
+        let descriptor = fcntl_dupfd_cloexec(&descriptor, LOWEST_DESCRIPTOR).unwrap_or(descriptor);
         let identity = Identity::of(&descriptor)?;
         let number = descriptor.as_raw_fd();
         let state = State {
