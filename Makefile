@@ -41,7 +41,7 @@ DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\
 # Where apt-repository puts what it makes of them.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build artifacts programs demo check check-system check-containers check-compatibility bench install deb apt-repository dist clean
+.PHONY: help build artifacts programs demo check check-system check-containers check-kubernetes check-compatibility bench install deb apt-repository dist clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
@@ -52,6 +52,7 @@ help:
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
 	@echo 'make check-system  boots Debian 12 and 13 in containers, and goes through the packages there (root)'
 	@echo 'make check-containers  containers of Debian 11 and 12 share a simulated GPU under a real podman (root)'
+	@echo 'make check-kubernetes  pods share a simulated GPU on a real Kubernetes node, built for it at first (root)'
 	@echo 'make check-compatibility FROM=v0.1.0  the library of that version beside this scheduler, and the other way round'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
@@ -112,6 +113,11 @@ check-containers: artifacts
 	@tests/needs.sh podman crun mmdebstrap musl-gcc python3
 	$(CARGO) build --workspace --locked --profile $(PROFILE)
 	CARGO='$(CARGO)' tests/containers/check.sh $(BUILT)
+
+check-kubernetes: artifacts
+	@tests/needs.sh mmdebstrap cc libc.a readelf ip
+	$(CARGO) build --workspace --locked --profile $(PROFILE)
+	tests/kubernetes/check.sh $(BUILT)
 
 check-compatibility: programs
 	@[ -n '$(FROM)' ] || { echo 'Which version? make check-compatibility FROM=v0.1.0' >&2; exit 1; }

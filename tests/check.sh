@@ -107,4 +107,10 @@ if [ "$(id -u)" = 0 ] && have mmdebstrap podman crun musl-gcc python3; then
 else
     line skipped "containers of Debian 11 and 12" "wants root, mmdebstrap, podman, crun, musl-tools: make check-containers"
 fi
+# Building Kubernetes takes long, and is done only when it is asked for.
+if [ "$(id -u)" = 0 ] && [ -d "${built%/*}/kubernetes/kubernetes" ]; then
+    step "pods on a Kubernetes node" make check-kubernetes
+else
+    line skipped "pods on a Kubernetes node" "wants root and half an hour for the first time: make check-kubernetes"
+fi
 finish

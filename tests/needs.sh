@@ -29,6 +29,7 @@ for what; do
     cc) command -v cc >/dev/null && [ -e /usr/include/stdio.h ] || lacks cc 'gcc libc6-dev' ;;
     libc.a) [ -e "$(cc -print-file-name=libc.a 2>/dev/null)" ] || lacks libc.a libc6-dev ;;
     readelf) command -v readelf >/dev/null || lacks readelf binutils ;;
+    ip) command -v ip >/dev/null || lacks ip iproute2 ;;
     man) command -v man >/dev/null || lacks man man-db ;;
     dpkg-buildpackage) command -v dpkg-buildpackage >/dev/null || lacks dpkg-buildpackage dpkg-dev ;;
     dh) command -v dh_installsysusers >/dev/null || lacks dh debhelper ;;

@@ -1,0 +1,54 @@
+#!/bin/bash
+# nvshare on a real Kubernetes node: see README.md.
+#
+#   check.sh BUILT   BUILT: target/debug
+#
+# STEPS='[12]*' in the environment leaves out other steps.
+set -eu
+
+[ $# -eq 1 ] || { echo "usage: $0 BUILT" >&2; exit 2; }
+built=$(realpath "$1") here=$(realpath "$(dirname "$0")")
+project=$(realpath "$here/../..")
+cache=${built%/*}/kubernetes
+mkdir -p "$cache"
+
+[ -d "$cache/kubernetes" ] || "$here/kubernetes.sh" "$cache/kubernetes"
+if [ ! -d "$cache/node" ]; then
+    echo "--- a Debian for the node"
+    mkdir -p "$cache/node.new"
+    mmdebstrap --quiet --format=tar --variant=minbase \
+        --include=containerd,runc,etcd-server,containernetworking-plugins,iproute2,iptables,jq,openssl,procps trixie - |
+        tar -C "$cache/node.new" --exclude='./dev/*' -xf -
+    mv "$cache/node.new" "$cache/node"
+fi
+
+scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/nvshare-kubernetes.XXXXXX")
+trap 'rm -rf --one-file-system "$scratch"' EXIT
+"$here/images.sh" "$built" "$scratch/images"
+cp -r "$project/kubernetes/base" "$project/kubernetes/examples" "$here/overlay" "$scratch/images/"
+
+# All that the node does ends with it.
+groups=()
+for hierarchy in /sys/fs/cgroup/*/; do
+    [ -e "$hierarchy/cgroup.procs" ] || continue
+    mkdir -p "$hierarchy/nvshare-kubernetes"
+    groups+=("$hierarchy/nvshare-kubernetes")
+done
+steps=()
+for step in "$here"/steps/${STEPS:-*}.sh; do steps+=("/steps/steps/${step##*/}"); done
+code=0
+(
+    for group in "${groups[@]}"; do
+        # A new group of processors has none of them.
+        for file in cpuset.cpus cpuset.mems; do
+            [ ! -e "$group/$file" ] || cat "$group/../$file" >"$group/$file"
+        done
+        echo $BASHPID >"$group/cgroup.procs"
+    done
+    exec unshare --mount --pid --fork --kill-child --net --uts --ipc --cgroup \
+        "$here/node.sh" "$cache" "$scratch" "$scratch/images" "${steps[@]}"
+) || code=$?
+for group in "${groups[@]}"; do
+    find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || true
+done
+exit $code

@@ -1,0 +1,16 @@
+#!/bin/bash
+# In the node: starts Kubernetes, and goes through the steps.
+#
+#   inside.sh STEP...
+set -eu
+
+. /steps/lib.sh
+trap 'finish' EXIT
+
+start_node
+import_images
+for step; do
+    say "${step##*/}"
+    . "$step"
+done
+say "all right"

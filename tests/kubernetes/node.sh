@@ -1,0 +1,69 @@
+#!/bin/bash
+# The node: everything of a computer that Kubernetes sees, in namespaces that end with this script.
+#
+#   node.sh CACHE SCRATCH IMAGES STEP...
+set -eu
+
+cache=$1 scratch=$2 images=$3
+shift 3
+here=$(realpath "$(dirname "$0")")
+node=$scratch/node
+
+# ---- file systems
+mount --make-rprivate /
+mkdir -p "$node" "$scratch/upper" "$scratch/work" "$scratch/logs"
+mount -t overlay overlay -o "lowerdir=$cache/node,upperdir=$scratch/upper,workdir=$scratch/work" "$node"
+mount -t proc proc "$node/proc"
+mount -t sysfs sysfs "$node/sys"
+mount -t tmpfs -o mode=755 tmpfs "$node/sys/fs/cgroup"
+# Of version 1, as Debian 12's kubelet knows no other. `systemd` has no controller: the scheduler reads names of pods from it.
+for controller in cpu,cpuacct cpuset memory devices freezer blkio pids name=systemd; do
+    directory=$node/sys/fs/cgroup/${controller#name=}
+    mkdir -p "$directory"
+    if ! mount -t cgroup -o "$controller" cgroup "$directory" 2>/dev/null; then
+        rmdir "$directory"
+        for one in ${controller//,/ }; do
+            mkdir -p "$node/sys/fs/cgroup/$one"
+            mount -t cgroup -o "$one" cgroup "$node/sys/fs/cgroup/$one"
+        done
+    fi
+done
+mount -t tmpfs -o mode=755 tmpfs "$node/dev"
+mkdir "$node/dev/pts" "$node/dev/shm" "$node/dev/mqueue"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$node/dev/pts"
+mount -t tmpfs tmpfs "$node/dev/shm"
+mount -t mqueue mqueue "$node/dev/mqueue"
+for device in null zero full random urandom kmsg; do
+    touch "$node/dev/$device"
+    mount --bind "/dev/$device" "$node/dev/$device" 2>/dev/null || ln -sf null "$node/dev/$device"
+done
+ln -s pts/ptmx "$node/dev/ptmx"
+ln -s /proc/self/fd "$node/dev/fd"
+mount -t tmpfs -o mode=755 tmpfs "$node/run"
+mount -t tmpfs tmpfs "$node/tmp"
+# Not an overlay, in which containerd's own would not work.
+for directory in var/lib/containerd var/lib/kubelet var/lib/etcd; do
+    mkdir -p "$scratch/state/$directory" "$node/$directory"
+    mount --bind "$scratch/state/$directory" "$node/$directory"
+done
+mkdir -p "$node/images" "$node/steps" "$node/logs" "$node/opt/kubernetes" "$node/opt/gpu" "$node/run/gpu"
+chmod 1777 "$node/run/gpu"
+mount --bind "$images/gpu" "$node/opt/gpu"
+mount --bind "$images" "$node/images"
+mount --bind "$here" "$node/steps"
+mount --bind "$scratch/logs" "$node/logs"
+mount --bind "$cache/kubernetes" "$node/opt/kubernetes"
+
+# ---- network
+ip link set lo up
+# The API server's address for pods: nothing here forwards to services.
+ip address add 10.96.0.1/32 dev lo
+hostname node
+
+# Not chroot: whoever enters the namespace of a container would be at its old root.
+mkdir -p "$node/old"
+cd "$node"
+pivot_root . old
+umount --lazy /old
+mount --make-rshared /
+exec /bin/bash /steps/inside.sh "$@"
