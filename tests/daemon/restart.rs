@@ -112,6 +112,46 @@ fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
 }
 
 #[test]
+fn who_was_asked_by_two_daemons_may_say_everything_twice() {
+    let (manager, daemon) = kept();
+    let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
+    holder.report(12 * GIB, 0);
+    holder.request();
+    holder.until_granted();
+    let directory = daemon.kill();
+    // This one asks, and does not live to read the answers.
+    let daemon = Daemon::start_under(&manager, directory);
+    for client in [&holder, &waiter] {
+        until_asked(client);
+    }
+    let directory = daemon.kill();
+
+    let daemon = Daemon::start_under(&manager, directory);
+    for (client, mapped, gpus) in [(&holder, 12 * GIB, 1), (&waiter, 0, 0)] {
+        say_again(client, 12 * GIB, 0);
+        client.send(ClientMessage::Held { gpus });
+        resume(client, 12 * GIB, mapped, gpus);
+    }
+    waiter.request();
+    daemon.log.wait("2 of 2 programs continue");
+    until(|| {
+        let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
+        // The newest of what was said.
+        status["gpus"][0]["resident"] == 12 * GIB
+    });
+    assert_not_granted(&daemon, &waiter);
+    assert_eq!(clients(&daemon).len(), 2);
+    drop(holder);
+    waiter.until_granted();
+    assert_eq!(daemon.log.count("protocol violation") + daemon.log.count(" connected "), 0);
+    // Only where it may have been asked twice.
+    let fresh = daemon.client();
+    fresh.send(hello_again(fresh.id));
+    fresh.until_end();
+    daemon.log.wait("a second Hello");
+}
+
+#[test]
 fn nobody_is_granted_anything_before_everybody_has_answered() {
     let (manager, daemon) = kept();
     let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));

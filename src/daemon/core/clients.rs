@@ -78,6 +78,7 @@ impl Core {
         self.add_client(client, arrival, gang, "resume");
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.stored_as = Some(name);
+            entry.session.taken_over();
         }
         self.apply(Event::Connected { client, gang, tenant: account });
         self.restore_sleep(client, is_asleep);

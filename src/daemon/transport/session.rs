@@ -96,7 +96,7 @@ pub enum ClientAction {
         limit: LimitName,
         text: String,
     },
-    /// Waits for the rest of a value that takes several messages.
+    /// Does nothing: a value takes several messages, or was known.
     Incomplete,
     /// Handles a message about shared memory, on the GPU that the message names, if any.
     SharedMemory {
@@ -130,11 +130,30 @@ pub struct Session {
     choice: String,
     /// The parts of an environment limit that have arrived.
     env_limit: Option<(LimitName, String)>,
+    /// The connection is one of an earlier daemon, which may have asked for the client's state as well.
+    is_taken_over: bool,
+    /// The client is saying again what it has said, up to `Held`.
+    repeats: bool,
 }
 
 impl Session {
     pub fn new(client: ClientId, version: u16) -> Self {
-        Self { client, version, slots: Vec::new(), choice: String::new(), env_limit: None }
+        Self {
+            client,
+            version,
+            slots: Vec::new(),
+            choice: String::new(),
+            env_limit: None,
+            is_taken_over: false,
+            repeats: false,
+        }
+    }
+
+    /// From now on the client may send its whole state again. It does once for each daemon that asked and did not live to read the
+    /// answer, without having read anything from this one in between: so that says nothing new, except for memory that has
+    /// changed meanwhile.
+    pub fn taken_over(&mut self) {
+        self.is_taken_over = true;
     }
 
     /// Decodes and checks one packet.
@@ -144,8 +163,19 @@ impl Session {
     pub fn receive(&mut self, packet: &[u8]) -> Result<ClientAction, Violation> {
         let client = self.client;
         Ok(match ClientMessage::decode(packet, self.version)? {
+            ClientMessage::Hello { .. } if self.is_taken_over => {
+                self.repeats = true;
+                ClientAction::Incomplete
+            }
+            ClientMessage::Held { .. } if self.repeats => {
+                self.repeats = false;
+                ClientAction::Incomplete
+            }
             ClientMessage::Hello { .. } => return Err(Violation::SecondHello),
             ClientMessage::Held { .. } => return Err(Violation::Held),
+            ClientMessage::Attach { slot, uuid, .. } if self.repeats && self.gpu(slot) == Ok(GpuId(uuid)) => {
+                ClientAction::Incomplete
+            }
             ClientMessage::Attach { slot, uuid, kind, engine, total, name, reason } => {
                 let gpu = GpuId(uuid);
                 if total == 0 || total > MAX_BYTES {
