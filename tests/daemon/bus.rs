@@ -522,7 +522,7 @@ fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
         holder.until_granted();
         let lock = scheduler.acquire_lock("", "bench", "to measure\nalone", HashMap::new()).await.expect("a lock");
         let seen = second_once(&scheduler, "waiting").await;
-        assert_eq!((seen.name.as_str(), seen.why.as_str()), ("bench", "to measurealone"));
+        assert_eq!((seen.name.as_str(), seen.why.as_str()), ("bench", "to measure?alone"));
         // SAFETY: a plain call that cannot fail.
         assert_eq!((seen.pid, seen.uid), (std::process::id(), unsafe { libc::geteuid() }));
 

@@ -246,7 +246,7 @@ fn names_are_escaped_whatever_they_are() {
         assert_eq!(of_it[0].label("name"), Some(name), "{}", said.text);
         assert_eq!(of_it[0].label("pid"), Some(&*std::process::id().to_string()));
     }
-    said.one("nvshare_gpu_total_bytes", &[("name", "GPU \"0\"\\{} é"), ("index", "")]);
+    said.one("nvshare_gpu_total_bytes", &[("name", "GPU \"0\"\\?{} é"), ("index", "")]);
 }
 
 #[test]
