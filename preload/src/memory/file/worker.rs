@@ -66,8 +66,10 @@ fn keep_only(mut descriptors: Vec<RawFd>) -> Result<(), Errno> {
 
 /// The first thread of a file, which the program has open under this number.
 pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
-    let kept = [number].into_iter().chain(wakeup::sender()).collect();
-    let is_open = keep_only(kept).is_ok() && identity.is(number);
+    let sender = wakeup::sender();
+    let kept = [number].into_iter().chain(sender).collect();
+    // What the program has opened under one of these numbers meanwhile must not stay open here.
+    let is_open = keep_only(kept).is_ok() && identity.is(number) && wakeup::sender() == sender;
     {
         let mut state = file.0.state.lock();
         if state.status == Status::Opening {
