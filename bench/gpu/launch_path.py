@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What nvshare adds to the launches and copies of PyTorch, measured within one process: the driver's functions that libcudart keeps for
-these are exchanged, again and again, for the driver's own and for nvshare's.
+"""What nvshare adds to the launches and copies of PyTorch, measured within one process: the driver's functions that libcudart and other
+libraries keep for these are exchanged, again and again, for the driver's own and for nvshare's.
 
   launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE] [--commit ID]
 
@@ -11,7 +11,7 @@ Two processes differ by several percent from each other, nvshare or not, since t
 not. They are taken in pairs that follow each other: one with nvshare's functions, one without, in both orders. Prints the median of the
 pairs' ratios and its 95 % interval (by ranks), in percent, and the same where both samples are without nvshare; the figures
 `launch-bound-slowdown` and `solo-slowdown-decode` are the upper ends. What the placement of memory by nvshare changes is not in it:
-`solo.py` compares processes. Needs a GPU, PyTorch with a dynamic libcudart and, for `decode`, transformers.
+`solo.py` compares processes. Needs a GPU, PyTorch and, for `decode`, transformers.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -48,39 +49,51 @@ def symbols(path):
 
 
 def libraries():
-    """The files that are mapped, where each begins, and its writable parts."""
+    """The libraries that are mapped, and where each begins."""
     found = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         words = line.split(maxsplit=5)
-        begin, end = (int(word, 16) for word in words[0].split("-"))
-        if len(words) == 6:
-            name = words[5]
-        elif not found or begin != last:
-            name = ""
-        # What follows a library's data without a name is its zeroed data.
-        first, parts = found.setdefault(name, (begin, []))
-        if words[1].startswith("rw"):
-            parts.append((begin, end))
-        last = end
+        if len(words) == 6 and ".so" in words[5]:
+            found.setdefault(words[5], int(words[0].split("-")[0], 16))
     return found
 
 
+def writable(path):
+    """The parts of a library that stay writable, relative to its beginning: a table of 64-bit ELF program headers says so."""
+    load, relocated_only, may_write = 1, 0x6474E552, 2
+    with open(path, "rb") as file:
+        head = file.read(64)
+        at, size, number = struct.unpack_from("<Q", head, 32)[0], *struct.unpack_from("<HH", head, 54)
+        file.seek(at)
+        headers = [struct.unpack_from("<IIQQQQQQ", file.read(size)) for _ in range(number)]
+    sealed = [(address, address + length) for kind, _, _, address, _, _, length, _ in headers if kind == relocated_only]
+    parts = []
+    for kind, flags, _, address, _, _, length, _ in headers:
+        if kind == load and flags & may_write:
+            begin = max([address] + [-(-end // 4096) * 4096 for first, end in sealed if address <= first < address + length])
+            parts.append((-(-begin // 8) * 8, address + length))
+    return parts
+
+
 class Switch:
-    """The places where libcudart keeps the address of one of the functions, with both addresses."""
+    """The places where libraries keep the address of one of the functions, with both addresses: libcudart, and those that contain a static
+    one, as cuBLAS does."""
 
     def __init__(self):
         mapped = libraries()
-        ours, runtime = (next(name for name in mapped if part in name) for part in ("libnvshare.so", "libcudart"))
-        driver = next(name for name in mapped if "libcuda.so" in name)
+        ours, driver = (next(name for name in mapped if part in name) for part in ("libnvshare.so", "libcuda.so"))
         hooks, real = symbols(ours), symbols(driver)
         names = [name for name in hooks if FUNCTIONS.match(name) and name in real]
-        pairs = {mapped[ours][0] + hooks[name]: mapped[driver][0] + real[name] for name in names}
-        self.places = []
-        for begin, end in mapped[runtime][1]:
-            words = (ctypes.c_uint64 * ((end - begin) // 8)).from_address(begin)
-            self.places += [(words, i, word, pairs[word]) for i, word in enumerate(words) if word in pairs]
+        pairs = {mapped[ours] + hooks[name]: mapped[driver] + real[name] for name in names}
+        self.places, self.libraries = [], set()
+        for library in mapped.keys() - {ours, driver}:
+            for begin, end in writable(library):
+                words = (ctypes.c_uint64 * ((end - begin) // 8)).from_address(mapped[library] + begin)
+                found = [(words, i, word, pairs[word]) for i, word in enumerate(words) if word in pairs]
+                self.places += found
+                self.libraries |= {Path(library).name} if found else set()
         if not self.places:
-            raise SystemExit("libcudart has none of nvshare's functions: its data was not found, or it is a static one")
+            raise SystemExit("no library has any of nvshare's functions in its data")
 
     def set(self, to_nvshare):
         for words, i, hook, real in self.places:
@@ -119,7 +132,7 @@ def work(load, pairs):
             else:
                 other, without = sample(with_nvshare, steps), sample(False, steps)
             ratios[which].append(100 * (other / without - 1))
-    print(json.dumps(ratios | {"step": once, "places": len(switch.places)}), flush=True)
+    print(json.dumps(ratios | {"step": once, "places": len(switch.places), "libraries": sorted(switch.libraries)}), flush=True)
 
 
 def main():
@@ -148,7 +161,7 @@ def main():
     seconds = max(seconds, said["step"])
     note = f"within one process, {len(said['nvshare'])} pairs of samples of about {seconds:.1g} s with and without nvshare's functions: "
     note += f"{middle(said['nvshare'])}, which ends at the figure; both without: {middle(said['control'])}; "
-    note += f"a step takes {1e3 * said['step']:.3f} ms; {said['places']} functions exchanged"
+    note += f"a step takes {1e3 * said['step']:.3f} ms; {said['places']} addresses exchanged, in {', '.join(said['libraries'])}"
     print(note)
     if arguments.json:
         figure = (name, solo.interval(said["nvshare"])[1], "percent", note)

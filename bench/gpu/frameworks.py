@@ -1,0 +1,362 @@
+#!/usr/bin/env python3
+"""Whether programs of several frameworks go on as if nothing had happened when they sleep, also in the middle of their work.
+
+  frameworks.py [--programs target/release] [--rounds 20] [--only graphs,compile,jax,cupy,pools,llama] [--limit 400] [--seed 1]
+
+  graphs   PyTorch: a step of training that was captured as a CUDA graph
+  compile  PyTorch: a step of training by torch.compile
+  jax      JAX: a jitted step of training, with JAX's preallocation
+  cupy     CuPy: products and sums, with its memory pool
+  pools    PyTorch with backend:cudaMallocAsync
+  llama    a Llama of 4 layers that continues a text, greedily
+
+Each is run twice natively first, and says a checksum after each piece of work; one whose runs differ is skipped. Then all run at once under one scheduler, and each is paused at a
+random moment of a piece of work, or between two, and resumed when it sleeps; where there are several GPUs, it changes GPUs in half of the
+rounds, asleep or awake. Every checksum has to be that of the native run.
+
+Prints a line of JSON for each program: how many rounds it went through, how many times it slept and changed GPUs, the seconds that took (median and slowest), what it could
+not do and why, and wrong checksums. The exit status is 1 if a checksum is wrong or a program has ended. `nvshare-checkpoint` must be among
+--programs. Needs the frameworks (those that are not there are skipped) and, as root, `setpriv`; see sleepers.py.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import sleepers
+import stage
+
+PATIENCE = 60
+SETTINGS = 'time-quantum = 1\nsleep-after = "never"\n'
+
+
+def torch_model():
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2048, 2048) for _ in range(8)]
+    model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Tanh()))).cuda()
+    return torch, model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(512, 2048, device="cuda")
+
+
+def torch_sum(torch, model):
+    # Integers, so that the order of a sum changes nothing.
+    return sum(int(parameter.detach().view(torch.int32).sum(dtype=torch.int64)) for parameter in model.parameters())
+
+
+def train(compile=False):
+    torch, model, optimizer, data = torch_model()
+
+    def forward():
+        return (model(data) ** 2).mean()
+
+    forward = torch.compile(forward) if compile else forward
+
+    def step():
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    return step, lambda: torch_sum(torch, model)
+
+
+def graphs():
+    step, total = train()
+    import torch
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay, total
+
+
+def pools():
+    return train()
+
+
+def jax():
+    import jax
+    import jax.numpy as jnp
+
+    weights = [jax.random.normal(jax.random.key(n), (2048, 2048)) / 45 for n in range(8)]
+    data = jax.random.normal(jax.random.key(9), (512, 2048))
+
+    @jax.jit
+    def descend(weights):
+        def loss(weights):
+            x = data
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            return (x**2).mean()
+
+        return [w - 1e-3 * g for w, g in zip(weights, jax.grad(loss)(weights))]
+
+    state = [weights]
+
+    def step():
+        state[0] = descend(state[0])
+
+    def total():
+        return sum(int(jnp.sum(jax.lax.bitcast_convert_type(w, jnp.uint32), dtype=jnp.uint32)) for w in state[0])
+
+    return step, total
+
+
+def cupy():
+    import cupy
+
+    random_ = cupy.random.RandomState(1)
+    matrices = [random_.standard_normal((2048, 2048), dtype=cupy.float32) / 45 for _ in range(16)]
+
+    def step():
+        x = matrices.pop(0)
+        for matrix in matrices:
+            x = cupy.tanh(x @ matrix)
+        matrices.append(x)
+
+    return step, lambda: sum(int(matrix.view(cupy.int32).sum(dtype=cupy.int64)) for matrix in matrices)
+
+
+def llama():
+    import torch
+
+    import llama as model_of
+
+    torch.use_deterministic_algorithms(True)
+    model = model_of.build(layers=4)
+    state = [torch.arange(64, device="cuda")[None]]
+
+    def step():
+        with torch.inference_mode():
+            text = state[0] if state[0].shape[1] < 512 else state[0][:, -64:]
+            state[0] = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+    def total():
+        weights = sum(int(weight.view(torch.int16).sum(dtype=torch.int64)) for weight in model.parameters())
+        return [weights, state[0][0].tolist()]
+
+    return step, total
+
+
+WORK = {
+    "graphs": (graphs, 400),
+    "compile": (lambda: train(compile=True), 300),
+    "jax": (jax, 300),
+    "cupy": (cupy, 200),
+    "pools": (pools, 300),
+    "llama": (llama, 10),
+}
+ENVIRONMENT = {
+    # Which algorithm is the fastest changes from one run to the next, and with it the sums.
+    "jax": {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"},
+    "llama": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    "pools": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NVSHARE_MOVABLE_POOLS": "1"},
+}
+
+
+def work(name):
+    """A child: does a piece of work for each line that it reads, and says the checksum."""
+    stage.end_with_parent()
+    make, steps = WORK[name]
+    step, total = make()
+    step()
+    print(json.dumps(total()), flush=True)
+    for _ in iter(sys.stdin.readline, ""):
+        for _ in range(steps):
+            step()
+        print(json.dumps(total()), flush=True)
+
+
+class Program:
+    def __init__(self, name, environment, directory):
+        self.name = name
+        own = directory / name
+        own.mkdir(exist_ok=True)
+        # torch.compile and CuPy keep what they compile: natively first, under nvshare from there.
+        caches = {"HOME": own, "TORCHINDUCTOR_CACHE_DIR": own, "TRITON_CACHE_DIR": own, "CUPY_CACHE_DIR": own}
+        environment = environment | {key: str(path) for key, path in caches.items()} | ENVIRONMENT.get(name, {})
+        self.log = own / "stderr"
+        with self.log.open("w") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            self.child = subprocess.Popen([sys.executable, __file__, "--child", name], env=environment, **pipes)
+
+    def begin(self):
+        self.child.stdin.write("\n")
+        self.child.stdin.flush()
+
+    def said(self):
+        line = self.child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} has ended with {self.child.wait()}: {self.log.read_text()[-1500:]}")
+        return json.loads(line)
+
+
+def natively(name, rounds, directory):
+    program, begun = Program(name, dict(os.environ), directory), time.monotonic()
+    try:
+        sums, begun = [program.said()], time.monotonic()
+        for _ in range(rounds):
+            program.begin()
+            sums.append(program.said())
+        return sums, (time.monotonic() - begun) / rounds
+    finally:
+        stage.end(program.child)
+
+
+class Sleeper(threading.Thread):
+    """One program, which is sent to sleep in each round."""
+
+    def __init__(self, name, expected, seconds, stage_, dice, until):
+        super().__init__()
+        self.name, self.expected, self.seconds = name, expected, seconds
+        self.stage, self.dice, self.until = stage_, dice, until
+        self.slept, self.woke, self.moved, self.obstacles, self.wrong, self.rounds = [], [], [], {}, [], 0
+
+    def status(self):
+        status = json.loads(self.stage.control("--json", "status"))
+        clients = [client for client in status["clients"] if client["pid"] == self.program.child.pid]
+        return status["gpus"], (clients or [None])[0]
+
+    def pause(self):
+        """Whether it has fallen asleep."""
+        begun = time.monotonic()
+        self.stage.control("pause", str(self.program.child.pid))
+        while time.monotonic() - begun < PATIENCE:
+            client = self.status()[1]
+            if client and client["sleep"] == "sleeping":
+                self.slept.append(time.monotonic() - begun)
+                return True
+            time.sleep(0.02)
+        why = str(client and client.get("sleep-obstacle"))
+        self.obstacles[why] = self.obstacles.get(why, 0) + 1
+        return False
+
+    def move(self):
+        gpus, client = self.status()
+        others = [gpu["uuid"] for gpu in gpus if client["gpus"] and gpu["uuid"] != client["gpus"][0]["uuid"]]
+        if not others:
+            return
+        begun = time.monotonic()
+        try:
+            self.stage.control("migrate", str(self.program.child.pid), "--to", self.dice.choice(others))
+            self.moved.append(time.monotonic() - begun)
+        except subprocess.CalledProcessError as error:
+            why = (error.stderr or "").strip()
+            self.obstacles[why] = self.obstacles.get(why, 0) + 1
+
+    def round(self, expected):
+        if self.dice.random() < 0.5:  # between two pieces of work
+            asleep = self.pause()
+            if asleep and self.dice.random() < 0.5:
+                self.move()
+            self.program.begin()
+        else:
+            self.program.begin()
+            time.sleep(self.dice.uniform(0, self.seconds))
+            if self.dice.random() < 0.3:
+                self.move()
+            self.pause()
+        begun = time.monotonic()
+        self.stage.control("resume", str(self.program.child.pid))
+        said = self.program.said()
+        self.woke.append(time.monotonic() - begun)
+        if said != expected:
+            self.wrong.append([self.rounds, expected, said])
+
+    def run(self):
+        self.program = Program(self.name, self.stage.environment, self.stage.directory)
+        try:
+            if (said := self.program.said()) != self.expected[0]:
+                self.wrong.append([0, self.expected[0], said])
+            for expected in self.expected[1:]:
+                if time.monotonic() > self.until or self.wrong:
+                    break
+                self.rounds += 1
+                self.round(expected)
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            self.wrong.append(str(error) + str(getattr(error, "stderr", "") or ""))
+        finally:
+            stage.end(self.program.child)
+
+    def result(self):
+        def times(seconds):
+            return {"n": len(seconds), "median": round(statistics.median(seconds), 3), "slowest": round(max(seconds), 3)} if seconds else None
+
+        result = {"program": self.name, "rounds": self.rounds, "slept": times(self.slept), "moved": times(self.moved)}
+        return result | {"obstacles": self.obstacles, "wrong": self.wrong}
+
+
+class Stage:
+    def __init__(self, programs, directory):
+        self.programs, self.directory = programs, directory
+        self.daemon = stage.scheduler(programs, directory, SETTINGS)
+        self.environment = os.environ | stage.under_nvshare(programs, directory)
+
+    def control(self, *words):
+        words = [self.programs / "nvsharectl", "--control", self.directory / "control.sock", *words]
+        done = subprocess.run(words, text=True, timeout=PATIENCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=True)
+        return done.stdout
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default=",".join(WORK))
+    parser.add_argument("--limit", type=float, default=400)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if os.geteuid() == 0:
+        sleepers.be_nobody()
+    begun, wrong = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as directory:
+        directory, expected, threads = Path(directory), {}, []
+
+        def alone(name):
+            try:
+                first, seconds = natively(name, options.rounds, directory)
+                if (second := natively(name, options.rounds, directory)[0]) != first:
+                    differ = [n for n, (a, b) in enumerate(zip(first, second)) if a != b]
+                    raise RuntimeError(f"two native runs differ in rounds {differ}")
+                expected[name] = first, seconds
+            except RuntimeError as error:
+                print(json.dumps({"program": name, "skipped": str(error)[-600:]}), flush=True)
+
+        alone_ = [threading.Thread(target=alone, args=(name,)) for name in options.only.split(",")]
+        for thread in alone_:
+            thread.start()
+        for thread in alone_:
+            thread.join()
+        print(json.dumps({"natively": {name: round(seconds, 2) for name, (_, seconds) in expected.items()}}), flush=True)
+        stage_ = Stage(options.programs.resolve(), directory)
+        for name, (sums, seconds) in expected.items():
+            dice = random.Random(f"{options.seed} {name}")
+            threads.append(Sleeper(name, sums, seconds, stage_, dice, begun + options.limit))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+            print(json.dumps(thread.result()), flush=True)
+            wrong += len(thread.wrong)
+        stage_.daemon.terminate()
+        stage_.daemon.wait()
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        work(sys.argv[2])
+    else:
+        main()
