@@ -192,6 +192,7 @@ impl Core {
         self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
     }
 
+    /// In the order of their indices; those that only clients know come last.
     pub fn list_gpus(&self) -> Vec<bus::Gpu> {
         let now = clock::now();
         let attachments: Vec<AttachmentView> =
@@ -235,7 +236,9 @@ impl Core {
                 rooms: Some(self.present_rooms(&seen.rooms, now)),
             })
         };
-        self.machine.gpus().into_iter().filter_map(view).collect()
+        let mut gpus: Vec<_> = self.machine.gpus().into_iter().filter_map(view).collect();
+        gpus.sort_by_key(|gpu| (gpu.index.is_none(), gpu.index));
+        gpus
     }
 
     /// The source of a GPU's figures.
