@@ -15,7 +15,7 @@ use bench_support::results::{Figure, Results};
 const TIMED: &str = "20000000";
 /// Launches before those whose instructions are counted: by then the library knows that they are short, and takes few marks.
 const WARM_UP: &str = "1000000";
-/// Launches whose instructions are counted, and as many memsets: a multiple of those between two marks.
+/// Launches whose instructions are counted, and as many memsets and launches to the default stream: a multiple of those between two marks.
 const COUNTED: usize = 256;
 /// Each is run so many times, in turns; the fastest counts, as what is slower was disturbed.
 const RUNS: usize = 5;
@@ -52,10 +52,11 @@ fn main() {
         native.launch
     );
     println!("  {:>7.1} through the open gate, of which {:.1} are marks", gated.launch, gated.marks);
+    println!("  {:>7.1} through the open gate to the default stream", gated.to_default);
     println!("  {:>7} more for a memset of four arguments, without marks", gated.memset - native.memset);
     let note = format!(
-        "mean of {COUNTED} launches: {:.1} without the library; {:.1} of the others are marks; the caller and a driver that does nothing included",
-        native.launch, gated.marks
+        "mean of {COUNTED} launches: {:.1} without the library; {:.1} of the others are marks; {:.1} to the default stream; the caller and a driver that does nothing included",
+        native.launch, gated.marks, gated.to_default
     );
     results.add(Figure { name: "launch-path-instructions", value: gated.launch, unit: "count", note });
     let note = "more than natively: cuMemsetD32Async of a driver that does nothing, four arguments, no mark".to_owned();
@@ -90,6 +91,8 @@ struct Counted {
     marks: f64,
     /// A memset that takes no mark.
     memset: u64,
+    /// A launch to the default stream, in the mean.
+    to_default: f64,
 }
 
 impl Scene {
@@ -132,8 +135,8 @@ impl Scene {
             each.sort();
             (mean, each[each.len() / 2])
         };
-        let ((launch, most), (_, memset)) = (of(0..COUNTED), of(COUNTED..2 * COUNTED));
-        Counted { launch, marks: launch - most as f64, memset }
+        let [(launch, most), (_, memset), (to_default, _)] = [0, 1, 2].map(|n| of(n * COUNTED..(n + 1) * COUNTED));
+        Counted { launch, marks: launch - most as f64, memset, to_default }
     }
 
     fn launch(&self, preloaded: bool, count: &str) -> Command {

@@ -1,6 +1,6 @@
 /* launches COUNT: launches that many empty kernels and says how many nanoseconds each took.
-   launches COUNT ROUNDS: after that, for `between_signals` (tests/support/src/steps.rs), so many rounds with a launch, and as many
-   with a memset of nothing: in each round a signal, another, the call, a signal. */
+   launches COUNT ROUNDS: after that, for `between_signals` (tests/support/src/steps.rs), so many rounds with a launch, as many with a
+   memset of nothing, and as many with a launch to the default stream: in each round a signal, another, the call, a signal. */
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
@@ -34,6 +34,12 @@ int main(int argc, char **argv) {
     for (long i = 0; i < rounds; i++) {
         MARK, MARK;
         set(0, 0, 0, stream);
+        MARK;
+    }
+    for (long i = 0; i < 2048; i++) launch(&context, 1, 1, 1, 1, 1, 1, 0, NULL, 0, 0); /* it is known then */
+    for (long i = 0; i < rounds; i++) {
+        MARK, MARK;
+        launch(&context, 1, 1, 1, 1, 1, 1, 0, NULL, 0, 0);
         MARK;
     }
     return 0;

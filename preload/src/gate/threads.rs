@@ -28,7 +28,7 @@ pub struct Slot {
     pub at: AtomicU32,
     /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
-    /// The epoch, stream (for the legacy stream, its context) and GPU of this thread's last launch. A launch to the same stream
+    /// The epoch, stream (by its [name](crate::work::name_of)) and GPU of this thread's last launch. A launch to the same stream
     /// in the same epoch is known to be noted, see `crate::work`, and the thread is still at the gate of that GPU. Only the thread
     /// itself uses these and the next two. It changes these only while it counts as inside: a signal handler that launches finds
     /// it so, and leaves them alone.

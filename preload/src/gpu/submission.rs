@@ -25,15 +25,14 @@ impl Gpu {
         self.work.renew_marks(slot);
         let name = work::name_of(stream);
         // Only the thread itself can record a point in its per-thread stream, so each submission records its own.
-        // The legacy stream of no context has no name: its handle must not be taken for one.
         let may_last = stream != STREAM_PER_THREAD
-            && !work::is_legacy(name as CUstream)
+            && name.is_some()
             && !work::is_marked_at_once(stream)
             && !capture::any()
             && !self.work.is_full()
             && self.work.peers() == 0
             && gate::is_active();
-        slot.stream.set(name);
+        slot.stream.set(name.unwrap_or_default());
         slot.gpu.set(core::ptr::from_ref(self).cast());
         slot.way.set(if may_last { epoch } else { epoch::NONE });
     }

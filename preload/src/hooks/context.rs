@@ -11,7 +11,7 @@ use crate::{
         sync::{Mutex, Rank},
         time::{self, Instant},
     },
-    work::capture,
+    work::{self, capture},
 };
 use alloc::vec::Vec;
 use core::{
@@ -146,6 +146,8 @@ fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresu
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
+    // It is not added like others: the library learns of it by the first launch there.
+    work::contexts_are_several();
     // SAFETY: the driver has just written there.
     if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
         && crate::sys::errno::preserved(|| retain_primary(device))

@@ -163,12 +163,13 @@ fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
     call()
 }
 
-/// The same for a call of which nothing is known yet. The legacy stream also comes here each time, as the driver must say of which
-/// context it is.
+/// The same for a call of which nothing is known yet. The legacy stream also comes here each time if the program has had several
+/// contexts, as the driver must say of which one it is.
 #[inline]
 fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let known = threads::known().filter(|slot| slot.is_current());
-    if let Some(slot) = known.filter(|slot| enter_as_before(slot, work::name_of(stream), reasons)) {
+    let enters = |slot: &Slot| work::name_of(stream).is_some_and(|name| enter_as_before(slot, name, reasons));
+    if let Some(slot) = known.filter(|slot| enters(slot)) {
         let result = call();
         // SAFETY: it has entered as before.
         return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };

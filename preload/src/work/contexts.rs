@@ -7,13 +7,39 @@ use crate::{
     gate::epoch,
 };
 use alloc::vec::Vec;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+/// The only context that the program has had so far; 0 before the first, [`SEVERAL`] from the second on.
+static ONLY: AtomicUsize = AtomicUsize::new(0);
+
+const SEVERAL: usize = usize::MAX;
+
+/// Whether the program has never had another context than this one.
+pub(super) fn is_only(context: CUcontext) -> bool {
+    !context.is_null() && ONLY.load(Ordering::Acquire) == context as usize
+}
+
+/// Called for each context before any thread can launch to it, but the one that makes it.
+fn seen(context: usize) {
+    let only = ONLY.compare_exchange(0, context, Ordering::AcqRel, Ordering::Acquire);
+    if only.is_err_and(|only| only != context) {
+        are_several();
+    }
+}
+
+/// The program has, or is about to have, contexts other than its first. From now on a handle does not identify the legacy stream.
+pub fn are_several() {
+    if ONLY.swap(SEVERAL, Ordering::AcqRel) != SEVERAL {
+        epoch::end();
+    }
+}
 
 impl Work {
     /// A context was created, or retained or attached once more.
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
-            inner.contexts.push(Context::new(context as usize, false));
+            inner.begin_context(context as usize, false);
         }
         if let Some(context) = inner.context(context as usize) {
             context.uses += 1;
@@ -97,6 +123,12 @@ impl Inner {
 
     pub(super) fn context(&mut self, context: usize) -> Option<&mut Context> {
         self.contexts.iter_mut().find(|c| c.handle == context)
+    }
+
+    /// A context that is not known yet; `foreign`: a green one.
+    pub(super) fn begin_context(&mut self, context: usize, foreign: bool) {
+        seen(context);
+        self.contexts.push(Context::new(context, foreign));
     }
 
     pub(super) fn forget_context(&mut self, context: usize) {

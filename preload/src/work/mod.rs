@@ -22,8 +22,8 @@ mod marks;
 mod point;
 mod streams;
 
+pub use contexts::are_several as contexts_are_several;
 pub use fence::Fence;
-pub use point::is_legacy;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
 use crate::{
@@ -125,7 +125,7 @@ impl Work {
         let stream = Stream::of(handle, context);
         let is_known = inner.has(stream.context);
         if !is_known {
-            inner.contexts.push(Context::new(stream.context, true));
+            inner.begin_context(stream.context, true);
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;

@@ -1,7 +1,7 @@
 //! The streams that were given work, and recording points in them.
 
 use super::point::{Point, is_legacy};
-use super::{Inner, Work, capture};
+use super::{Inner, Work, capture, contexts};
 use crate::{
     driver::{
         self,
@@ -204,8 +204,14 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
 }
 
-/// Identifies a stream from one launch to the next. The legacy stream differs between contexts, so its context names it.
+/// Identifies a stream from one launch to the next; `None` for the legacy stream of no context. The legacy stream differs between
+/// contexts, so its context names it, which the driver must be asked for: as long as the program has had only one, its handle does.
 #[inline]
-pub fn name_of(stream: CUstream) -> usize {
-    if is_legacy(stream) { current_or_null() as usize } else { stream as usize }
+pub fn name_of(stream: CUstream) -> Option<usize> {
+    if !is_legacy(stream) {
+        return Some(stream as usize);
+    }
+    let context = current_or_null();
+    let name = if contexts::is_only(context) { stream as usize } else { context as usize };
+    (!context.is_null()).then_some(name)
 }
