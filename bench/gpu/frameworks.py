@@ -163,7 +163,7 @@ ENVIRONMENT = {
     # Which algorithm is the fastest changes from one run to the next, and with it the sums.
     "jax": {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"},
     "llama": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    "pools": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NVSHARE_MOVABLE_POOLS": "1"},
+    "pools": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
 }
 
 

@@ -11,7 +11,7 @@
           checksums, which must be equal, what moved, and the most that was pinned
   cupy    the same with CuPy's asynchronous pool
 
-A ballast holds all of the GPU but --free GiB. Under nvshare, NVSHARE_MOVABLE_POOLS=1 is set. The exit status is 1 if a case failed.
+A ballast holds all of the GPU but --free GiB. The exit status is 1 if a case failed.
 Needs a GPU, `nvshare-scheduler`, `nvsharectl` and `libnvshare.so`; `cuda-program` for rules and pairs, PyTorch for train, CuPy for cupy.
 """
 
@@ -268,7 +268,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             daemon = stage.scheduler(self.programs, self.directory, settings)
             stack.callback(stage.end, daemon)
-            environment = stage.under_nvshare(self.programs, self.directory) | {"NVSHARE_MOVABLE_POOLS": "1"}
+            environment = stage.under_nvshare(self.programs, self.directory)
             if compete:
                 words = [sys.executable, SUITES, "--compete", "3"]
                 competitor = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | environment)
@@ -333,7 +333,7 @@ class Run:
         self.say("pairs", True, ratio=round(ratio, 4), ns=times)
         if self.arguments.json:
             note = f"{PAIRS} pairs of 1 MiB in one stream, medians of {self.arguments.runs} processes each, in turn: "
-            note += f"{medians['nvshare']:.0f} ns a pair, natively {medians['native']:.0f}; with NVSHARE_MOVABLE_POOLS=1"
+            note += f"{medians['nvshare']:.0f} ns a pair, natively {medians['native']:.0f}"
             figures.add(self.arguments.json, [("pool-alloc-free-over-native", ratio, "ratio", note)], self.arguments.commit)
 
     def work(self, case, module):

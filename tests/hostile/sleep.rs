@@ -368,7 +368,7 @@ fn one_without_an_engine_refuses() {
 
 #[test]
 fn one_with_memory_of_the_driver_refuses() {
-    refuses(&format!("{WORK} --kind async"), None, SleepRefusal::Immovable);
+    refuses(&format!("{WORK} --kind async"), Some(("NVSHARE_MOVABLE_POOLS", "0")), SleepRefusal::Immovable);
 }
 
 #[test]

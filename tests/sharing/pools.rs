@@ -4,8 +4,6 @@ use test_support::machine::*;
 
 use crate::sleep;
 
-const MOVABLE: (&str, &str) = ("NVSHARE_MOVABLE_POOLS", "1");
-
 /// A GPU on which two programs of 64 MiB have no room at once.
 fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
@@ -28,7 +26,7 @@ fn memory_of_pools_leaves_and_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());
     let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 14 --kind async", 64 * MIB);
     let mut programs: Vec<Program> =
-        (0..2).map(|_| machine.program(&words).env(MOVABLE.0, MOVABLE.1).start()).collect();
+        (0..2).map(|_| machine.program(&words).start()).collect();
     wait_for("both to be known, with nothing pinned", || {
         let status = machine.status();
         let clients = status["clients"].as_array()?;
@@ -49,7 +47,7 @@ fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
         let machine = Machine::with_scheduler(pressed());
         let program = |number: u64| {
             let words = format!("pools --mem 96M --seconds 5 --pause-ms 3 --seed {}", seed * 10 + number);
-            machine.program(&words).env(MOVABLE.0, MOVABLE.1).start()
+            machine.program(&words).start()
         };
         let mut programs: Vec<Program> = (0..2).map(program).collect();
         programs.iter_mut().for_each(|program| drop(program.finish()));
@@ -62,7 +60,7 @@ fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
 fn memory_of_pools_sleeps_with_its_program() {
     let machine = Machine::with_scheduler(Setup::default());
     let words = "pools --mem 64M --seconds 6 --pause-ms 3 --seed 5";
-    let mut program = machine.program(words).env(MOVABLE.0, MOVABLE.1).start();
+    let mut program = machine.program(words).start();
     machine.wait_for_grants(&program, 1);
     for _ in 0..3 {
         sleep::pause(&machine, &program);
@@ -79,11 +77,11 @@ fn memory_of_pools_sleeps_with_its_program() {
 fn pools_keep_what_they_promise() {
     let machine = Machine::with_scheduler(Setup::default());
     machine.program("pool_rules").without_nvshare().start().finish();
-    machine.program("pool_rules").start().finish();
-    machine.program("pool_rules --reserve 160M").env(MOVABLE.0, MOVABLE.1).start().finish();
+    machine.program("pool_rules").env("NVSHARE_MOVABLE_POOLS", "0").start().finish();
+    machine.program("pool_rules --reserve 160M").start().finish();
     // Where memory is not copied, or cannot move at all, pools are the driver's.
     for engine in ["managed", "none"] {
-        let program = |words: &str| machine.program(words).env(MOVABLE.0, MOVABLE.1).env("NVSHARE_ENGINE", engine);
+        let program = |words: &str| machine.program(words).env("NVSHARE_ENGINE", engine);
         program("pool_rules").start().finish();
         machine.wait_until_empty();
         if engine == "managed" {
@@ -102,18 +100,18 @@ fn pools_keep_what_they_promise() {
 fn memory_of_pools_counts_against_the_limit() {
     let machine = Machine::with_scheduler(Setup::default());
     let words = "oversub --mem 396M --chunk 36M --rounds 1 --kind async";
-    let refused = machine.program(words).env(MOVABLE.0, MOVABLE.1).start().finish();
+    let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAllocAsync");
     assert_eq!(refused.number("allocated"), machine.setup.capacity(1) / (36 * MIB) * 36 * MIB);
     machine.wait_until_empty();
-    let under = machine.program(words).env(MOVABLE.0, MOVABLE.1).env("NVSHARE_MEMORY_MAX", "100M").start().finish();
+    let under = machine.program(words).env("NVSHARE_MEMORY_MAX", "100M").start().finish();
     assert_eq!((&under.0["failed"], under.number("allocated")), (&"cuMemAllocAsync".into(), 72 * MIB));
 }
 
 #[test]
 fn what_pools_keep_unused_is_not_moved_but_released() {
     let machine = Machine::with_scheduler(Setup { memory: 256 * MIB, ..Setup::default() });
-    let idle = machine.program("pool_keeper --mem 96M --live 8M --seconds 600").env(MOVABLE.0, MOVABLE.1).start();
+    let idle = machine.program("pool_keeper --mem 96M --live 8M --seconds 600").start();
     idle.wait_to_say("holding");
     wait_for("what it keeps to be known", || {
         (machine.status()["clients"][0]["gpus"][0]["demand"].as_u64() >= Some(96 * MIB)).then_some(())
@@ -136,7 +134,7 @@ fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
     let words = format!("across --mem {} --how pool --rounds 16", 24 * MIB);
     machine.program(&words).without_nvshare().start().finish();
     let mut programs: Vec<Program> =
-        (0..2).map(|_| machine.program(&words).env(MOVABLE.0, MOVABLE.1).start()).collect();
+        (0..2).map(|_| machine.program(&words).start()).collect();
     let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     programs.iter_mut().for_each(|program| drop(program.finish()));
@@ -149,8 +147,8 @@ fn where_streams_have_no_numbers_pools_are_the_drivers() {
     let simulator = vec![("CUDA_SIM_DRIVER", "11080".to_owned())];
     let without = "cuStreamGetId cuStreamGetId_ptsz cuCtxRecordEvent";
     let machine = Machine::with_scheduler(Setup { simulator, without, ..Setup::default() });
-    machine.program("pool_rules").env(MOVABLE.0, MOVABLE.1).start().finish();
-    let idle = machine.program("stranger --mem 32M --kind async --seconds 600").env(MOVABLE.0, MOVABLE.1).start();
+    machine.program("pool_rules").start().finish();
+    let idle = machine.program("stranger --mem 32M --kind async --seconds 600").start();
     idle.wait_to_say("holding");
     wait_for("it to be counted", || (machine.status()["clients"][0]["gpus"][0]["pinned"] == 32 * MIB).then_some(()));
 }

@@ -10,7 +10,7 @@
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
 //! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: they are in none (`launcher`) |
 //! | `NVSHARE_MEMORY_MAX` | the most memory that the program can allocate on a GPU |
-//! | `NVSHARE_MOVABLE_POOLS` | memory of pools moves (not for users yet) |
+//! | `NVSHARE_MOVABLE_POOLS` | `0`: pools are the driver's, and their memory does not move |
 //! | `NVSHARE_WEIGHT` and others | what it may have besides, for the scheduler to read (`limits`) |
 
 use crate::{
@@ -75,7 +75,7 @@ impl Settings {
             memory_max: memory_max.flatten(),
             memory_max_is_unread: memory_max == Some(None),
             limits: EnvLimits::read(),
-            movable_pools: flag(c"NVSHARE_MOVABLE_POOLS"),
+            movable_pools: environment(c"NVSHARE_MOVABLE_POOLS").is_none() || flag(c"NVSHARE_MOVABLE_POOLS"),
         }
     }
 }
