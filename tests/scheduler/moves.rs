@@ -646,6 +646,26 @@ mod drain {
         assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }), "{commands:?}");
     }
 
+    /// While they are deferred, their contexts do not count, so the limits of that time leave no room for these.
+    #[test]
+    fn whoever_has_waited_is_promised_nothing_of_what_contexts_take() {
+        let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
+        t.say(Event::HostMemory { bytes: 0 });
+        t.say(Event::Drain { gpu: gpu(0), drained: true });
+        for n in 1..4 {
+            t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+            t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        }
+        t.after(Duration::from_secs(600));
+        let commands = t.say(Event::Drain { gpu: gpu(0), drained: false });
+        let told = commands.iter().filter_map(|command| match command {
+            Command::Limit { bytes, .. } => Some(*bytes),
+            _ => None,
+        });
+        assert_eq!(told.clone().count(), 3, "{commands:?}");
+        assert!(told.sum::<u64>() <= 16 * GIB - 3 * CONTEXT, "{commands:?}");
+    }
+
     #[test]
     fn nobody_is_moved_or_placed_there() {
         let mut scene = Scene::new();

@@ -108,8 +108,7 @@ impl Quota {
             false => BTreeSet::new(),
         };
         self.finish_requests(cx, fx);
-        // Clients that attach wait to be told.
-        fx.touch_all(ids.union(&joined).copied().filter(|id| cx.gpus.is_attaching(*id)));
+        self.touch_attaching(cx, fx);
     }
 
     /// Raises limits further towards their targets, which are what they were: where no client waits for memory and no rule
@@ -126,6 +125,11 @@ impl Quota {
                 self.rising.remove(&(target.gpu, target.client));
             }
         }
+        self.touch_attaching(cx, fx);
+    }
+
+    /// Clients that attach wait for limits that are up to date, on whichever GPU they were not.
+    fn touch_attaching(&self, cx: Context, fx: &mut Effects) {
         fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
 
@@ -205,10 +209,10 @@ impl Quota {
     }
 
     /// Whether a client that attaches has a limit that is close to its target, or as high as it can be: no other has a
-    /// lower one to acknowledge.
+    /// lower one to acknowledge. For limits that are up to date.
     pub fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
         let is_there = self.limit(client, id).is_some_and(|limit| limit.seq > 0 && !limit.is_below_target());
-        is_there || (self.falling.is_empty() && !self.has_changed())
+        is_there || self.falling.is_empty()
     }
 
     /// Sends a client its limit.

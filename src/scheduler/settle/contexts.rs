@@ -104,14 +104,13 @@ impl Machine {
             if (!room || reserved || gpu.incomplete) && self.now < deadline {
                 return Some(deadline);
             }
-            if !self.quota.has_first_limit(client, id) {
-                let committed = since + FIRST_LIMIT_TIMEOUT;
-                if self.quota.has_changed() {
-                    return None; // limits are computed next
-                }
-                if self.now < committed {
-                    return Some(committed);
-                }
+            // Limits are computed next: those of before may count on the room of contexts that were deferred until now.
+            if self.quota.has_changed() {
+                return None;
+            }
+            let committed = since + FIRST_LIMIT_TIMEOUT;
+            if !self.quota.has_first_limit(client, id) && self.now < committed {
+                return Some(committed);
             }
             let now = self.now;
             let gpu = self.memory.get_mut(&id)?;

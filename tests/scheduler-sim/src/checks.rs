@@ -172,9 +172,12 @@ impl World {
         // One that could not be restored elsewhere comes back home, whatever others were promised meanwhile.
         if let Some(host) = self.host.filter(|_| !self.has_come_back) {
             let (_, promised) = self.machine.host();
-            // What a context that has just been made, or is back, takes of a GPU was promised before.
+            // What a context that has just been made, or is back, takes of a GPU was promised before. And it counts twice until a
+            // measurement is known to include it: promises count on too little of the GPU then, and no promise on too much.
             let contexts = self.sleeps.map_or(0, |_| self.machine.settings().context * self.models.len() as u64);
-            let host = host + contexts * self.totals.len() as u64;
+            let views = self.machine.gpus().into_iter();
+            let twice: u64 = views.map(|view| view.overhead.saturating_sub(self.overhead_now(view.gpu))).sum();
+            let host = host + contexts * self.totals.len() as u64 + self.sleeps.map_or(0, |_| twice);
             assert!(promised <= host, "{promised} promised of {host} in the host");
             assert!(in_host <= host, "{in_host} needed of {host} in the host");
         }
