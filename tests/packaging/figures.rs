@@ -3,7 +3,10 @@
 //! The page links each figure that it takes from there, with the name of its row as the link's title:
 //! `[48.6 µs](results.json "handover-daemon-p50")`.
 
-use bench_support::figures::{Figures, OLDER};
+use bench_support::{
+    charts::Chart,
+    figures::{Figures, OLDER},
+};
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::Path,
@@ -42,6 +45,21 @@ fn results_md_begins_with_all_figures_and_aims() {
         undated(&figures.page) == undated(&figures.page_with_table()),
         "the table in RESULTS.md is not of results.json and figures.toml: cargo run -p bench-support --bin figures"
     );
+}
+
+#[test]
+fn the_charts_of_results_md_show_what_its_tables_say() {
+    let charts = figures().charts();
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/charts");
+    let files = std::fs::read_dir(&directory).expect("the charts").map(|file| file.expect("a chart").file_name());
+    let names = charts.iter().map(|chart| chart.name.into());
+    assert_eq!(files.collect::<BTreeSet<_>>(), names.collect::<BTreeSet<_>>());
+    for Chart { name, svg } in charts {
+        let file = std::fs::read_to_string(directory.join(name)).expect("a chart");
+        assert!(file == svg, "bench/charts/{name} is not of these tables: cargo run -p bench-support --bin figures");
+        roxmltree::Document::parse(&svg).unwrap_or_else(|e| panic!("{name} is no XML: {e}"));
+        assert!(PAGE.contains(&format!("](charts/{name})")), "RESULTS.md does not show {name}");
+    }
 }
 
 #[test]

@@ -44,7 +44,7 @@ impl Wanted {
         }
     }
 
-    fn aim(&self) -> String {
+    pub(crate) fn aim(&self) -> String {
         let aim = |sign: &str, value: Option<f64>| value.map(|value| format!("{sign} {}", digits(value, 4)));
         aim("≤", self.at_most).or_else(|| aim("≥", self.at_least)).unwrap_or_default()
     }
@@ -156,7 +156,7 @@ impl Figures {
 }
 
 /// A number with at most so many decimal places, and commas in thousands.
-fn digits(value: f64, places: usize) -> String {
+pub(crate) fn digits(value: f64, places: usize) -> String {
     let text = format!("{value:.places$}");
     let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
     let (sign, text) = text.strip_prefix('-').map_or(("", text), |text| ("-", text));
