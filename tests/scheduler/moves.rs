@@ -394,6 +394,94 @@ fn one_that_sleeps_is_moved_when_others_have_acknowledged_lower_limits() {
     }
 }
 
+/// Clients 1, with 4 GiB, and 3, with 8 GiB, are on GPU 0, and nothing is on GPU 1. There is no host memory to speak of.
+fn shared_home() -> Scene {
+    let mut scene = Scene::new();
+    scene.join(3, 0, 8 * GIB);
+    scene.t.say(Event::HostMemory { bytes: MIB });
+    [1, 3].into_iter().for_each(|n| drop(scene.map(n)));
+    scene
+}
+
+#[track_caller]
+fn keeps_its_promises(scene: &Scene) {
+    let (host, promised) = scene.t.machine.host();
+    assert!(Some(promised) <= host, "{promised} of {host:?}: {:?}", scene.t.machine.gpus());
+}
+
+/// The most that client 3 can have beside client 1 and both contexts, and in the host.
+const BESIDE: u64 = 11 * GIB + MIB;
+
+#[test]
+fn its_place_is_promised_to_nobody_before_it_is_restored_on_the_other_gpu() {
+    for fails in [true, false] {
+        let mut scene = shared_home();
+        scene.migrate(1, 0, 1);
+        scene.goes();
+        scene.comes(&[(0, 1)]);
+        scene.t.say(Event::LimitRequested { client: client(3), gpu: gpu(0), bytes: 14 * GIB });
+        scene.t.after(Duration::from_secs(5));
+        scene.map(3);
+        assert!(scene.attachment(3).committed <= BESIDE, "{:?}", scene.attachment(3));
+        if fails {
+            assert!(scene.helper(1, SleepOutcome::Asleep).contains(&moved(1, 0)));
+            keeps_its_promises(&scene);
+            scene.t.after(Duration::from_secs(1));
+            scene.comes(&[]);
+            scene.helper(1, SleepOutcome::Runs);
+            scene.contexts.insert(1, 0);
+        } else {
+            scene.helper(1, SleepOutcome::Runs);
+            scene.contexts.insert(1, 1);
+            assert!(scene.attachment(3).limit > 14 * GIB, "it does not come back any more: {:?}", scene.attachment(3));
+        }
+        scene.measure();
+        keeps_its_promises(&scene);
+    }
+}
+
+#[test]
+fn its_place_is_kept_where_its_process_was_however_often_it_is_moved_asleep() {
+    let mut scene = shared_home();
+    scene.add_gpu(2);
+    scene.t.say(Event::SleepWanted { client: client(1), paused: true });
+    scene.goes();
+    assert!(scene.migrate(1, 0, 1).contains(&moved(0, 1)));
+    assert!(scene.migrate(1, 1, 2).contains(&moved(1, 2)));
+    scene.measure();
+    let committed = |scene: &Scene, on| scene.t.machine.gpu(gpu(on)).unwrap().committed;
+    assert_eq!(committed(&scene, 1), 0, "its process was never there");
+    scene.t.say(Event::LimitRequested { client: client(3), gpu: gpu(0), bytes: 14 * GIB });
+    scene.t.after(Duration::from_secs(5));
+    scene.map(3);
+    assert!(scene.attachment(3).committed <= BESIDE, "{:?}", scene.attachment(3));
+    // What it asks for meanwhile it can have only if there is room at both.
+    scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(2), bytes: 12 * GIB });
+    let commands = scene.t.after(Duration::from_secs(5));
+    let denied = |c: &Command| matches!(c, Command::Denied { client: ClientId(1), .. });
+    assert!(commands.iter().any(denied) && scene.attachment(1).committed == 4 * GIB, "{commands:?}");
+    assert!(scene.migrate(1, 2, 0).contains(&moved(2, 0)));
+    keeps_its_promises(&scene);
+    assert_eq!(committed(&scene, 2), 0);
+    scene.t.say(Event::Disconnected { client: client(1) });
+    scene.measure();
+    assert_eq!(committed(&scene, 0), scene.attachment(3).committed);
+}
+
+#[test]
+fn nothing_else_of_it_goes_where_it_may_have_to_come_back_to() {
+    let mut scene = Scene::new();
+    scene.add_gpu(2);
+    scene.t.say(Event::Attached { client: client(1), gpu: gpu(2), engine: Engine::Swap });
+    scene.measure();
+    scene.t.after(Duration::from_secs(3));
+    scene.t.say(Event::SleepWanted { client: client(1), paused: true });
+    scene.goes();
+    assert!(scene.migrate(1, 0, 1).contains(&moved(0, 1)));
+    assert_eq!(scene.migrate(1, 2, 0), [migrated(2, 0, Some(MoveObstacle::Attached))]);
+    assert!(scene.migrate(1, 1, 0).contains(&moved(1, 0)));
+}
+
 #[test]
 fn one_of_a_gang_is_refused() {
     let mut scene = Scene::new();

@@ -316,6 +316,16 @@ fn contexts_that_have_just_been_made_keep_nobody_waiting() {
     second.are_served().unwrap();
 }
 
+/// Another: one is moved to a GPU and may have to come back, and there is no room for it at both.
+#[test]
+fn one_that_may_have_to_come_back_has_its_place_at_home() {
+    let unruly = Unruly { stuck: true, managed: true, gangs: true, ..Unruly::default() };
+    let mode = (AntiThrash::On, PolicyName::Fcfs);
+    let (seed, odds, host) = (16_725_226_304_014_557_030, (1, 9, 2, 4), Some(23));
+    let world = Sleepers { seed, mode, gpus: 3, clients: 4, unruly, until: 10_494, odds, after: None, host };
+    world.are_served().unwrap();
+}
+
 fn unserved(world: &World) -> Vec<String> {
     let mut lines: Vec<String> = world.machine.gpus().iter().map(|g| format!("{g:?}")).collect();
     for (id, m) in world.models.iter().filter(|(_, m)| m.finished.is_none() && !m.plan.endless) {

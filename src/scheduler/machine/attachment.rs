@@ -47,6 +47,7 @@ impl Machine {
         self.effects.wake(Wake::Eviction(client, id), None);
         self.effects.wake(Wake::Ahead(client, id), None);
         self.sleep.detached(client, id);
+        self.limit_sleeper(client);
         self.answer_move(client);
         self.touch(id);
         if self.sleep.is_drained(client) {

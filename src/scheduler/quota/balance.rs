@@ -149,7 +149,8 @@ impl Quota {
     fn approach(&mut self, cx: Context, fx: &mut Effects, target: &Target, lower: bool) {
         let Target { client, gpu: id, bytes: target, exact, bound } = *target;
         let scarce = self.host.is_scarce();
-        let (room, step) = (self.committable(cx, id), if exact { 0 } else { LIMIT_STEP });
+        let room = self.committable(cx, id).min(self.room_at_home(cx, client, id));
+        let step = if exact { 0 } else { LIMIT_STEP };
         let in_group = self.room_within(cx, client, id, bound);
         let Some(entry) = self.entry_mut(client, id) else { return };
         let (told, limit) = (entry.is_told, &mut entry.limit);

@@ -1,19 +1,31 @@
-//! Clients that are about to be moved to another GPU. What they have is set aside among the limits there before they are, as for
-//! one that has come already: others' limits fall, and rise no more, until there is room. So a move asks for no memory that
-//! limits still promise to others, and is not refused for what these only might use.
+//! Clients that are about to be moved to another GPU, and those that may have to come back from one. What they have is set aside among
+//! the limits there, as for one that has come already: others' limits fall, and rise no more, until there is room. So a move asks for
+//! no memory that limits still promise to others, and is not refused for what these only might use. And the GPU from which a client
+//! was moved promises its place to nobody before it has been restored on the other: until then it counts there as it did before.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Room for a client that is about to come.
+/// Room for a client that is about to come, or may come back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Coming {
-    from: GpuId,
-    /// What it has, in bytes, and what its context will need.
+    pub from: GpuId,
+    /// What it has, in bytes, and what its context will need; of one that may come back, what it was promised instead of what it has.
     pub bytes: u64,
-    /// The part of it that is set aside: all or nothing.
+    /// The part of it that is set aside: all or nothing, and all of it for one that may come back.
     pub counted: u64,
+    context: u64,
+    comes_back: bool,
+}
+
+/// Where a client may come to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// From the GPU that it has attached.
+    pub to: Move,
+    /// Bytes that its context will need.
+    pub context: u64,
 }
 
 /// Whether limits leave room for a client on another GPU.
@@ -26,33 +38,66 @@ pub(crate) enum RoomToMove {
 }
 
 impl Quota {
-    /// Sets room aside for a client that is to be moved, and for its context of so many bytes; `None`: no longer.
-    pub fn expect(&mut self, cx: Context, client: ClientId, to: Option<(Move, u64)>) {
-        let coming = |quota: &Self| {
-            let (Move { from, to }, context) = to?;
-            let bytes = quota.limit(client, from)?.demand().saturating_add(context);
-            Some((to, Coming { from, bytes, counted: 0 }))
+    /// Sets room aside for a client and its context wherever it may come to, and nowhere else any longer.
+    /// `goes`: it is to be moved there. `back`: its process was there, and is put back if it cannot be restored where it is to be.
+    pub fn expect(&mut self, cx: Context, client: ClientId, goes: &[Expected], back: &[Expected]) {
+        let there = self.gpus.iter().filter_map(|(id, gpu)| Some((*id, *gpu.coming.get(&client)?)));
+        let there: BTreeMap<GpuId, Coming> = there.collect();
+        let coming = |(place, comes_back): (&Expected, bool)| {
+            let Expected { to: Move { from, to }, context } = *place;
+            let limit = self.limit(client, from)?;
+            let has = if comes_back { limit.committed() } else { limit.demand() };
+            let bytes = has.saturating_add(context);
+            let is_there = !comes_back && self.limit(client, to).is_some();
+            (!is_there).then_some((to, Coming { from, bytes, counted: 0, context, comes_back }))
         };
-        let wanted = coming(self).filter(|(to, _)| self.limit(client, *to).is_none());
-        let there = self.gpus.iter().find_map(|(id, gpu)| Some((*id, *gpu.coming.get(&client)?)));
-        let is_same = |(to, wanted): (GpuId, Coming)| {
-            there.is_some_and(|(id, coming)| id == to && coming == Coming { counted: coming.counted, ..wanted })
-        };
-        if wanted.map_or(there.is_none(), is_same) {
-            return;
-        }
-        if let Some((id, _)) = there {
-            self.set_aside(cx, client, id, 0);
-            self.gpus.get_mut(&id).and_then(|gpu| gpu.coming.remove(&client));
-        }
-        if let Some((gpu, coming)) = wanted.and_then(|(to, coming)| Some((self.gpus.get_mut(&to)?, coming))) {
-            gpu.coming.insert(client, coming);
-        }
-        for id in there.map(|(id, _)| id).into_iter().chain(wanted.map(|(to, _)| to)) {
+        let places = goes.iter().map(|place| (place, false)).chain(back.iter().map(|place| (place, true)));
+        let wanted: BTreeMap<GpuId, Coming> = places.filter_map(coming).collect();
+        for id in there.keys().chain(wanted.keys()).copied().collect::<GpuSet>() {
+            let (before, now) = (there.get(&id), wanted.get(&id));
+            let counted = before.map_or(0, |before| before.counted);
+            if before.copied() == now.map(|now| Coming { counted, ..*now }) {
+                continue;
+            }
+            if before.is_some() {
+                self.set_aside(cx, client, id, 0);
+                self.gpus.get_mut(&id).and_then(|gpu| gpu.coming.remove(&client));
+            }
+            if let Some((gpu, coming)) = self.gpus.get_mut(&id).zip(now) {
+                gpu.coming.insert(client, *coming);
+                if coming.comes_back {
+                    self.set_aside(cx, client, id, coming.bytes);
+                }
+            }
             self.gpus.get_mut(&id).into_iter().for_each(|gpu| gpu.summed_for = None);
             self.note_offer(cx, id);
             self.host.mark_changed(id);
         }
+    }
+
+    /// What a client may come back with follows what it is promised meanwhile.
+    pub(super) fn follow(&mut self, cx: Context, client: ClientId, from: GpuId, committed: u64) {
+        for id in self.homes(client, from) {
+            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
+            let Some(coming) = gpu.coming.get_mut(&client) else { continue };
+            coming.bytes = committed.saturating_add(coming.context);
+            let bytes = coming.bytes;
+            gpu.summed_for = None;
+            self.set_aside(cx, client, id, bytes);
+        }
+    }
+
+    /// The GPUs to which a client may come back from this one.
+    fn homes(&self, client: ClientId, from: GpuId) -> GpuSet {
+        let is_home = |coming: &Coming| coming.comes_back && coming.from == from;
+        let homes = self.gpus.iter().filter(|(_, gpu)| gpu.coming.get(&client).is_some_and(is_home));
+        homes.map(|(id, _)| *id).collect()
+    }
+
+    /// By how much a client's limit can rise for the sake of the GPUs to which it may come back.
+    pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
+        let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
+        self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
     }
 
     fn set_aside(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
@@ -92,9 +137,10 @@ impl Quota {
     }
 
     /// Whether what a client was promised on one GPU can be kept on another: host memory suffices for what would not fit there,
-    /// and its group stays within its limit. `context`: bytes that its context will need there. `away`: it acknowledges no lower
-    /// limit any more.
-    pub fn room_to_move(&self, cx: Context, client: ClientId, both: Move, context: u64, away: bool) -> RoomToMove {
+    /// and its group stays within its limit. `keeps`: its place on the first is kept, since it may come back. `away`: it acknowledges
+    /// no lower limit any more.
+    pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
+        let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
         let (committed, demand) = (entry.limit.committed(), entry.limit.demand());
         let own_context = entry.context(cx, both.from);
@@ -108,7 +154,7 @@ impl Quota {
             in_host: self.host.committed - self.excess(cx, both),
         };
         let in_group = self.bytes_in_group(cx, client, both.to).map(|room| room.saturating_add(set_aside));
-        if self.fits(cx, both, context, &now)
+        if self.fits(cx, place, keeps, &now)
             && in_group.is_none_or(|room| committed.saturating_add(own_context) <= room)
         {
             return RoomToMove::Now;
@@ -136,7 +182,7 @@ impl Quota {
                 .map(|(member, entry)| self.least(cx, member, &entry.limit).saturating_add(entry.context(cx, both.to)));
             sum.fold(kept.saturating_add(own_context), u64::saturating_add)
         };
-        let is_possible = self.fits(cx, both, context, &later) && max.is_none_or(|max| of_group() <= max);
+        let is_possible = self.fits(cx, place, keeps, &later) && max.is_none_or(|max| of_group() <= max);
         if is_possible { RoomToMove::Later } else { RoomToMove::None }
     }
 
@@ -151,10 +197,14 @@ impl Quota {
     }
 
     /// Whether host memory suffices for what does not fit on the GPUs after a move.
-    fn fits(&self, cx: Context, Move { from, to }: Move, context: u64, sums: &Sums) -> bool {
+    fn fits(&self, cx: Context, place: Expected, keeps: bool, sums: &Sums) -> bool {
+        let Expected { to: Move { from, to }, context } = place;
         let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
         let before = sums.here.saturating_sub(offer_here).saturating_add(sums.there.saturating_sub(offer_there));
-        let stays = sums.here.saturating_sub(sums.leaves).saturating_sub(offer_here.saturating_add(context));
+        let stays = match keeps {
+            true => sums.here.saturating_sub(offer_here),
+            false => sums.here.saturating_sub(sums.leaves).saturating_sub(offer_here.saturating_add(context)),
+        };
         let comes = sums.there.saturating_add(sums.comes).saturating_sub(offer_there.saturating_sub(context));
         let after = stays.saturating_add(comes);
         after <= before || self.host.bytes().is_none_or(|all| sums.in_host.saturating_add(after) <= all)

@@ -13,7 +13,7 @@
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
-//! - `coming`: limits of clients that are about to be moved to another GPU.
+//! - `coming`: room for clients that are about to be moved to another GPU, or may come back from one.
 //! - `ahead`: host memory for what is still on a GPU.
 //! - `asleep`: clients that are off their GPUs, which are promised what they have.
 //!
@@ -32,7 +32,7 @@ mod request;
 mod solver;
 
 pub(crate) use balance::FIRST_LIMIT_TIMEOUT;
-pub(crate) use coming::RoomToMove;
+pub(crate) use coming::{Expected, RoomToMove};
 pub(crate) use held::CONTEXT_APPEARS;
 pub(crate) use limit::Limit;
 
@@ -192,7 +192,8 @@ impl Quota {
         self.ahead.forget((client, id));
     }
 
-    /// Moves a client's limit from one GPU to another. Returns the bytes that it has requested and that are to be requested again.
+    /// Moves a client's limit from one GPU to another; where it is expected is told next. Returns the bytes that it has requested and
+    /// that are to be requested again.
     #[must_use]
     pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
         let gpu = self.gpus.get_mut(&from)?;
@@ -205,7 +206,6 @@ impl Quota {
         gpu.summed_for = None;
         self.requests.remove(&(from, client));
         let rises = self.rising.remove(&(from, client));
-        self.expect(cx, client, None);
         self.falling.remove(&(from, client));
         self.ahead.move_client(client, from, to);
         let wanted = entry.limit.wanted.map(|wanted| wanted.bytes).or(held.map(|held| held.bytes()));
@@ -374,6 +374,7 @@ impl Quota {
         let before = std::mem::replace(&mut limit.counted, committed);
         gpu.count(cx.rules.group(client), before, committed);
         self.count_in_host(cx, id);
+        self.follow(cx, client, id, committed);
     }
 
     fn entry_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLimit> {

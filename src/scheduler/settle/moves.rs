@@ -4,7 +4,14 @@
 //! and to put it into the other's, whatever state it is in, and it wakes there as it would have woken at home. Where its process is
 //! restored follows from where it was and where it is attached now (`sleep`); the client hears of it when it is awake.
 
-use crate::{api::*, machine::Machine, memory::Access, quota::RoomToMove, sleep::Step, timers::Wake};
+use crate::{
+    api::*,
+    machine::Machine,
+    memory::Access,
+    quota::{Expected, RoomToMove},
+    sleep::Step,
+    timers::Wake,
+};
 
 impl Machine {
     pub(crate) fn migrate(&mut self, client: ClientId, to: Move) {
@@ -43,7 +50,7 @@ impl Machine {
         let is_like_it = total(to).is_some() && total(to) == self.memory.get(&from).map(|gpu| gpu.total);
         let obstacles = [
             (self.memory_of(client, from).is_none(), MoveObstacle::NotThere),
-            (self.memory_of(client, to).is_some(), MoveObstacle::Attached),
+            (self.memory_of(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
             (!is_like_it, MoveObstacle::NoGpu),
             (self.is_drained(to), MoveObstacle::Drained),
             (is_gang, MoveObstacle::Sleep(SleepObstacle::Gang)),
@@ -51,6 +58,11 @@ impl Machine {
         ];
         let first = obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why);
         first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
+    }
+
+    /// Whether what a client has on yet another GPU may have to come back to where it is to be moved.
+    fn is_way_back(&self, client: ClientId, Move { from, to }: Move) -> bool {
+        self.sleep.ways_back(client).into_iter().any(|back| back.to == to && back.from != from)
     }
 
     /// Bytes that a client's context will need on another GPU than this one.
@@ -76,7 +88,9 @@ impl Machine {
             return RoomToMove::None;
         }
         let is_away = self.sleep.is_away(client);
-        self.ask_quota(|quota, cx| quota.room_to_move(cx, client, both, context, is_away))
+        // Where its process was it may have to come back to.
+        let keeps = self.sleep.ways_back(client).iter().all(|back| back.from != from);
+        self.ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
     }
 
     /// Moves a client that sleeps, if it is to be moved.
@@ -108,9 +122,9 @@ impl Machine {
 
     /// A client could not be restored on other GPUs: it comes back where it was.
     pub(super) fn move_back(&mut self, client: ClientId) {
-        for Move { from, to } in self.sleep.moves(client) {
-            self.sleep.misses(client, to);
-            self.move_attachment(client, Move { from: to, to: from });
+        for back in self.sleep.ways_back(client) {
+            self.sleep.misses(client, back.from);
+            self.move_attachment(client, back);
         }
         self.cannot_move(client, MoveObstacle::Failed);
     }
@@ -197,6 +211,7 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, from), None);
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
+        self.limit_sleeper(client); // in the same step: nobody is promised its place
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {
             wants.remove(&from);

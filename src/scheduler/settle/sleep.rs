@@ -7,7 +7,8 @@
 
 use super::contexts::RESTORE;
 use crate::{
-    api::*, lock::Entity, machine::Machine, memory::Access, memory::returning::Returning, sleep::Step, timers::Wake,
+    api::*, lock::Entity, machine::Machine, memory::Access, memory::returning::Returning, quota::Expected, sleep::Step,
+    timers::Wake,
 };
 use std::time::Duration;
 
@@ -275,6 +276,7 @@ impl Machine {
             Step::Runs => {
                 self.has_come_back(client);
                 let moved = self.sleep.take_moves(client);
+                self.limit_sleeper(client); // it does not come back any more
                 self.effects.command(Command::Awake { client, moved });
                 self.may_run(client);
             }
@@ -295,13 +297,15 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Has limits follow from a client's sleep, and from where it is to be moved.
+    /// Has limits follow from a client's sleep, and from where it is to be moved, or may come back to.
     pub(crate) fn limit_sleeper(&mut self, client: ClientId) {
         let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
-        let coming = self.sleep.coming(client).map(|to| (to, self.context_elsewhere(client, to.from)));
+        let place = |to: Move| Expected { to, context: self.context_elsewhere(client, to.from) };
+        let goes: Vec<Expected> = self.sleep.coming(client).into_iter().map(place).collect();
+        let back: Vec<Expected> = self.sleep.ways_back(client).into_iter().map(place).collect();
         self.with_quota(|quota, cx, fx| {
             quota.set_asleep(cx, fx, client, is_asleep);
-            quota.expect(cx, client, coming);
+            quota.expect(cx, client, &goes, &back);
         });
     }
 

@@ -401,7 +401,13 @@ impl Sleep {
         homes.into_iter().flatten().map(|(to, from)| Move { from: *from, to: *to }).collect()
     }
 
-    /// The same, which it learns now.
+    /// The moves that put a client back where its process was, if that cannot be restored where it is to be.
+    pub fn ways_back(&self, client: ClientId) -> Vec<Move> {
+        let moves = if self.state_of(client) == State::Lost { Vec::new() } else { self.moves(client) };
+        moves.into_iter().map(|Move { from, to }| Move { from: to, to: from }).collect()
+    }
+
+    /// The moves of [`Self::moves`], which it learns now.
     pub fn take_moves(&mut self, client: ClientId) -> Vec<Move> {
         let moves = self.moves(client);
         if let Some(entry) = self.clients.get_mut(&client) {

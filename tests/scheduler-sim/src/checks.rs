@@ -169,8 +169,7 @@ impl World {
             let light = auto && holders.map(full).sum::<u32>() <= 1100;
             assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
         }
-        // One that could not be restored elsewhere comes back home, whatever others were promised meanwhile.
-        if let Some(host) = self.host.filter(|_| !self.has_come_back) {
+        if let Some(host) = self.host {
             let (_, promised) = self.machine.host();
             // What a context that has just been made, or is back, takes of a GPU was promised before. And it counts twice until a
             // measurement is known to include it: promises count on too little of the GPU then, and no promise on too much.

@@ -168,7 +168,6 @@ impl World {
         m.inbox.iter_mut().chain(&mut m.sleeper.kept).for_each(|command| rename(command, both));
         let home = m.sleeper.moves.iter().find(|(_, now)| **now == from).map_or(from, |(home, _)| *home);
         m.sleeper.moves.remove(&home);
-        self.has_come_back |= home == to;
         if home != to {
             m.sleeper.moves.insert(home, to);
         }

@@ -84,8 +84,6 @@ pub struct World {
     pub(crate) migrations: BTreeMap<ClientId, u32>,
     /// A GPU has been drained, or clients are moved by themselves, so others move as well.
     pub(crate) has_drained: bool,
-    /// Somebody has been moved back to where its process was.
-    pub(crate) has_come_back: bool,
     /// The allowance that each was last sent.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
     pub(crate) queue: BTreeMap<(Time, u64), Happening>,
@@ -130,7 +128,6 @@ impl World {
             asked: BTreeMap::new(),
             migrations: BTreeMap::new(),
             has_drained: false,
-            has_come_back: false,
             allowed: BTreeMap::new(),
             queue: BTreeMap::new(),
             last: BTreeMap::new(),
