@@ -127,7 +127,7 @@ bench:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
 	$(CARGO) build --release --locked -p cuda-sim -p nvml-sim
-	$(CARGO) bench --locked --bench events --bench handover --bench metrics --bench guest --bench exposure --bench exchange --bench soak
+	$(CARGO) bench --locked --bench events --bench handover --bench metrics --bench top --bench guest --bench exposure --bench exchange --bench soak
 
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:
