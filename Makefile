@@ -161,7 +161,8 @@ install:
 	install -Dm 644 dbus/org.nvshare.Scheduler1.rules $(DESTDIR)$(prefix)/share/polkit-1/rules.d/50-nvshare.rules
 	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
-	for name in nvshare-scheduler nvshare.socket nvshare-control.socket nvshare-metrics.socket nvshare-checkpoint.socket; do \
+	for name in nvshare-scheduler nvshare-checkpoint nvshare.socket nvshare-control.socket nvshare-metrics.socket \
+	    nvshare-checkpoint.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
 # Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.

@@ -10,8 +10,9 @@ here=$(realpath "$(dirname "$0")")
 bases=${built%/*}/system
 mkdir -p "$bases"
 
-# What the packages depend on is there already: the systems have no network. procps and diffutils are for the steps.
-include=systemd,systemd-sysv,dbus,polkitd,libpam-systemd,libc6,adduser,procps,diffutils,man-db,bash-completion
+# What the packages depend on is there already: the systems have no network. What follows adduser is for the steps.
+include=systemd,systemd-sysv,dbus,dbus-user-session,polkitd,libpam-systemd,libc6,adduser
+include=$include,procps,diffutils,man-db,bash-completion,jq,gamemode-daemon
 
 # Makes the base system of a suite where there is none yet.
 base() { # name, packages

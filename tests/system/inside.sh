@@ -4,7 +4,7 @@
 . "$(dirname "$0")/lib.sh"
 
 # What the rest of the system changes by itself.
-elsewhere=(/proc /sys /dev /tmp /var/tmp "$here" /var/log /var/cache /var/lib/apt /var/lib/dpkg /var/lib/systemd/random-seed
+elsewhere=(/proc /sys /dev /tmp /var/tmp "$simulated" "$here" /var/log /var/cache /var/lib/apt /var/lib/dpkg /var/lib/systemd/random-seed
     /var/lib/systemd/timers /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /run/systemd /run/udev /run/log /run/lock /run/user)
 
 files() { # find's action…
@@ -21,16 +21,15 @@ snapshot() {
 }
 
 useradd --create-home --shell /bin/bash $user
-mkdir -m 777 /var/tmp/gpu
+mkdir -m 777 "$simulated"
 # Who may open a GPU's device file may take its lock. As NVIDIA's driver has it, everybody may; here nobody does.
 install -m 666 /dev/null /dev/nvidia0
 ldconfig
-# The scheduler is of the simulated machine, like everybody.
-mkdir -p /etc/systemd/system/$unit.d
-printf '[Service]\nEnvironment=%s\n' "${gpu[*]}" >/etc/systemd/system/$unit.d/gpu.conf
+simulate "${gpu[@]}"
 snapshot >/tmp/before
 
-for step in install autopkgtest activation settings lock release-driver metrics cdi share restart upgrade preload-service preload remove; do
+for step in install autopkgtest activation settings lock release-driver metrics cdi share sleep migrate swap-file accounting games \
+    restart upgrade preload-service preload remove; do
     began=$(date +%s%N)
     "$here/steps/$step.sh" || { echo "step $step failed" >&2; exit 1; }
     printf '  %-12s %5d ms\n' $step $((($(date +%s%N) - began) / 1000000))

@@ -8,8 +8,19 @@ here=/opt/nvshare-test
 # Somebody who may use the GPU and administers nothing.
 user=alice
 
-# One simulated machine: every process of it has these, the scheduler too.
-gpu=(CUDA_SIM_DIR=/var/tmp/gpu CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
+# One simulated machine: every process of it has these, the scheduler and the helper too. Not in /tmp or /var/tmp, of which these
+# services have their own.
+simulated=/srv/gpu
+gpu=(CUDA_SIM_DIR=$simulated CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
+
+# Has the services be of the simulated machine.
+simulate() { # environment…
+    for service in $unit nvshare-checkpoint@.service; do
+        mkdir -p /etc/systemd/system/$service.d
+        printf '[Service]\nEnvironment=%s\nReadWritePaths=%s\n' "$*" $simulated >/etc/systemd/system/$service.d/gpu.conf
+    done
+    systemctl daemon-reload
+}
 
 fail() {
     echo "FAILED: $*" >&2
@@ -51,6 +62,11 @@ apt_nvshare() {
 }
 
 as_user() { runuser -u $user -- "$@"; }
+# The same within the user's own service manager and on the session's bus, once `user@` runs.
+in_session() {
+    runtime=/run/user/$(id -u $user)
+    runuser -u $user -- env XDG_RUNTIME_DIR="$runtime" DBUS_SESSION_BUS_ADDRESS="unix:path=$runtime/bus" "$@"
+}
 
 # A program on the simulated GPU, under nvshare. Its files are everybody's, as a GPU is.
 program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
@@ -68,6 +84,10 @@ start_two() {
 
 shown() { systemctl show --value -p "$1" $unit; }
 kept() { [ "$(shown NFileDescriptorStore)" = "$1" ]; }
+
+# What `nvsharectl --json` says, through a filter of jq; `true` is a filter's true.
+status() { nvsharectl --json | jq -r "$1"; }
+is_so() { nvsharectl --json | jq -e "$1"; }
 
 # Lines of the scheduler's journal with that text, since the system was booted.
 logged() { journalctl -o cat -u $unit | grep -c -- "$1" || true; }

@@ -5,6 +5,6 @@
 AUTOPKGTEST_TMP=$(mktemp -d)
 export AUTOPKGTEST_TMP
 for test in command-line service preload; do
-    "$here/autopkgtests/$test" >/tmp/said 2>&1 || { cat /tmp/said >&2; fail "the autopkgtest $test ended with $?"; }
+    "$here/autopkgtests/$test" >/tmp/said 2>&1 || fail "the autopkgtest $test ended with $?: $(cat /tmp/said)"
 done
 rm -r "$AUTOPKGTEST_TMP"
