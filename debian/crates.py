@@ -37,6 +37,7 @@ LICENSES = {
     "BSD-3-Clause": "BSD-3-Clause",
     "Zlib": "Zlib",
     "Apache-2.0 OR BSL-1.0": "Apache-2.0 or BSL-1.0",
+    "Apache-2.0 OR GPL-2.0-only": "Apache-2.0 or GPL-2",
     "BSL-1.0": "BSL-1.0",
 }
 # Sources of others that are in a crate: where, whose they are, and under which licence. The last paragraph about a file counts.
@@ -46,7 +47,7 @@ NAMES = re.compile(r"^(licen[cs]e|copying|copyright|notice|unlicense)", re.I)
 HOLDER = re.compile(r"^\W*copyright\s+(?:(?:\(c\)|©)\s*)?(?=.*[A-Za-z]{3})(.*\d{4}.*|.+)$", re.I)
 # Lines of the licences themselves, and their templates.
 NOBODY = re.compile(
-    r"\[yyyy\]|<|notice|license|owner|holder|statement|law|interest|permission|infring|this software|\bor\b|disclaim", re.I
+    r"\[yyyy\]|<|free software foundation|notice|license|owner|holder|statement|law|interest|permission|infring|this software|\bor\b|disclaim", re.I
 )
 
 

@@ -5,7 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Modules of the crate, from the lowest to the highest.
-const CRATE: [&str; 9] = ["sys", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
+const CRATE: [&str; 10] =
+    ["sys", "gpu_faults", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
 const DAEMON: [&str; 16] = [

@@ -308,9 +308,31 @@ fn a_drain_outlives_the_scheduler_where_connections_are_kept() {
     a_drain_outlives(Machine::with_manager(setup()));
 }
 
-/// It is looked only now and then whether programs should be moved.
 #[test]
 fn programs_leave_a_gpu_that_has_to_be_reset() {
+    let dir = |machine: &Machine| machine.path("gpu");
+    leave(
+        |machine, gpu| trouble::advise(&dir(machine), gpu, Some(1)).expect("the advice"),
+        "the driver says that it needs a reset",
+    );
+}
+
+#[test]
+fn programs_leave_a_gpu_of_which_the_driver_tells_an_error_that_no_program_causes() {
+    let happens = |machine: &Machine, gpu, xid| {
+        let event = trouble::Event { gpu, kind: trouble::XID, data: xid };
+        trouble::happen(&machine.path("gpu"), event).expect("an event");
+    };
+    let fails = |machine: &Machine, gpu| {
+        happens(machine, 1 - gpu, 31); // an illegal address
+        happens(machine, gpu, 79);
+    };
+    leave(fails, "the driver reported XID 79");
+}
+
+/// It is looked only now and then whether programs should be moved.
+#[track_caller]
+fn leave(fails: impl Fn(&Machine, usize), why: &str) {
     let mut machine = Machine::new(Setup { placement: "spread", ..setup() });
     let drop_ins = machine.path("nvshare.toml.d");
     std::fs::create_dir(&drop_ins).expect("a directory");
@@ -319,7 +341,8 @@ fn programs_leave_a_gpu_that_has_to_be_reset() {
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 5"));
     let from = both.iter().position(|uuid| places(&machine, &program) == [uuid.clone()]).expect("one of both");
-    trouble::advise(&machine.path("gpu"), from, Some(1)).expect("the advice");
+    fails(&machine, from);
+    machine.wait_for_log(&format!("reports errors: {why}"));
     wait_within(Duration::from_secs(120), "it to be moved", || {
         (is_somewhere(&machine, &program) == 1 - from).then_some(())
     });

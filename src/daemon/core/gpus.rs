@@ -44,9 +44,9 @@ impl Core {
     pub(super) fn gpus_listed(&mut self, Listing { gpus, failing, is_complete }: Listing) {
         let listed: BTreeSet<GpuId> = gpus.iter().map(|found| found.gpu).collect();
         for found in gpus {
-            let (gpu, is_failing) = (found.gpu, failing.contains(&found.gpu));
+            let gpu = found.gpu;
             self.gpu_found(found);
-            self.gpu_fails(gpu, is_failing);
+            self.gpu_fails(gpu, failing.get(&gpu));
         }
         // GPUs that NVML never knew are the clients'.
         let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
@@ -118,13 +118,14 @@ impl Core {
         }
     }
 
-    /// Whether a GPU reports errors.
-    fn gpu_fails(&mut self, gpu: GpuId, failing: bool) {
+    /// Whether a GPU reports errors, and which.
+    fn gpu_fails(&mut self, gpu: GpuId, why: Option<&String>) {
+        let failing = why.is_some();
         let Some(entry) = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing) else { return };
         entry.failing = failing;
         let (label, name) = (entry.label(gpu), entry.name.clone());
-        if failing {
-            warn!(gpu = label, "{name} reports errors: the driver wants it to be reset");
+        if let Some(why) = why {
+            warn!(gpu = label, "{name} reports errors: {why}");
         } else {
             info!(gpu = label, "{name} reports no errors any more");
         }

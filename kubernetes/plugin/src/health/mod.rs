@@ -1,7 +1,6 @@
-//! The health of GPUs: `nvml` queries the driver, in a thread; `faults` (pure) decides when a GPU becomes unhealthy
+//! The health of GPUs: `nvml` queries the driver, in a thread, and `nvshare::gpu_faults` decides when a GPU becomes unhealthy
 //! and when it is healthy again; `scheduler` queries the scheduler.
 
-pub mod faults;
 pub mod nvml;
 pub mod scheduler;
 

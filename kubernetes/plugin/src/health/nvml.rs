@@ -8,26 +8,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvml_wrapper::bitmasks::event::EventTypes;
-use nvml_wrapper::enums::device::SampleValue;
-use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::{Device, EventSet, Nvml};
+use nvshare::gpu_faults::nvml::{advice, event, watch as watch_events};
+use nvshare::gpu_faults::{Answer, Event, Faults};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 use tracing::{debug, info};
 
 use super::Report;
-use super::faults::{Advice, Answer, Event, Faults};
 use crate::config::Config;
 use crate::devices::NvmlGpu;
-
-/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION` of `nvml.h`, which drivers have from R570 on.
-const RECOVERY_ACTION: FieldId = FieldId(230);
-
-/// `NVML_ERROR_UNKNOWN` as an XID.
-const UNKNOWN_XID: u64 = 999;
 
 /// The directory of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
@@ -114,39 +105,13 @@ impl Watch {
 
     /// Asks for the events of all GPUs that have them.
     fn events<'nvml>(&mut self, nvml: &'nvml Nvml) -> Option<EventSet<'nvml>> {
-        let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
-        let mut able: Vec<(Device<'_>, EventTypes)> = Vec::new();
-        for board in &self.boards {
-            let Ok(device) = nvml.device_by_index(board.index) else { continue };
-            let types = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
-            if !types.is_empty() {
-                able.push((device, types));
-            }
-        }
-        let all = able.len() == self.boards.len();
-        // A set is lost with what cannot be registered in it.
-        let events = 'anew: loop {
-            let mut set = match nvml.create_event_set() {
-                Ok(set) if !able.is_empty() => set,
-                _ => break None,
-            };
-            for at in 0..able.len() {
-                let Some((device, types)) = able.get(at) else { continue };
-                match device.register_events(*types, set) {
-                    Ok(with) => set = with,
-                    Err(e) => {
-                        debug!("events of a GPU cannot be had: {}", e.error);
-                        able.remove(at);
-                        continue 'anew;
-                    }
-                }
-            }
-            break Some(set);
-        };
+        let devices = self.boards.iter().filter_map(|board| nvml.device_by_index(board.index).ok());
+        let (events, able) = watch_events(nvml, devices.collect());
+        let all = able == self.boards.len();
         let seconds = self.interval().as_secs();
         self.say(match &events {
             Some(_) if all => {
-                format!("{} GPUs are watched by the driver's events, and asked every {seconds} s", able.len())
+                format!("{able} GPUs are watched by the driver's events, and asked every {seconds} s")
             }
             Some(_) => format!("some GPUs have no events: those are only asked every {seconds} s"),
             None if self.boards.is_empty() => "NVML shows no GPU".to_owned(),
@@ -161,14 +126,9 @@ impl Watch {
             let left = until.saturating_duration_since(Instant::now());
             let Ok(milliseconds @ 1..) = u32::try_from(left.as_millis()) else { return Ok(false) };
             match events.wait(milliseconds) {
-                Ok(event) => {
-                    let what = match (&event.event_data, event.event_type) {
-                        (Some(XidError::Value(xid)), _) => Event::Xid(*xid),
-                        (Some(XidError::Unknown), _) => Event::Xid(UNKNOWN_XID),
-                        (None, types) if types.contains(EventTypes::DOUBLE_BIT_ECC_ERROR) => Event::DoubleBitEcc,
-                        _ => continue,
-                    };
-                    self.happened(&event.device, what);
+                Ok(data) => {
+                    let Some(what) = event(&data) else { continue };
+                    self.happened(&data.device, what);
                     self.query(nvml)?;
                 }
                 Err(NvmlError::Timeout) => {}
@@ -221,16 +181,6 @@ fn ask(nvml: &Nvml, board: &Board) -> Answer {
         Ok(advice) => Answer::There(advice),
         Err(e @ (NvmlError::GpuLost | NvmlError::DriverNotLoaded | NvmlError::NotFound)) => Answer::Lost(e.to_string()),
         Err(e) => Answer::Silent(e.to_string()),
-    }
-}
-
-fn advice(device: &Device<'_>) -> Advice {
-    let values = device.field_values_for(&[RECOVERY_ACTION]).unwrap_or_default();
-    let value = values.into_iter().next().and_then(Result::ok).and_then(|sample| sample.value.ok());
-    match value {
-        Some(SampleValue::U32(0)) => Advice::Nothing,
-        Some(SampleValue::U32(action)) => Advice::Action(action.into()),
-        _ => Advice::Unknown,
     }
 }
 

@@ -2,18 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::Instant;
 
-use nvml_wrapper::enums::device::{SampleValue, UsedGpuMemory};
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
-use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::{Device, Nvml};
 use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 use tracing::debug;
 
 use super::{GpuDescription, Sample};
-use crate::scheduler::{GpuId, GpuSet};
+use crate::gpu_faults::nvml::advice;
+use crate::gpu_faults::{Answer, Faults};
+use crate::scheduler::GpuId;
 use crate::sys::clock;
 
 /// A GPU or a slice.
@@ -110,24 +112,22 @@ impl<'a> Devices<'a> {
         described
     }
 
-    /// GPUs for which the driver says that something has to be done before they are right again, such as a reset.
-    pub fn failing(&self) -> GpuSet {
-        self.found.iter().filter(|found| is_failing(&found.device)).map(|found| found.gpu).collect()
+    /// GPUs that have faults, and which. Slices have those of their GPU.
+    pub fn failing(&self, nvml: &Nvml, faults: &mut Faults) -> BTreeMap<GpuId, String> {
+        let uuids = self.found.iter().filter_map(|found| Some((found, nvml.device_by_index(found.index).ok()?)));
+        let uuids = uuids.filter_map(|(found, board)| Some((found, board.uuid().ok()?, board)));
+        let found: Vec<(&Found<'_>, String, Device<'_>)> = uuids.collect();
+        faults.only_there(&found.iter().map(|(_, uuid, _)| uuid.clone()).collect());
+        let fault = |(found, uuid, board): (&Found<'_>, String, Device<'_>)| {
+            Some((found.gpu, faults.answered(&uuid, &Answer::There(advice(&board)), Instant::now())?))
+        };
+        found.into_iter().filter_map(fault).collect()
     }
 
     /// The memory in use on each GPU.
     pub fn sample(&self) -> Vec<Sample> {
         self.found.iter().filter_map(sample).collect()
     }
-}
-
-/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, which drivers have from R570 on.
-const RECOVERY_ACTION: FieldId = FieldId(230);
-
-fn is_failing(device: &Device<'_>) -> bool {
-    let values = device.field_values_for(&[RECOVERY_ACTION]).unwrap_or_default();
-    let value = values.into_iter().next().and_then(Result::ok).and_then(|sample| sample.value.ok());
-    matches!(value, Some(SampleValue::U32(1..)))
 }
 
 /// `NVML_DEVICE_MIG_ENABLE`

@@ -15,17 +15,19 @@ mod schedule;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{EventSet, Nvml};
 use nvshare_wire::client::GpuKind;
+use self_cell::self_cell;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::mpsc::error::SendError;
 use tokio::sync::oneshot;
 use tracing::debug;
 
 use super::traffic::Meter;
+use crate::gpu_faults::{Faults, nvml as nvml_faults};
 use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
 use crate::sys::clock;
 use devices::Devices;
@@ -61,7 +63,7 @@ impl Asked {
     }
 }
 
-/// How often GPUs are asked whether they report errors, while there are queries.
+/// How often GPUs are asked whether they report errors, while there are queries. Where the driver tells of one by itself, at once.
 const FAILING_PERIOD: Duration = Duration::from_secs(10);
 
 /// A report to the scheduling loop.
@@ -90,8 +92,8 @@ pub enum State {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// Those for which the driver wants a reset or something like it.
-    pub failing: GpuSet,
+    /// Those that report errors, and which: the driver wants a reset or something like it, or has told of a fault.
+    pub failing: BTreeMap<GpuId, String>,
     /// GPUs that are missing are gone. Otherwise NVML may have failed to list them.
     pub is_complete: bool,
 }
@@ -148,18 +150,30 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     ask
 }
 
+type Events<'nvml> = Option<EventSet<'nvml>>;
+
+self_cell! {
+    /// NVML, and what the driver tells of its GPUs unasked, where it does.
+    struct Opened {
+        owner: Nvml,
+        #[covariant]
+        dependent: Events,
+    }
+}
+
 /// The thread's state.
 struct Supervisor {
     reports: UnboundedSender<Report>,
-    nvml: Option<Nvml>,
+    nvml: Option<Opened>,
     schedule: Schedule,
     driver: Driver,
     asked: Asked,
     /// The GPUs that were last reported.
     listed: BTreeSet<GpuId>,
     /// Those of them that report errors, and when they were last asked.
-    failing: GpuSet,
+    failing: BTreeMap<GpuId, String>,
     asked_failing: Option<Time>,
+    faults: Faults,
     /// As last reported.
     state: State,
     meter: Meter,
@@ -177,8 +191,9 @@ impl Supervisor {
             driver: Driver::new(),
             asked,
             listed: BTreeSet::new(),
-            failing: GpuSet::new(),
+            failing: BTreeMap::new(),
             asked_failing: None,
+            faults: Faults::default(),
             state: State::Usable,
             meter: Meter::default(),
         }
@@ -269,7 +284,7 @@ impl Supervisor {
         }
         match Nvml::init() {
             Ok(nvml) => {
-                self.nvml = Some(nvml);
+                self.nvml = Some(Opened::new(nvml, watched));
                 self.schedule.opened(clock::now());
                 self.asked.scan = true;
                 Ok(())
@@ -285,15 +300,20 @@ impl Supervisor {
     }
 
     fn close(&mut self) {
-        if let Some(Err(e)) = self.nvml.take().map(Nvml::shutdown) {
+        if let Some(Err(e)) = self.nvml.take().map(|opened| opened.into_owner().shutdown()) {
             debug!("NVML does not shut down: {e}");
         }
     }
 
     /// Reports that there is no driver, and so no GPU.
     fn driver_is_gone(&mut self) -> Sent {
+        self.faults.only_there(&BTreeSet::new());
         if !std::mem::take(&mut self.listed).is_empty() {
-            self.reports.send(Report::Gpus(Listing { gpus: Vec::new(), failing: GpuSet::new(), is_complete: true }))?;
+            self.reports.send(Report::Gpus(Listing {
+                gpus: Vec::new(),
+                failing: BTreeMap::new(),
+                is_complete: true,
+            }))?;
         }
         self.fails(&NvmlError::DriverNotLoaded)
     }
@@ -317,7 +337,9 @@ impl Supervisor {
     /// Answers queries, the slowest last. While NVML is closed there is no answer.
     fn answer(&mut self) -> Sent {
         let asked = std::mem::take(&mut self.asked);
-        let Some(nvml) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };
+        let Some(opened) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };
+        let nvml = opened.borrow_owner();
+        let has_failed = opened.borrow_dependent().as_ref().is_some_and(|events| take_faults(events, &mut self.faults));
         let mut devices = Devices::list(nvml);
         if let Some(e) = devices.broken() {
             self.close();
@@ -327,9 +349,9 @@ impl Supervisor {
         let reports = &self.reports;
         let listed: BTreeSet<GpuId> = devices.found.iter().map(|found| found.gpu).collect();
         let (now, is_known) = (clock::now(), self.failing.clone());
-        if asked.scan || self.asked_failing.is_none_or(|at| now >= at + FAILING_PERIOD) {
+        if asked.scan || has_failed || self.asked_failing.is_none_or(|at| now >= at + FAILING_PERIOD) {
             self.asked_failing = Some(now);
-            self.failing = devices.failing();
+            self.failing = devices.failing(nvml, &mut self.faults);
         }
         if asked.scan || listed != self.listed || self.failing != is_known {
             let gpus = devices.describe();
@@ -359,4 +381,23 @@ impl Supervisor {
         self.schedule.works();
         self.say(State::Usable)
     }
+}
+
+/// Has the driver tell of faults of all GPUs, as far as it can.
+fn watched(nvml: &Nvml) -> Events<'_> {
+    let devices = (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok());
+    nvml_faults::watch(nvml, devices.collect()).0
+}
+
+/// Takes the faults that the driver has told of. Returns whether there were any.
+fn take_faults(events: &EventSet<'_>, faults: &mut Faults) -> bool {
+    let mut has_failed = false;
+    // Without events it is an error: the time is over.
+    while let Ok(told) = events.wait(0) {
+        let (Some(event), Ok(uuid)) = (nvml_faults::event(&told), told.device.uuid()) else { continue };
+        let is_fault = faults.happened(&uuid, event, &BTreeSet::new(), Instant::now());
+        debug!("{uuid}: {event:?}{}", if is_fault { "" } else { ", which programs cause" });
+        has_failed |= is_fault;
+    }
+    has_failed
 }

@@ -1,5 +1,7 @@
-//! Faults of GPUs, by the driver's events and answers: when a GPU becomes unhealthy, and when it is healthy again.
-//! Pure; `nvml` provides the data.
+//! Faults of GPUs, by the driver's events and answers: when a GPU becomes unhealthy, and when it is healthy again. For the scheduler's
+//! daemon and the device plugin. Pure; `nvml` provides the data.
+
+pub mod nvml;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -63,6 +65,11 @@ impl Faults {
         };
         self.faults.insert(gpu.to_owned(), Fault { what, since: now });
         true
+    }
+
+    /// Of all GPUs with faults only those are there: the others have to come back first.
+    pub fn only_there(&mut self, gpus: &BTreeSet<String>) {
+        self.lost.extend(self.faults.keys().filter(|gpu| !gpus.contains(*gpu)).cloned());
     }
 
     /// Handles the answer to a query. Returns the reason if the GPU is unhealthy.
@@ -148,6 +155,11 @@ mod tests {
         assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some(), "that was no reset");
         let lost = faults.answered(GPU, &Answer::Lost("fallen off the bus".into()), now);
         assert_eq!(lost.as_deref(), Some("NVML cannot reach it: fallen off the bus"));
+        assert_eq!(faults.answered(GPU, &there(Advice::Unknown), now), None);
+        faults.happened(GPU, Event::Xid(48), &BTreeSet::new(), now);
+        faults.only_there(&BTreeSet::from([GPU.to_owned()]));
+        assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some(), "it was there");
+        faults.only_there(&BTreeSet::new());
         assert_eq!(faults.answered(GPU, &there(Advice::Unknown), now), None);
     }
 
