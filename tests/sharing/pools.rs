@@ -25,8 +25,7 @@ fn assert_moved(machine: &Machine, programs: &[Program]) {
 fn memory_of_pools_leaves_and_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());
     let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 14 --kind async", 64 * MIB);
-    let mut programs: Vec<Program> =
-        (0..2).map(|_| machine.program(&words).start()).collect();
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     wait_for("both to be known, with nothing pinned", || {
         let status = machine.status();
         let clients = status["clients"].as_array()?;
@@ -133,8 +132,7 @@ fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
     let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
     let words = format!("across --mem {} --how pool --rounds 16", 24 * MIB);
     machine.program(&words).without_nvshare().start().finish();
-    let mut programs: Vec<Program> =
-        (0..2).map(|_| machine.program(&words).start()).collect();
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     programs.iter_mut().for_each(|program| drop(program.finish()));
