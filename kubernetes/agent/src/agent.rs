@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nvshare::config::LogLevel;
 use nvshare_kubernetes::config::reloaded;
-use nvshare_kubernetes::{log, signals};
+use nvshare_kubernetes::{api_server, log, signals};
 use tokio::signal::unix::Signal;
 use tokio::sync::{mpsc, watch};
 use tracing::info;
@@ -52,7 +52,7 @@ pub fn run(options: Options) -> Result<(), String> {
 
 async fn work(options: &Options, config: Config) -> Result<(), String> {
     let (mut termination, hangup) = signals::listen()?;
-    let client = kubernetes::client(options.kubeconfig.as_deref()).await?;
+    let client = api_server::client(options.kubeconfig.as_deref()).await?;
     let socket = Socket::bind(&options.socket)?;
     info!(
         "nvshare-agent {}: pods of node {}, for the scheduler at {}",

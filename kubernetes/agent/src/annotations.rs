@@ -1,9 +1,9 @@
 //! Converts a pod's annotations to a rule. The scheduler checks the values.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
+pub use nvshare_kubernetes::scheduler::variants;
 use toml::Value;
-use zbus::{OwnedVariant, Variant};
 
 use crate::permissions::{KEYS, Permissions};
 
@@ -73,21 +73,6 @@ fn value(namespace: &str, key: &str, text: &str) -> Value {
         "affinity" | "anti-affinity" | "exclusion" if !text.is_empty() => format!("{namespace}/{text}").into(),
         _ => text.into(),
     }
-}
-
-/// As D-Bus has it.
-pub fn variants(keys: &BTreeMap<&'static str, Value>) -> HashMap<String, OwnedVariant> {
-    let variant = |value: &Value| match value {
-        Value::Integer(number) => Some(Variant::I64(*number)),
-        Value::Boolean(value) => Some(Variant::Bool(*value)),
-        Value::String(text) => Some(Variant::from(text.clone())),
-        Value::Array(all) => {
-            Some(Variant::from(all.iter().filter_map(Value::as_str).map(str::to_owned).collect::<Vec<String>>()))
-        }
-        _ => None, // wishes have no others
-    };
-    let owned = |value: &Value| OwnedVariant::try_from(variant(value)?).ok();
-    keys.iter().filter_map(|(key, value)| Some(((*key).to_owned(), owned(value)?))).collect()
 }
 
 #[cfg(test)]

@@ -4,15 +4,14 @@
 //! quiet node the agent could not tell whether it is connected. A watch continues where the last one ended; if that
 //! is too long ago, all pods are listed again.
 
-use std::path::Path;
 use std::time::Duration;
 
 use futures::TryStreamExt;
 use kube::api::{ListParams, ObjectList, WatchEvent, WatchParams};
-use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::Request;
 use kube::core::Status;
-use kube::{Client, Config, Error};
+use kube::{Client, Error};
+use nvshare_kubernetes::api_server::{causes, message};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
@@ -30,8 +29,7 @@ const GONE: u16 = 410;
 const UNAUTHORIZED: u16 = 401;
 const FORBIDDEN: u16 = 403;
 
-/// Time to connect to the API server, and for the beginning of its answer.
-const CONNECT: Duration = Duration::from_secs(5);
+/// Time for the beginning of an answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
 /// For how many seconds a watch is asked for. The API server marks a quiet one with a bookmark about every minute, so one
@@ -54,25 +52,6 @@ enum Over {
     Failed(String),
     /// The receiver is gone.
     Unwanted,
-}
-
-/// Finds the API server: by that file, or as pods do.
-pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
-    let mut config = match kubeconfig {
-        Some(path) => {
-            let wrong = |e: &dyn std::error::Error| format!("{} cannot be used: {}", path.display(), causes(e));
-            let file = Kubeconfig::read_from(path).map_err(|e| wrong(&e))?;
-            let options = KubeConfigOptions::default();
-            Config::from_custom_kubeconfig(file, &options).await.map_err(|e| wrong(&e))?
-        }
-        None => Config::incluster().map_err(|e| {
-            format!("this is no pod of Kubernetes: {}; --kubeconfig names an API server elsewhere", causes(&e))
-        })?,
-    };
-    config.connect_timeout = Some(CONNECT);
-    // Failed requests are retried in this module.
-    config.default_retry = false;
-    Client::try_from(config).map_err(|e| format!("the API server cannot be asked: {}", causes(&e)))
 }
 
 /// Reads the pods of that node until the receiver is gone.
@@ -202,8 +181,7 @@ fn failed(what: &str, error: &Error) -> Over {
 
 /// The API server has answered that it does not.
 fn refused(what: &str, status: &Status) -> Over {
-    // It may quote what it was sent.
-    let message: String = status.message.chars().map(|c| if c.is_control() { '?' } else { c }).take(400).collect();
+    let message = message(status);
     match status.code {
         GONE => Over::Stale,
         UNAUTHORIZED | FORBIDDEN => Over::Failed(format!(
@@ -211,18 +189,4 @@ fn refused(what: &str, status: &Status) -> Over {
         )),
         code => Over::Failed(format!("the API server does not {what} pods (status {code}): {message}")),
     }
-}
-
-/// An error and its causes in one line, without repetitions.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        let said = next.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
-        }
-        cause = next.source();
-    }
-    text
 }

@@ -1,6 +1,6 @@
 //! `nvshare-agent`: tells the scheduler of a node the names of the pods there, and the rules that they request.
 //!
-//! - [`config`]: the configuration file; [`permissions`]: the keys that pods may set.
+//! - [`config`]: the configuration file; [`permissions`]: the keys that pods may set. Both are shared with the device plugin.
 //! - [`annotations`]: a pod's annotations as a rule. [`pod`]: one pod. [`node`]: all pods of the node, and the
 //!   message to the scheduler. All of these are pure, except the waiting in `node`.
 //! - [`kubernetes`]: reads pods from the API server. [`scheduler`]: sends them to the scheduler.
@@ -11,13 +11,13 @@
 pub mod agent;
 pub mod annotations;
 pub mod arguments;
-pub mod config;
 pub mod kubernetes;
 pub mod links;
 pub mod node;
-pub mod permissions;
 pub mod pod;
 pub mod pod_warnings;
 pub mod probe;
-pub mod retry;
 pub mod scheduler;
+
+pub use nvshare_kubernetes::permissions::{self, file as config};
+pub use nvshare_kubernetes::retry;

@@ -1,13 +1,19 @@
 //! Code shared by `nvshare-agent` and `nvshare-device-plugin`, which run in containers on a node of Kubernetes.
 //!
+//! - [`api_server`]: finding the API server, and its errors in words.
 //! - [`command`]: the end of `main`, and `--check-config`.
 //! - [`config`]: a configuration file that may be missing, and reloading it.
 //! - [`log`]: the log, which goes to stderr.
+//! - [`permissions`]: what pods may set by themselves.
+//! - [`retry`]: pauses between attempts.
 //! - [`scheduler`]: connecting to the scheduler's control socket.
 //! - [`signals`]: the signals that end a program or make it reload.
 
+pub mod api_server;
 pub mod command;
 pub mod config;
 pub mod log;
+pub mod permissions;
+pub mod retry;
 pub mod scheduler;
 pub mod signals;

@@ -1,12 +1,14 @@
 //! The connection to the scheduler: D-Bus without a bus, on its control socket.
 
+use std::collections::{BTreeMap, HashMap};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use nvshare::bus::SchedulerProxy;
-use zbus::Connection;
+use toml::Value;
 use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
+use zbus::{Connection, OwnedVariant, Variant};
 
 /// Connects to the scheduler whose control socket is `control`.
 ///
@@ -21,4 +23,19 @@ pub async fn connect(control: &Path) -> Result<(Connection, SchedulerProxy<'stat
         Ok((connection, proxy))
     };
     proxy.await.map_err(|e: zbus::Error| format!("the scheduler at {} hangs up: {e}", control.display()))
+}
+
+/// The keys of a rule as D-Bus has them.
+pub fn variants(keys: &BTreeMap<impl AsRef<str>, Value>) -> HashMap<String, OwnedVariant> {
+    let variant = |value: &Value| match value {
+        Value::Integer(number) => Some(Variant::I64(*number)),
+        Value::Boolean(value) => Some(Variant::Bool(*value)),
+        Value::String(text) => Some(Variant::from(text.clone())),
+        Value::Array(all) => {
+            Some(Variant::from(all.iter().filter_map(Value::as_str).map(str::to_owned).collect::<Vec<String>>()))
+        }
+        _ => None, // wishes have no others
+    };
+    let owned = |value: &Value| OwnedVariant::try_from(variant(value)?).ok();
+    keys.iter().filter_map(|(key, value)| Some((key.as_ref().to_owned(), owned(value)?))).collect()
 }

@@ -1,5 +1,7 @@
 //! The keys that pods of a namespace may set, and their defaults. The scheduler decides which values are valid; a
-//! permission that depends on a value parses it as the scheduler does.
+//! permission that depends on a value parses it as the scheduler does. [`file`] reads the agent's configuration, which sets them.
+
+pub mod file;
 
 use std::collections::BTreeSet;
 

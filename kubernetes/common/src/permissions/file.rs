@@ -8,7 +8,7 @@ use nvshare::config::document::{ConfigError, parse, wrong};
 use serde::Deserialize;
 use toml::{Spanned, Value};
 
-use crate::permissions::{Ceilings, KEYS, Permissions, share};
+use super::{Ceilings, KEYS, Permissions, share};
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/agent.toml";
 
@@ -24,7 +24,7 @@ pub struct Config {
 impl Config {
     /// Reads `explicit`, or the default file, which may be missing.
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
-        nvshare_kubernetes::config::load(explicit, DEFAULT_PATH, Self::parse)
+        crate::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
     /// Reads the text of a file; `path` is for messages only.

@@ -1,0 +1,55 @@
+//! Finding the API server, and its errors in words.
+
+use std::path::Path;
+use std::time::Duration;
+
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::core::Status;
+use kube::{Client, Config};
+
+/// Time to connect.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// A message of the API server is cut off there.
+const LONGEST: usize = 400;
+
+/// Finds the API server: by that file, or as pods do.
+///
+/// # Errors
+/// A sentence: the file cannot be used, or this is no pod.
+pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let wrong = |e: &dyn std::error::Error| format!("{} cannot be used: {}", path.display(), causes(e));
+            let file = Kubeconfig::read_from(path).map_err(|e| wrong(&e))?;
+            let options = KubeConfigOptions::default();
+            Config::from_custom_kubeconfig(file, &options).await.map_err(|e| wrong(&e))?
+        }
+        None => Config::incluster().map_err(|e| {
+            format!("this is no pod of Kubernetes: {}; --kubeconfig names an API server elsewhere", causes(&e))
+        })?,
+    };
+    config.connect_timeout = Some(CONNECT);
+    // Callers try again, and say so.
+    config.default_retry = false;
+    Client::try_from(config).map_err(|e| format!("the API server cannot be asked: {}", causes(&e)))
+}
+
+/// What the API server says, as one line: it may quote what it was sent.
+pub fn message(status: &Status) -> String {
+    status.message.chars().map(|c| if c.is_control() { '?' } else { c }).take(LONGEST).collect()
+}
+
+/// An error and its causes in one line, without repetitions.
+pub fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        let said = next.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = next.source();
+    }
+    text
+}
