@@ -47,6 +47,10 @@ struct Arguments {
     /// Be the scheduler of a node of Kubernetes, in a pod: on no bus, and only where the processes of the node are seen
     #[arg(long, conflicts_with = "bus_address")]
     in_pod: bool,
+
+    /// The directory for the sockets of Kubernetes' ResourceClaims, of which it has one below it for each
+    #[arg(long, value_name = "DIRECTORY")]
+    claims: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -63,6 +67,7 @@ fn main() -> ExitCode {
         bus_address: arguments.bus_address,
         no_bus: arguments.no_bus,
         in_pod: arguments.in_pod,
+        claims: arguments.claims,
     };
     match daemon::run(options) {
         Ok(()) => ExitCode::SUCCESS,

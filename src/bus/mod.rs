@@ -163,6 +163,17 @@ pub struct Pod {
     pub defaults: Option<Vec<String>>,
 }
 
+/// A ResourceClaim of Kubernetes that is prepared on this node, from the device plugin.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Claim {
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
+    /// Keys of a rule that count for the claim's programs where no other rule does.
+    pub rule: HashMap<String, OwnedVariant>,
+}
+
 /// The state of a client on one GPU.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
@@ -223,6 +234,7 @@ pub trait Scheduler {
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
+    fn set_claims(&self, claims: Vec<Claim>) -> zbus::Result<HashMap<String, String>>;
     fn create_debug_bundle(&self, options: HashMap<&str, Variant<'_>>) -> zbus::Result<BundleFd>;
     fn create_timeline(&self) -> zbus::Result<BundleFd>;
     fn release_driver(&self, seconds: u32) -> zbus::Result<Vec<u64>>;
@@ -398,10 +410,12 @@ pub fn wake_reason_name(reason: WakeReason) -> &'static str {
 
 /// Pods of one node: ten times the most that a node is known to have had.
 pub const MAX_PODS: usize = 5_000;
+/// Claims of one node. Each takes a socket of the scheduler.
+pub const MAX_CLAIMS: usize = 5_000;
 /// The longest name that Kubernetes allows.
 const MAX_POD_NAME: usize = 253;
 
-/// True if the text has the form of a pod's UID.
+/// True if the text has the form of the UID of a pod or claim.
 pub fn is_pod_uid(text: &str) -> bool {
     (32..=36).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
 }

@@ -16,6 +16,7 @@ use crate::config::paths::CLIENTS_SOCKET;
 use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{self, Bus, BusServer};
 use crate::daemon::checkpoint::{self, Helpers};
+use crate::daemon::connections::claims::ClaimSockets;
 use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
@@ -57,6 +58,8 @@ pub struct Options {
     pub no_bus: bool,
     /// The daemon is a node's scheduler in a pod.
     pub in_pod: bool,
+    /// The directory for the sockets of ResourceClaims, one below it for each.
+    pub claims: Option<PathBuf>,
 }
 
 /// A sentence that says why the daemon cannot start.
@@ -135,7 +138,7 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         loading: Mutex::default(),
         lists: Lists::default(),
     };
-    let daemon = Startup { control, config, sockets, trace, bus, state };
+    let daemon = Startup { control, config, sockets, trace, bus, state, claims: options.claims };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.
     runtime.shutdown_background();
@@ -217,12 +220,13 @@ struct Startup {
     bus: Bus,
     /// Where to keep what outlives this daemon.
     state: Option<PathBuf>,
+    claims: Option<PathBuf>,
 }
 
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { control, config, sockets, trace, bus, state } = self;
+        let Self { control, config, sockets, trace, bus, state, claims } = self;
         let control = Rc::new(control);
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -274,6 +278,7 @@ impl Startup {
         }
         tasks::start_swap_files(&core)?;
         let connections = start_connections(&core, clients, stored, bus_attempted);
+        let mut claims = claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
         tasks::start(&core, holders, clients_list);
         control.lists.start(&core);
         info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
@@ -290,7 +295,7 @@ impl Startup {
                 Some(report) = reports.recv() => core.borrow_mut().nvml_report(report),
                 Some(reply) = scrapes.recv() => drop(reply.send(core.borrow().snapshot())),
                 Some(request) = requests.recv() => {
-                    control.answer(&core, &connections, request);
+                    control.answer(&core, &connections, claims.as_mut(), request);
                     // However many requests there are, clients are served between them.
                     tokio::task::yield_now().await;
                 }
@@ -350,7 +355,7 @@ fn start_connections(
     spawn_local({
         let (core, connections) = (core.clone(), connections.clone());
         async move {
-            if let Err(e) = accept::accept(core, listener, connections).await {
+            if let Err(e) = accept::accept(core, listener, connections, "").await {
                 error!("cannot accept programs any more: {e}");
             }
         }

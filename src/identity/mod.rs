@@ -30,6 +30,8 @@ pub struct Identity {
     pub container: String,
     /// The pod of Kubernetes that it is in, as far as that is known.
     pub pod: Pod,
+    /// The ResourceClaim of Kubernetes through whose socket it connected.
+    pub claim: Claim,
     /// All its groups, as the kernel recorded them when it connected. `/proc` would show those of a later moment,
     /// perhaps of another process, and nothing of a process in another PID namespace.
     pub groups: Vec<u32>,
@@ -46,6 +48,16 @@ pub struct Pod {
     pub namespace: String,
     pub name: String,
     pub container: String,
+}
+
+/// A ResourceClaim. Containers have the socket of a claim only if Kubernetes gave it to them, so the UID is as trustworthy as what
+/// comes from the kernel. The names are from the device plugin.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Claim {
+    /// Empty where there is no claim.
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
 }
 
 impl Identity {

@@ -1,10 +1,10 @@
 //! A listening socket that only one process can own: it holds a lock file beside the socket, and removes both at the end.
 
 use std::fmt;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
@@ -126,6 +126,31 @@ pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), Bi
     let bound = Bound { path: path.into(), lock_path, _lock: lock, created_directory };
     rustix::net::listen(&socket, BACKLOG).map_err(|e| os("listen on", e.into()))?;
     Ok((socket, bound))
+}
+
+/// Binds `path` in a directory that only this user can write to, for all users to connect, and listens. Replaces what a process
+/// left there that has died. Unlike [`listen`], it can be called while there are other threads.
+///
+/// # Errors
+/// If a system call fails.
+pub fn listen_within(path: &Path) -> Result<OwnedFd, BindError> {
+    let os = |what, error| BindError::Os { what, path: path.into(), error };
+    if let Some(directory) = path.parent() {
+        let made = DirBuilder::new().recursive(true).mode(0o755).create(directory);
+        made.map_err(|e| os("create the directory of", e))?;
+    }
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(os("remove the stale socket", e)),
+        _ => {}
+    }
+    let socket = socket::create(Kind::Packets).map_err(|e| os("create a socket for", e))?;
+    let address = socket::address(path).map_err(|e| os("bind", e))?;
+    rustix::net::bind(&socket, &address).map_err(|e| os("bind", e.into()))?;
+    // Nobody can connect before it listens.
+    let everybody = std::fs::Permissions::from_mode(0o666);
+    std::fs::set_permissions(path, everybody).map_err(|e| os("set the mode of", e))?;
+    rustix::net::listen(&socket, BACKLOG).map_err(|e| os("listen on", e.into()))?;
+    Ok(socket)
 }
 
 fn create_directory(path: &Path) -> io::Result<Option<PathBuf>> {

@@ -1,6 +1,7 @@
 //! Programs that share a GPU, end to end: a scheduler and real processes with `libnvshare.so` on the simulated GPU.
 
 mod accounting;
+mod claims;
 mod consumer_card;
 mod crowd;
 mod drain;

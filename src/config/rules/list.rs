@@ -3,17 +3,18 @@
 use super::rule::{Origin, Rule, Subject};
 use super::runtime::Added;
 
-/// All rules, in the order in which they are tried: those set at run time, those of files, those of pods.
+/// All rules, in the order in which they are tried: those set at run time, those of files, those of claims, those of pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     added: Vec<Rule>,
     written: Vec<Rule>,
+    claimed: Vec<Rule>,
     wished: Vec<Rule>,
 }
 
 impl Rules {
     pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        self.added.iter().chain(&self.written).chain(&self.wished)
+        self.added.iter().chain(&self.written).chain(&self.claimed).chain(&self.wished)
     }
 
     pub fn get(&self, at: usize) -> Option<&Rule> {
@@ -25,9 +26,10 @@ impl Rules {
         self.added = added.rules().cloned().collect();
     }
 
-    /// Replaces the rules of pods, which come last: an administrator's rules take precedence over a pod's own.
-    pub fn put_last(&mut self, wished: Vec<Rule>) {
-        self.wished = wished;
+    /// Replaces the rules of claims and of pods, which come last: an administrator's rules take precedence, and what a claim was
+    /// allocated over what a pod asks for by itself.
+    pub fn put_last(&mut self, claimed: Vec<Rule>, wished: Vec<Rule>) {
+        (self.claimed, self.wished) = (claimed, wished);
     }
 
     /// Those rules come first, then the others. A rule that can never match is an error, as its place and a sentence.
@@ -44,7 +46,7 @@ impl Rules {
                 return Err((rule.origin.clone(), text));
             }
         }
-        Ok(Self { added: Vec::new(), written: all, wished: Vec::new() })
+        Ok(Self { written: all, ..Self::default() })
     }
 
     /// Why a rule cannot be set at run time, in the place of one of that name, if it cannot.

@@ -5,10 +5,10 @@
 
 use super::list::Rules;
 use super::rule::{Glob, Rule, Subject};
-use crate::identity::{self, Identity, Owned, Pod};
+use crate::identity::{self, Claim, Identity, Owned, Pod};
 
-/// The programs that count together under a rule. A rule that names a unit, slice, container or pod limits each one that it
-/// matches separately; a rule that names a user limits all programs of the user together; a rule that names a group limits
+/// The programs that count together under a rule. A rule that names a unit, slice, container, pod or claim limits each one that it
+/// matches separately, and a claim can have several pods; a rule that names a user limits all programs of the user together; a rule that names a group limits
 /// each of its users separately.
 ///
 /// A rule that names nothing limits each container and each unit separately. Programs in sessions of a user count together,
@@ -19,6 +19,7 @@ pub struct Instance {
     pub rule: usize,
     container: Option<String>,
     pod: Option<String>,
+    claim: Option<String>,
     unit: Option<String>,
     slice: Option<String>,
     user: Option<u32>,
@@ -36,6 +37,7 @@ impl Instance {
         let parts = [
             ("container", &self.container),
             ("pod", &self.pod),
+            ("claim", &self.claim),
             ("unit", &self.unit),
             ("slice", &self.slice),
             ("user", &user),
@@ -44,7 +46,7 @@ impl Instance {
         parts.collect::<Vec<_>>().join(" ")
     }
 
-    /// The path of the innermost control group that contains all of them.
+    /// The path of the innermost control group that contains all of them, if there is one besides the root.
     pub fn place(&self) -> Option<&str> {
         [&self.container, &self.pod, &self.unit, &self.slice]
             .into_iter()
@@ -90,7 +92,13 @@ impl Subject {
         }
         if let Some(pod) = &self.pod {
             let (path, _) = owned.pod.as_ref()?;
-            instance.pod = Some(pod.is_of(&who.pod).then_some(*path)?.to_owned());
+            let Pod { uid, namespace, name, .. } = &who.pod;
+            instance.pod = Some(pod.is_of(uid, namespace, name).then_some(*path)?.to_owned());
+        }
+        if let Some(claim) = &self.claim {
+            let Claim { uid, namespace, name } = &who.claim;
+            let is_meant = !uid.is_empty() && claim.is_of(uid, namespace, name);
+            instance.claim = Some(is_meant.then_some(uid)?.clone());
         }
         instance.user = self.user.or(self.group).map(|_| who.uid);
         Some(instance)
@@ -106,13 +114,13 @@ impl Subject {
 }
 
 impl Glob {
-    /// True if the text is the pod's namespace and name, or its UID. A pod whose name is unknown matches by UID only.
-    fn is_of(&self, pod: &Pod) -> bool {
+    /// True if the text is the namespace and name of a pod or claim, or its UID. One whose name is unknown matches by UID only.
+    fn is_of(&self, uid: &str, namespace: &str, name: &str) -> bool {
         if !self.0.as_str().contains('/') {
-            return self.0.matches(&pod.uid);
+            return self.0.matches(uid);
         }
         let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
-        !pod.name.is_empty() && self.0.matches_with(&format!("{}/{}", pod.namespace, pod.name), options)
+        !name.is_empty() && self.0.matches_with(&format!("{namespace}/{name}"), options)
     }
 
     /// The path of the first control group in `owned` whose name the pattern matches. A pattern with a `/` is compared with the
@@ -248,6 +256,27 @@ mod tests {
         let rules = rules("[[rule]]\npod = \"team-a/*\"\nmemory-max = \"1G\"");
         let instance = |who: &Identity| rules.of(who).map(|(_, instance)| instance);
         assert_eq!(instance(&pod('1')), instance(&pod('2')), "its containers count together");
+    }
+
+    #[test]
+    fn the_programs_of_a_claim_count_together_in_whatever_pod_they_are() {
+        let uid = "11234567-89ab-cdef-0123-456789abcdef";
+        let with = |claim: &str, path: &str| {
+            let claim = Claim { uid: claim.into(), namespace: "team-a".into(), name: "half".into() };
+            Identity { claim, ..who(0, path) }
+        };
+        let (one, other) = (with(uid, "/kubepods/podx/a"), with(uid, "/kubepods/pody/b"));
+        for (pattern, expected) in [("team-a/half", true), ("team-b/*", false), (uid, true), ("*", true), ("2*", false)]
+        {
+            assert_eq!(matches(&format!("claim = {pattern:?}"), &one), expected, "{pattern}");
+            assert!(!matches(&format!("claim = {pattern:?}"), &with("", "/kubepods/podx/a")), "{pattern}");
+        }
+        let rules = rules("[[rule]]\nclaim = \"team-a/*\"\nmemory-max = \"1G\"");
+        let instance = |who: &Identity| rules.of(who).expect("the rule").1;
+        assert_eq!(instance(&one), instance(&other));
+        assert_eq!(instance(&one).programs(), format!("claim={uid}"));
+        let another = with("21234567-89ab-cdef-0123-456789abcdef", "/kubepods/podx/a");
+        assert_ne!(instance(&one), instance(&another));
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub use rule::{Origin, Rule, Subject};
 pub use runtime::{Added, Addition};
 
 /// The keys of a rule that select programs, in their usual order.
-pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
+pub const SUBJECT_KEYS: [&str; 8] = ["name", "unit", "slice", "container", "pod", "claim", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
 pub const LIMIT_KEYS: [&str; 17] = [

@@ -25,6 +25,7 @@ pub struct RawRule {
     slice: Option<Spanned<String>>,
     container: Option<Spanned<String>>,
     pod: Option<Spanned<String>>,
+    claim: Option<Spanned<String>>,
     #[serde(default)]
     user: Option<Spanned<Account>>,
     #[serde(default)]
@@ -88,6 +89,7 @@ impl RawRule {
             slice: slice.map(|(glob, _)| glob),
             container: self.container.map(|text| pattern("container", text)).transpose()?.map(|(glob, _)| glob),
             pod: self.pod.map(|text| pattern("pod", text)).transpose()?.map(|(glob, _)| glob),
+            claim: self.claim.map(|text| pattern("claim", text)).transpose()?.map(|(glob, _)| glob),
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
@@ -275,6 +277,7 @@ mod tests {
             "name = \"a\"\nunit = \"a-*.service\"\nslice = \"b.slice\"\ncontainer = \"*\"\nuser = 5\ngroup = 6\nmemory-max = \"8G\"",
             "memory-max = \"50%\"\nweight = \"idle\"\npriority = -3\ninteractive = true\ntime-max = \"80%\"",
             "memory-max = \"infinity\"",
+            "pod = \"team-a/*\"\nclaim = \"team-a/half-*\"\nweight = 5",
             "weight = 100",
             "memory-low = \"25%\"\nswap-max = \"8G\"\non-memory-full = \"wait\"\nwait-order = \"best-fit\"",
             "on-memory-full = \"fail\"",

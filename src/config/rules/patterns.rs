@@ -26,12 +26,13 @@ pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>),
         return Err(wrong("can match no container: write its id, or * for any".into()));
     }
     let slashes = text.matches('/').count();
-    if key == "pod" && (slashes > 1 || text.starts_with('/') || text.ends_with('/')) {
-        return Err(wrong(
-            "can match no pod: write its namespace and name, as in \"team-a/train-*\", or its UID".into(),
-        ));
+    let is_of_kubernetes = key == "pod" || key == "claim";
+    if is_of_kubernetes && (slashes > 1 || text.starts_with('/') || text.ends_with('/')) {
+        return Err(wrong(format!(
+            "can match no {key}: write its namespace and name, as in \"team-a/train-*\", or its UID"
+        )));
     }
-    if key != "pod" && is_path && !text.starts_with('/') && !text.starts_with("**/") {
+    if !is_of_kubernetes && is_path && !text.starts_with('/') && !text.starts_with("**/") {
         return Err(wrong("can match no path: a path begins with / or **/".into()));
     }
     let name = identity::name(&text);

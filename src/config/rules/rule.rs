@@ -50,7 +50,7 @@ impl fmt::Display for Rule {
 impl Rule {
     /// As it could be written.
     pub fn to_table(&self) -> toml::Table {
-        let Subject { unit, slice, container, pod, user, group } = &self.subject;
+        let Subject { unit, slice, container, pod, claim, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
         let RuleLimits { memory_max, memory_low, swap_max, on_memory_full, sleep_after, share: says, gang } =
@@ -78,6 +78,7 @@ impl Rule {
             ("slice", glob(slice)),
             ("container", glob(container)),
             ("pod", glob(pod)),
+            ("claim", glob(claim)),
             ("user", id(user)),
             ("group", id(group)),
             ("memory-max", memory_max),
@@ -115,6 +116,8 @@ pub struct Subject {
     pub container: Option<Glob>,
     /// Of its namespace and name, or without a `/` of its UID.
     pub pod: Option<Glob>,
+    /// Likewise, of a ResourceClaim.
+    pub claim: Option<Glob>,
     pub user: Option<u32>,
     pub group: Option<u32>,
 }
@@ -133,6 +136,7 @@ impl Subject {
             && same(&self.slice, &other.slice)
             && same(&self.container, &other.container)
             && same(&self.pod, &other.pod)
+            && same(&self.claim, &other.claim)
             && same(&self.user, &other.user)
             && same(&self.group, &other.group)
     }

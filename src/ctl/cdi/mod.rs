@@ -23,6 +23,7 @@ use super::preload::library;
 use super::{CtlError, Target, block_on};
 use crate::config::paths;
 use nvidia::Nvidia;
+pub use spec::{CLAIM_KIND, of_claim};
 use spec::{FromHost, Spec};
 
 /// Where runtimes look for what an administrator has written.
@@ -70,9 +71,9 @@ pub struct Install {
     /// The file that names the library as it is found in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
-    /// The directory of the clients' socket, which is made where there is none, and given to --owner
+    /// A directory of clients' sockets, which is made where there is none, and given to --owner; can be repeated
     #[arg(long, value_name = "DIRECTORY", requires = "owner", value_hint = ValueHint::DirPath)]
-    sockets: Option<PathBuf>,
+    sockets: Vec<PathBuf>,
     /// The number of the user, and of its group, as whom the scheduler runs
     #[arg(long, value_name = "UID", requires = "sockets")]
     owner: Option<u32>,
@@ -88,7 +89,7 @@ pub fn install(asked: &Install) -> Result<(), CtlError> {
         let content = std::fs::read(from).map_err(|e| fail(from, e))?;
         write(&to, &content).map_err(|e| fail(&to, e))?;
     }
-    if let (Some(directory), Some(owner)) = (&asked.sockets, asked.owner) {
+    for (directory, owner) in asked.sockets.iter().zip(asked.owner.into_iter().cycle()) {
         give(directory, owner)
             .map_err(|e| CtlError::Failed(format!("cannot give {} to user {owner}: {e}", directory.display())))?;
     }
@@ -104,7 +105,12 @@ fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
         std::fs::set_permissions(directory, std::fs::Permissions::from_mode(0o755))?;
     }
     for entry in directory.read_dir()? {
-        lchown(entry?.path(), Some(owner), Some(owner))?;
+        let path = entry?.path();
+        lchown(&path, Some(owner), Some(owner))?;
+        // Those of claims have a directory each.
+        if path.symlink_metadata()?.is_dir() {
+            give(&path, owner)?;
+        }
     }
     lchown(directory, Some(owner), Some(owner))
 }
@@ -209,8 +215,11 @@ fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     text.map_err(|_| fail("its path is no text, and cannot be written in a CDI file".into()))
 }
 
-/// In one step: others read it at any time.
-fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
+/// Writes a file in one step, and the directory for it: others read it at any time.
+///
+/// # Errors
+/// A system call fails. Then an earlier file is as it was.
+pub fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let path = std::path::absolute(path)?;
     let directory = path.parent().unwrap_or(Path::new("/"));
     std::fs::create_dir_all(directory)?;
@@ -241,12 +250,20 @@ mod tests {
         std::fs::write(directory.join("scheduler.sock.lock"), "1").expect("a file of root");
         std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777)).expect("its mode");
         std::os::unix::fs::symlink(above.path(), directory.join("link")).expect("a link");
+        std::fs::create_dir(directory.join("claim")).expect("a directory");
+        std::fs::write(directory.join("claim/scheduler.sock"), "").expect("a file of root");
         give(&directory, 900_180).expect("it is given again");
         let owner = |path: &Path| {
             let metadata = path.symlink_metadata().expect("it is there");
             (metadata.uid(), metadata.gid())
         };
-        for path in [directory.clone(), directory.join("scheduler.sock.lock"), directory.join("link")] {
+        for path in [
+            directory.clone(),
+            directory.join("scheduler.sock.lock"),
+            directory.join("link"),
+            directory.join("claim"),
+            directory.join("claim/scheduler.sock"),
+        ] {
             assert_eq!(owner(&path), (900_180, 900_180), "{path:?}");
         }
         assert_eq!(owner(above.path()).0, 0, "links are not followed");

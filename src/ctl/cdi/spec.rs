@@ -23,6 +23,18 @@ pub struct FromHost {
     pub sockets: String,
 }
 
+/// The kind of the devices of Kubernetes' ResourceClaims.
+pub const CLAIM_KIND: &str = "nvshare.com/claim";
+
+/// A file with one device, by the UID of a claim. It has containers see the directory of the claim's socket in the place of the
+/// usual one, if it comes after the device of a GPU: then runtimes replace what that one mounts there.
+pub fn of_claim(uid: &str, sockets: &str) -> String {
+    let mut edits = Edits::default();
+    edits.mount(sockets, SOCKETS_IN_CONTAINERS);
+    let device = json!({ "name": uid, "containerEdits": edits.json() });
+    format!("{:#}\n", json!({ "cdiVersion": VERSION, "kind": CLAIM_KIND, "devices": [device] }))
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
     version: String,

@@ -32,6 +32,7 @@ use crate::bus;
 use crate::config::rules::Addition;
 use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
+use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
     Present, RoomRequest, Thrashing,
@@ -61,6 +62,8 @@ pub enum Request {
     SetRule(Box<Addition>, oneshot::Sender<Result<(), Failure>>),
     /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
+    /// Sets all claims of this node. The answer has those that are refused; an error: this daemon has no claims.
+    SetClaims(Claims, oneshot::Sender<fdo::Result<Refused>>),
     /// Whether the caller may acquire a lock, as far as the scheduling loop knows.
     CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),

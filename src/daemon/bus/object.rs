@@ -17,6 +17,7 @@ use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::RoomRequest;
+use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::views::{ClientView, Holders};
@@ -258,6 +259,19 @@ impl Object {
         self.callers.identify(Some(&header), connection).await?.may_change("set the pods of this node", "").await?;
         let (pods, mut refused) = Pods::read(pods).map_err(fdo::Error::InvalidArgs)?;
         refused.extend(self.ask(|reply| Request::SetPods(pods, reply)).await?);
+        Ok(refused)
+    }
+
+    #[zbus(out_args("refused"))]
+    async fn set_claims(
+        &self,
+        claims: Vec<bus::Claim>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<HashMap<String, String>, Failure> {
+        self.callers.identify(Some(&header), connection).await?.may_change("set the claims of this node", "").await?;
+        let (claims, mut refused) = Claims::read(claims).map_err(fdo::Error::InvalidArgs)?;
+        refused.extend(self.ask(|reply| Request::SetClaims(claims, reply)).await??);
         Ok(refused)
     }
 

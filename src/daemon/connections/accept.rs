@@ -10,7 +10,8 @@ use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{MAX_LEN, SchedulerMessage, Text};
 use tracing::error;
 
-use super::{Connections, client};
+use super::Connections;
+use super::client::{self, Incoming};
 use crate::daemon::core::Core;
 use crate::daemon::tenants::What;
 use crate::daemon::transport::peer;
@@ -21,11 +22,16 @@ use crate::sys::socket;
 /// Time to wait before accepting again, after an error that may pass.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts connections for as long as the daemon runs.
+/// Accepts connections for as long as the daemon runs. `claim` is the UID of the claim whose socket it is, or empty.
 ///
 /// # Errors
 /// If the runtime cannot watch the listening socket.
-pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<Connections>) -> io::Result<()> {
+pub async fn accept(
+    core: Rc<RefCell<Core>>,
+    listener: OwnedFd,
+    connections: Rc<Connections>,
+    claim: &str,
+) -> io::Result<()> {
     let listener = descriptors::watch(listener)?;
     let mut spare = Spare::new();
     let log_limit = &connections.log_limit;
@@ -40,7 +46,8 @@ pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<
                 // Who connects faster than it is identified is hung up on, since it cannot be told.
                 let budget = connections.budgets.of(&peer::presumed_tenant(socket.as_fd()));
                 if let Some(arrival) = budget.take(What::Arrivals, 1) {
-                    tokio::task::spawn_local(client::serve(core.clone(), socket, budget, arrival, connections.clone()));
+                    let client = Incoming { socket, claim: claim.to_owned(), budget, arrival };
+                    tokio::task::spawn_local(client::serve(core.clone(), client, connections.clone()));
                 }
                 tokio::task::yield_now().await;
             }

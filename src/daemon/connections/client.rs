@@ -33,17 +33,22 @@ const MAX_LAST_PACKETS: usize = 1024;
 /// Completes a log line that begins with a program's name.
 const DISCONNECTED: &str = "is disconnected after a protocol violation";
 
-/// Serves a connection from the handshake to its end. `budget` is that of its presumed tenant, and `arrival` its place there.
-pub(super) async fn serve(
-    core: Rc<RefCell<Core>>,
-    socket: OwnedFd,
-    budget: Rc<Budget>,
-    arrival: Share,
-    connections: Rc<Connections>,
-) {
+/// A connection that was accepted.
+pub(super) struct Incoming {
+    pub socket: OwnedFd,
+    /// The UID of the claim whose socket it came by, or empty.
+    pub claim: String,
+    /// Of its presumed tenant, and its place there.
+    pub budget: Rc<Budget>,
+    pub arrival: Share,
+}
+
+/// Serves a connection from the handshake to its end.
+pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections: Rc<Connections>) {
+    let Incoming { socket, claim, budget, arrival } = client;
     let slice = budget.slice().await;
     slice.spend(ARRIVAL_TOKENS);
-    let (identity, pidfd) = match peer::identify(socket.as_fd()) {
+    let (mut identity, pidfd) = match peer::identify(socket.as_fd()) {
         Ok(known) => known,
         Err(e) => {
             if connections.log_limit.borrow_mut().allows("identify", &Tenant::Root) {
@@ -58,6 +63,7 @@ pub(super) async fn serve(
     };
     slice.end().await;
     drop(arrival);
+    identity.claim.uid = claim;
     let identity = Arc::new(identity);
     let budget = connections.budgets.of(&identity.tenant);
     let (place, too_many) = match budget.take(What::Clients, 1) {

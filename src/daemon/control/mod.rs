@@ -22,6 +22,7 @@ use crate::bus::Error;
 use crate::config::rules::Addition;
 use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{Change, Failure, Request};
+use crate::daemon::connections::claims::ClaimSockets;
 use crate::daemon::connections::{Connections, lock, room};
 use crate::daemon::core::Core;
 use crate::daemon::logging;
@@ -45,7 +46,13 @@ pub struct Control {
 
 impl Control {
     /// Carries out a request of the D-Bus object, which has authorised the caller.
-    pub fn answer(self: &Rc<Self>, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: Request) {
+    pub fn answer(
+        self: &Rc<Self>,
+        core: &Rc<RefCell<Core>>,
+        connections: &Rc<Connections>,
+        claims: Option<&mut ClaimSockets>,
+        request: Request,
+    ) {
         // It is no error if the caller no longer waits for the answer.
         match request {
             Request::Clients(reply) => self.lists.clients(reply),
@@ -59,6 +66,10 @@ impl Control {
                 drop(reply.send(all.collect()));
             }
             Request::SetPods(pods, reply) => drop(reply.send(core.borrow_mut().set_pods(pods))),
+            Request::SetClaims(new, reply) => {
+                let none = || fdo::Error::NotSupported("this scheduler has no claims: start it with --claims".into());
+                drop(reply.send(claims.map(|claims| claims.set(new)).ok_or_else(none)));
+            }
             Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
             Request::CheckRoom(request, reply) => drop(reply.send(core.borrow().check_room(&request))),

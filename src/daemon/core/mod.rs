@@ -3,11 +3,13 @@
 //!
 //! - `state`: [`Core`], which owns everything; `dispatch`: events into the machine, commands out of it.
 //! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
-//!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
+//!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
+//!   from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - `usage`: what tenants, units and containers use, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
+//! - `lock_files`: files that clients lock while there is no scheduler.
 //! - `pressure`: for which part of the time clients are kept from GPUs.
 //! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
 //! - `rooms`: memory that is kept free for programs that are no clients.
@@ -15,6 +17,7 @@
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
+pub mod claims;
 mod clients;
 mod counts;
 mod dispatch;
@@ -22,6 +25,7 @@ mod event_log;
 mod explain;
 mod gpus;
 mod hours;
+mod lock_files;
 mod measure;
 mod metrics;
 mod moves;

@@ -45,7 +45,12 @@ impl Pods {
                     return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
                 }
             }
-            let rule = match read_rule(&uid, &namespace, &name, &rule, &defaults.unwrap_or_default()) {
+            let origin = origin(&rule, &defaults.unwrap_or_default());
+            let read = match rule.is_empty() {
+                true => Ok(None),
+                false => read_rule("pod", &uid, &format!("{namespace}/{name}"), &rule, &origin).map(Some),
+            };
+            let rule = match read {
                 Ok(rule) => rule,
                 Err(why) => {
                     refused.insert(uid.clone(), why);
@@ -98,29 +103,31 @@ impl Pods {
     }
 }
 
-fn read_rule(
-    uid: &str,
-    namespace: &str,
-    name: &str,
-    rule: &HashMap<String, zbus::OwnedVariant>,
-    defaults: &[String],
-) -> Result<Option<Rule>, String> {
-    if rule.is_empty() {
-        return Ok(None);
-    }
-    let mut keys = table(rule)?;
-    if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
-        return Err(format!("a pod's rule applies to that pod: {key} is not allowed in it"));
-    }
-    keys.insert("pod".into(), uid.into());
-    keys.insert("name".into(), format!("{namespace}/{name}").into());
+/// Whose wish a rule is.
+fn origin(rule: &HashMap<String, zbus::OwnedVariant>, defaults: &[String]) -> String {
     let (of_agent, of_pod) = ("the agent's configuration", "the pod's annotations");
-    let file = match rule.keys().filter(|key| defaults.contains(key)).count() {
+    match rule.keys().filter(|key| defaults.contains(key)).count() {
         0 => of_pod.to_owned(),
         count if count == rule.len() => of_agent.to_owned(),
         _ => format!("{of_pod} and {of_agent}"),
-    };
-    read_one(&keys.to_string(), Origin { file: file.into(), line: 0 }).map(Some)
+    }
+}
+
+/// Reads the rule of one pod or one claim, which `kind` says: it applies to this one only.
+pub(super) fn read_rule(
+    kind: &str,
+    uid: &str,
+    name: &str,
+    rule: &HashMap<String, zbus::OwnedVariant>,
+    origin: &str,
+) -> Result<Rule, String> {
+    let mut keys = table(rule)?;
+    if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
+        return Err(format!("a {kind}'s rule applies to that {kind}: {key} is not allowed in it"));
+    }
+    keys.insert(kind.into(), uid.into());
+    keys.insert("name".into(), name.into());
+    read_one(&keys.to_string(), Origin { file: origin.into(), line: 0 })
 }
 
 #[cfg(test)]

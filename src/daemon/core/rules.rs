@@ -6,6 +6,7 @@ use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::debug;
 
+use super::claims::Claims;
 use super::pods::{Pods, Refused};
 use super::state::Core;
 use crate::config::rules::{Instance, Rule, Rules, Subject};
@@ -59,10 +60,26 @@ impl Core {
         for client in self.clients.values_mut() {
             self.pods.name(&mut client.identity);
         }
-        let before = self.config.rules.clone();
-        self.config.rules.put_last(self.pods.rules());
-        self.reapply_rules(&before);
+        self.replace_last_rules();
         refused
+    }
+
+    /// Sets the claims of this node.
+    pub fn set_claims(&mut self, claims: Claims) {
+        if claims == self.claims {
+            return;
+        }
+        self.claims = claims;
+        for client in self.clients.values_mut() {
+            self.claims.name(&mut client.identity);
+        }
+        self.replace_last_rules();
+    }
+
+    fn replace_last_rules(&mut self) {
+        let before = self.config.rules.clone();
+        self.config.rules.put_last(self.claims.rules(), self.pods.rules());
+        self.reapply_rules(&before);
     }
 
     /// Tells clients the memory that a rule allows them on each GPU, where it has changed: programs query the size of memory

@@ -3,10 +3,8 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::convert::Infallible;
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -16,10 +14,12 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
+use super::claims::Claims;
 use super::gpus::Present;
 use super::hours::Hours;
+use super::lock_files::LockDirectories;
 use super::moves::Reply;
 use super::paused::Paused;
 use super::pods::Pods;
@@ -71,10 +71,10 @@ pub struct Core {
     pub(super) host_sampled: Time,
     /// Kubernetes' names of the pods of this node.
     pub(super) pods: Pods,
+    pub(super) claims: Claims,
     /// Processes to which GPUs were assigned for a program that they are yet to start.
     pub(super) pending_placements: Vec<placement::PendingPlacement>,
-    /// The directory of the clients' socket, if it outlives the daemon: lock files are created there.
-    lock_directory: Option<PathBuf>,
+    pub(super) lock_files: LockDirectories,
     pub(super) next_client: u64,
     pub(super) timer: Rc<Timer>,
     /// Time that the timer is set to.
@@ -317,8 +317,9 @@ impl Core {
             budgets,
             host_sampled: Time::ZERO,
             pods: Pods::default(),
+            claims: Claims::default(),
             pending_placements: Vec::new(),
-            lock_directory: None,
+            lock_files: LockDirectories::default(),
             next_client: 1,
             timer: Rc::new(Timer::new()?),
             armed: None,
@@ -362,33 +363,6 @@ impl Core {
         self.timer.clone()
     }
 
-    /// Has the lock files created there by which clients take turns while there is no daemon.
-    pub fn create_lock_files_in(&mut self, directory: &Path) {
-        self.lock_directory = Some(directory.to_owned());
-    }
-
-    /// Creates the lock files of a GPU. Where that fails, clients use another place.
-    pub(super) fn create_lock_files(&self, gpu: GpuId) {
-        let Some(directory) = &self.lock_directory else { return };
-        for what in ["turn", "here"] {
-            let path = directory.join(format!("nvshare-{}.{what}", gpu.0));
-            let file =
-                OpenOptions::new().write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
-            // Every user needs to open them for reading in order to lock them, whatever the umask is.
-            if let Err(e) = file.and_then(|file| file.set_permissions(Permissions::from_mode(0o644))) {
-                debug!("cannot create {}: {e}", path.display());
-            }
-        }
-    }
-
-    /// Removes the lock files of a GPU that nobody uses.
-    pub(super) fn remove_lock_files(&self, gpu: GpuId) {
-        let Some(directory) = &self.lock_directory else { return };
-        for what in ["turn", "here"] {
-            let _ = std::fs::remove_file(directory.join(format!("nvshare-{}.{what}", gpu.0)));
-        }
-    }
-
     pub fn use_nvml(&mut self, queries: std::sync::mpsc::Sender<Query>) {
         self.nvml = Some(queries);
     }
@@ -414,7 +388,7 @@ impl Core {
     /// Applies a configuration.
     pub fn configure(&mut self, config: Config) {
         let before = std::mem::replace(&mut self.config, config);
-        self.config.rules.put_last(self.pods.rules());
+        self.config.rules.put_last(self.claims.rules(), self.pods.rules());
         self.budgets.set_clients(self.config.max_clients_per_tenant);
         if before.keep_connections != self.config.keep_connections {
             self.store_as_configured();

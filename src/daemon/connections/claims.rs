@@ -1,0 +1,104 @@
+//! A listening socket for each ResourceClaim of Kubernetes that is prepared on this node. Containers that were given a claim find
+//! the directory of its socket in the place of the usual one, and no other container sees it. So the socket through which a program
+//! connects says which claim it has, whatever the program itself says.
+//!
+//! A directory stays until its claim goes: containers keep it, and a daemon that starts finds by it which claims there are before the
+//! device plugin has told it.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use tokio::task::{JoinHandle, spawn_local};
+use tracing::{error, warn};
+
+use super::{Connections, accept};
+use crate::bus::is_pod_uid;
+use crate::config::paths::CLIENTS_SOCKET;
+use crate::daemon::core::Core;
+use crate::daemon::core::claims::Claims;
+use crate::daemon::core::pods::Refused;
+use crate::sys::listen;
+
+/// The sockets of claims, by UID.
+pub struct ClaimSockets {
+    directory: PathBuf,
+    core: Rc<RefCell<Core>>,
+    connections: Rc<Connections>,
+    open: BTreeMap<String, ClaimSocket>,
+}
+
+/// A socket that is served. Dropping it removes the socket, and leaves the directory.
+#[derive(Debug)]
+struct ClaimSocket {
+    path: PathBuf,
+    serving: JoinHandle<()>,
+}
+
+impl Drop for ClaimSocket {
+    fn drop(&mut self) {
+        self.serving.abort();
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+impl ClaimSockets {
+    /// Opens the sockets of the claims that an earlier daemon had in that directory.
+    pub fn new(directory: &Path, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) -> Self {
+        core.borrow_mut().create_lock_files_of_claims_in(directory);
+        let (core, connections) = (core.clone(), connections.clone());
+        let mut sockets = Self { directory: directory.into(), core, connections, open: BTreeMap::new() };
+        for uid in sockets.directories() {
+            if let Err(why) = sockets.open(&uid) {
+                warn!("{why}");
+            }
+        }
+        sockets
+    }
+
+    /// Replaces all claims: those that are new have sockets when this returns, those that are gone have none any more. Claims without a
+    /// socket are left out, and returned with the reasons.
+    pub fn set(&mut self, mut claims: Claims) -> Refused {
+        let mut refused = Refused::new();
+        let uids: BTreeSet<String> = claims.uids().map(str::to_owned).collect();
+        for uid in &uids {
+            if let Err(why) = self.open(uid) {
+                claims.remove(uid);
+                refused.insert(uid.clone(), why);
+            }
+        }
+        self.open.retain(|uid, _| uids.contains(uid));
+        for uid in self.directories().iter().filter(|uid| !uids.contains(*uid)) {
+            let _ = std::fs::remove_dir_all(self.directory.join(uid));
+        }
+        self.core.borrow_mut().set_claims(claims);
+        refused
+    }
+
+    fn directories(&self) -> Vec<String> {
+        let entries = self.directory.read_dir().into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| is_pod_uid(name)).collect()
+    }
+
+    fn open(&mut self, uid: &str) -> Result<(), String> {
+        if self.open.get(uid).is_some_and(|socket| socket.path.exists()) {
+            return Ok(());
+        }
+        let name = Path::new(CLIENTS_SOCKET).file_name().unwrap_or_default();
+        let directory = self.directory.join(uid);
+        let path = directory.join(name);
+        let listener = listen::listen_within(&path).map_err(|e| e.to_string())?;
+        self.core.borrow().link_lock_files(&directory);
+        let serving = spawn_local(serve(self.core.clone(), listener, self.connections.clone(), uid.to_owned()));
+        self.open.insert(uid.to_owned(), ClaimSocket { path, serving });
+        Ok(())
+    }
+}
+
+async fn serve(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<Connections>, uid: String) {
+    if let Err(e) = accept::accept(core, listener, connections, &uid).await {
+        error!("cannot accept programs of claim {uid} any more: {e}");
+    }
+}

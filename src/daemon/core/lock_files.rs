@@ -1,0 +1,141 @@
+//! The files that clients lock while there is no scheduler: two for each GPU, beside the socket by which they connect. Clients that see
+//! different directories have to find the same files, so those of claims are links to one.
+
+use std::fs::{OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use tracing::debug;
+
+use super::state::Core;
+use crate::scheduler::GpuId;
+
+/// Where the files are.
+#[derive(Debug, Default)]
+pub struct LockDirectories {
+    /// That of the clients' socket.
+    clients: Option<PathBuf>,
+    /// That of the directories of claims. Links do not go beyond it: to a container runtime it is another volume, and the kernel makes
+    /// none between two mounts. No GPU is offered by claims and otherwise, so programs that share one have the same files.
+    claims: Option<PathBuf>,
+}
+
+impl LockDirectories {
+    fn files(gpu: GpuId) -> [String; 2] {
+        ["turn", "here"].map(|what| format!("nvshare-{}.{what}", gpu.0))
+    }
+
+    fn of_claims(&self) -> impl Iterator<Item = PathBuf> {
+        let entries =
+            self.claims.as_ref().and_then(|directory| directory.read_dir().ok()).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).filter(|path| path.is_dir())
+    }
+
+    /// Creates the files of a GPU. Where that fails, clients use another place.
+    fn create(&self, gpu: GpuId) {
+        for file in Self::files(gpu) {
+            for path in [&self.clients, &self.claims].into_iter().flatten().map(|directory| directory.join(&file)) {
+                if let Err(e) = create(&path) {
+                    debug!("cannot create {}: {e}", path.display());
+                }
+            }
+        }
+        self.of_claims().for_each(|directory| self.link(gpu, &directory));
+    }
+
+    /// Has the directory of a claim have the same files.
+    fn link(&self, gpu: GpuId, directory: &Path) {
+        let Some(claims) = &self.claims else { return };
+        for file in Self::files(gpu) {
+            if let Err(e) = link(&claims.join(&file), &directory.join(&file)) {
+                debug!("cannot link {file} in {}: {e}", directory.display());
+            }
+        }
+    }
+
+    /// Removes the files of a GPU that nobody uses.
+    fn remove(&self, gpu: GpuId) {
+        let directories = [&self.clients, &self.claims].into_iter().flatten().cloned().chain(self.of_claims());
+        for directory in directories {
+            for file in Self::files(gpu) {
+                let _ = std::fs::remove_file(directory.join(file));
+            }
+        }
+    }
+}
+
+fn create(path: &Path) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    // Every user needs to open them for reading in order to lock them, whatever the umask is.
+    file.set_permissions(Permissions::from_mode(0o644))
+}
+
+fn link(original: &Path, link: &Path) -> io::Result<()> {
+    let number = |path: &Path| path.symlink_metadata().map(|metadata| metadata.ino());
+    match number(link) {
+        Ok(there) if there == number(original)? => return Ok(()),
+        Ok(_) => std::fs::remove_file(link)?,
+        Err(_) => {}
+    }
+    std::fs::hard_link(original, link)
+}
+
+impl Core {
+    /// Creates lock files in the directory of the clients' socket from now on.
+    pub fn create_lock_files_in(&mut self, directory: &Path) {
+        self.lock_files.clients = Some(directory.to_owned());
+    }
+
+    /// Creates those of claims as well, in that directory, and links in the directory of each claim below it.
+    pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
+        self.lock_files.claims = Some(directory.to_owned());
+        self.gpus.keys().for_each(|gpu| self.lock_files.create(*gpu));
+    }
+
+    /// Has the directory of a new claim have the lock files of all GPUs.
+    pub fn link_lock_files(&self, directory: &Path) {
+        self.gpus.keys().for_each(|gpu| self.lock_files.link(*gpu, directory));
+    }
+
+    pub(super) fn create_lock_files(&self, gpu: GpuId) {
+        self.lock_files.create(gpu);
+    }
+
+    pub(super) fn remove_lock_files(&self, gpu: GpuId) {
+        self.lock_files.remove(gpu);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_of_claims_have_the_same_files() {
+        let above = tempfile::tempdir().expect("a directory");
+        let [clients, claims] = ["clients", "claims"].map(|name| above.path().join(name));
+        let [one, other] = ["1", "2"].map(|name| claims.join(name));
+        for directory in [&clients, &one] {
+            std::fs::create_dir_all(directory).expect("a directory");
+        }
+        let directories = LockDirectories { clients: Some(clients.clone()), claims: Some(claims.clone()) };
+        let gpu = GpuId(nvshare_wire::Uuid([7; 16]));
+        directories.create(gpu);
+        std::fs::create_dir(&other).expect("a directory");
+        directories.link(gpu, &other);
+        // What is another file by now is replaced.
+        let [turn, _] = LockDirectories::files(gpu);
+        std::fs::remove_file(one.join(&turn)).and_then(|()| std::fs::write(one.join(&turn), "")).expect("a file");
+        directories.create(gpu);
+        for file in LockDirectories::files(gpu) {
+            let number = |directory: &Path| directory.join(&file).metadata().expect("it is there").ino();
+            assert_eq!((number(&one), number(&other)), (number(&claims), number(&claims)), "{file}");
+            assert_ne!(number(&clients), number(&claims));
+            assert_eq!(one.join(&file).metadata().expect("it is there").mode() & 0o777, 0o644);
+        }
+        directories.remove(gpu);
+        assert!([&clients, &one, &other].iter().all(|directory| directory.read_dir().expect("it").next().is_none()));
+    }
+}
