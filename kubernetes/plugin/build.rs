@@ -1,23 +1,24 @@
-//! Makes Rust of the protocol's description, without a `protoc` on the machine. The description itself, compiled, is kept
-//! for a test that holds it against the published one.
+//! Makes Rust of the protocols' descriptions, without a `protoc` on the machine. The descriptions of kubelet's own, compiled, are kept
+//! for tests that hold them against the published ones.
 
 use std::error::Error;
 use std::path::PathBuf;
 
 use prost::Message;
 
-const PROTOCOL: &str = "proto/deviceplugin.proto";
+/// kubelet's protocols: for device plugins, and for DRA drivers.
+const KUBELET: [&str; 4] = ["deviceplugin", "dra", "dra-health", "registration"];
 /// The plugin's own service, for its probe.
-const STATUS: &str = "proto/status.proto";
+const STATUS: &str = "status";
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo:rerun-if-changed={PROTOCOL}");
-    println!("cargo:rerun-if-changed={STATUS}");
-    let files = protox::compile([PROTOCOL], ["proto"])?;
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
-    std::fs::write(out.join("deviceplugin.bin"), files.encode_to_vec())?;
-    // The kubelet's side is for the probe and for tests.
-    for files in [files, protox::compile([STATUS], ["proto"])?] {
+    for protocol in KUBELET.into_iter().chain([STATUS]) {
+        let source = format!("proto/{protocol}.proto");
+        println!("cargo:rerun-if-changed={source}");
+        let files = protox::compile([source], ["proto"])?;
+        std::fs::write(out.join(format!("{protocol}.bin")), files.encode_to_vec())?;
+        // The kubelet's side is for the probe and for tests.
         tonic_prost_build::configure().build_client(true).build_server(true).compile_fds(files)?;
     }
     Ok(())

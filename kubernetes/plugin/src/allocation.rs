@@ -103,10 +103,9 @@ mod tests {
         let gpu = |(at, (slots, numa)): (usize, &(u32, Option<u32>))| Gpu {
             uuid: format!("GPU-{}", char::from(b'a' + at as u8)),
             index: Some(at as u32),
-            minor: None,
             numa: *numa,
             slots: *slots,
-            problem: None,
+            ..Gpu::default()
         };
         Devices { gpus: gpus.iter().enumerate().map(gpu).collect() }
     }

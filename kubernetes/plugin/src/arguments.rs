@@ -10,6 +10,13 @@ use nvshare::ctl::cdi::specs;
 /// Where kubelet keeps the sockets of plugins, unless its own directory is moved.
 pub const KUBELET_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
 
+/// Where kubelet keeps what plugins of other kinds have, and where it finds them.
+pub const PLUGINS: &str = "/var/lib/kubelet/plugins";
+pub const REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
+
+/// Where the scheduler has the sockets of claims.
+pub const CLAIMS: &str = "/run/nvshare-claims";
+
 /// Where containerd's packages have its settings.
 pub const CONTAINERD: &str = "/etc/containerd/config.toml";
 
@@ -37,11 +44,35 @@ pub struct Arguments {
     #[arg(long, value_name = "PATH", default_value = KUBELET_DIRECTORY)]
     pub kubelet: PathBuf,
 
+    /// The name of this node in Kubernetes, for offer = "dra"
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node: Option<String>,
+
+    /// How to reach the API server, outside of a cluster, for offer = "dra"
+    #[arg(long, value_name = "PATH")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// kubelet's directory of plugins' own files, for offer = "dra"
+    #[arg(long, value_name = "PATH", default_value = PLUGINS)]
+    pub plugins: PathBuf,
+
+    /// The directory in which kubelet finds plugins, for offer = "dra"
+    #[arg(long, value_name = "PATH", default_value = REGISTRY)]
+    pub registry: PathBuf,
+
+    /// The scheduler's directory of claims' sockets, on the host, for offer = "dra"
+    #[arg(long, value_name = "PATH", default_value = CLAIMS)]
+    pub claims: PathBuf,
+
+    /// The agent's configuration file, which bounds what claims may set [default: /etc/nvshare/agent.toml, which may be missing]
+    #[arg(long, value_name = "PATH")]
+    pub agent_config: Option<PathBuf>,
+
     /// The scheduler's control socket
     #[arg(long, value_name = "PATH", default_value = CONTROL_SOCKET)]
     pub control: PathBuf,
 
-    /// A directory of CDI files, for inject = "cdi"; can be repeated
+    /// A directory of CDI files, for inject = "cdi"; can be repeated: the last one gets those of claims
     #[arg(long, value_name = "PATH", default_values = specs::DIRECTORIES)]
     pub cdi: Vec<PathBuf>,
 

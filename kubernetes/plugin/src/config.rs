@@ -11,6 +11,7 @@ use nvshare::config::scalar::Scalar;
 use nvshare::config::{ConfigError, document, units};
 use serde::Deserialize;
 use serde::de::{self, Deserializer};
+use toml::Spanned;
 
 use crate::names::{self, GpuName};
 
@@ -35,6 +36,8 @@ pub struct Config {
     pub slots: u32,
     pub allocation: Allocation,
     pub inject: Inject,
+    /// By which API GPUs without an entry in `gpus` are offered.
+    pub offer: Offer,
     /// The kind of the CDI devices.
     pub cdi_kind: String,
     /// Settings of some GPUs; the first entry that denotes a GPU applies.
@@ -51,6 +54,17 @@ pub enum Allocation {
     Spread,
     /// The one with the fewest.
     Pack,
+}
+
+/// The API of kubelet by which a GPU is offered. It is one of them, or two containers could be promised the same part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Offer {
+    /// Slots are an extended resource.
+    #[default]
+    DevicePlugin,
+    /// A device of a ResourceSlice, from which ResourceClaims get parts.
+    Dra,
 }
 
 /// The way in which a container gets its GPUs.
@@ -70,6 +84,8 @@ pub struct GpuSlots {
     pub gpu: GpuName,
     #[serde(deserialize_with = "read_gpu_slots")]
     pub slots: u32,
+    #[serde(default)]
+    pub offer: Option<Offer>,
 }
 
 /// The files for containers with [`Inject::Mounts`]. Paths are the host's.
@@ -110,6 +126,7 @@ impl Default for Config {
             slots: 10,
             allocation: Allocation::Spread,
             inject: Inject::Cdi,
+            offer: Offer::default(),
             cdi_kind: "nvshare.com/gpu".into(),
             gpus: Vec::new(),
             mounts: Mounts::default(),
@@ -150,16 +167,34 @@ impl Config {
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let file: File = document::parse(text, path)?;
         let default = Self::default();
-        Ok(Self {
+        let config = Self {
             resource: file.resource.unwrap_or(default.resource),
             slots: file.slots.unwrap_or(default.slots),
             allocation: file.allocation.unwrap_or(default.allocation),
             inject: file.inject.unwrap_or(default.inject),
+            offer: file.offer.as_ref().map_or(default.offer, |offer| *offer.as_ref()),
             cdi_kind: file.cdi_kind.unwrap_or(default.cdi_kind),
             gpus: file.gpu,
             mounts: file.mounts,
             health: file.health,
-        })
+        };
+        if config.inject == Inject::Mounts && config.offers_by(Offer::Dra) {
+            let at = file.offer.map_or(0, |offer| offer.span().start);
+            let what = "offer = \"dra\" needs inject = \"cdi\": a driver answers with CDI devices only";
+            return Err(document::wrong(text, path, at, what.into()));
+        }
+        Ok(config)
+    }
+
+    /// Whether GPUs can be offered by that API.
+    pub fn offers_by(&self, offer: Offer) -> bool {
+        self.offer == offer || self.gpus.iter().any(|entry| entry.offer == Some(offer))
+    }
+
+    /// The API by which that GPU is offered.
+    pub fn offer_of(&self, uuid: &str, index: Option<u32>, name: &str) -> Offer {
+        let entry = self.gpus.iter().find(|entry| entry.gpu.is(uuid, index, name));
+        entry.and_then(|entry| entry.offer).unwrap_or(self.offer)
     }
 
     /// The number of slots of that GPU.
@@ -181,6 +216,8 @@ struct File {
     allocation: Option<Allocation>,
     #[serde(default)]
     inject: Option<Inject>,
+    #[serde(default)]
+    offer: Option<Spanned<Offer>>,
     #[serde(default, deserialize_with = "read_cdi_kind")]
     cdi_kind: Option<String>,
     #[serde(default)]

@@ -2,7 +2,7 @@
 //! Pure.
 
 use crate::cdi::CdiView;
-use crate::config::{Config, Inject};
+use crate::config::{Config, Inject, Offer};
 
 /// A GPU or MIG slice, as NVML reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,11 +20,15 @@ pub struct NvmlGpu {
 }
 
 /// A GPU or MIG slice that the scheduler hands out.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SchedulerGpu {
     pub uuid: String,
     pub name: String,
     pub index: Option<u32>,
+    /// Bytes of memory.
+    pub total: u64,
+    /// An administrator has emptied it.
+    pub drained: bool,
 }
 
 /// The scheduler's report.
@@ -37,13 +41,19 @@ pub struct SchedulerView {
 }
 
 /// A GPU or MIG slice that containers can have slots of.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Gpu {
     pub uuid: String,
+    /// The name of its model.
+    pub model: String,
     pub index: Option<u32>,
     pub minor: Option<u32>,
     pub numa: Option<u32>,
     pub slots: u32,
+    pub offer: Offer,
+    /// Bytes of memory; `None` until the scheduler has listed it.
+    pub memory: Option<u64>,
+    pub drained: bool,
     /// Why it is unhealthy.
     pub problem: Option<String>,
 }
@@ -70,10 +80,10 @@ pub struct Devices {
 impl Devices {
     /// Puts together what is known. Without NVML the scheduler's word is all there is.
     pub fn new(config: &Config, nvml: Option<&[NvmlGpu]>, scheduler: &SchedulerView, cdi: &CdiView) -> Self {
-        let listed = |uuid: &str| scheduler.gpus.iter().any(|gpu| gpu.uuid == uuid);
+        let listed = |uuid: &str| scheduler.gpus.iter().find(|gpu| gpu.uuid == uuid);
         let unserved = |uuid: &str| match &scheduler.silence {
             Some(why) => Some(why.clone()),
-            None if !listed(uuid) => Some("the scheduler does not list it".to_owned()),
+            None if listed(uuid).is_none() => Some("the scheduler does not list it".to_owned()),
             None => None,
         };
         // Said last: where there is no scheduler, there is no CDI file either.
@@ -83,10 +93,14 @@ impl Devices {
         };
         let shown = nvml.unwrap_or_default().iter().map(|gpu| Gpu {
             uuid: gpu.uuid.clone(),
+            model: gpu.name.clone(),
             index: Some(gpu.index),
             minor: gpu.minor,
             numa: gpu.numa,
             slots: config.slots_of(&gpu.uuid, Some(gpu.index), &gpu.name),
+            offer: config.offer_of(&gpu.uuid, Some(gpu.index), &gpu.name),
+            memory: listed(&gpu.uuid).map(|listed| listed.total),
+            drained: listed(&gpu.uuid).is_some_and(|listed| listed.drained),
             problem: gpu.trouble.clone().or_else(|| unserved(&gpu.uuid)).or_else(|| unreachable(&gpu.uuid)),
         });
         let unseen = |uuid: &str| {
@@ -96,10 +110,14 @@ impl Devices {
         let is_shown = |uuid: &str| nvml.unwrap_or_default().iter().any(|gpu| gpu.uuid == uuid);
         let others = scheduler.gpus.iter().filter(|gpu| !is_shown(&gpu.uuid)).map(|gpu| Gpu {
             uuid: gpu.uuid.clone(),
+            model: gpu.name.clone(),
             index: gpu.index,
             minor: None,
             numa: None,
             slots: config.slots_of(&gpu.uuid, gpu.index, &gpu.name),
+            offer: config.offer_of(&gpu.uuid, gpu.index, &gpu.name),
+            memory: Some(gpu.total),
+            drained: gpu.drained,
             problem: unserved(&gpu.uuid).or_else(|| unseen(&gpu.uuid)).or_else(|| unreachable(&gpu.uuid)),
         });
         let mut gpus: Vec<Gpu> = shown.chain(others).filter(|gpu| gpu.slots > 0).collect();
@@ -109,6 +127,11 @@ impl Devices {
         });
         gpus.dedup_by(|one, other| one.uuid == other.uuid);
         Self { gpus }
+    }
+
+    /// Those of them that are offered by that API.
+    pub fn offered_by(&self, offer: Offer) -> Self {
+        Self { gpus: self.gpus.iter().filter(|gpu| gpu.offer == offer).cloned().collect() }
     }
 
     /// The position of a device's GPU, and the number of the slot.
@@ -134,7 +157,7 @@ mod tests {
     }
 
     fn listed(uuids: &[&str]) -> SchedulerView {
-        let gpu = |uuid: &&str| SchedulerGpu { uuid: (*uuid).into(), name: "Test".into(), index: None };
+        let gpu = |uuid: &&str| SchedulerGpu { uuid: (*uuid).into(), name: "Test".into(), ..Default::default() };
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
@@ -180,6 +203,20 @@ mod tests {
         let scheduler = SchedulerView { silence: Some("it is gone".into()), ..listed(&["GPU-a"]) };
         let devices = Devices::new(&mounted(), Some(&[seen("GPU-b", 0)]), &scheduler, &CdiView::default());
         assert_eq!(problems(&devices), [("GPU-b", Some("it is gone")), ("GPU-a", Some("it is gone"))]);
+    }
+
+    #[test]
+    fn each_gpu_is_offered_by_one_api() {
+        let text = "[[gpu]]\ngpu = 1\nslots = 3\noffer = \"dra\"";
+        let config = Config::parse(text, "x".as_ref()).expect("it is right");
+        let nvml = [seen("GPU-a", 0), seen("GPU-b", 1)];
+        let devices = Devices::new(&config, Some(&nvml), &listed(&["GPU-a", "GPU-c"]), &CdiView::default());
+        let names = |offer| devices.offered_by(offer).gpus.into_iter().map(|gpu| gpu.uuid).collect::<Vec<_>>();
+        assert_eq!(
+            (names(Offer::DevicePlugin), names(Offer::Dra)),
+            (vec!["GPU-a".into(), "GPU-c".into()], vec!["GPU-b".into()])
+        );
+        assert!(config.offers_by(Offer::Dra) && config.offers_by(Offer::DevicePlugin));
     }
 
     #[test]

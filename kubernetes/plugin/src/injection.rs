@@ -100,9 +100,9 @@ mod tests {
             uuid: uuid.into(),
             index: Some(0),
             minor,
-            numa: None,
             slots: 3,
             problem: (uuid == "GPU-c").then(|| "XID 79".into()),
+            ..Gpu::default()
         };
         Devices {
             gpus: vec![gpu("GPU-a", Some(4)), gpu("GPU-b", Some(5)), gpu("GPU-c", Some(6)), gpu("MIG-d", Some(7))],

@@ -11,18 +11,25 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 
 use crate::cdi::CdiView;
-use crate::config::Config;
+use crate::config::{Config, Offer};
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
 /// Time that the first list waits for both: a driver that must wake its GPUs takes seconds for each.
 const START: Duration = Duration::from_secs(30);
 
+/// Where the list is published. It is one list, so no GPU is in both parts.
+#[derive(Debug)]
+pub struct Offered {
+    pub by_plugin: watch::Sender<Arc<Devices>>,
+    pub by_dra: watch::Sender<Arc<Devices>>,
+}
+
 /// Keeps the list until no sender of reports remains. `complete` is notified of the first list.
 pub async fn keep(
     mut reports: UnboundedReceiver<Report>,
     mut config: watch::Receiver<Arc<Config>>,
-    devices: watch::Sender<Arc<Devices>>,
+    offered: Offered,
     complete: oneshot::Sender<()>,
 ) {
     let mut known = Known::default();
@@ -31,7 +38,7 @@ pub async fn keep(
     loop {
         let reported = tokio::select! {
             report = reports.recv() => report,
-            Ok(()) = config.changed() => { known.publish(&config, &devices, complete.is_none()); continue },
+            Ok(()) = config.changed() => { known.publish(&config, &offered, complete.is_none()); continue },
             () = sleep_until(late), if complete.is_some() => {
                 warn!("NVML or the scheduler takes long to answer: GPUs are listed as far as they are known");
                 known.nvml.get_or_insert(None);
@@ -51,7 +58,7 @@ pub async fn keep(
             None => {}
         }
         if known.nvml.is_some() && known.scheduler.is_some() && known.cdi.is_some() {
-            known.publish(&config, &devices, true);
+            known.publish(&config, &offered, true);
             if let Some(complete) = complete.take() {
                 let _ = complete.send(());
             }
@@ -65,22 +72,28 @@ struct Known {
     nvml: Option<Option<Vec<NvmlGpu>>>,
     scheduler: Option<SchedulerView>,
     cdi: Option<CdiView>,
+    /// What was published last.
+    devices: Devices,
 }
 
 impl Known {
-    fn publish(&self, config: &watch::Receiver<Arc<Config>>, devices: &watch::Sender<Arc<Devices>>, is_whole: bool) {
+    fn publish(&mut self, config: &watch::Receiver<Arc<Config>>, offered: &Offered, is_whole: bool) {
         let (Some(nvml), Some(scheduler), Some(cdi), true) = (&self.nvml, &self.scheduler, &self.cdi, is_whole) else {
             return;
         };
         let new = Devices::new(&config.borrow().clone(), nvml.as_deref(), scheduler, cdi);
-        devices.send_if_modified(|old| {
-            let is_new = **old != new;
-            if is_new {
-                tell(old, &new);
-                *old = Arc::new(new);
-            }
-            is_new
-        });
+        tell(&self.devices, &new);
+        for (offer, devices) in [(Offer::DevicePlugin, &offered.by_plugin), (Offer::Dra, &offered.by_dra)] {
+            let new = new.offered_by(offer);
+            devices.send_if_modified(|old| {
+                let is_new = **old != new;
+                if is_new {
+                    *old = Arc::new(new);
+                }
+                is_new
+            });
+        }
+        self.devices = new;
     }
 }
 

@@ -7,6 +7,7 @@
 //!   [`containerd`] reads that runtime's settings. [`inventory`]: combines them.
 //! - [`server`]: the services on the plugin's socket. [`lifecycle`]: keeps the socket and its registration with
 //!   kubelet; [`sockets`], [`notices`] and [`registration`] are parts of it.
+//! - [`dra`]: the same GPUs by kubelet's other API.
 //! - [`probe`]: whether a running plugin is registered and containers can get slots, for Kubernetes' probes.
 //! - [`plugin`]: all of it as one process.
 //! - [`protocol`]: kubelet's device plugin API, generated from `proto/deviceplugin.proto`. [`status`]: the plugin's own,
@@ -18,6 +19,7 @@ pub mod cdi;
 pub mod config;
 pub mod containerd;
 pub mod devices;
+pub mod dra;
 pub mod health;
 pub mod injection;
 pub mod inventory;

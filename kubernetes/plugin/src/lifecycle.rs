@@ -63,7 +63,7 @@ async fn bind(
 ) -> Result<(UnixListener, PluginSocket), BindError> {
     let mut retry = Retry::default();
     loop {
-        match PluginSocket::bind(directory) {
+        match PluginSocket::bind(&directory.join(PLUGIN)) {
             Err(e @ BindError::Failed(..)) => trouble.tell(e.to_string()),
             done => return done,
         }
@@ -216,10 +216,10 @@ impl Retry {
 
 /// The current problem, logged once until it is over or another one follows.
 #[derive(Debug, Default)]
-struct Trouble(Option<String>);
+pub struct Trouble(Option<String>);
 
 impl Trouble {
-    fn tell(&mut self, text: String) {
+    pub fn tell(&mut self, text: String) {
         if self.0.as_ref() != Some(&text) {
             warn!("{text}");
             self.0 = Some(text);

@@ -11,10 +11,11 @@ use tracing::level_filters::LevelFilter;
 use tracing::{info, warn};
 
 use crate::cdi;
-use crate::config::Config;
+use crate::config::{Config, Offer};
 use crate::devices::Devices;
+use crate::dra;
 use crate::health;
-use crate::inventory;
+use crate::inventory::{self, Offered};
 use crate::lifecycle;
 use crate::server::Facts;
 
@@ -27,12 +28,17 @@ pub struct Options {
     /// The scheduler's control socket.
     pub control: PathBuf,
     pub cdi: cdi::Paths,
+    /// Of the DRA driver, where the node's name is known.
+    pub dra: Option<dra::driver::Options>,
     pub log_level: LogLevel,
 }
 
 /// Runs until a signal ends it.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
+    if config.offers_by(Offer::Dra) && options.dra.is_none() {
+        return Err("offer = \"dra\" needs the name of this node: --node, or NODE_NAME in the environment".into());
+    }
     log::start(options.log_level, LevelFilter::WARN);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
@@ -44,20 +50,23 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
     info!(
         "nvshare-device-plugin {}: {} for kubelet at {}, of the scheduler at {}",
         env!("CARGO_PKG_VERSION"),
-        config.resource,
+        if config.offers_by(Offer::DevicePlugin) { &config.resource } else { dra::DRIVER },
         options.kubelet.display(),
         options.control.display()
     );
 
     let resource = config.resource.clone();
+    let offers = [Offer::DevicePlugin, Offer::Dra].map(|offer| config.offers_by(offer));
     let (settings, config) = watch::channel(Arc::new(config));
     let (reports, reported) = mpsc::unbounded_channel();
-    let (devices, listed) = watch::channel(Arc::new(Devices::default()));
+    let (by_plugin, plugin_devices) = watch::channel(Arc::new(Devices::default()));
+    let (by_dra, dra_devices) = watch::channel(Arc::new(Devices::default()));
     let (complete, completed) = oneshot::channel();
     health::nvml::start(config.clone(), reports.clone()).map_err(|e| format!("cannot start a thread for NVML: {e}"))?;
     tokio::spawn(cdi::follow(options.cdi.clone(), reports.clone()));
     tokio::spawn(health::scheduler::follow(options.control.clone(), config.clone(), reports));
-    tokio::spawn(inventory::keep(reported, config.clone(), devices, complete));
+    let offered = Offered { by_plugin, by_dra };
+    tokio::spawn(inventory::keep(reported, config.clone(), offered, complete));
 
     let (stop, stopped) = watch::channel(false);
     let live = async {
@@ -67,28 +76,52 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
             _ = completed => {}
             _ = early.wait_for(|stopped| *stopped) => return Ok(()),
         }
-        lifecycle::live(&options.kubelet, &resource, Facts { config, devices: listed }, stopped).await
+        let [by_plugin, by_dra] = offers;
+        let plugin = async {
+            if by_plugin {
+                let facts = Facts { config: config.clone(), devices: plugin_devices };
+                lifecycle::live(&options.kubelet, &resource, facts, stopped.clone())
+                    .await
+                    .map_err(|e| e.to_string())?;
+            }
+            Ok(())
+        };
+        let driver = async {
+            match options.dra.clone().filter(|_| by_dra) {
+                Some(options) => dra::driver::run(options, config.clone(), dra_devices, stopped.clone()).await,
+                None => Ok(()),
+            }
+        };
+        tokio::try_join!(plugin, driver).map(|_| ())
     };
     let heed = async {
         let mut end = std::pin::pin!(termination.wait());
         loop {
             tokio::select! {
                 () = &mut end => break,
-                Some(()) = hangup.recv() => reload(options.config.as_deref(), &settings),
+                Some(()) = hangup.recv() => reload(options.config.as_deref(), &settings, offers),
             }
         }
         let _ = stop.send(true);
         std::future::pending::<()>().await;
     };
     tokio::select! {
-        done = live => done.map_err(|e| e.to_string()),
+        done = live => done,
         () = heed => Ok(()),
     }
 }
 
-/// Reads the configuration again. The resource's name stays: kubelet knows the plugin by it.
-fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>) {
-    let Some(mut new) = reloaded(Config::load(path)) else { return };
+/// Reads the configuration again. The resource's name stays: kubelet knows the plugin by it. An API that the plugin was not started for
+/// takes a restart, which kubelet does when its probe finds that API missing.
+fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>, offers: [bool; 2]) {
+    let read = Config::load(path).map_err(|e| e.to_string()).and_then(|new| {
+        let is_missing = [Offer::DevicePlugin, Offer::Dra]
+            .into_iter()
+            .zip(offers)
+            .any(|(offer, is_there)| new.offers_by(offer) && !is_there);
+        if is_missing { Err("restart the plugin to offer GPUs by another API".to_owned()) } else { Ok(new) }
+    });
+    let Some(mut new) = reloaded(read) else { return };
     let registered = settings.borrow().resource.clone();
     if new.resource != registered {
         warn!("the resource stays {registered}: restart the plugin to offer {}", new.resource);

@@ -2,7 +2,7 @@
 //! protocol on the plugin's socket, so that other tools can ask as well. `--ready`: whether containers can get slots, too,
 //! and why not, which that protocol has no words for.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tonic::transport::{Channel, Endpoint};
@@ -12,48 +12,57 @@ use tonic_health::pb::health_client::HealthClient;
 
 use crate::registration::causes;
 use crate::server::WHOLE_SERVER;
-use crate::sockets::PLUGIN;
+use crate::status::StatusRequest;
 use crate::status::status_client::StatusClient;
-use crate::status::{StatusRequest, StatusResponse};
 
 /// Less than kubelet's default timeout of a second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
-/// Asks the plugin whose socket is in that directory.
+/// Asks the plugin that has these sockets: for the device plugin API, for DRA, or both.
 ///
 /// # Errors
-/// If no plugin answers, or it is not registered.
-pub fn probe(directory: &Path) -> Result<(), String> {
-    ask(directory, async |channel| {
-        let answer = HealthClient::new(channel).check(HealthCheckRequest { service: WHOLE_SERVER.into() }).await;
-        match answer.map_err(|status| silent(&status))?.into_inner().status() {
-            ServingStatus::Serving => Ok(()),
-            _ => Err(UNREGISTERED.to_owned()),
-        }
+/// If no plugin answers on one of them, or it is not registered.
+pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
+    sockets.iter().try_for_each(|socket| {
+        ask(socket, async |channel| {
+            let answer = HealthClient::new(channel).check(HealthCheckRequest { service: WHOLE_SERVER.into() }).await;
+            match answer.map_err(|status| silent(&status))?.into_inner().status() {
+                ServingStatus::Serving => Ok(()),
+                _ => Err(UNREGISTERED.to_owned()),
+            }
+        })
     })
 }
 
-/// Asks that plugin whether containers can get slots of any GPU.
+/// Asks that plugin whether containers can get any GPU.
 ///
 /// # Errors
-/// If no plugin answers, it is not registered, or there is no GPU, or none that is healthy: then with the reasons, each once.
-pub fn ready(directory: &Path) -> Result<(), String> {
-    ask(directory, async |channel| {
-        let answer = StatusClient::new(channel).read(StatusRequest {}).await;
-        let StatusResponse { registered, gpus } = answer.map_err(|status| silent(&status))?.into_inner();
-        if !registered {
+/// If no plugin answers, it is not registered, GPUs are not offered, or there is none, or none that is healthy: then with the reasons,
+/// each once.
+pub fn ready(sockets: &[PathBuf]) -> Result<(), String> {
+    let mut gpus = Vec::new();
+    for socket in sockets {
+        let answer = ask(socket, async |channel| {
+            let answer = StatusClient::new(channel).read(StatusRequest {}).await;
+            Ok(answer.map_err(|status| silent(&status))?.into_inner())
+        })?;
+        if !answer.registered {
             return Err(UNREGISTERED.to_owned());
         }
-        if gpus.is_empty() {
-            return Err("no GPU is known: the scheduler and NVML list none, or slots is 0 for all".to_owned());
+        if !answer.problem.is_empty() {
+            return Err(answer.problem);
         }
-        if gpus.iter().any(|gpu| gpu.problem.is_empty()) {
-            return Ok(());
-        }
-        let mut why: Vec<String> = gpus.into_iter().map(|gpu| gpu.problem).collect();
-        why.dedup();
-        Err(format!("containers get no GPU: {}", why.join("; ")))
-    })
+        gpus.extend(answer.gpus);
+    }
+    if gpus.is_empty() {
+        return Err("no GPU is known: the scheduler and NVML list none, or slots is 0 for all".to_owned());
+    }
+    if gpus.iter().any(|gpu| gpu.problem.is_empty()) {
+        return Ok(());
+    }
+    let mut why: Vec<String> = gpus.into_iter().map(|gpu| gpu.problem).collect();
+    why.dedup();
+    Err(format!("containers get no GPU: {}", why.join("; ")))
 }
 
 const UNREGISTERED: &str = "the plugin runs, and kubelet does not know of it yet";
@@ -62,10 +71,9 @@ fn silent(status: &tonic::Status) -> String {
     format!("the plugin cannot say how it is: {}", status.message())
 }
 
-fn ask(directory: &Path, question: impl AsyncFnOnce(Channel) -> Result<(), String>) -> Result<(), String> {
+fn ask<T>(socket: &Path, question: impl AsyncFnOnce(Channel) -> Result<T, String>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
-    let socket = directory.join(PLUGIN);
     let asking = async {
         let unreachable = |e| format!("no plugin answers at {}: {}", socket.display(), causes(&e));
         let endpoint = Endpoint::try_from(format!("unix://{}", socket.display())).map_err(unreachable)?;

@@ -29,7 +29,7 @@ use crate::status::status_server::{Status as StatusService, StatusServer};
 use crate::status::{GpuStatus, StatusRequest, StatusResponse};
 
 /// Time for pending requests when the server is stopped.
-const GRACE: Duration = Duration::from_millis(500);
+pub const GRACE: Duration = Duration::from_millis(500);
 
 /// The name for all of the server in gRPC's health protocol.
 pub const WHOLE_SERVER: &str = "";
@@ -210,7 +210,8 @@ impl StatusService for Described {
         let devices = self.devices.borrow().clone();
         let gpu = |gpu: &Gpu| GpuStatus { uuid: gpu.uuid.clone(), problem: gpu.problem.clone().unwrap_or_default() };
         let gpus = devices.gpus.iter().map(gpu).collect();
-        Ok(Response::new(StatusResponse { registered: *self.is_registered.borrow(), gpus }))
+        let problem = String::new();
+        Ok(Response::new(StatusResponse { registered: *self.is_registered.borrow(), gpus, problem }))
     }
 }
 
@@ -231,7 +232,7 @@ mod tests {
     use prost::Message;
 
     fn gpu(uuid: String, numa: Option<u32>, problem: Option<String>) -> Gpu {
-        Gpu { uuid, index: Some(0), minor: None, numa, slots: 2, problem }
+        Gpu { uuid, index: Some(0), numa, slots: 2, problem, ..Gpu::default() }
     }
 
     #[test]

@@ -76,8 +76,11 @@ pub struct PluginSocket {
 
 impl PluginSocket {
     /// Binds the socket, in place of one that no process listens on any more.
-    pub fn bind(directory: &Path) -> Result<(UnixListener, Self), BindError> {
-        let path = directory.join(PLUGIN);
+    ///
+    /// # Errors
+    /// Another process answers there, or a system call fails.
+    pub fn bind(path: &Path) -> Result<(UnixListener, Self), BindError> {
+        let path = path.to_owned();
         if UnixStream::connect(&path).is_ok() {
             return Err(BindError::Taken(path));
         }

@@ -1,5 +1,6 @@
-//! The protocol is the published one: each message, field, number and type of ours against a list that was made from
-//! k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto (kubernetes 0619cbbff1ff), and bytes that were written by hand.
+//! kubelet's protocols are the published ones: each message, field, number and type of ours against lists that were made from
+//! k8s.io/kubelet/pkg/apis: deviceplugin/v1beta1 (kubernetes 0619cbbff1ff), dra/v1 (53eddfd35a50), dra-health/v1alpha1 (c4b5de207d1f) and
+//! pluginregistration/v1 (56e225f4b8de); and bytes that were written by hand.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +11,7 @@ use prost::Message;
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, FileDescriptorSet};
 
-const PUBLISHED: [&str; 34] = [
+const DEVICE_PLUGIN: [&str; 34] = [
     "DevicePluginOptions.pre_start_required 1 bool",
     "DevicePluginOptions.get_preferred_allocation_available 2 bool",
     "RegisterRequest.version 1 string",
@@ -47,9 +48,7 @@ const PUBLISHED: [&str; 34] = [
     "DeviceSpec.permissions 3 string",
 ];
 
-const MESSAGES_WITHOUT_FIELDS: [&str; 2] = ["Empty", "PreStartContainerResponse"];
-
-const METHODS: [&str; 6] = [
+const DEVICE_PLUGIN_METHODS: [&str; 6] = [
     "Registration.Register RegisterRequest Empty",
     "DevicePlugin.GetDevicePluginOptions Empty DevicePluginOptions",
     "DevicePlugin.ListAndWatch Empty stream ListAndWatchResponse",
@@ -58,9 +57,83 @@ const METHODS: [&str; 6] = [
     "DevicePlugin.PreStartContainer PreStartContainerRequest PreStartContainerResponse",
 ];
 
-fn ours() -> FileDescriptorSet {
-    let compiled = include_bytes!(concat!(env!("OUT_DIR"), "/deviceplugin.bin"));
-    FileDescriptorSet::decode(&compiled[..]).expect("a description")
+const DRA: [&str; 14] = [
+    "NodePrepareResourcesRequest.claims 1 repeated Claim",
+    "NodePrepareResourcesResponse.claims 1 map",
+    "NodePrepareResourceResponse.devices 1 repeated Device",
+    "NodePrepareResourceResponse.error 2 string",
+    "Device.request_names 1 repeated string",
+    "Device.pool_name 2 string",
+    "Device.device_name 3 string",
+    "Device.cdi_device_ids 4 repeated string",
+    "NodeUnprepareResourcesRequest.claims 1 repeated Claim",
+    "NodeUnprepareResourcesResponse.claims 1 map",
+    "NodeUnprepareResourceResponse.error 1 string",
+    "Claim.namespace 1 string",
+    "Claim.uid 2 string",
+    "Claim.name 3 string",
+];
+
+const DRA_METHODS: [&str; 2] = [
+    "DRAPlugin.NodePrepareResources NodePrepareResourcesRequest NodePrepareResourcesResponse",
+    "DRAPlugin.NodeUnprepareResources NodeUnprepareResourcesRequest NodeUnprepareResourcesResponse",
+];
+
+const DRA_HEALTH: [&str; 6] = [
+    "DeviceIdentifier.pool_name 1 string",
+    "DeviceIdentifier.device_name 2 string",
+    "DeviceHealth.device 1 DeviceIdentifier",
+    "DeviceHealth.health 2 enum",
+    "DeviceHealth.last_updated_time 3 int64",
+    "NodeWatchResourcesResponse.devices 1 repeated DeviceHealth",
+];
+
+const DRA_HEALTH_METHODS: [&str; 1] =
+    ["DRAResourceHealth.NodeWatchResources NodeWatchResourcesRequest stream NodeWatchResourcesResponse"];
+
+const REGISTRATION: [&str; 6] = [
+    "PluginInfo.type 1 string",
+    "PluginInfo.name 2 string",
+    "PluginInfo.endpoint 3 string",
+    "PluginInfo.supported_versions 4 repeated string",
+    "RegistrationStatus.plugin_registered 1 bool",
+    "RegistrationStatus.error 2 string",
+];
+
+const REGISTRATION_METHODS: [&str; 2] = [
+    "Registration.GetInfo InfoRequest PluginInfo",
+    "Registration.NotifyRegistrationStatus RegistrationStatus RegistrationStatusResponse",
+];
+
+/// A published protocol: its package, its fields, its messages without any, its methods.
+type Published = (&'static str, &'static [&'static str], &'static [&'static str], &'static [&'static str]);
+
+/// Each of ours, and what is published.
+fn all() -> [(FileDescriptorSet, Published); 4] {
+    let read = |compiled: &[u8]| FileDescriptorSet::decode(compiled).expect("a description");
+    [
+        (
+            read(include_bytes!(concat!(env!("OUT_DIR"), "/deviceplugin.bin"))),
+            ("v1beta1", &DEVICE_PLUGIN, &["Empty", "PreStartContainerResponse"], &DEVICE_PLUGIN_METHODS),
+        ),
+        (
+            read(include_bytes!(concat!(env!("OUT_DIR"), "/dra.bin"))),
+            ("k8s.io.kubelet.pkg.apis.dra.v1", &DRA, &[], &DRA_METHODS),
+        ),
+        (
+            read(include_bytes!(concat!(env!("OUT_DIR"), "/dra-health.bin"))),
+            ("v1alpha1", &DRA_HEALTH, &["NodeWatchResourcesRequest"], &DRA_HEALTH_METHODS),
+        ),
+        (
+            read(include_bytes!(concat!(env!("OUT_DIR"), "/registration.bin"))),
+            (
+                "pluginregistration",
+                &REGISTRATION,
+                &["InfoRequest", "RegistrationStatusResponse"],
+                &REGISTRATION_METHODS,
+            ),
+        ),
+    ]
 }
 
 fn short(name: &str) -> &str {
@@ -86,27 +159,38 @@ fn fields(message: &DescriptorProto) -> Vec<String> {
 
 #[test]
 fn every_message_is_as_published() {
-    let [file] = &ours().file[..] else { panic!("one file") };
-    assert_eq!((file.package(), file.syntax()), ("v1beta1", "proto3"));
-    let all: BTreeSet<String> = file.message_type.iter().flat_map(fields).collect();
-    assert_eq!(all, PUBLISHED.map(str::to_owned).into());
-    let empty: BTreeSet<&str> =
-        file.message_type.iter().filter(|message| message.field.is_empty()).map(|message| message.name()).collect();
-    assert_eq!(empty, MESSAGES_WITHOUT_FIELDS.into());
+    for (ours, (package, published, without_fields, _)) in all() {
+        let [file] = &ours.file[..] else { panic!("one file") };
+        assert_eq!((file.package(), file.syntax()), (package, "proto3"));
+        let fields: BTreeSet<String> = file.message_type.iter().flat_map(fields).collect();
+        assert_eq!(fields, published.iter().map(|field| (*field).to_owned()).collect());
+        let empty = file.message_type.iter().filter(|message| message.field.is_empty()).map(|message| message.name());
+        assert_eq!(empty.collect::<BTreeSet<_>>(), without_fields.iter().copied().collect());
+    }
 }
 
 #[test]
 fn every_method_is_as_published() {
-    let [file] = &ours().file[..] else { panic!("one file") };
-    let methods = file.service.iter().flat_map(|service| {
-        service.method.iter().map(|method| {
-            assert!(!method.client_streaming());
-            let stream = if method.server_streaming() { "stream " } else { "" };
-            let (takes, gives) = (short(method.input_type()), short(method.output_type()));
-            format!("{}.{} {takes} {stream}{gives}", service.name(), method.name())
-        })
-    });
-    assert_eq!(methods.collect::<BTreeSet<_>>(), METHODS.map(str::to_owned).into());
+    for (ours, (.., published)) in all() {
+        let [file] = &ours.file[..] else { panic!("one file") };
+        let methods = file.service.iter().flat_map(|service| {
+            service.method.iter().map(|method| {
+                assert!(!method.client_streaming());
+                let stream = if method.server_streaming() { "stream " } else { "" };
+                let (takes, gives) = (short(method.input_type()), short(method.output_type()));
+                format!("{}.{} {takes} {stream}{gives}", service.name(), method.name())
+            })
+        });
+        assert_eq!(methods.collect::<BTreeSet<_>>(), published.iter().map(|method| (*method).to_owned()).collect());
+    }
+}
+
+#[test]
+fn health_has_the_published_numbers() {
+    let (ours, _) = &all()[2];
+    let values =
+        ours.file[0].enum_type.iter().flat_map(|all| all.value.iter().map(|value| (value.name(), value.number())));
+    assert_eq!(values.collect::<Vec<_>>(), [("UNKNOWN", 0), ("HEALTHY", 1), ("UNHEALTHY", 2)]);
 }
 
 #[test]

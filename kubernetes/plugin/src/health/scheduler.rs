@@ -59,6 +59,12 @@ async fn ask(control: &Path, proxy: &mut Option<SchedulerProxy<'static>>) -> Res
         None => proxy.insert(connect(control).await?.1),
     };
     let gpus = proxy.list_gpus().await.map_err(|e| e.to_string())?;
-    let gpu = |gpu: bus::Gpu| SchedulerGpu { uuid: gpu.uuid, name: gpu.name, index: gpu.index };
+    let gpu = |gpu: bus::Gpu| SchedulerGpu {
+        uuid: gpu.uuid,
+        name: gpu.name,
+        index: gpu.index,
+        total: gpu.total,
+        drained: gpu.drained,
+    };
     Ok(gpus.into_iter().map(gpu).collect())
 }

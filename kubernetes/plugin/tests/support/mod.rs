@@ -1,6 +1,8 @@
 //! A node in a directory of its own: simulated GPUs, the real scheduler on them, the plugin, and a stand-in for
 //! kubelet.
 
+pub mod api;
+pub mod dra;
 pub mod kubelet;
 #[path = "../../../agent/tests/support/processes.rs"]
 mod processes;
@@ -34,7 +36,7 @@ impl Node {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("nvshare-plugin-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let directory = std::env::temp_dir().join(name);
-        for part in ["gpu", "lib", "kubelet", "cdi"] {
+        for part in ["gpu", "lib", "kubelet", "cdi", "plugins", "registry", "claims"] {
             std::fs::create_dir_all(directory.join(part)).expect("a directory");
         }
         let nvml = beside("libnvidia_ml.so");
@@ -54,6 +56,26 @@ impl Node {
 
     pub fn kubelet_directory(&self) -> PathBuf {
         self.directory.join("kubelet")
+    }
+
+    /// Where kubelet finds DRA drivers.
+    pub fn registry(&self) -> PathBuf {
+        self.directory.join("registry")
+    }
+
+    /// Where the scheduler has the sockets of claims.
+    pub fn claims(&self) -> PathBuf {
+        self.directory.join("claims")
+    }
+
+    /// Where CDI files are.
+    pub fn cdi(&self) -> PathBuf {
+        self.directory.join("cdi")
+    }
+
+    /// Where programs without a claim connect.
+    pub fn clients(&self) -> PathBuf {
+        self.directory.join("run/scheduler.sock")
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -82,7 +104,11 @@ impl Node {
     pub fn inject(&self, uuids: &[String]) {
         let devices: Vec<String> = uuids.iter().map(|uuid| format!("{{\"name\": \"{uuid}\"}}")).collect();
         let kind = "nvshare.com/gpu";
-        let text = format!("{{\"cdiVersion\": \"0.5.0\", \"kind\": \"{kind}\", \"devices\": [{}]}}", devices.join(","));
+        let mount = format!("{{\"hostPath\": {:?}, \"containerPath\": \"/run/nvshare\"}}", self.directory.join("run"));
+        let text = format!(
+            "{{\"cdiVersion\": \"0.5.0\", \"kind\": \"{kind}\", \"containerEdits\": {{\"mounts\": [{mount}]}}, \"devices\": [{}]}}",
+            devices.join(",")
+        );
         // In one step, as it is written on a node.
         std::fs::write(self.directory.join("cdi/new"), text).expect("a file");
         std::fs::rename(self.directory.join("cdi/new"), self.directory.join("cdi/nvshare.json")).expect("it is moved");
@@ -112,7 +138,7 @@ impl Node {
     pub fn scheduler(&self) -> Process {
         let mut command = self.command(&beside("nvshare-scheduler"));
         command.arg("--socket").arg(self.directory.join("run/scheduler.sock"));
-        command.arg("--control-socket").arg(self.control()).arg("--no-bus");
+        command.arg("--control-socket").arg(self.control()).arg("--no-bus").arg("--claims").arg(self.claims());
         let process = Process::start("scheduler", command);
         process.log.wait("serves");
         process
@@ -123,6 +149,14 @@ impl Node {
         command.arg("--config").arg(self.configuration());
         command.arg("--kubelet").arg(self.kubelet_directory()).arg("--control").arg(self.control());
         command.arg("--cdi").arg(self.directory.join("cdi")).arg("--containerd").arg(self.containerd());
+        command.arg("--plugins").arg(self.directory.join("plugins")).arg("--registry").arg(self.registry());
+        command.arg("--claims").arg(self.claims()).env_remove("NODE_NAME");
+        if self.directory.join("kubeconfig").exists() {
+            command.arg("--kubeconfig").arg(self.directory.join("kubeconfig")).args(["--node", api::NODE]);
+        }
+        if self.directory.join("agent.toml").exists() {
+            command.arg("--agent-config").arg(self.directory.join("agent.toml"));
+        }
         command
     }
 

@@ -1,0 +1,356 @@
+//! What a ResourceClaim was allocated on this node, as a rule for the scheduler. Pure.
+//!
+//! A claim has one rule, which its programs share, in whichever container and pod they are. What Kubernetes has counted (memory, time)
+//! needs no permission, since it cannot be promised twice. What the claim asks for beyond that is bounded like pods' annotations, and
+//! what its DeviceClass says is an administrator's.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::resource::v1::{DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim};
+use nvshare_kubernetes::permissions::Permissions;
+use serde::{Deserialize, Serialize};
+use toml::Value;
+
+use super::slice::{MEMORY, TIME, device_name};
+use super::{DRIVER, quantity};
+use crate::devices::{Devices, Gpu};
+
+/// The `apiVersion` and `kind` of the driver's configuration in a claim or class. Its other keys are those of a rule.
+pub const API_VERSION: &str = "nvshare.com/v1";
+pub const KIND: &str = "Rule";
+
+/// The keys that it can have. Those that are missing choose GPUs, which Kubernetes has done for a claim.
+pub const KEYS: [&str; 13] = [
+    "memory-max",
+    "memory-low",
+    "swap-max",
+    "on-memory-full",
+    "wait-order",
+    "sleep-after",
+    "weight",
+    "time-min",
+    "time-max",
+    "gpu-hours",
+    "priority",
+    "interactive",
+    "gang",
+];
+
+/// The weight of a claim that sets none, where its namespace has no other: that of a user.
+const WEIGHT: i64 = 100;
+
+/// A claim that is prepared.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Prepared {
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
+    pub devices: Vec<PreparedDevice>,
+    /// The keys of its rule.
+    pub rule: BTreeMap<String, Value>,
+}
+
+/// A GPU of a claim.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PreparedDevice {
+    /// The request of the claim that it was allocated for.
+    pub request: String,
+    /// The name of its device.
+    pub name: String,
+    /// Of the GPU.
+    pub uuid: String,
+}
+
+/// What a claim has of one GPU.
+#[derive(Debug, Clone, PartialEq, Default)]
+struct Share {
+    /// Bytes, percent; 0: none of it is reserved.
+    memory: u64,
+    time: u64,
+    keys: BTreeMap<String, Value>,
+}
+
+/// Reads what a claim was allocated of these GPUs.
+///
+/// # Errors
+/// A sentence for an event of the pod: nothing was allocated here, a GPU is gone or gets no new programs, or what the claim says
+/// cannot be had.
+pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Permissions) -> Result<Prepared, String> {
+    let text = |text: &Option<String>| text.clone().unwrap_or_default();
+    let (uid, namespace, name) =
+        (text(&claim.metadata.uid), text(&claim.metadata.namespace), text(&claim.metadata.name));
+    let allocated = claim.status.as_ref().and_then(|status| status.allocation.as_ref()?.devices.as_ref());
+    let allocated = allocated.ok_or("it is not allocated")?;
+    let config: Vec<&DeviceAllocationConfiguration> = allocated.config.iter().flatten().collect();
+    let results = allocated.results.iter().flatten().filter(|result| result.driver == DRIVER && result.pool == node);
+    let (mut devices, mut shares) = (Vec::new(), BTreeMap::<String, Share>::new());
+    for result in results {
+        let gpu = find(gpus, &result.device)?;
+        let share = share(result, &config, &namespace, permissions)?;
+        match shares.get_mut(&gpu.uuid) {
+            None => drop(shares.insert(gpu.uuid.clone(), share)),
+            Some(others) if others.keys != share.keys => return Err(UNEQUAL.into()),
+            Some(others) => (others.memory, others.time) = (others.memory + share.memory, others.time + share.time),
+        }
+        let request = main_request(&result.request).to_owned();
+        devices.push(PreparedDevice { request, name: result.device.clone(), uuid: gpu.uuid.clone() });
+    }
+    let Some(share) = shares.values().next() else {
+        return Err(format!("it has no GPU of the driver {DRIVER} on node {node}"));
+    };
+    if shares.values().any(|other| other != share) {
+        return Err(UNEQUAL.into());
+    }
+    let rule = rule(share, shares.keys().cloned().collect(), permissions)?;
+    Ok(Prepared { uid, namespace, name, devices, rule })
+}
+
+const UNEQUAL: &str = "its requests ask for different parts of GPUs, or have different configurations: programs of a claim have one rule, \
+                       which is the same on each GPU; make a claim of each request";
+
+fn find<'a>(gpus: &'a Devices, device: &str) -> Result<&'a Gpu, String> {
+    let gpu = gpus.gpus.iter().find(|gpu| device_name(&gpu.uuid) == device);
+    let gpu = gpu.ok_or_else(|| format!("its device {device:?} is not offered by this node any more"))?;
+    match &gpu.problem {
+        Some(problem) => Err(format!("{} is unhealthy: {problem}", gpu.uuid)),
+        None => Ok(gpu),
+    }
+}
+
+/// A request without the alternative that was chosen of it.
+fn main_request(request: &str) -> &str {
+    request.split_once('/').map_or(request, |(main, _)| main)
+}
+
+fn share(
+    result: &DeviceRequestAllocationResult,
+    config: &[&DeviceAllocationConfiguration],
+    namespace: &str,
+    permissions: &Permissions,
+) -> Result<Share, String> {
+    let consumed = |name: &str| {
+        let all = result.consumed_capacity.iter().flatten();
+        let amount =
+            all.filter(|(key, _)| *key == name || **key == format!("{DRIVER}/{name}")).map(|(_, amount)| amount);
+        let wrong = |text: &str| format!("its capacity {name} is {text:?}, which is no whole number");
+        amount.map(|amount| quantity::whole(amount).ok_or_else(|| wrong(&amount.0))).sum::<Result<u64, String>>()
+    };
+    if result.consumed_capacity.is_none() && result.admin_access != Some(true) {
+        return Err(format!(
+            "request {:?} was allocated a GPU as if it could not be shared: enable the feature gate DRAConsumableCapacity in \
+             kube-scheduler as well",
+            result.request
+        ));
+    }
+    let (mut of_class, mut of_claim) = (BTreeMap::new(), BTreeMap::new());
+    for entry in config {
+        let applies = |request: &String| *request == result.request || request == main_request(&result.request);
+        let is_for_it = entry.requests.as_ref().is_none_or(|all| all.is_empty() || all.iter().any(applies));
+        let Some(opaque) = entry.opaque.as_ref().filter(|opaque| opaque.driver == DRIVER && is_for_it) else {
+            continue;
+        };
+        let keys = keys(&opaque.parameters.0)?;
+        if entry.source == "FromClass" { of_class.extend(keys) } else { of_claim.extend(keys) }
+    }
+    for (key, value) in &of_claim {
+        if of_class.get(key).is_some_and(|other| other != value) {
+            return Err(format!("{key} is set by its DeviceClass: remove it from the claim"));
+        }
+        permissions.check(namespace, key, value).map_err(|why| format!("{key} is not allowed in it: {why}"))?;
+    }
+    of_class.extend(of_claim);
+    Ok(Share { memory: consumed(MEMORY)?, time: consumed(TIME)?, keys: of_class })
+}
+
+/// The keys of one configuration.
+fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, String> {
+    let wrong = |what: &str| {
+        format!(
+            "its configuration for {DRIVER} {what}: it has apiVersion: {API_VERSION}, kind: {KIND}, and keys of a rule"
+        )
+    };
+    let all = parameters.as_object().ok_or_else(|| wrong("is no object"))?;
+    for (key, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
+        match all.get(key).and_then(serde_json::Value::as_str) {
+            Some(text) if text == expected => {}
+            Some(text) => return Err(wrong(&format!("has {key}: {text:?}"))),
+            None => return Err(wrong(&format!("has no {key}"))),
+        }
+    }
+    let others = all.iter().filter(|(key, _)| *key != "apiVersion" && *key != "kind");
+    let pairs = others.map(|(key, value)| {
+        if !KEYS.contains(&key.as_str()) {
+            return Err(format!("its configuration for {DRIVER} has {key:?}: {} are allowed", KEYS.join(", ")));
+        }
+        let value = match value {
+            serde_json::Value::Bool(value) => Some(Value::Boolean(*value)),
+            serde_json::Value::String(text) => Some(Value::String(text.clone())),
+            serde_json::Value::Number(number) => number.as_i64().map(Value::Integer),
+            _ => None,
+        };
+        let value = value.ok_or_else(|| format!("its {key} has to be a text, a whole number, true or false"))?;
+        Ok((key.clone(), value))
+    });
+    pairs.collect()
+}
+
+fn rule(share: &Share, uuids: Vec<String>, permissions: &Permissions) -> Result<BTreeMap<String, Value>, String> {
+    let mut rule = share.keys.clone();
+    // What is reserved cannot be taken by others, and no more than that can be had.
+    let memory = (share.memory > 0).then(|| i64::try_from(share.memory).unwrap_or(i64::MAX).into());
+    let time = (share.time > 0).then(|| format!("{}%", share.time).into());
+    let reserved: [(&str, &str, Option<Value>); 3] =
+        [(MEMORY, "memory-max", memory.clone()), (MEMORY, "memory-low", memory), (TIME, "time-min", time)];
+    for (capacity, key, value) in reserved {
+        let Some(value) = value else { continue };
+        if rule.insert(key.to_owned(), value).is_some() {
+            return Err(format!(
+                "{key} is in its configuration, and its request for the capacity {capacity} sets it: leave one out"
+            ));
+        }
+    }
+    rule.entry("weight".to_owned()).or_insert_with(|| permissions.weight.clone().unwrap_or(Value::Integer(WEIGHT)));
+    rule.insert("allowed-gpus".to_owned(), uuids.into());
+    Ok(rule)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn gpus() -> Devices {
+        let gpu = |uuid: &str, problem: Option<&str>| Gpu {
+            uuid: uuid.into(),
+            problem: problem.map(str::to_owned),
+            ..Gpu::default()
+        };
+        Devices { gpus: vec![gpu("GPU-a", None), gpu("GPU-b", None), gpu("GPU-c", Some("XID 79"))] }
+    }
+
+    fn result(request: &str, device: &str, memory: &str, time: &str) -> serde_json::Value {
+        json!({"request": request, "driver": DRIVER, "pool": "node-1", "device": device, "shareID": "1",
+               "consumedCapacity": {"memory": memory, "time": time, "slots": "1"}})
+    }
+
+    fn config(source: &str, requests: &[&str], keys: serde_json::Value) -> serde_json::Value {
+        let mut parameters = json!({"apiVersion": "nvshare.com/v1", "kind": "Rule"});
+        parameters.as_object_mut().expect("an object").extend(keys.as_object().expect("an object").clone());
+        json!({"source": source, "requests": requests, "opaque": {"driver": DRIVER, "parameters": parameters}})
+    }
+
+    fn read_it(results: &[serde_json::Value], configs: &[serde_json::Value]) -> Result<Prepared, String> {
+        let claim = json!({
+            "metadata": {"name": "half", "namespace": "team-a", "uid": "01234567-89ab-cdef-0123-456789abcdef"},
+            "spec": {}, "status": {"allocation": {"devices": {"results": results, "config": configs}}}
+        });
+        let claim: ResourceClaim = serde_json::from_value(claim).expect("a claim");
+        read(&claim, "node-1", &gpus(), &Permissions::default())
+    }
+
+    #[test]
+    fn what_was_reserved_is_had_and_no_more() {
+        let claim = read_it(&[result("gpu", "gpu-a", "40Gi", "20")], &[]).expect("it is right");
+        let expected = BTreeMap::from(
+            [
+                ("allowed-gpus", Value::from(vec!["GPU-a"])),
+                ("memory-low", (40_i64 << 30).into()),
+                ("memory-max", (40_i64 << 30).into()),
+                ("time-min", "20%".into()),
+                ("weight", 100.into()),
+            ]
+            .map(|(key, value)| (key.to_owned(), value)),
+        );
+        assert_eq!(claim.rule, expected);
+        let nothing = read_it(&[result("gpu", "gpu-a", "0", "0")], &[]).expect("it is right");
+        assert_eq!(nothing.rule.keys().collect::<Vec<_>>(), ["allowed-gpus", "weight"]);
+    }
+
+    #[test]
+    fn a_gang_has_several_gpus_and_one_rule() {
+        let results = [result("gpus/large", "gpu-b", "0", "0"), result("gpus/large", "gpu-a", "0", "0")];
+        let claim = read_it(&results, &[config("FromClaim", &["gpus"], json!({"gang": true}))]).expect("it is right");
+        assert_eq!(claim.rule["gang"], true.into());
+        assert_eq!(claim.rule["allowed-gpus"], vec!["GPU-a", "GPU-b"].into());
+        let devices: Vec<_> =
+            claim.devices.iter().map(|device| (device.request.as_str(), device.name.as_str())).collect();
+        assert_eq!(devices, [("gpus", "gpu-b"), ("gpus", "gpu-a")]);
+    }
+
+    #[test]
+    fn parts_of_one_gpu_add_up() {
+        let results = [result("a", "gpu-a", "1Gi", "10"), result("b", "gpu-a", "2Gi", "5")];
+        let claim = read_it(&results, &[]).expect("it is right");
+        assert_eq!((&claim.rule["memory-max"], &claim.rule["time-min"]), (&(3_i64 << 30).into(), &"15%".into()));
+        assert_eq!(claim.devices.len(), 2);
+    }
+
+    #[test]
+    fn a_class_may_set_what_a_claim_may_not() {
+        let one = [result("gpu", "gpu-a", "0", "0")];
+        let keys = json!({"interactive": true, "sleep-after": "10min", "weight": 500});
+        let claim = read_it(&one, &[config("FromClass", &["gpu"], keys.clone())]).expect("an administrator said so");
+        assert_eq!((&claim.rule["interactive"], &claim.rule["weight"]), (&true.into(), &500.into()));
+        for (key, value) in keys.as_object().expect("an object") {
+            let refused =
+                read_it(&one, &[config("FromClaim", &[], json!({key: value}))]).expect_err("it is not allowed");
+            assert!(
+                refused.contains(&format!("{key} is not allowed in it: pods of namespace team-a may")),
+                "{refused}"
+            );
+        }
+        let both =
+            [config("FromClass", &[], json!({"weight": "idle"})), config("FromClaim", &[], json!({"weight": 100}))];
+        assert_eq!(read_it(&one, &both), Err("weight is set by its DeviceClass: remove it from the claim".into()));
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_refused_with_a_sentence() {
+        let one = [result("gpu", "gpu-a", "40Gi", "0")];
+        let cases = [
+            (read_it(&[], &[]), "it has no GPU of the driver gpu.nvshare.com on node node-1"),
+            (read_it(&[result("gpu", "gpu-z", "0", "0")], &[]), "\"gpu-z\" is not offered by this node any more"),
+            (read_it(&[result("gpu", "gpu-c", "0", "0")], &[]), "GPU-c is unhealthy: XID 79"),
+            (
+                read_it(&[result("a", "gpu-a", "1Gi", "0"), result("b", "gpu-b", "2Gi", "0")], &[]),
+                "make a claim of each",
+            ),
+            (
+                read_it(
+                    &[result("a", "gpu-a", "1Gi", "0"), result("b", "gpu-a", "1Gi", "0")],
+                    &[config("FromClaim", &["a"], json!({"gang": true}))],
+                ),
+                "have different configurations",
+            ),
+            (read_it(&[result("gpu", "gpu-a", "much", "0")], &[]), "\"much\", which is no whole number"),
+            (read_it(&one, &[config("FromClaim", &[], json!({"memory-max": "8G"}))]), "leave one out"),
+            (
+                read_it(&one, &[config("FromClaim", &[], json!({"allowed-gpus": "0"}))]),
+                "has \"allowed-gpus\": memory-max,",
+            ),
+            (read_it(&one, &[config("FromClaim", &[], json!({"gang": [1]}))]), "its gang has to be"),
+            (read_it(&one, &[config("FromClaim", &[], json!({"kind": "Gpu"}))]), "has kind: \"Gpu\""),
+        ];
+        for (read, said) in cases {
+            let refused = read.expect_err(said);
+            assert!(refused.contains(said), "{refused}");
+        }
+        let mut whole = result("gpu", "gpu-a", "0", "0");
+        whole.as_object_mut().expect("an object").remove("consumedCapacity");
+        let refused = read_it(&[whole.clone()], &[]).expect_err("it cannot be shared");
+        assert!(refused.contains("DRAConsumableCapacity in kube-scheduler"), "{refused}");
+        whole["adminAccess"] = true.into();
+        assert!(read_it(&[whole], &[]).is_ok(), "a monitor takes nothing");
+        let unallocated = ResourceClaim::default();
+        assert_eq!(read(&unallocated, "n", &gpus(), &Permissions::default()), Err("it is not allocated".into()));
+    }
+
+    #[test]
+    fn the_configuration_of_other_requests_and_drivers_is_none_of_ours() {
+        let mut other = config("FromClaim", &[], json!({"interactive": true}));
+        other["opaque"]["driver"] = "gpu.nvidia.com".into();
+        let another = config("FromClaim", &["second"], json!({"interactive": true}));
+        assert!(read_it(&[result("gpu", "gpu-a", "0", "0")], &[other, another]).is_ok());
+    }
+}

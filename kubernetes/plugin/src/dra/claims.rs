@@ -1,0 +1,187 @@
+//! The claims that are prepared. Each is kept on disk, is a CDI device for the container runtime, and is told to the scheduler, which
+//! makes its socket: all of that before kubelet is answered, so no program of a claim can run without its rule.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use nvshare::bus::{self, SchedulerProxy};
+use nvshare::ctl::cdi;
+use nvshare_kubernetes::retry::Retry;
+use nvshare_kubernetes::scheduler::{connect, variants};
+use tokio::sync::Mutex;
+use tokio::time::{sleep, timeout};
+use tokio_stream::StreamExt;
+use tracing::{debug, info, warn};
+use zbus::MessageStream;
+
+use super::claim::Prepared;
+use super::store::Store;
+
+/// Time for the scheduler to accept a connection and a message. kubelet waits for 45 s.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// The longest pause between attempts to reach the scheduler.
+const RETRY: Duration = Duration::from_secs(2);
+
+/// Where claims are kept and told.
+#[derive(Debug)]
+pub struct Places {
+    /// The scheduler's control socket.
+    pub control: PathBuf,
+    /// The directory of the claims' files.
+    pub store: PathBuf,
+    /// The directory for CDI files.
+    pub cdi: PathBuf,
+    /// The directory of the claims' sockets, on the host.
+    pub sockets: PathBuf,
+}
+
+/// All prepared claims, by UID.
+#[derive(Debug)]
+pub struct Claims {
+    places: Places,
+    store: Store,
+    /// Held while the scheduler is told, so that what it is told last is how things are.
+    prepared: Mutex<BTreeMap<String, Prepared>>,
+}
+
+impl Claims {
+    /// Those that were prepared before the driver was started.
+    pub fn load(places: Places) -> Self {
+        let store = Store::new(places.store.clone());
+        let prepared = store.load();
+        if !prepared.is_empty() {
+            info!("{} claims are prepared", prepared.len());
+        }
+        Self { places, store, prepared: Mutex::new(prepared) }
+    }
+
+    /// The CDI device of a claim.
+    pub fn cdi_device(uid: &str) -> String {
+        format!("{}={uid}", cdi::CLAIM_KIND)
+    }
+
+    pub async fn get(&self, uid: &str) -> Option<Prepared> {
+        self.prepared.lock().await.get(uid).cloned()
+    }
+
+    /// Prepares a claim, or sees that all of it is there for one that is prepared.
+    ///
+    /// # Errors
+    /// A sentence: its rule is refused, the scheduler does not answer, or a file cannot be written. Then the claim is not prepared.
+    pub async fn prepare(&self, claim: Prepared) -> Result<(), String> {
+        let mut prepared = self.prepared.lock().await;
+        let uid = claim.uid.clone();
+        let before = prepared.insert(uid.clone(), claim.clone());
+        let done = async {
+            let write = |e: std::io::Error| format!("the claim cannot be written: {e}");
+            self.store.save(&claim).map_err(write)?;
+            self.write_cdi(&uid).map_err(write)?;
+            match self.tell(&prepared).await?.remove(&uid) {
+                Some(why) => Err(format!("the scheduler refuses it: {why}")),
+                None => Ok(()),
+            }
+        };
+        let done = done.await;
+        if done.is_err() && before.is_none() {
+            prepared.remove(&uid);
+            self.forget(&uid);
+            // Or it would be known to the scheduler until something else changes.
+            if let Err(why) = self.tell(&prepared).await {
+                debug!("{why}");
+            }
+        }
+        done
+    }
+
+    /// Undoes that. It is no error if the claim is not prepared, or if the scheduler is away: it is told when it is back.
+    pub async fn unprepare(&self, uid: &str) {
+        let mut prepared = self.prepared.lock().await;
+        self.forget(uid);
+        if prepared.remove(uid).is_some()
+            && let Err(why) = self.tell(&prepared).await
+        {
+            debug!("{why}");
+        }
+    }
+
+    /// Tells each scheduler that starts of all claims.
+    pub async fn keep_told(&self) {
+        let mut retry = Retry::up_to(RETRY);
+        loop {
+            if let Ok(Ok((connection, proxy))) = timeout(ANSWER, connect(&self.places.control)).await {
+                let mut end = MessageStream::from(&connection);
+                let told = {
+                    let prepared = self.prepared.lock().await;
+                    // After the node has started again the files are gone.
+                    for uid in prepared.keys() {
+                        if let Err(e) = self.write_cdi(uid) {
+                            warn!("the CDI file of claim {uid} cannot be written: {e}");
+                        }
+                    }
+                    tell(&proxy, &prepared).await
+                };
+                match told {
+                    Ok(refused) => {
+                        retry.reset();
+                        for (uid, why) in refused {
+                            warn!("claim {uid} has no rule any more, and its programs no scheduler: {why}");
+                        }
+                        while let Some(Ok(_)) = end.next().await {}
+                    }
+                    Err(why) => warn!("{why}"),
+                }
+            }
+            sleep(retry.wait()).await;
+        }
+    }
+
+    async fn tell(&self, prepared: &BTreeMap<String, Prepared>) -> Result<HashMap<String, String>, String> {
+        let connecting = timeout(ANSWER, connect(&self.places.control)).await;
+        let silent = |_| format!("the scheduler at {} does not answer", self.places.control.display());
+        let (_connection, proxy) = connecting.map_err(silent)??;
+        tell(&proxy, prepared).await
+    }
+
+    fn write_cdi(&self, uid: &str) -> std::io::Result<()> {
+        let sockets = self.places.sockets.join(uid);
+        let text = cdi::of_claim(uid, &sockets.display().to_string());
+        let path = self.cdi_file(uid);
+        match std::fs::read(&path) {
+            Ok(there) if there == text.as_bytes() => Ok(()),
+            _ => cdi::write(&path, text.as_bytes()),
+        }
+    }
+
+    fn cdi_file(&self, uid: &str) -> PathBuf {
+        self.places.cdi.join(format!("nvshare-claim-{uid}.json"))
+    }
+
+    fn forget(&self, uid: &str) {
+        let removed = match std::fs::remove_file(self.cdi_file(uid)) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        };
+        if let Err(e) = removed.and(self.store.remove(uid)) {
+            warn!("what is left of claim {uid} cannot be removed: {e}");
+        }
+    }
+}
+
+/// Tells the scheduler of all claims. The answer has those that it refuses.
+async fn tell(
+    proxy: &SchedulerProxy<'_>,
+    prepared: &BTreeMap<String, Prepared>,
+) -> Result<HashMap<String, String>, String> {
+    let claim = |claim: &Prepared| bus::Claim {
+        uid: claim.uid.clone(),
+        namespace: claim.namespace.clone(),
+        name: claim.name.clone(),
+        rule: variants(&claim.rule),
+    };
+    match timeout(ANSWER, proxy.set_claims(prepared.values().map(claim).collect())).await {
+        Ok(answer) => answer.map_err(|e| format!("the scheduler does not take claims: {e}")),
+        Err(_) => Err(format!("the scheduler has not answered for {} s", ANSWER.as_secs())),
+    }
+}

@@ -1,0 +1,43 @@
+//! How kubelet finds the driver: a socket in kubelet's directory of plugins, on which it asks what the plugin is, and says what came
+//! of it.
+
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+use tracing::{info, warn};
+
+use super::plugin_registration::registration_server::Registration;
+use super::plugin_registration::{DRA_PLUGIN, InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse};
+use super::{DRIVER, health, protocol};
+
+/// Answers kubelet.
+#[derive(Debug)]
+pub struct Desk {
+    /// The path of the driver's socket.
+    pub endpoint: String,
+    pub registered: watch::Sender<bool>,
+}
+
+#[tonic::async_trait]
+impl Registration for Desk {
+    async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+        Ok(Response::new(PluginInfo {
+            r#type: DRA_PLUGIN.into(),
+            name: DRIVER.into(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: vec![protocol::SERVICE.into(), health::SERVICE.into()],
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<RegistrationStatus>,
+    ) -> Result<Response<RegistrationStatusResponse>, Status> {
+        let RegistrationStatus { plugin_registered, error } = request.into_inner();
+        match plugin_registered {
+            true => info!("kubelet has registered the DRA driver {DRIVER}"),
+            false => warn!("kubelet does not register the DRA driver {DRIVER}: {error}"),
+        }
+        self.registered.send_replace(plugin_registered);
+        Ok(Response::new(RegistrationStatusResponse {}))
+    }
+}

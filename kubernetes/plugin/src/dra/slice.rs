@@ -1,0 +1,240 @@
+//! The devices of the node's ResourceSlice: each GPU with what claims can have of it. Also what an API server has made of them,
+//! which drops fields that it does not know or whose feature gates are off. Pure.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::resource::v1::{
+    CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity, DeviceTaint,
+};
+
+use super::{DRIVER, quantity};
+use crate::devices::{Devices, Gpu};
+
+/// The capacities, by their names in claims: bytes that a claim's programs may have, percent of the GPU's time that they are
+/// guaranteed, and places beside others.
+pub const MEMORY: &str = "memory";
+pub const TIME: &str = "time";
+pub const SLOTS: &str = "slots";
+
+/// The driver maps memory in pieces of this size.
+const GRANULE: u64 = 2 << 20;
+
+/// Devices of a slice, if one of them has a taint.
+pub const MAX_DEVICES: usize = 64;
+
+/// The name of a GPU's device: its UUID as a DNS label.
+pub fn device_name(uuid: &str) -> String {
+    uuid.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect()
+}
+
+/// The devices that are offered. Without taints, a GPU that should get no new claims is left out.
+pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
+    let device = |gpu: &Gpu| {
+        let (memory, taints) = (gpu.memory?, taints(gpu));
+        (has_taints || taints.is_empty()).then(|| Device {
+            name: device_name(&gpu.uuid),
+            attributes: Some(attributes(gpu)),
+            capacity: Some(BTreeMap::from([
+                // Nothing is reserved for a claim that asks for nothing: it shares what others do not use.
+                (MEMORY.to_owned(), capacity(memory, 0, memory / GRANULE * GRANULE, GRANULE)),
+                (TIME.to_owned(), capacity(100, 0, 100, 1)),
+                (SLOTS.to_owned(), capacity(gpu.slots.into(), 1, gpu.slots.into(), 1)),
+            ])),
+            allow_multiple_allocations: Some(true),
+            taints: (!taints.is_empty()).then_some(taints),
+            ..Device::default()
+        })
+    };
+    gpus.gpus.iter().filter_map(device).take(MAX_DEVICES).collect()
+}
+
+/// What a claim gets is `least` unless it asks for more.
+fn capacity(value: u64, least: u64, most: u64, step: u64) -> DeviceCapacity {
+    // A step that does not fit once is no step.
+    let step = (least + step <= most).then(|| quantity::of(step));
+    let range = CapacityRequestPolicyRange { min: quantity::of(least), max: Some(quantity::of(most)), step };
+    let policy = CapacityRequestPolicy {
+        default: Some(quantity::of(least)),
+        valid_range: Some(range),
+        ..CapacityRequestPolicy::default()
+    };
+    DeviceCapacity { value: quantity::of(value), request_policy: Some(policy) }
+}
+
+/// Characters of an attribute's text.
+const LONGEST: usize = 64;
+
+fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
+    let text = |text: &str| DeviceAttribute {
+        string: Some(text.chars().take(LONGEST).collect()),
+        ..DeviceAttribute::default()
+    };
+    let number = |number: u32| DeviceAttribute { int: Some(number.into()), ..DeviceAttribute::default() };
+    let kind = if gpu.uuid.starts_with("MIG-") { "mig" } else { "gpu" };
+    let all = [
+        ("uuid", Some(text(&gpu.uuid))),
+        ("type", Some(text(kind))),
+        ("productName", (!gpu.model.is_empty()).then(|| text(&gpu.model))),
+        ("index", gpu.index.map(number)),
+        ("numaNode", gpu.numa.map(number)),
+    ];
+    all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
+}
+
+/// Why a GPU gets no new claims. Running programs stay.
+fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
+    let taint = |key: &str| DeviceTaint {
+        key: format!("{DRIVER}/{key}"),
+        effect: "NoSchedule".to_owned(),
+        ..DeviceTaint::default()
+    };
+    let all = [("unhealthy", gpu.problem.is_some()), ("drained", gpu.drained)];
+    all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
+}
+
+/// Fields that an API server has dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Dropped {
+    /// Those by which a device can have several claims.
+    pub sharing: bool,
+    pub taints: bool,
+}
+
+/// What an API server has dropped of the devices that it was sent.
+pub fn dropped(sent: &[Device], stored: &[Device]) -> Dropped {
+    let policies = |device: &Device| {
+        let all = device.capacity.iter().flatten();
+        all.filter(|(_, capacity)| capacity.request_policy.is_some()).count()
+    };
+    let mut dropped = Dropped::default();
+    for device in sent {
+        let stored = stored.iter().find(|stored| stored.name == device.name).cloned().unwrap_or_default();
+        dropped.sharing |= stored.allow_multiple_allocations != Some(true) || policies(&stored) < policies(device);
+        dropped.taints |= device.taints.is_some() && stored.taints.is_none();
+    }
+    dropped
+}
+
+/// True if these devices say the same, however their numbers are written.
+pub fn are_same(one: &[Device], other: &[Device]) -> bool {
+    let numbers = |capacity: &DeviceCapacity| {
+        let policy = capacity.request_policy.clone().unwrap_or_default();
+        let range = policy.valid_range.unwrap_or_default();
+        let all = [policy.default.as_ref(), Some(&range.min), range.max.as_ref(), range.step.as_ref()];
+        (quantity::whole(&capacity.value), all.map(|number| number.and_then(quantity::whole)))
+    };
+    let capacities = |device: &Device| -> Vec<_> {
+        device.capacity.iter().flatten().map(|(name, capacity)| (name.clone(), numbers(capacity))).collect()
+    };
+    let taints = |device: &Device| -> Vec<_> {
+        let all = device.taints.iter().flatten();
+        all.map(|taint| (taint.key.clone(), taint.effect.clone())).collect()
+    };
+    let said = |device: &Device| {
+        let (attributes, shared) = (device.attributes.clone(), device.allow_multiple_allocations);
+        (device.name.clone(), attributes, shared, capacities(device), taints(device))
+    };
+    one.iter().map(said).eq(other.iter().map(said))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+
+    fn gpus() -> Devices {
+        let gpu = |uuid: &str, problem: Option<&str>, drained| Gpu {
+            uuid: uuid.into(),
+            model: "NVIDIA H100".into(),
+            index: Some(3),
+            slots: 10,
+            memory: Some(80 << 30),
+            problem: problem.map(str::to_owned),
+            drained,
+            ..Gpu::default()
+        };
+        let unlisted = Gpu { memory: None, ..gpu("GPU-d", None, false) };
+        let gpus =
+            vec![gpu("GPU-A", None, false), gpu("GPU-b", Some("XID 79"), false), gpu("MIG-c", None, true), unlisted];
+        Devices { gpus }
+    }
+
+    #[test]
+    fn a_gpu_is_a_device_with_parts_for_many_claims() {
+        let devices = devices(&gpus(), true);
+        let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+        assert_eq!(names, ["gpu-a", "gpu-b", "mig-c"], "a GPU of which the scheduler knows nothing is not offered");
+        let gpu = serde_json::to_value(&devices[0]).expect("JSON");
+        assert_eq!(gpu["allowMultipleAllocations"], true);
+        assert_eq!(gpu["capacity"]["memory"]["value"], "85899345920");
+        assert_eq!(gpu["capacity"]["memory"]["requestPolicy"]["default"], "0");
+        assert_eq!(gpu["capacity"]["memory"]["requestPolicy"]["validRange"]["step"], "2097152");
+        assert_eq!(gpu["capacity"]["time"]["requestPolicy"]["validRange"]["max"], "100");
+        assert_eq!(gpu["capacity"]["slots"]["requestPolicy"]["default"], "1");
+        assert_eq!(gpu["attributes"]["uuid"]["string"], "GPU-A");
+        assert_eq!(gpu.get("taints"), None);
+    }
+
+    #[test]
+    fn requests_fit_the_rules_for_policies() {
+        for memory in [80 << 30, (80 << 30) + 12_345, 3 << 20, 1 << 20] {
+            let one = Gpu { memory: Some(memory), slots: 1, uuid: "GPU-a".into(), ..Gpu::default() };
+            let device = devices(&Devices { gpus: vec![one] }, true).remove(0);
+            for (name, capacity) in device.capacity.expect("capacities") {
+                let policy = capacity.request_policy.expect("a policy");
+                let range = policy.valid_range.expect("a range");
+                let number = |quantity: &Quantity| quantity::whole(quantity).expect("a number");
+                let (least, most) = (number(&range.min), number(&range.max.expect("a maximum")));
+                let (value, default) = (number(&capacity.value), number(&policy.default.expect("a default")));
+                assert!(least <= default && default <= most && most <= value, "{name} of {memory}");
+                if let Some(step) = range.step.as_ref().map(number) {
+                    assert!((most - least) % step == 0 && (default - least) % step == 0, "{name} of {memory}");
+                    assert!(least + step <= value, "{name} of {memory}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_gets_no_new_claims_has_a_taint_or_is_left_out() {
+        let tainted = devices(&gpus(), true);
+        let key = |at: usize| Some(tainted[at].taints.as_ref()?[0].key.clone());
+        assert_eq!(
+            (key(0), key(1), key(2)),
+            (None, Some("gpu.nvshare.com/unhealthy".into()), Some("gpu.nvshare.com/drained".into()))
+        );
+        assert_eq!(devices(&gpus(), false).len(), 1);
+    }
+
+    #[test]
+    fn what_an_api_server_drops_shows() {
+        let sent = devices(&gpus(), true);
+        assert_eq!(dropped(&sent, &sent), Dropped::default());
+        let mut stored = sent.clone();
+        stored.iter_mut().for_each(|device| device.taints = None);
+        assert_eq!(dropped(&sent, &stored), Dropped { taints: true, sharing: false });
+        stored = sent.clone();
+        stored[1].allow_multiple_allocations = None;
+        assert_eq!(dropped(&sent, &stored), Dropped { taints: false, sharing: true });
+        stored = sent.clone();
+        stored[0].capacity.as_mut().expect("capacities").get_mut("time").expect("time").request_policy = None;
+        assert_eq!(dropped(&sent, &stored), Dropped { taints: false, sharing: true });
+        assert!(dropped(&sent, &[]).sharing);
+    }
+
+    #[test]
+    fn numbers_are_the_same_however_they_are_written() {
+        let sent = devices(&gpus(), true);
+        let mut stored = sent.clone();
+        let mut set = |text: &str| {
+            let all = stored[0].capacity.as_mut().expect("capacities");
+            all.get_mut("memory").expect("memory").value = Quantity(text.into());
+            are_same(&sent, &stored)
+        };
+        assert!(set("80Gi") && !set("79Gi"));
+        stored = sent.clone();
+        stored[1].taints = None;
+        assert!(!are_same(&sent, &stored));
+        assert!(!are_same(&sent, &sent[1..]));
+    }
+}

@@ -1,0 +1,382 @@
+//! The DRA driver with stand-ins for the API server and kubelet, and the real scheduler: what is offered, and what becomes of claims.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::support::api::{self, Api, claim, config, uid};
+use crate::support::dra::{Driver, Program, sockets_in_container};
+use crate::support::kubelet::{Kubelet, health};
+use crate::support::{Node, PATIENCE, Process, QUICK};
+use cuda_sim_gpus::config::gpu_uuid;
+use cuda_sim_gpus::trouble::{self, Event, XID};
+use nvshare::bus::{Client, SchedulerProxy};
+use nvshare_device_plugin::dra::health::HealthStatus;
+use nvshare_device_plugin::dra::protocol::{Claim, Device};
+use serde_json::json;
+use toml::Table;
+
+/// A node that offers its GPUs by DRA, and an API server.
+fn node(gpus: usize) -> (Node, Api) {
+    let (node, api) = (Node::with_gpus(gpus), Api::start());
+    std::fs::write(node.directory.join("kubeconfig"), api.kubeconfig()).expect("a file");
+    std::fs::write(node.directory.join("agent.toml"), "").expect("a file");
+    node.configure(&format!("offer = \"dra\"\n{QUICK}"));
+    (node, api)
+}
+
+/// The same, on which everything runs.
+async fn running(gpus: usize) -> (Node, Api, Process, Process, Driver) {
+    let (node, api) = node(gpus);
+    let (scheduler, process) = (node.scheduler(), node.plugin());
+    let driver = Driver::find(&node.registry()).await;
+    api.until("all GPUs", |devices| devices.len() == gpus);
+    (node, api, scheduler, process, driver)
+}
+
+fn device(node: &Node, gpu: usize) -> String {
+    gpu_uuid(&node.machine(), gpu).to_lowercase()
+}
+
+/// What kubelet says of a claim.
+fn named(number: u32) -> Claim {
+    Claim { namespace: "team-a".into(), uid: uid(number), name: format!("claim-{number}") }
+}
+
+/// A scheduler's answer.
+async fn ask<T>(node: &Node, question: impl AsyncFn(&SchedulerProxy<'_>) -> zbus::Result<T>) -> T {
+    let (_connection, proxy) = nvshare_kubernetes::scheduler::connect(&node.control()).await.expect("it listens");
+    question(&proxy).await.expect("it answers")
+}
+
+/// The rules of claims, by their names.
+async fn rules(node: &Node) -> Vec<(String, Table)> {
+    let all = ask(node, async |scheduler| scheduler.list_rules().await).await;
+    let table = |rule| nvshare::bus::rules::table(&rule).expect("a rule");
+    let name = |rule: Table| (rule["name"].as_str().expect("a name").to_owned(), rule);
+    all.into_iter().map(table).map(name).collect()
+}
+
+async fn clients(node: &Node) -> Vec<Client> {
+    ask(node, async |scheduler| scheduler.list_clients().await).await
+}
+
+/// Waits until it is so.
+async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so().await {
+        assert!(Instant::now() < deadline, "{what}: it never came");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// What a container with these devices finds at `/run/nvshare/scheduler.sock`.
+fn socket(node: &Node, devices: &[Device]) -> PathBuf {
+    let ids: Vec<String> = devices.iter().flat_map(|device| device.cdi_device_ids.clone()).collect();
+    sockets_in_container(&node.cdi(), &ids).join("scheduler.sock")
+}
+
+async fn ready(node: &Node) -> String {
+    let mut command = node.plugin_command();
+    let asking = tokio::task::spawn_blocking(move || command.arg("--ready").output().expect("it starts"));
+    let output = asking.await.expect("it ends");
+    let said = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.success(), said.is_empty(), "{said}");
+    said
+}
+
+#[tokio::test]
+async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
+    let (node, api, _scheduler, process, driver) = running(2).await;
+    let slice = api.slice().expect("a slice");
+    assert_eq!(slice.metadata.name.as_deref(), Some("node-1-gpu.nvshare.com"));
+    let devices = api.devices();
+    assert_eq!(
+        devices.iter().map(|device| device.name.clone()).collect::<Vec<_>>(),
+        [device(&node, 0), device(&node, 1)]
+    );
+    for device in &devices {
+        assert_eq!(device.allow_multiple_allocations, Some(true));
+        let capacity = device.capacity.as_ref().expect("capacities");
+        assert_eq!(capacity.keys().collect::<Vec<_>>(), ["memory", "slots", "time"]);
+        assert_eq!((&*capacity["slots"].value.0, &*capacity["time"].value.0), ("10", "100"));
+        assert!(device.taints.is_none());
+    }
+    process.log.wait("kubelet has registered the DRA driver gpu.nvshare.com");
+    until("it is ready", async || ready(&node).await.is_empty()).await;
+    assert!(node.ask_plugin("--probe").status.success());
+    driver.health().await.until(&[HealthStatus::Healthy, HealthStatus::Healthy]).await;
+    // The device plugin's part of it offers nothing, and is not even there.
+    assert!(!node.socket().exists());
+}
+
+#[tokio::test]
+async fn a_gpu_is_offered_by_one_api_and_never_by_both() {
+    let (node, api) = node(2);
+    node.configure(&format!("[[gpu]]\ngpu = 1\nslots = 3\noffer = \"dra\"\n{QUICK}"));
+    let _scheduler = node.scheduler();
+    let mut kubelet = Kubelet::start(&node.kubelet_directory());
+    let process = node.plugin();
+    let mut plugin = kubelet.plugin().await;
+    plugin.next().await.expect("a list");
+    Driver::find(&node.registry()).await;
+    api.until("the second", |devices| devices.len() == 1);
+    let offered = |devices: &[nvshare_device_plugin::protocol::Device]| -> Vec<String> {
+        health(devices).into_iter().map(|(uuid, _)| uuid.to_lowercase()).collect()
+    };
+    assert_eq!((offered(&plugin.last), &*api.devices()[0].name), (vec![device(&node, 0)], &*device(&node, 1)));
+    // Both, when the configuration is another.
+    node.configure(&format!("[[gpu]]\ngpu = 0\nslots = 3\noffer = \"dra\"\n{QUICK}"));
+    process.signal(libc::SIGHUP);
+    api.until("the first", |devices| devices.len() == 1 && devices[0].name == device(&node, 0));
+    plugin.until("the second", |devices| offered(devices) == [device(&node, 1)]).await;
+    node.configure(QUICK);
+    process.signal(libc::SIGHUP);
+    api.until("nothing", |devices| devices.is_empty());
+    assert!(api.slice().is_none());
+}
+
+#[tokio::test]
+async fn what_the_plugin_was_not_started_for_takes_a_restart() {
+    let (node, api, _scheduler, process, _driver) = running(1).await;
+    node.configure(QUICK);
+    process.signal(libc::SIGHUP);
+    process.log.wait("the configuration is unchanged: restart the plugin to offer GPUs by another API");
+    assert_eq!(api.devices().len(), 1);
+    assert_eq!(node.ask_plugin("--probe").status.code(), Some(1), "kubelet restarts it");
+}
+
+#[tokio::test]
+async fn nothing_is_offered_where_the_api_server_drops_what_it_would_mean() {
+    let (node, api) = node(1);
+    api.set_consumable_capacity(false);
+    let (_scheduler, process) = (node.scheduler(), node.plugin());
+    process.log.wait("no GPU is offered, since the API server (v1.35.2) drops allowMultipleAllocations");
+    assert!(api.slice().is_none());
+    assert_eq!(api.requests("dryRun=All"), api.requests("POST"), "it was never stored");
+    Driver::find(&node.registry()).await;
+    let said = ready(&node).await;
+    assert!(said.contains("enable the feature gate DRAConsumableCapacity"), "{said}");
+    api.set_consumable_capacity(true);
+    api.until("the GPU", |devices| devices.len() == 1);
+    until("it is ready", async || ready(&node).await.is_empty()).await;
+    // An API server that is started again without the gate drops it at the next change.
+    api.set_consumable_capacity(false);
+    ask(&node, async |scheduler| scheduler.drain("0").await).await;
+    api.until("nothing", |devices| devices.is_empty());
+    assert!(api.slice().is_none());
+    assert!(ready(&node).await.contains("DRAConsumableCapacity"));
+}
+
+#[tokio::test]
+async fn an_api_server_that_cannot_be_used_is_said_so_and_tried_again() {
+    let (node, api) = node(1);
+    api.set_resource_api(false);
+    let (_scheduler, process) = (node.scheduler(), node.plugin());
+    process.log.wait("the API server has no resource.k8s.io/v1, which Kubernetes has from 1.34 on");
+    api.set_resource_api(true);
+    api.forbid(true);
+    process
+        .log
+        .wait("does not let the driver list ResourceSlices, and its service account needs the ClusterRole nvshare-dra");
+    api.forbid(false);
+    api.until("the GPU", |devices| devices.len() == 1);
+    process.log.wait("GPUs are offered by ResourceSlice node-1-gpu.nvshare.com");
+    // As kubelet does when it starts.
+    api.delete_slices();
+    api.until("it again", |devices| devices.len() == 1);
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
+    let (node, api, _scheduler, _process, mut driver) = running(2).await;
+    let mut reports = driver.health().await;
+    trouble::happen(&node.machine(), Event { gpu: 1, kind: XID, data: 79 }).expect("it is written");
+    let taints = |devices: &[k8s_openapi::api::resource::v1::Device]| -> Vec<Vec<String>> {
+        let keys = |device: &k8s_openapi::api::resource::v1::Device| {
+            device.taints.iter().flatten().map(|taint| taint.key.clone()).collect()
+        };
+        devices.iter().map(keys).collect()
+    };
+    let unhealthy = vec!["gpu.nvshare.com/unhealthy".to_owned()];
+    api.until("a taint", |devices| taints(devices) == [vec![], unhealthy.clone()]);
+    reports.until(&[HealthStatus::Healthy, HealthStatus::Unhealthy]).await;
+    api.put_claim(claim(1, &[&device(&node, 1)], "0", "0", &[]));
+    let refused = driver.prepare_one(&named(1)).await.expect_err("it is unhealthy");
+    assert!(refused.contains("is unhealthy: the driver reported XID 79"), "{refused}");
+    ask(&node, async |scheduler| scheduler.drain("0").await).await;
+    api.until("another", |devices| taints(devices) == [vec!["gpu.nvshare.com/drained".to_owned()], unhealthy.clone()]);
+    // An API server without taints would have them claimed.
+    api.set_taints(false);
+    api.delete_slices();
+    ask(&node, async |scheduler| scheduler.undrain("0").await).await;
+    api.until("the first alone", |devices| devices.len() == 1 && devices[0].name == device(&node, 0));
+}
+
+#[tokio::test]
+async fn a_claim_becomes_a_rule_of_the_programs_that_have_it() {
+    let (node, api, _scheduler, _process, mut driver) = running(1).await;
+    let keys = json!({"weight": 50, "gang": false, "on-memory-full": "wait"});
+    api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "25", &[config("FromClaim", keys)]));
+    let devices = driver.prepare_one(&named(1)).await.expect("it is right");
+    let [got] = &devices[..] else { panic!("{devices:?}") };
+    let uuid = gpu_uuid(&node.machine(), 0);
+    assert_eq!((&*got.pool_name, &*got.device_name), (api::NODE, &*device(&node, 0)));
+    assert_eq!(got.request_names, ["gpu"]);
+    assert_eq!(got.cdi_device_ids, [format!("nvshare.com/gpu={uuid}"), format!("nvshare.com/claim={}", uid(1))]);
+    let all = rules(&node).await;
+    let [(name, rule)] = &all[..] else { panic!("{all:?}") };
+    assert_eq!((name.as_str(), rule["origin"].as_str()), ("team-a/claim-1", Some("the ResourceClaim")));
+    assert_eq!(rule["claim"].as_str(), Some(uid(1).as_str()));
+    assert_eq!((rule["memory-max"].as_integer(), rule["memory-low"].as_integer()), (Some(1 << 30), Some(1 << 30)));
+    assert_eq!((rule["time-min"].as_str(), rule["weight"].as_integer()), (Some("25%"), Some(50)));
+    assert_eq!(rule["on-memory-full"].as_str(), Some("wait"));
+    assert_eq!(rule["allowed-gpus"].as_array().map(Vec::len), Some(1));
+
+    // Two containers, or two pods, of the claim; and a program that has none.
+    let socket = socket(&node, &devices);
+    assert_eq!(socket, node.claims().join(uid(1)).join("scheduler.sock"));
+    let _programs = [&socket, &socket, &node.clients()].map(|socket| Program::connect_soon(socket));
+    let of = async || -> Vec<(String, String)> {
+        clients(&node).await.into_iter().map(|client| (client.rule, client.share)).collect()
+    };
+    let (one, none) =
+        (("team-a/claim-1".to_owned(), "time-min 25%, weight 50".to_owned()), (String::new(), String::new()));
+    let mut found = of().await;
+    found.sort();
+    found.iter_mut().filter(|(rule, _)| rule.is_empty()).for_each(|(_, share)| share.clear());
+    assert_eq!(found.iter().map(|(rule, _)| rule).collect::<Vec<_>>(), [&none.0, &one.0, &one.0], "{found:?}");
+    assert!(found[1].1.contains("weight 50") && found[1].1.contains("25%"), "{found:?}");
+
+    driver.unprepare(&named(1)).await;
+    assert!(rules(&node).await.is_empty());
+    until("nothing is left", async || !node.claims().join(uid(1)).exists()).await;
+    let left: Vec<_> = node.cdi().read_dir().expect("the directory").flatten().map(|entry| entry.file_name()).collect();
+    assert_eq!(left, ["nvshare.json"]);
+    driver.unprepare(&named(1)).await;
+}
+
+#[tokio::test]
+async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
+    let (node, api, _scheduler, _process, mut driver) = running(2).await;
+    let (first, second) = (device(&node, 0), device(&node, 1));
+    api.put_claim(claim(
+        1,
+        &[&first, &second],
+        "0",
+        "0",
+        &[config("FromClass", json!({"gang": true, "interactive": true}))],
+    ));
+    api.put_claim(claim(2, &[&second], "1Gi", "0", &[]));
+    api.put_claim(claim(3, &[&second], "0", "0", &[config("FromClaim", json!({"interactive": true}))]));
+    api.put_claim(claim(4, &[&second], "0", "0", &[config("FromClaim", json!({"weight": "heavy"}))]));
+    let other = Claim { uid: uid(99), ..named(2) };
+    let answers = driver.prepare(&[named(1), named(2), named(3), named(4), named(5), other]).await;
+    let refused = |number: u32| answers[&uid(number)].clone().expect_err("it is refused");
+    assert_eq!(answers[&uid(1)].as_ref().map(Vec::len), Ok(2));
+    assert!(
+        refused(3).contains("interactive is not allowed in it: pods of namespace team-a may not set it"),
+        "{}",
+        refused(3)
+    );
+    assert!(refused(4).contains("the scheduler refuses it: weight cannot be \"heavy\""), "{}", refused(4));
+    assert!(refused(5).contains("the API server does not give it"), "{}", refused(5));
+    assert!(refused(99).contains("there is another claim of that name now"), "{}", refused(99));
+    let names = |rules: Vec<(String, Table)>| rules.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    assert_eq!(names(rules(&node).await), ["team-a/claim-1", "team-a/claim-2"]);
+    let sockets = [1, 2].map(|number| socket(&node, answers[&uid(number)].as_ref().expect("it is prepared")));
+    let _programs = sockets.map(|socket| Program::connect_soon(&socket));
+    // Without a scheduler, programs of both would take turns by the same files.
+    let turn = |number: u32| {
+        let name = format!("nvshare-{}.turn", gpu_uuid(&node.machine(), 1).trim_start_matches("GPU-"));
+        node.claims().join(uid(number)).join(name).metadata().expect("a lock file").ino()
+    };
+    assert_eq!(turn(1), turn(2));
+    let another = Program::connect_soon(&node.claims().join(uid(1)).join("scheduler.sock"));
+    let rules_and_gangs = async || {
+        let mut all: Vec<(String, usize)> =
+            clients(&node).await.into_iter().map(|client| (client.rule, client.gang.len())).collect();
+        all.sort();
+        all
+    };
+    let of_claim = |number: u32, peers: usize| (format!("team-a/claim-{number}"), peers);
+    assert_eq!(rules_and_gangs().await, [of_claim(1, 1), of_claim(1, 1), of_claim(2, 0)]);
+    drop(another);
+    until("it is gone", async || rules_and_gangs().await == [of_claim(1, 0), of_claim(2, 0)]).await;
+    // The agent's configuration may allow more.
+    std::fs::write(node.directory.join("agent.toml"), "[[namespaces]]\nname = \"*\"\nmay-set = [\"interactive\"]\n")
+        .expect("a file");
+    assert!(driver.prepare_one(&named(3)).await.is_ok());
+}
+
+#[tokio::test]
+async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
+    let (node, mut api, scheduler, mut process, mut driver) = running(1).await;
+    api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "0", &[]));
+    let devices = driver.prepare_one(&named(1)).await.expect("it is right");
+    let socket = socket(&node, &devices);
+    let names = async || rules(&node).await.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    // The scheduler: the socket is there before the driver has come, and the rule as soon as it has.
+    scheduler.kill();
+    process.signal(libc::SIGSTOP);
+    let scheduler = node.scheduler();
+    let _program = Program::connect_soon(&socket);
+    process.signal(libc::SIGCONT);
+    until("its rule", async || names().await == ["team-a/claim-1"]).await;
+    until("the program has it", async || clients(&node).await.iter().all(|client| client.rule == "team-a/claim-1"))
+        .await;
+    // The driver, while there is no API server.
+    process.signal(libc::SIGTERM);
+    assert!(process.wait().success());
+    assert!(node.registry().read_dir().expect("the directory").next().is_none(), "kubelet sees that it is gone");
+    api.stop();
+    let cdi = node.cdi().join(format!("nvshare-claim-{}.json", uid(1)));
+    std::fs::remove_file(&cdi).expect("as after a reboot");
+    scheduler.kill();
+    let _scheduler = node.scheduler();
+    let process = node.plugin();
+    let mut driver = Driver::find(&node.registry()).await;
+    until("its rule", async || names().await == ["team-a/claim-1"]).await;
+    until("its CDI device", async || cdi.exists()).await;
+    // kubelet asks again after it has started, and gets the same.
+    assert_eq!(driver.prepare_one(&named(1)).await.expect("it is known"), devices);
+    process.log.wait("1 claims are prepared");
+    driver.unprepare(&named(1)).await;
+    assert!(names().await.is_empty());
+}
+
+#[tokio::test]
+async fn a_claim_is_not_prepared_without_a_scheduler() {
+    let (node, api, scheduler, process, mut driver) = running(1).await;
+    api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "0", &[]));
+    scheduler.kill();
+    let refused = driver.prepare_one(&named(1)).await.expect_err("there is no scheduler");
+    assert!(refused.contains("no scheduler is at") || refused.contains("has not answered"), "{refused}");
+    let _scheduler = node.scheduler();
+    until("it is prepared", async || {
+        let mut driver = Driver::find(&node.registry()).await;
+        driver.prepare_one(&named(1)).await.is_ok()
+    })
+    .await;
+    assert_eq!(rules(&node).await.len(), 1);
+    // A socket that somebody removes is made again, and kubelet finds it again.
+    std::fs::remove_file(&driver.info.endpoint).expect("it is there");
+    process.log.wait("a socket of the driver is gone");
+    let mut driver = Driver::find(&node.registry()).await;
+    assert!(driver.prepare_one(&named(1)).await.is_ok());
+}
+
+#[test]
+fn a_driver_needs_to_know_its_node() {
+    let node = Node::with_gpus(1);
+    node.configure("offer = \"dra\"");
+    let mut process = node.plugin();
+    assert_eq!(process.wait().code(), Some(1));
+    process.log.wait("offer = \"dra\" needs the name of this node: --node, or NODE_NAME");
+    node.configure("offer = \"dra\"\ninject = \"mounts\"");
+    let wrong = node.ask_plugin("--check-config");
+    assert!(
+        String::from_utf8_lossy(&wrong.stderr).contains("device-plugin.toml:1:9: offer = \"dra\" needs inject"),
+        "{wrong:?}"
+    );
+}

@@ -1,0 +1,190 @@
+//! What the DRA driver has around it: stand-ins for kubelet, which does with a driver what kubelet's plugin manager and DRA manager do, and
+//! a program of a claim.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nvshare_device_plugin::dra::health::dra_resource_health_client::DraResourceHealthClient;
+use nvshare_device_plugin::dra::health::{HealthStatus, NodeWatchResourcesRequest, NodeWatchResourcesResponse};
+use nvshare_device_plugin::dra::plugin_registration::registration_client::RegistrationClient;
+use nvshare_device_plugin::dra::plugin_registration::{InfoRequest, PluginInfo, RegistrationStatus};
+use nvshare_device_plugin::dra::protocol::dra_plugin_client::DraPluginClient;
+use nvshare_device_plugin::dra::protocol::{Claim, Device, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest};
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use tokio::time::timeout;
+use tonic::Streaming;
+use tonic::transport::{Channel, Endpoint};
+
+use super::PATIENCE;
+
+/// The driver as kubelet has it.
+#[derive(Debug)]
+pub struct Driver {
+    pub info: PluginInfo,
+    client: DraPluginClient<Channel>,
+    channel: Channel,
+}
+
+impl Driver {
+    /// Finds the driver by the sockets in that directory, and registers it.
+    pub async fn find(registry: &Path) -> Self {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(driver) = Self::look(registry).await {
+                return driver;
+            }
+            assert!(Instant::now() < deadline, "no driver is in {}", registry.display());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn look(registry: &Path) -> Option<Self> {
+        let entries = registry.read_dir().ok()?.flatten().map(|entry| entry.path());
+        let socket = entries.into_iter().find(|path| path.extension().is_some_and(|end| end == "sock"))?;
+        // As gRPC for Go does with a path for a target.
+        let escape = |c: char| match c {
+            'a'..='z' | 'A'..='Z' | '0'..='9' | '-' | '_' | '.' | '~' | '@' => c.to_string(),
+            other => format!("%{:02X}", u32::from(other)),
+        };
+        let authority: String = socket.to_str().expect("a path").chars().map(escape).collect();
+        let channel = call(&socket, &authority).await.ok()?;
+        let mut desk = RegistrationClient::new(channel);
+        let info = desk.get_info(InfoRequest {}).await.expect("it says what it is").into_inner();
+        assert_eq!((&*info.r#type, &*info.name), ("DRAPlugin", "gpu.nvshare.com"));
+        assert!(info.supported_versions.contains(&"v1.DRAPlugin".to_owned()), "{info:?}");
+        let channel = call(Path::new(&info.endpoint), "localhost").await.expect("the driver serves before it is found");
+        let status = RegistrationStatus { plugin_registered: true, error: String::new() };
+        desk.notify_registration_status(status).await.expect("it is told");
+        Some(Self { info, client: DraPluginClient::new(channel.clone()), channel })
+    }
+
+    /// Has claims prepared. The answers by their UIDs, as it is for all that were asked for.
+    pub async fn prepare(&mut self, claims: &[Claim]) -> HashMap<String, Result<Vec<Device>, String>> {
+        let request = NodePrepareResourcesRequest { claims: claims.to_vec() };
+        let answers = self.client.node_prepare_resources(request).await.expect("it answers").into_inner().claims;
+        assert_eq!(answers.len(), claims.len());
+        let result = |(uid, answer): (String, nvshare_device_plugin::dra::protocol::NodePrepareResourceResponse)| {
+            let answer = if answer.error.is_empty() { Ok(answer.devices) } else { Err(answer.error) };
+            (uid, answer)
+        };
+        answers.into_iter().map(result).collect()
+    }
+
+    /// Has one claim prepared.
+    pub async fn prepare_one(&mut self, claim: &Claim) -> Result<Vec<Device>, String> {
+        self.prepare(std::slice::from_ref(claim)).await.remove(&claim.uid).expect("it is answered")
+    }
+
+    pub async fn unprepare(&mut self, claim: &Claim) {
+        let request = NodeUnprepareResourcesRequest { claims: vec![claim.clone()] };
+        let mut answers = self.client.node_unprepare_resources(request).await.expect("it answers").into_inner().claims;
+        assert_eq!(answers.remove(&claim.uid).expect("it is answered").error, "");
+    }
+
+    pub async fn health(&self) -> Health {
+        let mut client = DraResourceHealthClient::new(self.channel.clone());
+        Health(client.node_watch_resources(NodeWatchResourcesRequest {}).await.expect("it reports").into_inner())
+    }
+}
+
+/// Reports of health.
+#[derive(Debug)]
+pub struct Health(Streaming<NodeWatchResourcesResponse>);
+
+impl Health {
+    /// Waits until that is the health of all devices.
+    pub async fn until(&mut self, expected: &[HealthStatus]) {
+        let waiting = async {
+            loop {
+                let report = self.0.message().await.expect("a stream").expect("a report");
+                assert!(report.devices.iter().all(|device| device.last_updated_time > 1_700_000_000));
+                if report.devices.iter().map(|device| device.health()).eq(expected.iter().copied()) {
+                    return;
+                }
+            }
+        };
+        timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("{expected:?} never came"));
+    }
+}
+
+async fn call(socket: &Path, authority: &str) -> Result<Channel, tonic::transport::Error> {
+    let endpoint = Endpoint::try_from(format!("unix://{}", socket.display())).expect("an endpoint");
+    let origin = format!("http://{authority}").parse().unwrap_or_else(|e| panic!("{authority}: {e}"));
+    endpoint.origin(origin).connect().await
+}
+
+/// A program of the scheduler's that does nothing, and stays until it is dropped.
+#[derive(Debug)]
+pub struct Program {
+    _connection: OwnedFd,
+}
+
+impl Program {
+    /// Connects by that socket, if a scheduler serves it, and is welcomed.
+    pub fn connect(socket: &Path) -> Option<Self> {
+        let flags = SocketFlags::CLOEXEC;
+        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
+        rustix::net::connect(&fd, &SocketAddrUnix::new(socket).expect("an address")).ok()?;
+        let hello = ClientMessage::Hello {
+            min_version: 1,
+            max_version: 1,
+            flags: 0,
+            resume: 0,
+            gang: 0,
+            library: Text::new("test"),
+        };
+        rustix::net::send(&fd, hello.encode(1).as_bytes(), SendFlags::NOSIGNAL).expect("it is sent");
+        let mut buffer = [0u8; MAX_LEN];
+        let (length, _) = rustix::net::recv(&fd, &mut buffer[..], RecvFlags::empty()).expect("an answer");
+        let answer = SchedulerMessage::decode(&buffer[..length], 1).expect("the protocol");
+        assert!(matches!(answer, SchedulerMessage::Welcome { .. }), "{answer:?}");
+        Some(Self { _connection: fd })
+    }
+
+    /// Connects as soon as that is possible.
+    pub fn connect_soon(socket: &Path) -> Self {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(program) = Self::connect(socket) {
+                return program;
+            }
+            assert!(Instant::now() < deadline, "nobody serves {}", socket.display());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// What a container finds at `/run/nvshare` with these CDI devices: what the last of them mounts there, as container runtimes do it.
+pub fn sockets_in_container(cdi: &Path, devices: &[String]) -> PathBuf {
+    let specs: Vec<serde_json::Value> = cdi
+        .read_dir()
+        .expect("the directory")
+        .flatten()
+        .filter(|entry| entry.path().extension().is_some_and(|end| end == "json"))
+        .map(|entry| serde_json::from_slice(&std::fs::read(entry.path()).expect("a file")).expect("JSON"))
+        .collect();
+    let (mut found, mut seen) = (None, Vec::new());
+    for device in devices {
+        let (kind, name) = device.split_once('=').expect("a device");
+        let own = |spec: &serde_json::Value| {
+            let devices = spec["devices"].as_array().expect("devices").iter();
+            devices.filter(|device| device["name"] == name).map(|device| device["containerEdits"].clone()).next()
+        };
+        let spec = specs.iter().find(|spec| spec["kind"] == kind && own(spec).is_some());
+        let spec = spec.unwrap_or_else(|| panic!("unresolvable CDI device {device}"));
+        let mut edits = vec![own(spec).expect("the device")];
+        // What is in a file for all of its devices comes once, and first.
+        if !seen.contains(&spec) {
+            edits.insert(0, spec["containerEdits"].clone());
+            seen.push(spec);
+        }
+        let mounts = edits.iter().filter_map(|edits| edits["mounts"].as_array()).flatten();
+        for mount in mounts.filter(|mount| mount["containerPath"] == "/run/nvshare") {
+            found = Some(PathBuf::from(mount["hostPath"].as_str().expect("a path")));
+        }
+    }
+    found.expect("a socket's directory")
+}
