@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::manifests::{documents, kubernetes};
+use crate::manifests::{documents, kubernetes, the_driver_has_what_it_needs};
 
 fn chart() -> std::path::PathBuf {
     kubernetes().join("helm/nvshare")
@@ -20,9 +20,9 @@ fn read(name: &str) -> String {
 
 #[test]
 fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
-    for file in ["access.yaml", "config.yaml", "daemonset.yaml"] {
-        let path = kubernetes().join("base").join(file);
-        assert_eq!(read(&format!("base/{file}")), std::fs::read_to_string(&path).expect("a manifest"), "{file}");
+    for file in ["base/access.yaml", "base/config.yaml", "base/daemonset.yaml", "dra/access.yaml", "dra/daemonset.yaml"]
+    {
+        assert_eq!(read(file), std::fs::read_to_string(kubernetes().join(file)).expect("a manifest"), "{file}");
     }
     let chart: Value = serde_saphyr::from_str(&read("Chart.yaml")).expect("YAML");
     let version = env!("CARGO_PKG_VERSION");
@@ -106,6 +106,14 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
         count += 1;
     }
     assert_eq!(rendered.len(), count);
+}
+
+#[test]
+fn with_dra_it_installs_the_same_as_kustomize() {
+    let Some(without) = rendered(&json!({})) else { return };
+    let with = rendered(&json!({"dra": {"enabled": true}})).expect("helm is there");
+    let base = without["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers");
+    the_driver_has_what_it_needs(base, &with);
 }
 
 #[test]

@@ -11,9 +11,10 @@ use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, PodSpec, ServiceAccount};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceClaimTemplate};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 pub fn kubernetes() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -22,7 +23,7 @@ pub fn kubernetes() -> PathBuf {
 /// Every document of the manifests, with its file.
 pub fn documents() -> Vec<(PathBuf, Value)> {
     let mut all = Vec::new();
-    for directory in ["base", "mounts", "examples", "examples/volume-mounts"] {
+    for directory in ["base", "mounts", "dra", "examples", "examples/dra", "examples/volume-mounts"] {
         for entry in std::fs::read_dir(kubernetes().join(directory)).expect("the manifests") {
             let path = entry.expect("an entry").path();
             if path.is_dir() {
@@ -80,6 +81,9 @@ fn every_field_is_one_that_kubernetes_knows() {
             "Job" => known::<Job>(&document),
             "Pod" => known::<Pod>(&document),
             "RuntimeClass" => known::<RuntimeClass>(&document),
+            "DeviceClass" => known::<DeviceClass>(&document),
+            "ResourceClaim" => known::<ResourceClaim>(&document),
+            "ResourceClaimTemplate" => known::<ResourceClaimTemplate>(&document),
             "ValidatingAdmissionPolicy" => known::<ValidatingAdmissionPolicy>(&document),
             "ValidatingAdmissionPolicyBinding" => known::<ValidatingAdmissionPolicyBinding>(&document),
             // kubectl's own, and of no API; and of Prometheus' operator.
@@ -191,11 +195,50 @@ fn a_container_is_ready_only_when_it_does_its_work() {
 }
 
 #[test]
-fn the_agent_may_list_and_watch_pods_and_nothing_else() {
-    let roles: Vec<Value> = documents().into_iter().map(|(_, d)| d).filter(|d| d["kind"] == "ClusterRole").collect();
-    assert_eq!(roles.len(), 1);
-    let rules = serde_json::json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"] }]);
-    assert_eq!(roles[0]["rules"], rules);
+fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it_needs() {
+    let roles = documents().into_iter().filter(|(_, document)| document["kind"] == "ClusterRole");
+    let roles: Vec<(PathBuf, Value)> = roles.collect();
+    let [(of_base, agent), (of_dra, driver)] = &roles[..] else { panic!("{roles:?}") };
+    assert!(of_base.ends_with("base/access.yaml") && of_dra.ends_with("dra/access.yaml"));
+    let rules = json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"] }]);
+    assert_eq!(agent["rules"], rules);
+    let rules = json!([
+        { "apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": ["list", "watch", "create", "update", "delete"] },
+        { "apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"] },
+        { "apiGroups": [""], "resources": ["nodes"], "verbs": ["get"] },
+    ]);
+    assert_eq!(driver["rules"], rules);
+}
+
+/// What claims and classes of the examples say to the driver.
+#[test]
+fn the_configurations_of_claims_are_right() {
+    let mut count = 0;
+    for (path, document) in documents() {
+        let claims = [&document["spec"]["spec"]["devices"], &document["spec"]["devices"], &document["spec"]];
+        for config in claims.into_iter().filter_map(|claim| claim["config"].as_array()).flatten() {
+            assert_eq!(config["opaque"]["driver"], "gpu.nvshare.com", "{path:?}");
+            let source = if document["kind"] == "DeviceClass" { "FromClass" } else { "FromClaim" };
+            let result = json!({"request": "r", "driver": "gpu.nvshare.com", "pool": "n", "device": "gpu-a",
+                "consumedCapacity": {"memory": "0", "time": "0", "slots": "1"}});
+            let config = json!({"source": source, "opaque": config["opaque"]});
+            let claim: ResourceClaim = serde_json::from_value(json!({
+                "metadata": {"name": "c", "namespace": "default", "uid": "u"}, "spec": {},
+                "status": {"allocation": {"devices": {"results": [result], "config": [config]}}}
+            }))
+            .expect("a claim");
+            let gpu = nvshare_device_plugin::devices::Gpu { uuid: "GPU-a".into(), ..Default::default() };
+            let gpus = nvshare_device_plugin::devices::Devices { gpus: vec![gpu] };
+            let permissions = nvshare_agent::permissions::Permissions::default();
+            let read = nvshare_device_plugin::dra::claim::read(&claim, "n", &gpus, &permissions);
+            let rule = read.unwrap_or_else(|e| panic!("{path:?}: {e}")).rule;
+            let text = toml::Table::from_iter(rule.into_iter().filter(|(key, _)| key != "allowed-gpus")).to_string();
+            let origin = nvshare::config::rules::Origin { file: path.clone(), line: 0 };
+            nvshare::config::rules::read_one(&text, origin).unwrap_or_else(|e| panic!("{path:?}: {e}"));
+            count += 1;
+        }
+    }
+    assert_eq!(count, 3);
 }
 
 #[test]
@@ -233,6 +276,64 @@ fn built(directory: &str) -> Option<BTreeMap<String, Value>> {
     Some(all.into_iter().map(|object| (object["kind"].as_str().unwrap_or_default().to_owned(), object)).collect())
 }
 
+/// What `dra` has besides the base: two flags, mounts, and the name of the node. `helm.rs` asks the same of the chart.
+pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value>) {
+    let pod = &dra["DaemonSet"]["spec"]["template"]["spec"];
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let containers = [list(&pod["initContainers"]), list(&pod["containers"])].concat();
+    for container in &containers {
+        let name = container["name"].as_str().expect("a name");
+        let (flag, expected): (Option<&str>, Vec<&str>) = match name {
+            "prepare" => (Some("--sockets=/run/nvshare-claims"), vec!["/run/nvshare-claims"]),
+            "scheduler" => (Some("--claims=/run/nvshare-claims"), vec!["/run/nvshare-claims"]),
+            "device-plugin" => (
+                None,
+                vec![
+                    "/var/lib/kubelet/plugins/gpu.nvshare.com",
+                    "/var/lib/kubelet/plugins_registry",
+                    "/var/run/secrets/kubernetes.io/serviceaccount",
+                ],
+            ),
+            _ => (None, vec![]),
+        };
+        let command = list(&container["command"]);
+        let flags: Vec<&str> =
+            command.iter().filter_map(|flag| flag.as_str().filter(|f| f.contains("nvshare-claims"))).collect();
+        assert_eq!(flags, flag.into_iter().collect::<Vec<_>>(), "{name}");
+        let Some(before) = base.iter().find(|other| other["name"] == name) else { continue };
+        let paths = |container: &Value| -> BTreeSet<String> {
+            list(&container["volumeMounts"])
+                .iter()
+                .map(|mount| mount["mountPath"].as_str().expect("a path").to_owned())
+                .collect()
+        };
+        let (now, then) = (paths(container), paths(before));
+        assert_eq!(now.difference(&then).collect::<Vec<_>>(), expected, "{name}");
+        assert!(then.is_subset(&now) && now.len() == list(&container["volumeMounts"]).len(), "{name}");
+        let has_node = list(&container["env"]).iter().any(|variable| variable["name"] == "NODE_NAME");
+        assert_eq!(has_node, ["agent", "device-plugin"].contains(&name), "{name}");
+    }
+    let plugin = containers.iter().find(|container| container["name"] == "device-plugin").expect("the plugin");
+    let cdi = list(&plugin["volumeMounts"])
+        .into_iter()
+        .find(|mount| mount["mountPath"] == "/var/run/cdi")
+        .expect("the mount");
+    assert_ne!(cdi["readOnly"], true);
+    assert!(list(&plugin["env"]).iter().any(|variable| variable["name"] == "NVIDIA_VISIBLE_DEVICES"));
+    let volumes: BTreeSet<String> =
+        list(&pod["volumes"]).iter().map(|volume| volume["name"].as_str().expect("a name").to_owned()).collect();
+    let named = containers.iter().flat_map(|container| list(&container["volumeMounts"]));
+    assert!(named.into_iter().all(|mount| volumes.contains(mount["name"].as_str().expect("a name"))), "{volumes:?}");
+    let text = dra["ConfigMap"]["data"]["device-plugin.toml"].as_str().expect("a text");
+    let config =
+        nvshare_device_plugin::config::Config::parse(text, Path::new("device-plugin.toml")).expect("it is right");
+    assert_eq!(config.offer, nvshare_device_plugin::config::Offer::Dra);
+    assert!(!config.offers_by(nvshare_device_plugin::config::Offer::DevicePlugin));
+    for kind in ["DeviceClass", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"] {
+        assert!(dra.contains_key(kind), "{kind}");
+    }
+}
+
 #[test]
 fn overlays_change_the_base_and_nothing_else() {
     let Some(base) = built("base") else { return };
@@ -251,6 +352,8 @@ fn overlays_change_the_base_and_nothing_else() {
     assert_eq!(config.inject, nvshare_device_plugin::config::Inject::Mounts);
     config.inject = before.inject;
     assert_eq!(config, before);
+
+    the_driver_has_what_it_needs(&containers(&base), &built("dra").expect("kubectl is there"));
 
     let by_mounts = built("examples/volume-mounts").expect("kubectl is there");
     for container in containers(&by_mounts) {
