@@ -250,6 +250,14 @@ mod tests {
     }
 
     #[test]
+    fn every_key_of_a_rule_can_be_set_unless_it_chooses_gpus() {
+        let choosing = ["allowed-gpus", "affinity", "anti-affinity", "exclusion"];
+        let all: Vec<&str> =
+            nvshare::config::rules::LIMIT_KEYS.into_iter().filter(|key| !choosing.contains(key)).collect();
+        assert_eq!(all, KEYS);
+    }
+
+    #[test]
     fn what_was_reserved_is_had_and_no_more() {
         let claim = read_it(&[result("gpu", "gpu-a", "40Gi", "20")], &[]).expect("it is right");
         let expected = BTreeMap::from(
