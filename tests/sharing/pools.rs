@@ -152,9 +152,10 @@ fn where_streams_have_no_numbers_pools_are_the_drivers() {
 }
 
 #[test]
-fn without_the_switch_memory_of_pools_is_pinned() {
+fn memory_of_pools_that_are_left_to_the_driver_is_pinned() {
     let machine = Machine::with_scheduler(Setup::default());
-    let idle = machine.program("stranger --mem 32M --kind async --seconds 600").start();
+    let idle =
+        machine.program("stranger --mem 32M --kind async --seconds 600").env("NVSHARE_MOVABLE_POOLS", "0").start();
     idle.wait_to_say("holding");
     wait_for("it to be counted", || (machine.status()["clients"][0]["gpus"][0]["pinned"] == 32 * MIB).then_some(()));
 }
