@@ -14,8 +14,8 @@
 use std::{
     ffi::{c_char, c_void},
     fmt, fs,
-    io::{BufRead, BufReader, Read, Write},
-    os::{fd::AsRawFd, unix::net::UnixStream},
+    io::{BufRead, BufReader, Write},
+    os::fd::AsRawFd,
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     ptr,
@@ -23,7 +23,7 @@ use std::{
 };
 
 use bench_support::results::{Figure, Results};
-use bench_support::stage::{Stage, option};
+use bench_support::stage::{Stage, metric, option};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::ReleaseReason};
 use test_support::daemon::{self, Client, GIB, PATIENCE};
 
@@ -54,11 +54,7 @@ fn main() {
     let library = option("--library", "20000").parse::<f64>().expect("a number of hand-overs").min(hand_overs);
     let samples: f64 = option("--samples", "100").parse().expect("a number of samples");
     let stage = Stage::from_arguments();
-    let simulator = stage.file("simulator");
-    install_simulator(&stage, &simulator);
-    let environment = simulated(&simulator, &stage.file("gpu"));
-    // SAFETY: no other thread runs yet. The scheduler inherits it.
-    environment.iter().for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
+    stage.simulate((TOTAL << 20) as u64, &[("CUDA_SIM_CONTEXT", format!("{CONTEXT}M"))]);
     let metrics = stage.file("metrics.sock");
     let configuration = format!(
         "anti-thrash = \"on\"\nlog-level = \"warn\"\n[memory]\nreserve = \"1M\"\ncontext = \"{CONTEXT}M\"\n[metrics]\nlisten = {metrics:?}\n"
@@ -196,12 +192,7 @@ impl Log {
 
     /// A counter of the scheduler's metrics, summed over GPUs.
     fn counter(&self, name: &str) -> f64 {
-        let mut stream = UnixStream::connect(&self.metrics).expect("the scheduler serves metrics");
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("it reads");
-        let mut text = String::new();
-        stream.read_to_string(&mut text).expect("an answer");
-        let values = text.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{')));
-        values.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+        metric(&self.metrics, name)
     }
 }
 
@@ -375,25 +366,6 @@ fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient])
             client.hear();
         }
     }
-}
-
-fn install_simulator(stage: &Stage, to: &Path) {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda-sim/install.sh");
-    let status = Command::new(script).arg(to).arg(stage.programs()).status();
-    let built = status.is_ok_and(|status| status.success());
-    assert!(built, "build the simulated GPU first: cargo build --release -p cuda-sim -p nvml-sim");
-}
-
-fn simulated(libraries: &Path, directory: &Path) -> Vec<(&'static str, String)> {
-    vec![
-        ("LD_LIBRARY_PATH", libraries.display().to_string()),
-        ("CUDA_SIM_DIR", directory.display().to_string()),
-        ("CUDA_SIM_MEMORY", format!("{TOTAL}M")),
-        ("CUDA_SIM_CONTEXT", format!("{CONTEXT}M")),
-        // As fast as the processor does the work.
-        ("CUDA_SIM_GPU_BANDWIDTH", "1T".into()),
-        ("CUDA_SIM_LINK_BANDWIDTH", "1T".into()),
-    ]
 }
 
 /// Allocates memory and says so; then reads a number of rounds from standard input, works for so many on all of its memory, and says

@@ -1,6 +1,8 @@
 //! What benchmarks with real programs need: where the programs are, a GPU that another program makes small, a scheduler.
 
 use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::Duration,
@@ -35,6 +37,16 @@ pub fn bytes(text: &str) -> u64 {
 pub fn kill(mut child: Child) {
     let _ = child.kill();
     let _ = child.wait();
+}
+
+/// A value of a scheduler's metrics on that socket, summed over GPUs.
+pub fn metric(socket: &Path, name: &str) -> f64 {
+    let mut stream = UnixStream::connect(socket).expect("the scheduler serves metrics");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("it reads");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    let values = text.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{')));
+    values.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
 }
 
 impl Stage {
@@ -72,6 +84,26 @@ impl Stage {
     /// Where they are.
     pub fn programs(&self) -> &Path {
         &self.programs
+    }
+
+    /// Has this process, and what it starts, find a simulated GPU of so many bytes that is as fast as the processor does its work, and
+    /// that has these settings besides. No other thread may run yet.
+    pub fn simulate(&self, memory: u64, settings: &[(&str, String)]) {
+        let (libraries, directory) = (self.file("simulator"), self.file("gpu"));
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/cuda-sim/install.sh");
+        let status = Command::new(script).arg(&libraries).arg(self.programs()).status();
+        let is_built = status.is_ok_and(|status| status.success());
+        assert!(is_built, "build the simulated GPU first: cargo build --release -p cuda-sim -p nvml-sim");
+        let fast = || "1T".to_owned();
+        let all = [
+            ("LD_LIBRARY_PATH", libraries.display().to_string()),
+            ("CUDA_SIM_DIR", directory.display().to_string()),
+            ("CUDA_SIM_MEMORY", memory.to_string()),
+            ("CUDA_SIM_GPU_BANDWIDTH", fast()),
+            ("CUDA_SIM_LINK_BANDWIDTH", fast()),
+        ];
+        // SAFETY: no other thread runs yet.
+        all.iter().chain(settings).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     }
 
     /// A program that holds all of the GPU but so many bytes.

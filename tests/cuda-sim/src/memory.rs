@@ -8,7 +8,7 @@ use crate::{
     error::{Done, Error},
     managed::Managed,
 };
-use cuda_sim_gpus::{Account, place, shared::Shared};
+use cuda_sim_gpus::{Account, Config, place, shared::Shared};
 use std::{
     collections::BTreeMap,
     ops::Bound,
@@ -18,7 +18,7 @@ use std::{
     },
     ptr,
     sync::{
-        Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
@@ -74,12 +74,18 @@ impl Chunk {
     }
 
     fn anonymous(gpu: usize, len: u64, shareable: bool) -> Result<Chunk, Error> {
-        let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
-        // SAFETY: a hint about a mapping of this size that was just made. A forked child has no use for it.
-        unsafe {
-            libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
-            libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
-        }
+        let alias = match Kept::take(len) {
+            Some(alias) => alias,
+            None => {
+                let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
+                // SAFETY: a hint about a mapping of this size that was just made. A forked child has no use for it.
+                unsafe {
+                    libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
+                    libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
+                }
+                alias
+            }
+        };
         let (file, rdma) = (OnceLock::new(), AtomicBool::new(false));
         Ok(Chunk { gpu, len, alias, shareable, file, rdma, is_own: true })
     }
@@ -156,14 +162,42 @@ impl Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made with this length, and no work can reach it: work holds the table's lock and goes
-        // through mappings that keep their chunk alive.
-        unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
+        if !(self.is_own && self.file.get().is_none() && Kept::keep(self.alias, self.len)) {
+            // SAFETY: the mapping was made with this length, and no work can reach it: work holds the table's lock and goes
+            // through mappings that keep their chunk alive.
+            unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
+        }
         match self.file.get() {
             Some(file) => Account::get().give_shared(self.as_shared(file)),
             None if self.is_own => Account::get().give(self.gpu, self.len),
             None => {}
         }
+    }
+}
+
+/// Memory of chunks that were freed, which those made later get, if so configured: that of a real GPU need not be made, either.
+#[derive(Debug, Default)]
+struct Kept(Mutex<Vec<(usize, u64)>>);
+
+static KEPT: Kept = Kept(Mutex::new(Vec::new()));
+
+impl Kept {
+    fn take(len: u64) -> Option<*mut u8> {
+        let mut kept = KEPT.0.lock().unwrap_or_else(|e| e.into_inner());
+        let at = kept.iter().position(|(_, other)| *other == len)?;
+        let alias = kept.swap_remove(at).0 as *mut u8;
+        // SAFETY: a mapping of this length that nobody has.
+        unsafe { alias.write_bytes(0, len as usize) };
+        Some(alias)
+    }
+
+    /// `false` if it is not to be kept.
+    fn keep(alias: *mut u8, len: u64) -> bool {
+        let keeps = Config::get().keep_memory;
+        if keeps {
+            KEPT.0.lock().unwrap_or_else(|e| e.into_inner()).push((alias as usize, len));
+        }
+        keeps
     }
 }
 

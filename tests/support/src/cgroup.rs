@@ -9,6 +9,8 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::kill;
+
 /// Where it looks for it.
 const ROOT: &str = "/sys/fs/cgroup";
 
@@ -78,6 +80,79 @@ impl Drop for Unit {
             }
         }
     }
+}
+
+/// A control group with a limit of memory. What is left in it is killed in the end.
+#[derive(Debug)]
+pub struct Limited {
+    directory: PathBuf,
+    /// The files that have what it may take, what it takes, and how often a process was killed for lack of memory.
+    files: [&'static str; 3],
+}
+
+impl Limited {
+    /// `None`, with a line that says so, where none can be made.
+    pub fn new(name: &str, limit: u64) -> Option<Self> {
+        let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let own = |kind: &str| {
+            let line = cgroups.lines().find(|line| line.contains(kind))?;
+            Some(line.rsplit(':').next().unwrap_or("/").trim_matches('/').to_owned())
+        };
+        let version_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"];
+        let version_2 = ["memory.max", "memory.current", "memory.events"];
+        let of = |root: Option<PathBuf>, own: Option<String>, files| Some((root?.join(own?).join(name), files));
+        // Where there are both, the controller is in one of them.
+        let places = [
+            of(mounted(" - cgroup cgroup rw,memory"), own(":memory:"), version_1),
+            of(mounted(" - cgroup2 "), own("0::"), version_2),
+        ];
+        let made = places.into_iter().flatten().find_map(|(directory, files)| {
+            fs::create_dir(&directory).ok()?;
+            let group = Self { directory, files };
+            fs::write(group.directory.join(group.files[0]), limit.to_string()).is_ok().then_some(group)
+        });
+        if made.is_none() {
+            eprintln!("skipped: no control group with a limit of memory can be made here");
+        }
+        made
+    }
+
+    /// The file into which a process is written that is to belong to it.
+    pub fn procs(&self) -> PathBuf {
+        self.directory.join("cgroup.procs")
+    }
+
+    /// The bytes that it has, without what the kernel takes back before it kills a program.
+    pub fn used(&self) -> u64 {
+        let number = |name: &str| fs::read_to_string(self.directory.join(name)).ok()?.trim().parse::<u64>().ok();
+        let all = number(self.files[1]).expect("what it has");
+        let stat = fs::read_to_string(self.directory.join("memory.stat")).expect("what that is");
+        let field = |names: [&str; 2]| names.iter().find_map(|name| value(&stat, name)).unwrap_or(0);
+        let cached = field(["total_inactive_file", "inactive_file"]) + field(["total_active_file", "active_file"]);
+        all.saturating_sub(cached)
+    }
+
+    /// How many processes were killed for lack of memory.
+    pub fn kills(&self) -> u64 {
+        let text = fs::read_to_string(self.directory.join(self.files[2])).expect("its events");
+        value(&text, "oom_kill").expect("the kills")
+    }
+}
+
+impl Drop for Limited {
+    fn drop(&mut self) {
+        let end = Instant::now() + PATIENCE;
+        while fs::remove_dir(&self.directory).is_err() && Instant::now() < end {
+            let left = fs::read_to_string(self.procs()).unwrap_or_default();
+            left.lines().filter_map(|pid| pid.parse().ok()).for_each(|pid| kill(pid, libc::SIGKILL));
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// The number behind a name.
+fn value(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
 /// While it lives, this process is in a unit.

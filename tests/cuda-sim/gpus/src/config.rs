@@ -55,6 +55,8 @@ pub struct Config {
     pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
+    /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps what it has freed, for its next chunks.
+    pub keep_memory: bool,
     /// `CUDA_SIM_FAT_BINARIES`: `0` for a GPU for which no fat binary has code.
     pub fat_binaries: bool,
     /// `CUDA_SIM_NO_PEERS`: pairs of GPUs that do not reach each other's memory.
@@ -120,6 +122,7 @@ impl Config {
             nvml_processes: listing(),
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
+            keep_memory: size("CUDA_SIM_KEEP_MEMORY", 0) != 0,
             fat_binaries: size("CUDA_SIM_FAT_BINARIES", 1) != 0,
             no_peers: list("CUDA_SIM_NO_PEERS", |pair| {
                 let (a, b) = pair.split_once('-')?;

@@ -20,6 +20,7 @@ mod green;
 mod grow;
 mod host_waits;
 mod info;
+mod jax;
 mod latency;
 mod launches;
 mod leaves;
@@ -43,6 +44,7 @@ mod starts;
 mod story;
 mod stranger;
 mod streams;
+mod told;
 mod unseen;
 mod weights;
 
@@ -157,6 +159,16 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "weights",
         weights::run,
         "--mem 64M --reserve 16M --state 4M --rounds 10 --pause-ms 50: weights that are only read, a reserve that is not used, verify",
+    ),
+    (
+        "jax",
+        jax::run,
+        "--used 0.5 --steps 20 --pause-ms 50 --seed 1: reserve three quarters of the GPU, use a part of that, verify; exits with 3 where memory is refused",
+    ),
+    (
+        "told",
+        told::run,
+        "--mem 64M --writes none|all: for each line on standard input, how long its memory takes to come back, then verify",
     ),
     (
         "across",
