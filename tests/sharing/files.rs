@@ -158,3 +158,48 @@ fn memory_in_a_file_outlives_the_scheduler() {
     other.finish();
     machine.wait_until_empty();
 }
+
+/// Limits how large files may be that a program writes: an error of the disk that needs no disk.
+fn limit_files(program: &Program, bytes: u64) {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a limit that lives, and no place for the one before.
+    let done =
+        unsafe { libc::prlimit(program.pid() as i32, libc::RLIMIT_FSIZE, &raw const limit, std::ptr::null_mut()) };
+    assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn what_cannot_be_written_stays_in_host_memory() {
+    let machine = Machine::with_scheduler(tight());
+    let mut idle = machine.program(&format!("{} --cpu-ms 2000", mix(2))).start();
+    idle.wait_to_say("bytes came back in");
+    limit_files(&idle, SHARE / 2);
+    let mut other = machine.program(&mix(4)).start();
+    for program in [&mut idle, &mut other] {
+        program.finish();
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn what_has_not_changed_is_not_written_again() {
+    let machine = Machine::with_scheduler(tight());
+    let mut reads =
+        machine.program(&format!("weights --mem {SHARE} --reserve 4M --state 4M --rounds 4 --pause-ms 1500")).start();
+    let mut other = machine.program(&format!("{} --cpu-ms 500", mix(8))).start();
+    reads.finish();
+    other.finish();
+    // Its weights are written twice in all, since they change once, however often they leave.
+    let written: u64 = bytes_written(&reads);
+    assert!(written < 3 * SHARE, "{written} bytes were written");
+    machine.wait_until_empty();
+}
+
+/// What a program has said that it has written to its file, in bytes.
+fn bytes_written(program: &Program) -> u64 {
+    let said = program.stderr();
+    let numbers = said
+        .lines()
+        .filter_map(|line| line.split_once(" bytes were written to the file")?.0.rsplit(' ').next()?.parse().ok());
+    numbers.last().unwrap_or(0)
+}

@@ -27,13 +27,34 @@ impl Claim {
     pub fn new(bytes: u64) -> Option<Self> {
         let others = BEING_TAKEN.fetch_add(bytes, Ordering::SeqCst);
         let claim = Self(bytes);
-        (of_host().min(of_groups()) >= bytes.saturating_add(others)).then_some(claim)
+        (Headroom::now().left >= bytes.saturating_add(others)).then_some(claim)
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
         BEING_TAKEN.fetch_sub(self.0, Ordering::SeqCst);
+    }
+}
+
+/// What there is for this process, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Headroom {
+    /// It can still take so much.
+    pub left: u64,
+    /// So much of what its control groups leave to their other memory is taken.
+    pub lacking: u64,
+    /// A control group limits it.
+    pub is_limited: bool,
+}
+
+impl Headroom {
+    pub const UNLIMITED: Self = Self { left: u64::MAX, lacking: 0, is_limited: false };
+
+    pub fn now() -> Self {
+        let groups = of_groups();
+        let left = of_host().min(groups.try_into().unwrap_or(0));
+        Self { left, lacking: groups.saturating_neg().try_into().unwrap_or(0), is_limited: groups < i64::MAX }
     }
 }
 
@@ -46,17 +67,23 @@ fn of_host() -> u64 {
 
 /// Whether a control group limits the memory of this process. What is allocated ahead could then be what the program lacks.
 pub fn is_limited() -> bool {
-    of_groups() < u64::MAX
+    of_groups() < i64::MAX
 }
 
-/// The least that any of the control groups has left.
-fn of_groups() -> u64 {
+/// The least that any of the control groups has left; negative if it lacks memory.
+fn of_groups() -> i64 {
+    in_groups(of_group)
+}
+
+/// The least of something that all control groups of this process have; `i64::MAX` if none has it.
+fn in_groups(figure: fn(&[u8], &Files) -> Option<i64>) -> i64 {
     let text = file::read(c"/proc/self/cgroup");
-    text.split(|b| *b == b'\n').filter_map(|line| of_line(line, b"/sys/fs/cgroup")).min().unwrap_or(u64::MAX)
+    let lines = text.split(|b| *b == b'\n');
+    lines.filter_map(|line| of_line(line, b"/sys/fs/cgroup", figure)).min().unwrap_or(i64::MAX)
 }
 
-/// The headroom of a line of `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version 1), mounted at `root`.
-fn of_line(line: &[u8], root: &[u8]) -> Option<u64> {
+/// The least of the groups of a line of `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version 1), mounted at `root`.
+fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -> Option<i64> {
     let mut parts = line.splitn(3, |b| *b == b':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
     let files: Files = if controllers.is_empty() {
@@ -68,10 +95,10 @@ fn of_line(line: &[u8], root: &[u8]) -> Option<u64> {
     };
     let root = [root, files.mount].concat();
     let mut path = path.trim_ascii_end();
-    let mut least = u64::MAX;
+    let mut least = i64::MAX;
     for _ in 0..DEPTH {
         let group = [&root[..], path].concat();
-        least = least.min(of_group(&group, &files).unwrap_or(u64::MAX));
+        least = least.min(figure(&group, &files).unwrap_or(i64::MAX));
         match path.iter().rposition(|b| *b == b'/') {
             Some(end) if path.len() > 1 => path = path.get(..end)?,
             _ => break,
@@ -98,16 +125,26 @@ const VERSION_1: Files = Files {
     cached: b"total_inactive_file ",
 };
 
+fn read(group: &[u8], name: &[u8]) -> Vec<u8> {
+    CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
+}
+
+/// What a group may take; `None` if it has no limit.
+fn limit(group: &[u8], files: &Files) -> Option<u64> {
+    number(&read(group, files.most)).filter(|most| *most < NO_LIMIT)
+}
+
+/// What of that is left to its other memory.
+fn reserve(most: u64) -> u64 {
+    (most / GROUP_PART).min(GROUP_RESERVE)
+}
+
 /// `None` if the group has no limit.
-fn of_group(group: &[u8], files: &Files) -> Option<u64> {
-    let read = |name: &[u8]| -> Vec<u8> {
-        CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
-    };
-    let most = number(&read(files.most)).filter(|most| *most < NO_LIMIT)?;
-    let used = number(&read(files.used))?;
-    let cached = field(&read(b"/memory.stat"), files.cached).unwrap_or(0);
-    let reserve = (most / GROUP_PART).min(GROUP_RESERVE);
-    Some(most.saturating_add(cached.min(used)).saturating_sub(used).saturating_sub(reserve))
+fn of_group(group: &[u8], files: &Files) -> Option<i64> {
+    let most = limit(group, files)?;
+    let used = number(&read(group, files.used))?;
+    let cached = field(&read(group, b"/memory.stat"), files.cached).unwrap_or(0);
+    Some((most - reserve(most)).saturating_add(cached.min(used)) as i64 - used.min(NO_LIMIT) as i64)
 }
 
 /// The number after a name at the beginning of a line.
@@ -127,7 +164,7 @@ mod tests {
     use super::*;
     use std::{fs, path::PathBuf, string::ToString};
 
-    const MIB: u64 = 1 << 20;
+    const MIB: i64 = 1 << 20;
 
     struct Groups(PathBuf);
 
@@ -146,8 +183,8 @@ mod tests {
             }
         }
 
-        fn of(&self, line: &str) -> Option<u64> {
-            of_line(line.as_bytes(), self.0.as_os_str().as_encoded_bytes())
+        fn of(&self, line: &str) -> Option<i64> {
+            of_line(line.as_bytes(), self.0.as_os_str().as_encoded_bytes(), of_group)
         }
     }
 
@@ -160,7 +197,7 @@ mod tests {
     #[test]
     fn the_group_with_the_least_left_decides() {
         let groups = Groups::new("v2");
-        let put = |group, most: &str, used: u64| {
+        let put = |group, most: &str, used: i64| {
             let used = (used * MIB).to_string();
             groups.put(group, [("memory.max", most), ("memory.current", &used), ("memory.stat", "inactive_file 0\n")]);
         };
@@ -169,9 +206,9 @@ mod tests {
         put("a/b/c", "8589934592\n", 300);
         assert_eq!(groups.of("0::/a/b/c"), Some((1024 - 500 - 64) * MIB), "that above, less its sixteenth");
         put("a/b", "419430400\n", 400);
-        assert_eq!(groups.of("0::/a/b/c"), Some(0));
-        assert_eq!(groups.of("0::/other"), Some(u64::MAX));
-        assert_eq!(groups.of("0::/"), Some(u64::MAX));
+        assert_eq!(groups.of("0::/a/b/c"), Some(-25 * MIB), "what is left to its other memory is taken");
+        assert_eq!(groups.of("0::/other"), Some(i64::MAX));
+        assert_eq!(groups.of("0::/"), Some(i64::MAX));
         assert_eq!(groups.of("5:cpu,cpuacct:/a"), None);
         assert_eq!(groups.of("nonsense"), None);
     }
@@ -196,12 +233,12 @@ mod tests {
         let files =
             [("memory.limit_in_bytes", "9223372036854771712\n"), ("memory.usage_in_bytes", "5\n"), ("memory.stat", "")];
         groups.put("memory/a", files);
-        assert_eq!(groups.of("9:memory:/a"), Some(u64::MAX));
+        assert_eq!(groups.of("9:memory:/a"), Some(i64::MAX));
     }
 
     #[test]
     fn what_is_being_touched_counts() {
-        let all = Claim::new(0).map(|_| of_host().min(of_groups())).unwrap();
+        let all = Claim::new(0).map(|_| Headroom::now().left).unwrap();
         let half = Claim::new(all / 2).expect("there is room for half of it");
         assert!(Claim::new(all / 4 * 3).is_none());
         drop(half);

@@ -6,8 +6,8 @@ use crate::{
     driver::context::with_current,
     env::trace::trace,
     gpu::{self, Gpu},
-    memory::{file::SwapFile, space::Space},
-    sys::sync::Mutex,
+    memory::{account::Account, file::SwapFile, headroom::Headroom, space::Space},
+    sys::{sync::Mutex, time::Instant},
 };
 use alloc::vec::Vec;
 use core::time::Duration;
@@ -19,6 +19,10 @@ const MAX_JOBS: usize = 8;
 /// By so much, in bytes, copies may exceed what is allowed while they are written. Beyond it nothing more leaves the GPU.
 const MOST_BEHIND: u64 = 512 << 20;
 
+/// The time between two looks at the control group of a client that has copies in host memory: programs that grow by a gibibyte a
+/// second take no more meanwhile than what is left to them.
+const GROUP_PERIOD: Duration = Duration::from_millis(200);
+
 /// Where copies of chunks may be.
 #[derive(Debug)]
 pub(super) struct HostTier {
@@ -28,11 +32,15 @@ pub(super) struct HostTier {
     current: Option<SwapFile>,
     /// All files in which something may be.
     files: Vec<SwapFile>,
+    /// More host memory is held than allowed, and no file takes it: the kernel may page it out.
+    pub is_pageable: bool,
+    /// What the kernel says, and since when.
+    seen: Option<(Instant, Headroom)>,
 }
 
 impl HostTier {
     pub const fn new() -> Self {
-        Self { ram: u64::MAX, current: None, files: Vec::new() }
+        Self { ram: u64::MAX, current: None, files: Vec::new(), is_pageable: false, seen: None }
     }
 
     /// Whether there is nothing to do, and nothing to look after.
@@ -47,9 +55,26 @@ impl HostTier {
         held.saturating_sub(self.files.iter().map(SwapFile::writing).sum())
     }
 
-    /// What of it is more than allowed.
+    /// What of it is more than allowed, or than this process's control groups have room for.
     fn excess(&self) -> u64 {
-        self.held().saturating_sub(self.ram)
+        let held = self.held();
+        held.saturating_sub(self.ram).max(self.headroom().lacking.min(held))
+    }
+
+    /// Looks what the kernel says, unless that was a moment ago.
+    fn look(&mut self) {
+        if self.seen.is_none_or(|(at, _)| at.elapsed() >= CHORE_INTERVAL) {
+            self.seen = Some((Instant::now(), Headroom::now()));
+        }
+    }
+
+    fn headroom(&self) -> Headroom {
+        self.seen.map_or(Headroom::UNLIMITED, |(_, headroom)| headroom)
+    }
+
+    /// Bytes of host memory that may still be taken.
+    fn spare(&self) -> u64 {
+        self.ram.saturating_sub(self.held())
     }
 }
 
@@ -76,12 +101,14 @@ impl ClientThread {
     fn retire_file(&mut self) {
         if let Some(file) = self.tier.current.take() {
             file.retire();
+            // It ends when the last has been read.
+            gpu::attached().filter_map(Gpu::space).for_each(|space| space.lock().forget_places());
         }
     }
 
     /// Bytes of host memory that this client may still take.
     pub(super) fn spare_host_memory(&self) -> u64 {
-        self.tier.ram.saturating_sub(self.tier.held())
+        self.tier.spare()
     }
 
     /// Whether copies are on their way into the file, so that an eviction that finds no host memory should wait for them.
@@ -94,6 +121,7 @@ impl ClientThread {
         if self.tier.is_unused() {
             return Duration::MAX;
         }
+        self.tier.look();
         let context = gpu.moving.lock().context().map(|context| context as usize);
         let in_context = |f: &mut dyn FnMut()| match context {
             Some(context) => with_current(context, f).is_ok(),
@@ -107,6 +135,7 @@ impl ClientThread {
             if landed {
                 let guard = space.lock();
                 trace!("GPU {}: {} bytes are in a file", gpu.index, guard.account.in_file);
+                trace!("{} bytes were written to the file", file.written());
                 if guard.account.is_lost {
                     trace!("GPU {}: memory that was on the disk is lost", gpu.index);
                 }
@@ -116,22 +145,35 @@ impl ClientThread {
         self.tier.files.retain(|file| !file.is_over());
         let (account, comes_back) = {
             let guard = space.lock();
-            (guard.account, guard.can_restore())
+            (guard.account, guard.can_restore() && !self.is_preparing_sleep())
         };
-        if comes_back && !self.is_preparing_sleep() {
+        let (excess, most) = (self.tier.excess(), if comes_back { Self::needed_to_read(&account) } else { 0 });
+        if excess > 0 && account.host_cache > most {
+            trim_host_cache(gpu, space, account.host_cache.saturating_sub(excess).max(most));
+        }
+        if comes_back {
             space.lock().account.is_file_behind = false;
             return self.read_some(space);
         }
-        self.write_some(gpu, space, account.host_cache, &in_context)
+        self.write_some(gpu, space, &in_context)
+    }
+
+    /// Bytes of host buffers that are kept while memory comes back from a file, whatever is allowed: what is on the GPU again leaves
+    /// its buffer to what is still to be read, which is then there without the work of making one.
+    pub(super) fn needed_to_read(account: &Account) -> u64 {
+        account.in_file.min(MOST_BEHIND)
     }
 
     /// Has chunks read that the program needs. They take host memory until they are on the GPU, so only so many are read ahead.
     fn read_some(&self, space: &Mutex<Space>) -> Duration {
         let mut jobs: usize = self.tier.files.iter().map(SwapFile::jobs).sum();
+        if jobs >= MAX_JOBS {
+            return CHORE_INTERVAL;
+        }
+        let mut spare = self.tier.spare().min(self.tier.headroom().left);
         while jobs < MAX_JOBS {
-            if !space.lock().read_one(MOST_BEHIND) {
-                break;
-            }
+            let Some(bytes) = space.lock().read_one(MOST_BEHIND, spare) else { break };
+            spare = spare.saturating_sub(bytes);
             jobs += 1;
         }
         // One for which there was no host memory is tried again; others say when they are done.
@@ -141,22 +183,19 @@ impl ClientThread {
     /// Has copies written, as long as there are more than allowed, or than an eviction leaves room for. Before the process sleeps, too:
     /// then nothing can be written, since freeing a buffer may need the driver.
     fn write_some(
-        &self,
+        &mut self,
         gpu: &Gpu,
         space: &Mutex<Space>,
-        cached: u64,
         in_context: &dyn Fn(&mut dyn FnMut()) -> bool,
     ) -> Duration {
-        let mut excess = self.tier.excess();
-        if excess > 0 && cached > 0 {
-            trim_host_cache(gpu, space, cached.saturating_sub(excess));
-            excess = self.tier.excess();
-        }
+        let excess = self.tier.excess();
         let Some(file) = &self.tier.current else {
             space.lock().account.is_file_behind = false;
+            self.tier.is_pageable = excess > 0;
             return Duration::MAX;
         };
         let is_full = self.host_full.is_some() && !self.is_writing();
+        let in_file = space.lock().account.in_file;
         let mut wanted = if is_full { excess.max(1) } else { excess };
         let mut jobs = file.jobs();
         while wanted > 0 && jobs < MAX_JOBS {
@@ -167,8 +206,22 @@ impl ClientThread {
             wanted = wanted.saturating_sub(bytes);
             jobs += 1;
         }
+        let is_pageable = jobs == 0 && excess > 0;
+        {
+            let guard = space.lock();
+            // Some were in the file already.
+            if guard.account.in_file != in_file {
+                gpu.report(&guard.account);
+            }
+        }
         let is_behind = jobs > 0 && self.tier.excess() > MOST_BEHIND;
         space.lock().account.is_file_behind = is_behind;
-        if jobs > 0 { CHORE_INTERVAL } else { Duration::MAX }
+        self.tier.is_pageable = is_pageable;
+        match () {
+            () if jobs > 0 => CHORE_INTERVAL,
+            // What else is in the control group may grow, and tells nobody.
+            () if self.tier.held() > 0 && self.tier.headroom().is_limited => GROUP_PERIOD,
+            () => Duration::MAX,
+        }
     }
 }

@@ -61,8 +61,9 @@ impl ClientThread {
             gpu.gate.open(closed::MEMORY);
         }
         drop(guard);
-        if account.host_cache > account.host_cache_max {
-            trim_host_cache(gpu, space, account.host_cache_max);
+        let most = account.host_cache_max.max(if can_restore { Self::needed_to_read(&account) } else { 0 });
+        if account.host_cache > most {
+            trim_host_cache(gpu, space, most);
         }
         let (goal, again) = self.goal(gpu, space, &account, can_restore);
         wait.min(again).min(self.move_memory(gpu, space, goal))
@@ -133,7 +134,7 @@ impl ClientThread {
         let contexts = gpu.work.contexts();
         if goal == Goal::Idle && mover.is_idle() {
             let _ = mover.settle(&contexts);
-            return mover.tidy(space);
+            return mover.tidy(space, self.tier.is_pageable);
         }
         if matches!(goal, Goal::Evict { .. })
             && mover.is_idle()

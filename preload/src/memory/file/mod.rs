@@ -82,8 +82,9 @@ struct State {
     in_progress: usize,
     done: Vec<Done>,
     status: Status,
-    /// Bytes that are being written.
+    /// Bytes that are being written, and that have been.
     writing: u64,
+    written: u64,
     /// The program's number of the descriptor, until the threads have a table of their own.
     handed_over: Option<(RawFd, Identity)>,
 }
@@ -105,8 +106,15 @@ struct Job {
 
 #[derive(Debug)]
 enum What {
-    Write { copy: HostCopy, to: FileCopy },
-    Read(FileCopy),
+    Write {
+        copy: HostCopy,
+        to: FileCopy,
+    },
+    /// `into` is used if it is given and has the chunk's size.
+    Read {
+        copy: FileCopy,
+        into: Option<Buffer>,
+    },
 }
 
 /// The end of a job.
@@ -121,11 +129,13 @@ pub(in crate::memory) enum Outcome {
     Written(FileCopy),
     /// The disk has refused it: the copy stays in host memory.
     NotWritten(HostCopy),
+    /// The contents are still in the file as well.
     Read(HostCopy),
     /// The host has no memory for a buffer now.
     NoBuffer(FileCopy),
-    /// The disk has failed, or holds something else than what was written.
-    Lost,
+    /// The disk has failed, or holds something else than what was written. The buffer may be registered with the driver, which these
+    /// threads do not enter.
+    Lost(Buffer),
 }
 
 /// A chunk's contents in a file. Dropping it frees the space.
@@ -174,6 +184,7 @@ impl SwapFile {
             done: Vec::new(),
             status: Status::Opening,
             writing: 0,
+            written: 0,
             handed_over: Some((number, identity)),
         };
         let file = Self(Arc::new(Shared { state: Mutex::new(Rank::SwapFile, state), news: AtomicU32::new(0) }));
@@ -227,6 +238,11 @@ impl SwapFile {
         state.is_over() && state.done.is_empty() && state.handed_over.is_none()
     }
 
+    /// Whether it is worth to keep what has been read from it, which then need not be written again.
+    pub(in crate::memory) fn is_kept(&self) -> bool {
+        self.0.state.lock().status == Status::Usable
+    }
+
     /// Bytes that can be written now.
     pub fn room(&self) -> u64 {
         let state = self.0.state.lock();
@@ -236,6 +252,11 @@ impl SwapFile {
     /// Bytes that are being written.
     pub fn writing(&self) -> u64 {
         self.0.state.lock().writing
+    }
+
+    /// Bytes that have been written so far.
+    pub fn written(&self) -> u64 {
+        self.0.state.lock().written
     }
 
     /// Jobs that are not done.
@@ -272,11 +293,16 @@ impl SwapFile {
 }
 
 impl FileCopy {
-    /// Reads the chunk.
-    pub fn read(self, chunk: ChunkName) {
+    /// Reads the chunk, into this buffer if there is one.
+    pub fn read(self, chunk: ChunkName, into: Option<Buffer>) {
         let file = self.file.clone();
-        file.0.state.lock().jobs.push_back(Job { chunk, what: What::Read(self) });
+        let into = into.filter(|buffer| buffer.len() == chunk.len);
+        file.0.state.lock().jobs.push_back(Job { chunk, what: What::Read { copy: self, into } });
         file.tell();
+    }
+
+    pub fn fingerprint(&self) -> Option<Fingerprint> {
+        self.fingerprint
     }
 }
 
@@ -310,7 +336,7 @@ mod tests {
         let mut buffer = Buffer::new(LEN).unwrap();
         let bytes = buffer.bytes_mut().iter_mut().enumerate();
         bytes.for_each(|(at, byte)| *byte = (at / 4096) as u8 ^ at as u8 ^ seed);
-        HostCopy { buffer, fingerprint: None }
+        HostCopy { buffer, fingerprint: None, file: None }
     }
 
     fn next(file: &SwapFile) -> Outcome {
@@ -366,7 +392,7 @@ mod tests {
         assert_eq!(file.room(), 0);
         assert!(file.write(CHUNK, copy(8)).is_err(), "there is no room");
         for (seed, there) in copies {
-            there.read(CHUNK);
+            there.read(CHUNK, None);
             match next(&file) {
                 Outcome::Read(back) => assert!(back.buffer.bytes() == copy(seed).buffer.bytes()),
                 other => panic!("{other:?}"),
@@ -383,12 +409,12 @@ mod tests {
         let (file, other) = opened("changed");
         let there = written(&file, 1);
         other.write_all_at(&[0xee], 12345).unwrap();
-        there.read(CHUNK);
-        assert!(matches!(next(&file), Outcome::Lost));
+        there.read(CHUNK, None);
+        assert!(matches!(next(&file), Outcome::Lost(_)));
         let there = written(&file, 2);
         other.set_len(LEN / 2).unwrap();
-        there.read(CHUNK);
-        assert!(matches!(next(&file), Outcome::Lost));
+        there.read(CHUNK, None);
+        assert!(matches!(next(&file), Outcome::Lost(_)));
         assert_eq!(file.room(), 3 * LEN, "its space is free again");
     }
 
@@ -402,7 +428,7 @@ mod tests {
         file.close_in_program();
         file.retire();
         assert!(!file.is_over() && file.room() == 0 && file.write(CHUNK, copy(1)).is_err());
-        there.read(CHUNK);
+        there.read(CHUNK, None);
         assert!(matches!(next(&file), Outcome::Read(_)));
         assert!(file.is_over());
         until(|| Arc::strong_count(&file.0) == 1); // its threads have ended

@@ -113,14 +113,16 @@ fn work(file: &SwapFile, number: RawFd) {
         let written = if let What::Write { .. } = what { chunk.len } else { 0 };
         let outcome = match what {
             What::Write { copy, to } => write(descriptor, copy, to),
-            What::Read(copy) => read(descriptor, chunk.len, copy),
+            What::Read { copy, into } => read(descriptor, chunk.len, copy, into),
         };
         {
             let mut state = file.0.state.lock();
             state.in_progress -= 1;
             state.writing -= written;
-            if let Outcome::NotWritten(_) = outcome {
-                state.status = Status::ReadOnly;
+            match outcome {
+                Outcome::Written(_) => state.written += written,
+                Outcome::NotWritten(_) => state.status = Status::ReadOnly,
+                _ => {}
             }
             state.done.push(Done { chunk, outcome });
         }
@@ -159,20 +161,22 @@ fn write_part(file: BorrowedFd<'_>, mut bytes: &[u8], Extent { mut offset, .. }:
     Ok(())
 }
 
-fn read(file: BorrowedFd<'_>, len: u64, copy: FileCopy) -> Outcome {
-    let Some(mut buffer) = Buffer::new(len) else { return Outcome::NoBuffer(copy) };
-    let mut bytes = buffer.bytes_mut();
-    for extent in &copy.extents {
-        let Some((part, rest)) = bytes.split_at_mut_checked(extent.len as usize) else { return Outcome::Lost };
-        if read_part(file, part, *extent).is_err() {
-            return Outcome::Lost;
-        }
+fn read(file: BorrowedFd<'_>, len: u64, copy: FileCopy, into: Option<Buffer>) -> Outcome {
+    let Some(mut buffer) = into.or_else(|| Buffer::new(len)) else { return Outcome::NoBuffer(copy) };
+    let is_read = read_all(file, buffer.bytes_mut(), &copy.extents).is_ok();
+    if !is_read || checksum(&buffer) != copy.checksum {
+        return Outcome::Lost(buffer);
+    }
+    Outcome::Read(HostCopy { buffer, fingerprint: copy.fingerprint, file: Some(copy) })
+}
+
+fn read_all(file: BorrowedFd<'_>, mut bytes: &mut [u8], extents: &[Extent]) -> Result<(), Errno> {
+    for extent in extents {
+        let (part, rest) = bytes.split_at_mut_checked(extent.len as usize).ok_or(Errno::IO)?;
+        read_part(file, part, *extent)?;
         bytes = rest;
     }
-    if checksum(&buffer) != copy.checksum {
-        return Outcome::Lost;
-    }
-    Outcome::Read(HostCopy { buffer, fingerprint: copy.fingerprint })
+    Ok(())
 }
 
 fn read_part(file: BorrowedFd<'_>, mut bytes: &mut [u8], Extent { mut offset, .. }: Extent) -> Result<(), Errno> {

@@ -9,7 +9,7 @@ use crate::{
     env::trace::trace,
     memory::{
         account::Account,
-        chunk::{Chunk, HostCopy, Leaving, Residency},
+        chunk::{Chunk, HostCopy, Kept, Leaving, Residency},
         space::Space,
         staging::Taken,
     },
@@ -101,17 +101,25 @@ impl Mover {
         if let Some(value) = fingerprint.and_then(|p| p.constant) {
             take_off();
             let mut guard = space.lock();
-            guard.keep_buffers(copy.map(|c| c.buffer));
+            guard.keep_buffers(copy.and_then(|copy| copy.without_buffer().0));
             self.evicted_uncopied(&mut guard, base, offset, len, Residency::Constant(value), report);
             return Ok(None);
         }
-        let mut buffer = match copy {
-            Some(copy) if fingerprint.is_some() && copy.fingerprint == fingerprint => {
+        let buffer = match copy {
+            Some(copy) if fingerprint.is_some() && copy.fingerprint() == fingerprint => {
                 take_off();
-                self.evicted_uncopied(&mut space.lock(), base, offset, len, Residency::Host(Some(copy)), report);
+                let there = match copy {
+                    Kept::Host(copy) => Residency::Host(Some(copy)),
+                    Kept::File(copy) => Residency::File(copy),
+                };
+                self.evicted_uncopied(&mut space.lock(), base, offset, len, there, report);
                 return Ok(None);
             }
-            Some(copy) => copy.buffer,
+            Some(copy) => copy.without_buffer().0, // and its place in a file is free
+            None => None,
+        };
+        let mut buffer = match buffer {
+            Some(buffer) => buffer,
             None => {
                 let spare = space.lock().take_free_buffer(len);
                 let taken = match (spare, &self.staging) {
@@ -143,7 +151,7 @@ impl Mover {
             guard.keep_buffers([buffer]);
             return Err(if is_dead(copied) { Stop::Broken } else { Stop::HostFull });
         }
-        self.track(transfer(Direction::Out(Some(HostCopy { buffer, fingerprint }))));
+        self.track(transfer(Direction::Out(Some(HostCopy { buffer, fingerprint, file: None }))));
         Ok(None)
     }
 
@@ -160,7 +168,7 @@ impl Mover {
         self.stats.out += len;
         self.stats.uncopied += len;
         guard.account.counts.unmoved += len;
-        guard.left(len, matches!(residency, Residency::Host(_)));
+        guard.left(len, &residency);
         guard.put(base, offset, residency);
         report(&guard.account);
     }

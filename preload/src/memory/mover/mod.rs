@@ -185,11 +185,11 @@ impl Mover {
         self.ready.first().map(|ready| ready.context as CUcontext)
     }
 
-    /// Tidies up host memory when nothing has moved for a while. Returns when to call again.
-    pub fn tidy(&mut self, space: &Mutex<Space>) -> Duration {
+    /// Tidies up host memory when nothing has moved for a while, or at once if the host lacks memory. Returns when to call again.
+    pub fn tidy(&mut self, space: &Mutex<Space>, is_host_short: bool) -> Duration {
         let (Some(since), Some(context)) = (self.untidy_since, self.context()) else { return Duration::MAX };
         let rest = since.elapsed();
-        if rest < REST {
+        if rest < REST && !is_host_short {
             return REST - rest;
         }
         let spare = space.lock().take_free_buffers(TIDY_BATCH);

@@ -4,11 +4,7 @@ use super::Mover;
 use crate::{
     driver::types::*,
     env::trace::trace,
-    memory::{
-        chunk::{Leaving, Residency},
-        space::Space,
-        staging::StagingAllocator,
-    },
+    memory::{chunk::Leaving, space::Space, staging::StagingAllocator},
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -36,9 +32,8 @@ impl Mover {
     /// Has the buffers allocated that the plan needs and that are not there.
     pub(super) fn allocate_for_plan(&mut self, space: &Mutex<Space>) {
         let needs = |leaving: &&Leaving| {
-            leaving.is_copied
-                && leaving.fingerprint.is_none_or(|fingerprint| fingerprint.constant.is_none())
-                && matches!(leaving.chunk.residency, Residency::Gpu { copy: None, .. })
+            let is_constant = leaving.fingerprint.is_some_and(|fingerprint| fingerprint.constant.is_some());
+            leaving.is_copied && !is_constant && leaving.needs_buffer()
         };
         let needed = self.plan.iter().filter(needs).map(|leaving| leaving.chunk.len).collect();
         self.start_staging(space, needed, WORKERS);

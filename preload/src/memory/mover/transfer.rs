@@ -6,7 +6,7 @@ use crate::{
     env::trace::trace,
     memory::{
         account::Account,
-        chunk::{HostCopy, Residency},
+        chunk::{HostCopy, Kept, Residency},
         engine::{CHUNK, Engine},
         fingerprint::{Fingerprint, Fingerprinter},
         space::Space,
@@ -173,7 +173,7 @@ impl Mover {
                     _ => {} // the chunk had no contents
                 }
                 if guard.show(base, offset, len, handle).is_ok() {
-                    let copy = if let Residency::Host(copy) = residency { copy } else { None };
+                    let copy = if let Residency::Host(copy) = residency { copy.map(Kept::Host) } else { None };
                     self.stats.back += len;
                     guard.put(base, offset, Residency::Gpu { handle, copy });
                     return report(&guard.account);
@@ -187,7 +187,7 @@ impl Mover {
         engine.unmap(base + offset, len, handle);
         let mut guard = space.lock();
         self.stats.out += len;
-        guard.left(len, matches!(residency, Residency::Host(_)));
+        guard.left(len, &residency);
         guard.put(base, offset, residency);
         report(&guard.account);
     }

@@ -2,7 +2,7 @@
 
 use super::Space;
 use crate::memory::{
-    chunk::{Chunk, Residency},
+    chunk::{Chunk, Kept, Residency},
     staging::Buffer,
 };
 use alloc::vec::Vec;
@@ -48,7 +48,11 @@ impl Space {
     pub(super) fn take_copy_if(&mut self, wanted: impl Fn(&Chunk) -> bool) -> Option<Buffer> {
         let mut chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks).filter(|c| wanted(c));
         let buffer = chunks.find_map(|chunk| match &mut chunk.residency {
-            Residency::Gpu { copy, .. } => copy.take().map(|copy| copy.buffer),
+            Residency::Gpu { copy: kept, .. } => {
+                let (buffer, rest) = kept.take()?.without_buffer();
+                *kept = rest;
+                buffer
+            }
             _ => None,
         })?;
         self.account.host_cache -= buffer.len();
@@ -60,7 +64,7 @@ impl Space {
         self.free_buffers.iter().map(Buffer::len).collect()
     }
 
-    /// The lengths of the buffers that evicting so many bytes would need.
+    /// The lengths of the buffers that evicting so many bytes would need, if what is kept has not changed on the GPU.
     pub(in crate::memory) fn buffers_for(&self, bytes: u64) -> Vec<u64> {
         let needs = |chunk: &Chunk| {
             self.engine_of(chunk.flags).copies() && matches!(chunk.residency, Residency::Gpu { copy: None, .. })
@@ -72,7 +76,7 @@ impl Space {
     pub(in crate::memory) fn buffers(&mut self) -> impl Iterator<Item = &mut Buffer> {
         let chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks);
         let copies = chunks.filter_map(|chunk| match &mut chunk.residency {
-            Residency::Gpu { copy, .. } | Residency::Host(copy) => copy.as_mut().map(|copy| &mut copy.buffer),
+            Residency::Gpu { copy: Some(Kept::Host(copy)), .. } | Residency::Host(Some(copy)) => Some(&mut copy.buffer),
             _ => None,
         });
         copies.chain(&mut self.free_buffers)

@@ -65,7 +65,7 @@ impl Space {
         let chunk = self.ranges.get_mut(&base)?.chunks.iter_mut().find(|c| c.offset == offset)?.take();
         self.account.in_flight += chunk.len;
         if let Residency::Gpu { copy: Some(copy), .. } = &chunk.residency {
-            self.account.host_cache -= copy.buffer.len();
+            self.account.host_cache -= copy.host_bytes();
         }
         let is_copied = self.engine_of(chunk.flags).copies();
         Some(Leaving { base, chunk, is_copied, fingerprint: None })
@@ -73,7 +73,7 @@ impl Space {
 
     /// Puts back a chunk that could not be restored.
     pub(in crate::memory) fn stays_away(&mut self, base: u64, offset: u64, len: u64, residency: Residency) {
-        self.left(len, matches!(residency, Residency::Host(_)));
+        self.left(len, &residency);
         self.put(base, offset, residency);
     }
 
@@ -88,7 +88,7 @@ impl Space {
             }
             // The copy from which a chunk was restored is not needed, and counts as cached.
             if let Residency::Gpu { copy: Some(copy), .. } = &residency {
-                self.account.host_cache += copy.buffer.len();
+                self.account.host_cache += copy.host_bytes();
             }
             chunk.residency = residency;
             self.account.in_flight -= chunk.len;
@@ -111,11 +111,14 @@ impl Space {
         self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
     }
 
-    /// Accounts for a chunk whose memory on the GPU has been freed.
-    pub(in crate::memory) fn left(&mut self, len: u64, with_contents: bool) {
+    /// Accounts for a chunk whose memory on the GPU has been freed, and which is there now.
+    pub(in crate::memory) fn left(&mut self, len: u64, there: &Residency) {
         self.account.mapped -= len;
-        if with_contents {
+        if let Residency::Host(_) | Residency::File(_) = there {
             self.account.swapped += len;
+        }
+        if let Residency::File(_) = there {
+            self.account.in_file += len;
         }
         self.settle();
     }

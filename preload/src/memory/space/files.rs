@@ -3,7 +3,7 @@
 use super::Space;
 use crate::{
     memory::{
-        chunk::{HostCopy, Residency},
+        chunk::{HostCopy, Kept, Residency},
         file::{ChunkName, Done, FileCopy, Outcome, SwapFile},
         staging::Buffer,
     },
@@ -11,31 +11,65 @@ use crate::{
 };
 
 impl Space {
-    /// Takes a chunk whose copy can go into a file: the last, since the first come back first.
+    /// Takes a chunk whose copy can go into a file: one that is there already, or else the last that fits, since the first come back
+    /// first.
     fn take_for_file(&mut self, room: u64) -> Option<(ChunkName, HostCopy)> {
         let gpu = self.gpu as u32;
-        for (base, range) in self.ranges.iter_mut().rev().filter(|(_, range)| range.moves()) {
-            for chunk in range.chunks.iter_mut().rev().filter(|chunk| chunk.len <= room) {
-                if let Residency::Host(Some(_)) = chunk.residency
-                    && let Residency::Host(Some(copy)) = chunk.take().residency
-                {
-                    self.account.in_flight += chunk.len;
-                    return Some((ChunkName { gpu, base: *base, offset: chunk.offset, len: chunk.len }, copy));
+        for is_there in [true, false] {
+            for (base, range) in self.ranges.iter_mut().rev().filter(|(_, range)| range.moves()) {
+                for chunk in range.chunks.iter_mut().rev() {
+                    if let Residency::Host(Some(copy)) = &chunk.residency
+                        && copy.file.is_some() == is_there
+                        && (is_there || chunk.len <= room)
+                        && let Residency::Host(Some(copy)) = chunk.take().residency
+                    {
+                        self.account.in_flight += chunk.len;
+                        return Some((ChunkName { gpu, base: *base, offset: chunk.offset, len: chunk.len }, copy));
+                    }
                 }
             }
         }
         None
     }
 
-    /// Has one more copy written, whose buffer `unregister` makes fit to be freed without the driver. Returns its size; `None` if
-    /// there is none that fits.
+    /// Gives up the places in files of what has another one as well.
+    pub fn forget_places(&mut self) {
+        for chunk in self.ranges.values_mut().flat_map(|range| &mut range.chunks) {
+            match &mut chunk.residency {
+                Residency::Gpu { copy: Some(Kept::Host(copy)), .. } | Residency::Host(Some(copy)) => copy.file = None,
+                Residency::Gpu { copy: copy @ Some(Kept::File(_)), .. } => *copy = None,
+                _ => {}
+            }
+        }
+    }
+
+    /// Has one more copy leave host memory, whose buffer `unregister` makes fit to be freed without the driver: it is written, unless
+    /// it is in a file already. Returns its size; `None` if there is none that fits.
     pub fn write_one(
         space: &Mutex<Space>,
         file: &SwapFile,
         unregister: impl FnOnce(&mut Buffer) -> bool,
     ) -> Option<u64> {
-        let (chunk, mut copy) = space.lock().take_for_file(file.room())?;
-        let written = if unregister(&mut copy.buffer) { file.write(chunk, copy) } else { Err(copy) };
+        let taken = {
+            let mut guard = space.lock();
+            guard.take_for_file(file.room()).or_else(|| {
+                // What is kept of chunks on the GPU is in the way.
+                if guard.bytes_in_host_buffers() > 0 && file.jobs() == 0 {
+                    guard.forget_places();
+                }
+                guard.take_for_file(file.room())
+            })
+        };
+        let (chunk, mut copy) = taken?;
+        let is_free = unregister(&mut copy.buffer);
+        if is_free && let Some(place) = copy.file.take() {
+            drop(copy);
+            let mut guard = space.lock();
+            guard.account.in_file += chunk.len;
+            guard.put(chunk.base, chunk.offset, Residency::File(place));
+            return Some(chunk.len);
+        }
+        let written = if is_free { file.write(chunk, copy) } else { Err(copy) };
         match written {
             Ok(()) => Some(chunk.len),
             Err(copy) => {
@@ -46,14 +80,18 @@ impl Space {
     }
 
     /// Has the next chunk read, if the allowance has room for it, and if it is read alone or with others of at most `most` bytes in
-    /// all, those included that wait in host memory. Returns whether there is one.
-    pub fn read_one(&mut self, most: u64) -> bool {
+    /// all, those included that wait in host memory. `spare`: so many bytes of host memory may be taken for it; otherwise it gets
+    /// the buffer of a copy of what is on the GPU already, if there is one. Returns its size; `None` if there is
+    /// none.
+    pub fn read_one(&mut self, most: u64, spare: u64) -> Option<u64> {
         let others = self.bytes_in_host_buffers() + self.account.in_flight;
         let room = self.account.room().saturating_sub(self.account.in_flight);
         let room = if others == 0 { room } else { room.min(most.saturating_sub(others)) };
-        let Some((chunk, copy)) = self.take_from_file(room) else { return false };
-        copy.read(chunk);
-        true
+        let (chunk, copy) = self.take_from_file(room)?;
+        let free = self.take_free_buffer(chunk.len);
+        let buffer = free.or_else(|| (chunk.len > spare).then(|| self.take_copy(chunk.len))?);
+        copy.read(chunk, buffer);
+        Some(chunk.len)
     }
 
     fn take_from_file(&mut self, room: u64) -> Option<(ChunkName, FileCopy)> {
@@ -87,6 +125,9 @@ impl Space {
             let outcome = match outcome {
                 Outcome::Read(mut copy) => {
                     register(&mut copy.buffer);
+                    if !file.is_kept() {
+                        copy.file = None;
+                    }
                     Outcome::Read(copy)
                 }
                 other => other,
@@ -103,7 +144,8 @@ impl Space {
                     guard.account.in_file -= len;
                     Residency::Host(Some(copy))
                 }
-                Outcome::Lost => {
+                Outcome::Lost(buffer) => {
+                    guard.keep_buffers([buffer]);
                     guard.account.in_file -= len;
                     guard.account.swapped -= len;
                     guard.account.is_lost = true;

@@ -26,7 +26,7 @@ use crate::{
     memory::{
         account::Account,
         alias::Aliases,
-        chunk::{Chunk, Residency},
+        chunk::{Chunk, Kept, Residency},
         engine::{self, CHUNK, Engine, Flags, GRANULE},
         slab::{self, Slab},
         staging::Buffer,
@@ -314,8 +314,8 @@ impl Space {
                     range.aliases.hide(chunk.offset);
                     engine.unmap(base + chunk.offset, chunk.len, handle);
                     self.account.mapped -= chunk.len;
-                    self.account.host_cache -= copy.as_ref().map_or(0, |c| c.buffer.len());
-                    self.keep_buffers(copy.map(|c| c.buffer));
+                    self.account.host_cache -= copy.as_ref().map_or(0, Kept::host_bytes);
+                    self.keep_buffers(copy.and_then(|copy| copy.without_buffer().0));
                 }
                 Residency::Host(copy) => {
                     self.account.swapped -= chunk.len;
