@@ -3,9 +3,10 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use test_support::artifact;
+use test_support::cgroup::Limited;
 use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
@@ -157,6 +158,46 @@ fn memory_in_a_file_outlives_the_scheduler() {
     idle.finish();
     other.finish();
     machine.wait_until_empty();
+}
+
+/// Copies leave the memory of a control group before what else is in it finds none, although the host has plenty.
+#[test]
+fn copies_make_room_for_what_else_is_in_their_control_group() {
+    const EACH: u64 = 160 * MIB;
+    const LIMIT: u64 = 800 * MIB;
+    const STEP: u64 = 16 * MIB;
+    let Some(group) = Limited::new(&format!("nvshare-hog-{}", std::process::id()), LIMIT) else { return };
+    let machine = Machine::with_scheduler(Setup { swap_max: "2G", file_max: Some("2G"), ..Setup::default() });
+    let mix = |rounds: u32, pause: u32| {
+        let words = format!("mix --mem {EACH} --chunks 4 --reps 3 --rounds {rounds} --cpu-ms {pause}");
+        machine.program_in(&group.procs(), &words).start()
+    };
+    let mut idle = [(); 2].map(|()| {
+        let program = mix(2, 15_000);
+        program.wait_to_say("bytes came back in");
+        program
+    });
+    let mut runs = mix(60, 20);
+    let swapped = || machine.status()["gpus"][0]["swapped"].as_u64().unwrap_or(0);
+    wait_for("two programs to be off the GPU", || (swapped() >= 2 * EACH).then_some(()));
+    assert_eq!(idle.iter().filter_map(|program| in_file(&machine, program)).sum::<u64>(), 0, "there is room for them");
+    // As much as there would be no room for, at a rate that can be followed.
+    let before = group.used();
+    let steps = (LIMIT - before + EACH) / STEP;
+    let script = format!(
+        "echo $$ > {}; (for i in $(seq {steps}); do head -c {STEP} /dev/zero; sleep 0.2; done; echo all >&2; sleep 600) | tail -c {}",
+        group.procs().display(),
+        steps * STEP
+    );
+    let hog = machine.command(Path::new("/bin/sh"), &["-c", &script]).without_nvshare().start();
+    wait_for("the other one to have it", || {
+        assert_eq!(group.kills(), 0, "copies could have left: {:?}", group.used());
+        hog.stderr().contains("all").then_some(())
+    });
+    assert!(idle.iter().any(|program| in_file(&machine, program).is_some()), "some are in files");
+    runs.finish();
+    idle.iter_mut().for_each(|program| drop(program.finish()));
+    assert_eq!(group.kills(), 0);
 }
 
 /// Limits how large files may be that a program writes: an error of the disk that needs no disk.

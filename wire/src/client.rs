@@ -14,7 +14,7 @@ messages! {
         1 (handshake) => Hello {
             min_version: u16,
             max_version: u16,
-            /// [`ASLEEP`] and [`USES_SWAP_FILE`], or 0.
+            /// [`ASLEEP`], or 0.
             flags: u32,
             /// The id that [`Welcome`](crate::SchedulerMessage::Welcome) gave on an earlier connection of this process, or 0.
             resume: u64,
@@ -134,6 +134,12 @@ messages! {
         /// A thread of a client that is asleep, or prepared to be, waits to enter the driver. Sent once for each sleep.
         24 (since 7) => Wake {},
 
+        /// Answers [`OfferSwapFile`](crate::SchedulerMessage::OfferSwapFile): the client can use a swap file.
+        25 (since 8) => UseSwapFile {
+            /// The host memory that its control groups allow, in bytes; [`u64::MAX`]: as much as there is.
+            ram_max: u64,
+        },
+
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 (since 3) => VisibleDevices { text: Text<PART> },
 
@@ -225,10 +231,6 @@ byte_enum! {
 /// It then names its GPUs (`Attach`), but is told and tells no more of them before it is awake. After
 /// [`Resume`](crate::SchedulerMessage::Resume), `Held` with no GPU follows.
 pub const ASLEEP: u32 = 1;
-
-/// A flag of [`Hello`](ClientMessage::Hello): the client can use a swap file
-/// ([`HostMemory`](crate::SchedulerMessage::HostMemory)).
-pub const USES_SWAP_FILE: u32 = 2;
 
 byte_enum! {
     /// Why a client cannot sleep.

@@ -47,7 +47,8 @@
 //! Memory that has left the GPU lies in host memory, and beyond what the scheduler allows there in a file that it passes:
 //! ```text
 //! client                              scheduler
-//! Hello(can use a swap file) ───────▶
+//!       ◀──────────────────────────── OfferSwapFile
+//! UseSwapFile ──────────────────────▶
 //!       ◀────────────── HostMemory(ram 1 GiB, file 2 GiB) + descriptor
 //! Memory(swapped 3 GiB, in_file 2 GiB) ─▶
 //! ```

@@ -117,8 +117,9 @@ messages! {
         /// How much work the client may queue ahead of the GPU at most, in microseconds of GPU time, until it is told otherwise: what is
         /// queued delays whoever uses the GPU beside it, such as a desktop. 0: as much as the client thinks right.
         83 (since 8) => RunAhead { slot: u32, micros: u32 },
+
         /// Where the client may keep memory that has left its GPUs. Sent only to clients that have said
-        /// [`USES_SWAP_FILE`](crate::client::USES_SWAP_FILE). If a descriptor comes with it, that is a new swap file of the client, to
+        /// [`UseSwapFile`](crate::ClientMessage::UseSwapFile). If a descriptor comes with it, that is a new swap file of the client, to
         /// be used in the place of an earlier one; what is in the earlier one stays there until it is needed.
         84 (since 8) => HostMemory {
             /// Bytes of host memory that the client is to hold at most, on account of all its GPUs. What exceeds it goes into the
@@ -127,6 +128,10 @@ messages! {
             /// The size of the newest file in bytes: so much is reserved on the disk.
             file: u64,
         },
+
+        /// This host has swap files. A client that can use one answers with [`UseSwapFile`](crate::ClientMessage::UseSwapFile); one
+        /// that cannot does not answer. Only then does it find out, since a filter of system calls may end who tries.
+        85 (since 8) => OfferSwapFile {},
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the process is to see as number `at`
         /// of `of`.

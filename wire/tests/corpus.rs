@@ -148,6 +148,7 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
         ("sleep_ready", 7, SleepReady {}),
         ("sleep_refused", 7, SleepRefused { why: SleepRefusal::Capture }),
         ("wake", 7, Wake {}),
+        ("use_swap_file", 8, UseSwapFile { ram_max: 4 << 30 }),
         ("visible_devices", 3, VisibleDevices { text: Text::new("GPU-5a,1") }),
         (
             "request_placement",
@@ -186,6 +187,7 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("prepare_sleep", 7, PrepareSleep { flags: 1 }),
         ("run_ahead", 8, RunAhead { slot, micros: 16_000 }),
         ("host_memory", 8, HostMemory { ram: 1 << 30, file: 2 << 30 }),
+        ("offer_swap_file", 8, OfferSwapFile {}),
         ("awake", 7, Awake { moved: Moves::new([(uuid, other), (other, uuid)]).unwrap() }),
         ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", 3, Unplaced { outcome: NoPlacement::NoGpu, text: Text::new("no GPU is left") }),

@@ -125,6 +125,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(SleepReady {}),
         prop_oneof![Just(SleepRefusal::Busy), Just(SleepRefusal::Gang)].prop_map(|why| SleepRefused { why }),
         Just(Wake {}),
+        any::<u64>().prop_map(|ram_max| UseSwapFile { ram_max }),
     ]
 }
 
@@ -158,6 +159,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
         any::<(u64, u64)>().prop_map(|(ram, file)| HostMemory { ram, file }),
+        Just(OfferSwapFile {}),
         any::<u32>().prop_map(|flags| PrepareSleep { flags }),
         any::<(u32, u32)>().prop_map(|(slot, micros)| RunAhead { slot, micros }),
         prop::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..=MAX_MOVES).prop_map(|moves| {

@@ -58,6 +58,13 @@ impl Headroom {
     }
 }
 
+/// Bytes that the control groups of this process allow, less what is left to its other memory; `u64::MAX` if they do not limit it.
+pub fn most_in_groups() -> u64 {
+    in_groups(|group, files| limit(group, files).map(|most| (most - reserve(most)) as i64))
+        .try_into()
+        .unwrap_or(u64::MAX)
+}
+
 /// `MemAvailable` of the kernel less the reserve, in bytes; `u64::MAX` if unknown.
 fn of_host() -> u64 {
     let text = file::read(c"/proc/meminfo");

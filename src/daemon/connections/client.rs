@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvshare_wire::client::{ASLEEP, USES_SWAP_FILE};
+use nvshare_wire::client::ASLEEP;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, Text, WireError, version};
 use tokio::io::unix::AsyncFd;
@@ -87,7 +87,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         Ok(Err(violation)) => return connections.log_refused(&identity, format_args!("{DISCONNECTED}: {violation}")),
         Err(_) => return debug!(pid = identity.pid, "sent no Hello within {HELLO_TIMEOUT:?}"),
     };
-    let Hello { min, max, resume, is_asleep, uses_swap_file, gang, library } = hello;
+    let Hello { min, max, resume, is_asleep, gang, library } = hello;
     let slice = budget.slice().await;
     slice.spend(ARRIVAL_TOKENS);
     let Some(version) = version::negotiate(min, max) else {
@@ -119,7 +119,6 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         lock: None,
         reconnects,
         is_asleep,
-        uses_swap_file,
         process: pidfd.clone(),
     };
     let client = core.borrow_mut().connect(arrival);
@@ -205,7 +204,6 @@ pub struct Hello {
     pub resume: u64,
     /// It has been told to sleep by an earlier scheduler.
     pub is_asleep: bool,
-    pub uses_swap_file: bool,
     pub gang: u64,
     pub library: Text<32>,
 }
@@ -216,8 +214,8 @@ async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation>
     let Some(packet) = connection.receive(&mut buffer, &mut Vec::new()).await? else { return Ok(None) };
     match ClientMessage::decode(packet, 0) {
         Ok(ClientMessage::Hello { min_version: min, max_version: max, flags, resume, gang, library }) => {
-            let (is_asleep, uses_swap_file) = (flags & ASLEEP != 0, flags & USES_SWAP_FILE != 0);
-            Ok(Some(Hello { min, max, resume, is_asleep, uses_swap_file, gang, library }))
+            let is_asleep = flags & ASLEEP != 0;
+            Ok(Some(Hello { min, max, resume, is_asleep, gang, library }))
         }
         Ok(_) | Err(WireError::Version { .. }) => Err(Violation::NotHello),
         Err(error) => Err(error.into()),

@@ -213,7 +213,6 @@ impl Record {
             lock: Some(files.clone()),
             reconnects: false,
             is_asleep: false,
-            uses_swap_file: false,
             process: None,
         };
         Ok((arrival, Unattached { record: self, connection, client_end, files }))

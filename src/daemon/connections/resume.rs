@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvshare_wire::client::{ASLEEP, USES_SWAP_FILE};
+use nvshare_wire::client::ASLEEP;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, SlotSet, version};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc;
@@ -174,8 +174,8 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
                 if resume != name.client || !(min..=max).contains(&name.version) {
                     return None;
                 }
-                let (is_asleep, uses_swap_file) = (flags & ASLEEP != 0, flags & USES_SWAP_FILE != 0);
-                hello = Some(Hello { min, max, resume, is_asleep, uses_swap_file, gang, library });
+                let is_asleep = flags & ASLEEP != 0;
+                hello = Some(Hello { min, max, resume, is_asleep, gang, library });
                 packets.clear();
             }
             Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, gpus)),
@@ -206,7 +206,6 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
             lock: None,
             reconnects: true,
             is_asleep: hello.is_asleep,
-            uses_swap_file: hello.uses_swap_file,
             process: asked.pidfd.clone(),
         };
         core.borrow_mut().resume(client, arrival, asked.name);

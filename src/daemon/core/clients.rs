@@ -11,6 +11,7 @@ use zbus::fdo;
 
 use super::measure::EXIT_TIME;
 use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
+use super::swap_files::FileUse;
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::nvml::{Query, Sample};
@@ -122,18 +123,8 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival {
-            connection,
-            identity,
-            version,
-            gang: named,
-            library,
-            lock,
-            reconnects,
-            is_asleep: _,
-            uses_swap_file,
-            process,
-        } = arrival;
+        let Arrival { connection, identity, version, gang: named, library, lock, reconnects, is_asleep: _, process } =
+            arrival;
         let entry = Client {
             connection,
             session: Session::new(client, version),
@@ -149,7 +140,7 @@ impl Core {
             adoptions: Adoptions::default(),
             asked_for: None,
             reconnects,
-            uses_swap_file,
+            file_use: FileUse::default(),
             process,
             checkpoint: None,
             stored_as: None,
@@ -308,6 +299,7 @@ impl Core {
                 }
             }
             ClientAction::Incomplete => {}
+            ClientAction::UseSwapFile { ram_max } => self.uses_swap_file(client, ram_max),
             ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             ClientAction::RequestPlacement(request) => self.place(client, &request),
             ClientAction::SharedMemory { message, gpu } => {
@@ -326,6 +318,7 @@ impl Core {
     fn attach(&mut self, client: ClientId, attach: ClientAction) -> Result<(), Violation> {
         let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
         let Event::Attached { engine, .. } = event else { return Ok(()) };
+        self.offer_swap_file(client);
         let now = clock::now();
         self.add_unknown_gpu(client, gpu, kind, total, name)?;
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };

@@ -28,7 +28,7 @@ use super::rooms::Room;
 use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
-use super::swap_files::SwapFiles;
+use super::swap_files::{FileUse, SwapFiles};
 use super::traffic::Thrashing;
 use super::usage::Usage;
 use super::{counts, placement, sleep, traffic};
@@ -186,8 +186,7 @@ pub(super) struct Client {
     pub asked_for: Option<(Secret, Time)>,
     /// It was connected before, and may have received other limits then.
     pub reconnects: bool,
-    /// Its library can use a swap file.
-    pub uses_swap_file: bool,
+    pub file_use: FileUse,
     /// A pidfd, if its process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// Of the newest request to the checkpoint helper: dropped with the client, it takes that back.
@@ -221,8 +220,6 @@ pub struct Arrival {
     pub reconnects: bool,
     /// It has been told to sleep by an earlier scheduler.
     pub is_asleep: bool,
-    /// Its library can use a swap file.
-    pub uses_swap_file: bool,
     /// A pidfd, if it is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
 }
@@ -395,6 +392,9 @@ impl Core {
         }
         if before.rules != self.config.rules {
             self.reapply_rules(&before.rules);
+        }
+        if before.swap_file != self.config.swap_file {
+            self.offer_swap_files();
         }
         if before.keep_usage != self.config.keep_usage {
             self.usage.keep(self.config.keep_usage);

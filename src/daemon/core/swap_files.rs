@@ -13,6 +13,10 @@
 //! wait for a GPU have as much as they need, then those that run, then idle ones, the most recent first. While processes of the host wait
 //! for memory, idle ones have none. So the copies of programs that have been idle for longest go to the disk first, and the sum never
 //! exceeds the RAM.
+//!
+//! What a client needs of the RAM is what is there: memory that was never written, or holds one repeated value, takes none once it has
+//! left the GPU, so others' copies do not have to leave RAM for it. Only what a file has reserved space for is counted so. The rest is
+//! charged in full, since it may be written at any time, and then has nowhere else to go.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +30,7 @@ use tracing::{debug, info, warn};
 use super::state::Core;
 use crate::config::units;
 use crate::daemon::swap_files::{self, Job, Keeper, Report, STEP};
+use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
 use crate::sys::clock;
 
@@ -80,9 +85,24 @@ struct Need {
     files: bool,
     /// The most that it may have off its GPUs.
     demand: u64,
+    /// The part of it that takes host memory if it leaves the GPUs now: what is on them, and what has contents elsewhere.
+    present: u64,
     reserved: u64,
+    /// What its control groups allow.
+    ram_max: u64,
     /// Who has RAM first.
     rank: Rank,
+}
+
+/// Whether a client can use a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FileUse {
+    #[default]
+    Unasked,
+    /// It has not answered, and does not if it cannot.
+    Offered,
+    /// It can, and its control groups allow it so many bytes of host memory.
+    Possible { ram_max: u64 },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -93,20 +113,43 @@ enum Rank {
     Idle(Reverse<Time>),
 }
 
+/// What a client's file has no space for.
+fn beyond(need: &Need) -> u64 {
+    need.demand.saturating_sub(if need.files { need.reserved } else { 0 })
+}
+
 /// Divides the RAM. `short`: the host lacks memory, so that idle clients have only what their files have no space for.
 fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
-    let beyond = |need: &Need| need.demand.saturating_sub(if need.files { need.reserved } else { 0 });
     let mut left = needs.iter().fold(ram, |left, need| left.saturating_sub(beyond(need)));
     let mut order: Vec<&Need> = needs.iter().filter(|need| need.files).collect();
     order.sort_by_key(|need| (need.rank, need.client));
     let mut shares = BTreeMap::new();
     for need in order {
         let is_idle = matches!(need.rank, Rank::Idle(_));
-        let more = if short && is_idle { 0 } else { (need.demand - beyond(need)).min(left) };
+        let present = need.present.min(need.ram_max);
+        let more = if short && is_idle { 0 } else { present.saturating_sub(beyond(need)).min(left) };
         left -= more;
         shares.insert(need.client, beyond(need) + more);
     }
     shares
+}
+
+/// So many bytes in the steps in which space is reserved.
+fn in_steps(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(STEP).unwrap_or(bytes)
+}
+
+/// Divides `most` bytes equally; who wants less than an equal part leaves the rest to the others.
+fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
+    let mut order: Vec<usize> = (0..wanted.len()).collect();
+    order.sort_by_key(|at| wanted[*at]);
+    let (mut left, mut parts) = (most, wanted);
+    for (before, at) in order.iter().enumerate() {
+        let equal = left / (order.len() - before) as u64;
+        parts[*at] = parts[*at].min(equal);
+        left -= parts[*at];
+    }
+    parts
 }
 
 impl Core {
@@ -120,10 +163,30 @@ impl Core {
         self.config.swap_file.is_some() || !self.swap_files.of.is_empty()
     }
 
-    /// A client's session can use a file.
-    fn can_use_file(&self, client: ClientId) -> bool {
-        let entry = self.clients.get(&client);
-        entry.is_some_and(|entry| entry.uses_swap_file && entry.session.version >= version::SWAP_FILE)
+    /// Asks a client that attaches a GPU whether it can use a file, once, if there are files. It has not been told that it may create its
+    /// context, so its answer is there before it asks for memory.
+    pub(super) fn offer_swap_file(&mut self, client: ClientId) {
+        let is_wanted = self.config.swap_file.is_some();
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        let can_answer = entry.session.version >= version::SWAP_FILE && entry.lock.is_none();
+        if is_wanted && can_answer && entry.file_use == FileUse::Unasked {
+            entry.file_use = FileUse::Offered;
+            entry.connection.send(SchedulerMessage::OfferSwapFile {});
+        }
+    }
+
+    /// The same for all clients with GPUs, when there are files from now on.
+    pub(super) fn offer_swap_files(&mut self) {
+        let attached = self.clients.iter().filter(|(_, entry)| !entry.gpus.is_empty());
+        let clients: Vec<ClientId> = attached.map(|(client, _)| *client).collect();
+        clients.into_iter().for_each(|client| self.offer_swap_file(client));
+    }
+
+    /// A client has said that it can use a file.
+    pub(super) fn uses_swap_file(&mut self, client: ClientId, ram_max: u64) {
+        if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.file_use != FileUse::Unasked) {
+            entry.file_use = FileUse::Possible { ram_max };
+        }
     }
 
     /// What clients need of the host, if one of them had so much more.
@@ -131,15 +194,18 @@ impl Core {
         let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
         let need = |(client, entry): (&ClientId, &super::state::Client)| {
             let gpus = entry.gpus.iter().map(|(gpu, stats)| {
-                let report = stats.report.map_or(0, |report| report.demand.saturating_sub(report.pinned));
+                let report = stats.report.unwrap_or_default();
+                let demand = report.demand.saturating_sub(report.pinned);
+                let present = report.mapped.saturating_sub(report.pinned).saturating_add(report.swapped).min(demand);
                 let wanted = wanted.filter(|(who, at, _)| who == client && at == gpu).map_or(0, |(_, _, bytes)| bytes);
                 match self.machine.engine(*client, *gpu) {
-                    Some(Engine::None) | None => (0, true),
-                    Some(engine) => (report.max(wanted), engine == Engine::Swap),
+                    Some(Engine::None) | None => (0, 0, true),
+                    Some(engine) => (demand.max(wanted), present, engine == Engine::Swap),
                 }
             });
-            let (demand, copies) =
-                gpus.fold((0u64, true), |(sum, all), (bytes, copies)| (sum.saturating_add(bytes), all && copies));
+            let (demand, present, copies) = gpus.fold((0u64, 0u64, true), |sum, gpu| {
+                (sum.0.saturating_add(gpu.0), sum.1.saturating_add(gpu.1), sum.2 && gpu.2)
+            });
             let (mut waits, mut runs) = (false, false);
             for (_, activity) in self.machine.activities(*client) {
                 (waits, runs) = (waits || activity.is_stalled, runs || activity.runs);
@@ -151,9 +217,12 @@ impl Core {
                 () => Rank::Idle(Reverse(idle_since)),
             };
             let reserved = self.swap_files.of.get(client).map_or(0, |file| file.reserved);
+            let (can_use, ram_max) = match entry.file_use {
+                FileUse::Possible { ram_max } => (true, ram_max),
+                FileUse::Unasked | FileUse::Offered => (false, u64::MAX),
+            };
             // A file serves the memory that the library copies.
-            let files = copies && self.can_use_file(*client);
-            Need { client: *client, files, demand, reserved, rank }
+            Need { client: *client, files: copies && can_use, demand, present, reserved, ram_max, rank }
         };
         programs.map(need).collect()
     }
@@ -167,24 +236,30 @@ impl Core {
         }
         let Some(ram) = self.host.bytes() else { return false };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
-        if total <= ram && !self.host_ahead.is_short(now) {
+        // What a control group has left is for its programs, which may take it at any time: a client in one needs a file although the
+        // host has room.
+        let is_short = total > ram || self.host_ahead.is_short(now);
+        let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
+        if !needs.iter().any(|need| lacks(&need)) {
             return false;
         }
-        let mut left = swap_files::most(&directory, self.config.swap_file_max);
-        left = self.swap_files.of.values().fold(left, |left, file| left.saturating_sub(file.asked));
+        let most = swap_files::most(&directory, self.config.swap_file_max);
+        let mut left = self.swap_files.of.values().fold(most, |left, file| left.saturating_sub(file.asked));
+        let mut shares = self.file_shares(most, needs);
         let mut is_lacking = false;
-        for need in needs.iter().filter(|need| need.files && need.demand > need.reserved) {
+        for need in needs.iter().filter(lacks) {
+            let tenant = self.clients.get(&need.client).map(|entry| entry.identity.tenant.clone());
+            let share = tenant.and_then(|tenant| shares.get_mut(&tenant));
             let entry = self.swap_files.of.entry(need.client).or_default();
-            if entry.is_growing() {
-                continue;
-            }
+            let Some(share) = share.filter(|_| !entry.is_growing()) else { continue };
             // In steps, so that a client that allocates bit by bit is not waited for each time.
-            let more = swap_files::usable((need.demand - need.reserved).next_multiple_of(STEP).min(left));
+            let more = swap_files::usable(in_steps(need.demand - need.reserved).min(left).min(*share));
             if more == 0 {
                 is_lacking = true;
                 continue;
             }
             left -= more;
+            *share -= more;
             if let Some(keeper) = &self.swap_files.keeper {
                 entry.asked = entry.reserved + more;
                 let (client, file, reserved) = (need.client, entry.file.clone(), entry.reserved);
@@ -200,6 +275,20 @@ impl Core {
             );
         }
         self.swap_files.of.values().any(ClientFile::is_growing)
+    }
+
+    /// How much more of `most` bytes each tenant may have reserved: they have equal parts, and what one does not need is for the others.
+    fn file_shares(&self, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
+        let mut tenants: BTreeMap<Tenant, (u64, u64)> = BTreeMap::new();
+        for need in needs.iter().filter(|need| need.files) {
+            let Some(entry) = self.clients.get(&need.client) else { continue };
+            let asked = self.swap_files.of.get(&need.client).map_or(0, |file| file.asked);
+            let wanted = asked.max(need.reserved.saturating_add(in_steps(need.demand.saturating_sub(need.reserved))));
+            let (sum, has) = tenants.entry(entry.identity.tenant.clone()).or_default();
+            (*sum, *has) = (sum.saturating_add(wanted), has.saturating_add(asked));
+        }
+        let parts = equal_parts(most, tenants.values().map(|(wanted, _)| *wanted).collect());
+        tenants.into_iter().zip(parts).map(|((tenant, (_, has)), part)| (tenant, part.saturating_sub(has))).collect()
     }
 
     /// The thread has done something.
@@ -307,7 +396,7 @@ impl Core {
         self.promise(None);
         let Some(ram) = self.host.bytes() else { return };
         let short = self.host_ahead.is_short(now);
-        let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
+        let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.present.max(beyond(need))));
         let shares = if total > ram || short { divide(ram, short, &needs) } else { BTreeMap::new() };
         for (client, file) in &mut self.swap_files.of {
             let Some(entry) = self.clients.get(client) else { continue };
@@ -357,7 +446,9 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn need(client: u64, demand: u64, reserved: u64, rank: Rank) -> Need {
-        Need { client: ClientId(client), files: true, demand: demand * GIB, reserved: reserved * GIB, rank }
+        let demand = demand * GIB;
+        let (present, reserved, ram_max) = (demand, reserved * GIB, u64::MAX);
+        Need { client: ClientId(client), files: true, demand, present, reserved, ram_max, rank }
     }
 
     fn idle(since: u64) -> Rank {
@@ -390,6 +481,24 @@ mod tests {
         assert_eq!(shares(0, false, &needs), [14, 0], "it has nowhere else to be");
     }
 
+    #[test]
+    fn what_has_no_contents_takes_no_ram_from_others_if_its_file_has_space_for_it() {
+        let mostly_empty = |client, reserved, rank| Need { present: 2 * GIB, ..need(client, 18, reserved, rank) };
+        let needs = [need(1, 18, 18, idle(5)), mostly_empty(2, 18, Rank::Waits), mostly_empty(3, 18, Rank::Runs)];
+        assert_eq!(shares(22, false, &needs), [18, 2, 2]);
+        let needs = [need(1, 18, 18, idle(5)), mostly_empty(2, 10, Rank::Waits)];
+        assert_eq!(shares(22, false, &needs), [14, 8], "it may be written, and has nowhere else to be");
+    }
+
+    #[test]
+    fn tenants_have_equal_parts_of_the_disk_and_what_one_does_not_need_is_for_the_others() {
+        assert_eq!(equal_parts(90, vec![100]), [90]);
+        assert_eq!(equal_parts(90, vec![100, 10, 50]), [40, 10, 40]);
+        assert_eq!(equal_parts(90, vec![20, 10, 50]), [20, 10, 50]);
+        assert_eq!(equal_parts(90, vec![]), [0; 0]);
+        assert_eq!(equal_parts(u64::MAX, vec![7, u64::MAX]), [7, u64::MAX - 7]);
+    }
+
     /// For any figures, the sum is no more than the RAM, unless what has nowhere else to be is more.
     #[test]
     fn the_ram_is_divided_once() {
@@ -402,11 +511,12 @@ mod tests {
             let needs: Vec<Need> = (0..random(6))
                 .map(|client| {
                     let rank = [Rank::Waits, Rank::Runs, idle(random(9))][random(3) as usize];
-                    Need { files: random(4) > 0, ..need(client, random(30), random(30), rank) }
+                    let (demand, reserved) = (random(30), random(30));
+                    let present = random(demand + 1) * GIB;
+                    Need { files: random(4) > 0, present, ..need(client, demand, reserved, rank) }
                 })
                 .collect();
             let (ram, short) = (random(60), random(2) > 0);
-            let beyond = |need: &Need| need.demand.saturating_sub(if need.files { need.reserved } else { 0 });
             let least: u64 = needs.iter().map(beyond).sum();
             let without: u64 = needs.iter().filter(|need| !need.files).map(beyond).sum();
             let sum = without + divide(ram * GIB, short, &needs).into_values().sum::<u64>();

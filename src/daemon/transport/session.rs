@@ -96,6 +96,10 @@ pub enum ClientAction {
         limit: LimitName,
         text: String,
     },
+    /// The client can use a swap file, and has so many bytes of host memory at most.
+    UseSwapFile {
+        ram_max: u64,
+    },
     /// Does nothing: a value takes several messages, or was known.
     Incomplete,
     /// Handles a message about shared memory, on the GPU that the message names, if any.
@@ -282,6 +286,7 @@ impl Session {
                 self.env_limit = Some((limit, text));
                 ClientAction::Incomplete
             }
+            ClientMessage::UseSwapFile { ram_max } => ClientAction::UseSwapFile { ram_max },
             ClientMessage::SleepReady {} => ClientAction::Event(Event::SleepReady { client }),
             ClientMessage::SleepRefused { why } => {
                 ClientAction::Event(Event::SleepRefused { client, why: obstacle(why) })

@@ -98,6 +98,7 @@ impl ClientThread {
                 by_slot(slot).inspect(|gpu| gpu.work.limit_run_ahead(micros));
             }
             SchedulerMessage::HostMemory { ram, file } => self.set_host_memory(ram, file, descriptors),
+            SchedulerMessage::OfferSwapFile {} => self.use_swap_file(),
             SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),

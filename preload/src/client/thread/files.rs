@@ -3,14 +3,21 @@
 
 use super::{CHORE_INTERVAL, ClientThread, memory::trim_host_cache};
 use crate::{
+    connection,
     driver::context::with_current,
     env::trace::trace,
     gpu::{self, Gpu},
-    memory::{account::Account, file::SwapFile, headroom::Headroom, space::Space},
+    memory::{
+        account::Account,
+        file::{self, SwapFile},
+        headroom::{self, Headroom},
+        space::Space,
+    },
     sys::{sync::Mutex, time::Instant},
 };
 use alloc::vec::Vec;
 use core::time::Duration;
+use nvshare_wire::{ClientMessage, version};
 use rustix::fd::OwnedFd;
 
 /// Chunks that are written, or read, at once: two for each thread, so that none has to wait for the client's thread.
@@ -79,6 +86,13 @@ impl HostTier {
 }
 
 impl ClientThread {
+    /// The scheduler has files. Not before it says so is it tried whether they can be used.
+    pub(super) fn use_swap_file(&self) {
+        if file::is_supported() && connection::speaks(version::SWAP_FILE) {
+            connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
+        }
+    }
+
     /// The scheduler allows so much host memory, and has reserved so much of the file.
     pub(super) fn set_host_memory(&mut self, ram: u64, size: u64, descriptors: Vec<OwnedFd>) {
         self.tier.ram = ram;

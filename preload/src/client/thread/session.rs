@@ -10,17 +10,12 @@ use crate::{
         trace::{self, trace},
     },
     gpu::{self},
-    memory::file,
     registry::shared,
     sys::time::Instant,
 };
 use alloc::{string::ToString, sync::Arc};
 use core::{sync::atomic::Ordering, time::Duration};
-use nvshare_wire::{
-    ClientMessage, SlotSet, Text,
-    client::{ASLEEP, USES_SWAP_FILE},
-    version,
-};
+use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
 /// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
 const STEADY: Duration = Duration::from_millis(50);
@@ -149,7 +144,7 @@ pub fn hello() -> ClientMessage {
         min_version: version::MIN,
         max_version: version::MAX,
         // By the time that a preparation is not over, the connection is known.
-        flags: if presence::is_away() { ASLEEP } else { 0 } | if file::is_supported() { USES_SWAP_FILE } else { 0 },
+        flags: if presence::is_away() { ASLEEP } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,
         library: Text::new(env!("CARGO_PKG_VERSION")),
