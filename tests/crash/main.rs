@@ -118,6 +118,8 @@ struct Episode {
 impl Episode {
     fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
+        // With less host memory than leaves the GPU, and files for the rest, or without.
+        let has_files = dice.one_in(2);
         let setup = Setup {
             // Two or three fit, or nearly all.
             memory: dice.pick(&[48, 64, 128]) * MIB,
@@ -125,11 +127,13 @@ impl Episode {
             context: 2 * MIB,
             time_quantum: 1,
             anti_thrash: dice.pick(&["auto", "auto", "on", "off"]),
-            swap_max: "80%",
+            swap_max: if has_files { "32M" } else { "80%" },
+            file_max: has_files.then_some("8G"),
             simulator: vec![("CUDA_SIM_GPU_BANDWIDTH", "8G".into()), ("CUDA_SIM_LINK_BANDWIDTH", "4G".into())],
             ..Setup::default()
         };
-        eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}", setup.memory / MIB, setup.anti_thrash);
+        let files = if has_files { ", swap files" } else { "" };
+        eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}{files}", setup.memory / MIB, setup.anti_thrash);
         // With something that keeps connections for the next scheduler, or without.
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.path("trace-1"));
