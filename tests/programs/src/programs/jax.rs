@@ -19,7 +19,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut random = Random::new(args.size("seed", "1"));
     let gpu = Gpu::open(0).map_err(refused)?;
     let (_, total) = gpu.memory()?;
-    let reserve = Buffer::new(Kind::Alloc, total / RESERVED.1 * RESERVED.0 & !3).map_err(refused)?;
+    let reserve = Buffer::new(Kind::Alloc, (total / RESERVED.1 * RESERVED.0) & !3).map_err(refused)?;
     let count = (reserve.count() as f64 * used) as u64;
     gpu.fill(reserve.at, count, 1, 0)?;
     let mut seeds = Vec::new();
