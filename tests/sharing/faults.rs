@@ -79,7 +79,7 @@ impl Chaos {
     /// others must, too.
     fn run(mut self, mut round: impl FnMut(&mut Self)) {
         let begin = Instant::now();
-        while begin.elapsed() < ROUNDS_FOR || self.finished == 0 && begin.elapsed() < 6 * ROUNDS_FOR {
+        while begin.elapsed() < ROUNDS_FOR || self.finished < 2 && begin.elapsed() < 6 * ROUNDS_FOR {
             self.tend();
             std::thread::sleep(self.random.milliseconds(300));
             round(&mut self);
