@@ -45,7 +45,11 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     };
     let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
     // SAFETY: the driver has just written there.
-    if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
+    let context = unsafe { place.as_ref() }.filter(|_| result == SUCCESS);
+    if let Some(context) = context {
+        work::context_is_there(*context);
+    }
+    if let (Some(context), Some(gpu)) = (context, gpu::by_ordinal(device)) {
         crate::sys::errno::preserved(|| {
             gpu.add_context(*context);
             if gpu::are_several() {

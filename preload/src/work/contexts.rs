@@ -19,8 +19,10 @@ pub(super) fn is_only(context: CUcontext) -> bool {
     !context.is_null() && ONLY.load(Ordering::Acquire) == context as usize
 }
 
-/// Called for each context before any thread can launch to it, but the one that makes it.
-fn seen(context: usize) {
+/// The program has this context, on whichever GPU, also one that this library does not support. Called before any thread can launch to
+/// it, but the one that makes it.
+pub fn is_there(context: CUcontext) {
+    let context = context as usize;
     let only = ONLY.compare_exchange(0, context, Ordering::AcqRel, Ordering::Acquire);
     if only.is_err_and(|only| only != context) {
         are_several();
@@ -39,7 +41,7 @@ impl Work {
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
-            inner.begin_context(context as usize, false);
+            inner.contexts.push(Context::new(context as usize, false));
         }
         if let Some(context) = inner.context(context as usize) {
             context.uses += 1;
@@ -123,12 +125,6 @@ impl Inner {
 
     pub(super) fn context(&mut self, context: usize) -> Option<&mut Context> {
         self.contexts.iter_mut().find(|c| c.handle == context)
-    }
-
-    /// A context that is not known yet; `foreign`: a green one.
-    pub(super) fn begin_context(&mut self, context: usize, foreign: bool) {
-        seen(context);
-        self.contexts.push(Context::new(context, foreign));
     }
 
     pub(super) fn forget_context(&mut self, context: usize) {

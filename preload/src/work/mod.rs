@@ -22,7 +22,7 @@ mod marks;
 mod point;
 mod streams;
 
-pub use contexts::are_several as contexts_are_several;
+pub use contexts::{are_several as contexts_are_several, is_there as context_is_there};
 pub use fence::Fence;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
@@ -125,7 +125,8 @@ impl Work {
         let stream = Stream::of(handle, context);
         let is_known = inner.has(stream.context);
         if !is_known {
-            inner.begin_context(stream.context, true);
+            contexts::is_there(context);
+            inner.contexts.push(Context::new(stream.context, true));
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
