@@ -13,11 +13,14 @@ mod spec;
 pub mod specs;
 
 use std::io::Write;
-use std::os::unix::fs::{PermissionsExt, lchown};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
+use rustix::fs::{AtFlags, Dir, Gid, Mode, OFlags, Uid, chownat, fchmod, fchown, fstat, openat};
+use rustix::io::Errno;
 
 use super::preload::library;
 use super::{CtlError, Target, block_on};
@@ -96,23 +99,38 @@ pub fn install(asked: &Install) -> Result<(), CtlError> {
     Ok(())
 }
 
-/// Gives a directory and the files in it to a user: sockets and locks may be from a scheduler that ran as another one.
+/// Gives a directory, the files in it and the directories of claims with theirs to a user: sockets and locks may be from a scheduler that
+/// ran as another one.
 fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
+    give_opened(&rustix::fs::open(directory, DIRECTORY, Mode::empty())?, owner, true)
+}
+
+const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+
+/// By descriptors, and no deeper than claims go: the user to whom it was given before could exchange what is in it meanwhile.
+fn give_opened(directory: &OwnedFd, owner: u32, has_claims: bool) -> std::io::Result<()> {
     // Whoever may write there could put another socket in the scheduler's place. A directory that was given away before
     // is as it should be, and not ours to change any more.
-    if directory.metadata()?.permissions().mode() & 0o022 != 0 {
-        std::fs::set_permissions(directory, std::fs::Permissions::from_mode(0o755))?;
+    if fstat(directory)?.st_mode & 0o022 != 0 {
+        fchmod(directory, Mode::from_raw_mode(0o755))?;
     }
-    for entry in directory.read_dir()? {
-        let path = entry?.path();
-        lchown(&path, Some(owner), Some(owner))?;
-        // Those of claims have a directory each.
-        if path.symlink_metadata()?.is_dir() {
-            give(&path, owner)?;
+    let (user, group) = (Some(Uid::from_raw(owner)), Some(Gid::from_raw(owner)));
+    for entry in Dir::read_from(directory)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if [c".", c".."].contains(&name) {
+            continue;
+        }
+        match openat(directory, name, DIRECTORY | OFlags::NOFOLLOW, Mode::empty()) {
+            Ok(below) if has_claims => give_opened(&below, owner, false)?,
+            Ok(_) | Err(Errno::NOTDIR | Errno::LOOP) => {
+                chownat(directory, name, user, group, AtFlags::SYMLINK_NOFOLLOW)?;
+            }
+            Err(e) => return Err(e.into()),
         }
     }
-    lchown(directory, Some(owner), Some(owner))
+    Ok(fchown(directory, user, group)?)
 }
 
 /// Writes the file, and passes remarks to `say`.
