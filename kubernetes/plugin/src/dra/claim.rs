@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim};
+use nvshare::config::rules::LIMIT_KEYS;
 use nvshare_kubernetes::permissions::Permissions;
 use serde::{Deserialize, Serialize};
 use toml::Value;
@@ -19,22 +20,13 @@ use crate::devices::{Devices, Gpu};
 pub const API_VERSION: &str = "nvshare.com/v1";
 pub const KIND: &str = "Rule";
 
-/// The keys that it can have. Those that are missing choose GPUs, which Kubernetes has done for a claim.
-pub const KEYS: [&str; 13] = [
-    "memory-max",
-    "memory-low",
-    "swap-max",
-    "on-memory-full",
-    "wait-order",
-    "sleep-after",
-    "weight",
-    "time-min",
-    "time-max",
-    "gpu-hours",
-    "priority",
-    "interactive",
-    "gang",
-];
+/// The keys of a rule that it cannot have: they choose GPUs, which Kubernetes has done for a claim.
+const CHOOSING: [&str; 4] = ["allowed-gpus", "affinity", "anti-affinity", "exclusion"];
+
+/// The keys that it can have.
+fn allowed() -> impl Iterator<Item = &'static str> {
+    LIMIT_KEYS.into_iter().filter(|key| !CHOOSING.contains(key))
+}
 
 /// The weight of a claim that sets none, where its namespace has no other: that of a user.
 const WEIGHT: i64 = 100;
@@ -90,7 +82,10 @@ pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Per
         match shares.get_mut(&gpu.uuid) {
             None => drop(shares.insert(gpu.uuid.clone(), share)),
             Some(others) if others.keys != share.keys => return Err(UNEQUAL.into()),
-            Some(others) => (others.memory, others.time) = (others.memory + share.memory, others.time + share.time),
+            Some(others) => {
+                others.memory = others.memory.saturating_add(share.memory);
+                others.time = others.time.saturating_add(share.time);
+            }
         }
         let request = main_request(&result.request).to_owned();
         devices.push(PreparedDevice { request, name: result.device.clone(), uuid: gpu.uuid.clone() });
@@ -179,8 +174,9 @@ fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, Strin
     }
     let others = all.iter().filter(|(key, _)| *key != "apiVersion" && *key != "kind");
     let pairs = others.map(|(key, value)| {
-        if !KEYS.contains(&key.as_str()) {
-            return Err(format!("its configuration for {DRIVER} has {key:?}: {} are allowed", KEYS.join(", ")));
+        if !allowed().any(|other| other == key) {
+            let allowed: Vec<&str> = allowed().collect();
+            return Err(format!("its configuration for {DRIVER} has {key:?}: {} are allowed", allowed.join(", ")));
         }
         let value = match value {
             serde_json::Value::Bool(value) => Some(Value::Boolean(*value)),
@@ -250,11 +246,8 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_a_rule_can_be_set_unless_it_chooses_gpus() {
-        let choosing = ["allowed-gpus", "affinity", "anti-affinity", "exclusion"];
-        let all: Vec<&str> =
-            nvshare::config::rules::LIMIT_KEYS.into_iter().filter(|key| !choosing.contains(key)).collect();
-        assert_eq!(all, KEYS);
+    fn what_chooses_gpus_are_keys_of_rules() {
+        assert!(CHOOSING.iter().all(|key| LIMIT_KEYS.contains(key)));
     }
 
     #[test]
