@@ -174,7 +174,6 @@ fn memory_in_a_file_outlives_the_scheduler() {
 
 /// Copies leave the memory of a control group before what else is in it finds none, although the host has plenty.
 #[test]
-#[ignore = "on a busy machine the kernel may kill a program first: run it by its name on an idle one"]
 fn copies_make_room_for_what_else_is_in_their_control_group() {
     const EACH: u64 = 160 * MIB;
     const LIMIT: u64 = 800 * MIB;

@@ -72,11 +72,6 @@ fn of_host() -> u64 {
     kib.map_or(u64::MAX, |kib| kib.saturating_mul(1024).saturating_sub(HOST_RESERVE))
 }
 
-/// Whether a control group limits the memory of this process. What is allocated ahead could then be what the program lacks.
-pub fn is_limited() -> bool {
-    of_groups() < i64::MAX
-}
-
 /// The least that any of the control groups has left; negative if it lacks memory.
 fn of_groups() -> i64 {
     in_groups(of_group)

@@ -27,6 +27,9 @@ use rustix::{
 
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
+/// So many bytes get their pages before the next look whether the host has room. Several programs may find the same room at the
+/// same time, so this is little beside what is left to a control group for its other memory.
+const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
@@ -76,16 +79,20 @@ impl Buffer {
 
     /// Allocates the pages; `false` if the host has no room for them.
     fn fill(&self) -> bool {
+        (0..self.len).step_by(PIECE).all(|at| self.fill_piece(at, PIECE.min(self.len - at)))
+    }
+
+    fn fill_piece(&self, at: usize, len: usize) -> bool {
         // Checked here: other processes may have taken what was available a moment ago.
-        let Some(_claim) = Claim::new(self.len()) else { return false };
-        let address = self.address();
+        let Some(_claim) = Claim::new(len as u64) else { return false };
         // SAFETY: memory of ours that is not in use yet.
         unsafe {
-            match madvise(address, self.len, Advice::LinuxPopulateWrite) {
+            let address = self.address().byte_add(at);
+            match madvise(address, len, Advice::LinuxPopulateWrite) {
                 Ok(()) => true,
                 // Before Linux 5.14.
                 Err(Errno::INVAL) => {
-                    (0..self.len).step_by(4096).for_each(|at| address.cast::<u8>().add(at).write_volatile(0));
+                    (0..len).step_by(4096).for_each(|at| address.cast::<u8>().add(at).write_volatile(0));
                     true
                 }
                 Err(_) => false,

@@ -112,7 +112,8 @@ pub struct HostUse {
 
 impl HostAhead {
     /// What all clients together may allocate, if that changed significantly: `Some(None)` if the host lacks memory, so that
-    /// they may keep none that holds nothing. It is at most `most`, and half of what is available.
+    /// they may keep none that holds nothing. It is at most `most`, and half of what is available, or a quarter where the kernel
+    /// does not tell of pressure (PSI), as many do by default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }
@@ -120,12 +121,14 @@ impl HostAhead {
     fn decide(&mut self, now: Time, host: HostUse, most: SwapMax, stalled: Option<Duration>) -> Option<Option<u64>> {
         let HostUse { info, held, swapped } = host;
         let spare = info.available.saturating_sub(reserve(info.total));
-        // A kernel that does not tell of pressure could not be noticed to need the memory.
-        let most = stalled.map_or(0, |_| most.bytes(info.total));
+        // A kernel that does not tell of pressure is noticed to need the memory only when hardly any is available.
+        let part = if stalled.is_some() { 2 } else { 4 };
         if self.stalls(now, stalled) || (spare == 0 && held > swapped) {
             self.short_until = now + SHORT_FOR;
         }
-        let bytes = (now >= self.short_until).then(|| most.min(spare.saturating_add(held.saturating_sub(swapped)) / 2));
+        let most = most.bytes(info.total);
+        let bytes =
+            (now >= self.short_until).then(|| most.min(spare.saturating_add(held.saturating_sub(swapped)) / part));
         let is_told = self.told.is_some_and(|told| match (told, bytes) {
             (Some(told), Some(bytes)) => told.abs_diff(bytes) <= told / 8,
             (told, bytes) => told == bytes,
@@ -183,7 +186,13 @@ mod tests {
         assert_eq!(ahead.decide(at(33), using(21, 0, 0), quarter, Some(ms(250))), Some(Some(10 * GIB)));
         assert_eq!(ahead.decide(at(34), using(1, 10, 0), quarter, Some(ms(250))), Some(None), "there is no more");
         let mut untold = HostAhead::default();
-        assert_eq!(untold.decide(at(0), using(61, 0, 0), quarter, None), Some(Some(0)), "nobody would notice pressure");
+        let all = SwapMax::Percent(100);
+        assert_eq!(
+            untold.decide(at(0), using(61, 0, 0), all, None),
+            Some(Some(15 * GIB)),
+            "pressure is not noticed early"
+        );
+        assert_eq!(untold.decide(at(1), using(1, 10, 0), all, None), Some(None), "there is no more");
     }
 
     const GIB: u64 = 1 << 30;

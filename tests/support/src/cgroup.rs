@@ -122,6 +122,11 @@ impl Limited {
         self.directory.join("cgroup.procs")
     }
 
+    /// Changes its limit.
+    pub fn set_limit(&self, bytes: u64) {
+        fs::write(self.directory.join(self.files[0]), bytes.to_string()).expect("a limit");
+    }
+
     /// The bytes that it has, without what the kernel takes back before it kills a program.
     pub fn used(&self) -> u64 {
         let number = |name: &str| fs::read_to_string(self.directory.join(name)).ok()?.trim().parse::<u64>().ok();

@@ -5,7 +5,6 @@ use crate::{
     client::turn::Turn,
     env::trace::trace,
     gpu::{self, Gpu, memory_limits},
-    memory::headroom,
     registry::shared,
 };
 use alloc::vec::Vec;
@@ -49,11 +48,9 @@ impl ClientThread {
             }
             SchedulerMessage::Prepare { slot, bytes } => {
                 if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {
-                    // Memory for what may never have to leave is not worth the program's end by its control group's limit.
-                    if self.turn(gpu).is_contended() || !headroom::is_limited() {
-                        let bytes = bytes.min(self.spare_host_memory());
-                        gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
-                    }
+                    let is_contended = self.turn(gpu).is_contended();
+                    let bytes = bytes.min(self.spare_host_memory(is_contended));
+                    gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
                 }
             }
             SchedulerMessage::Denied { slot, bytes, what } => {

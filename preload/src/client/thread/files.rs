@@ -26,9 +26,10 @@ const MAX_JOBS: usize = 8;
 /// By so much, in bytes, copies may exceed what is allowed while they are written. Beyond it nothing more leaves the GPU.
 const MOST_BEHIND: u64 = 512 << 20;
 
-/// The time between two looks at the control group of a client that has copies in host memory: programs that grow by a gibibyte a
-/// second take no more meanwhile than what is left to them.
-const GROUP_PERIOD: Duration = Duration::from_millis(200);
+/// The longest time between two looks at the control group of a client that has host memory.
+const GROUP_PERIOD: Duration = Duration::from_secs(1);
+/// Bytes that other memory of a control group grows by in a second, at most: what the kernel provides to a few threads.
+const GROWTH: u64 = 8 << 30;
 
 /// Where copies of chunks may be.
 #[derive(Debug)]
@@ -52,7 +53,7 @@ impl HostTier {
 
     /// Whether there is nothing to do, and nothing to look after.
     fn is_unused(&self) -> bool {
-        self.ram == u64::MAX && self.files.is_empty()
+        self.ram == u64::MAX && self.files.is_empty() && self.held() == 0
     }
 
     /// Bytes of host memory that all GPUs' memory takes, without what is being written.
@@ -73,6 +74,16 @@ impl HostTier {
         if self.seen.is_none_or(|(at, _)| at.elapsed() >= CHORE_INTERVAL) {
             self.seen = Some((Instant::now(), Headroom::now()));
         }
+    }
+
+    /// The time until the next look at the control group, whose other memory grows without telling anybody: before it can have taken
+    /// what there is.
+    fn next_look(&self) -> Duration {
+        let headroom = self.headroom();
+        if self.held() == 0 || !headroom.is_limited {
+            return Duration::MAX;
+        }
+        Duration::from_micros(headroom.left / (GROWTH / 1_000_000)).clamp(CHORE_INTERVAL, GROUP_PERIOD)
     }
 
     fn headroom(&self) -> Headroom {
@@ -120,9 +131,11 @@ impl ClientThread {
         }
     }
 
-    /// Bytes of host memory that this client may still take.
-    pub(super) fn spare_host_memory(&self) -> u64 {
-        self.tier.spare()
+    /// Bytes of host memory that this client may allocate for what is still on the GPU. If nobody waits for the GPU, half of what its
+    /// control groups have left is kept for other memory; as that grows, these bytes are given back.
+    pub(super) fn spare_host_memory(&self, is_contended: bool) -> u64 {
+        let left = Headroom::now().left;
+        self.tier.spare().min(if is_contended { left } else { left / 2 })
     }
 
     /// Whether copies are on their way into the file, so that an eviction that finds no host memory should wait for them.
@@ -206,7 +219,7 @@ impl ClientThread {
         let Some(file) = &self.tier.current else {
             space.lock().account.is_file_behind = false;
             self.tier.is_pageable = excess > 0;
-            return Duration::MAX;
+            return self.tier.next_look();
         };
         let is_full = self.host_full.is_some() && !self.is_writing();
         let in_file = space.lock().account.in_file;
@@ -231,11 +244,6 @@ impl ClientThread {
         let is_behind = jobs > 0 && self.tier.excess() > MOST_BEHIND;
         space.lock().account.is_file_behind = is_behind;
         self.tier.is_pageable = is_pageable;
-        match () {
-            () if jobs > 0 => CHORE_INTERVAL,
-            // What else is in the control group may grow, and tells nobody.
-            () if self.tier.held() > 0 && self.tier.headroom().is_limited => GROUP_PERIOD,
-            () => Duration::MAX,
-        }
+        if jobs > 0 { CHORE_INTERVAL } else { self.tier.next_look() }
     }
 }
