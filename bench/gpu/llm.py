@@ -3,7 +3,7 @@
 first token takes when the question goes to another server than before.
 
   llm.py [--programs target/release] [--free 19.5,15,16,26,14] [--servers 2] [--starts 5] [--limit 60] [--serial 1]
-         [--switches 40] [--contended 0] [--budget 540] [--out DIRECTORY] [--json bench/results.json]
+         [--switches 40] [--questions 2] [--contended 0] [--budget 540] [--out DIRECTORY] [--json bench/results.json]
 
 Each server builds a Llama with 12.6 GiB of random weights on the GPU and answers a prompt of 256 tokens with 32 tokens. A ballast
 process holds all of the GPU but --free GiB, for each value in turn ("all": no ballast), under a scheduler of its own.
@@ -12,8 +12,8 @@ Prints JSON lines:
   serial    seconds that the servers take one after another without nvshare, on a GPU with nothing else, and 1.3 times their sum
   start     --starts times for each value: "ready" with the seconds until the last server was ready; "refused", if a server ended
             with out of memory; "failed", if one ended otherwise; "stuck", if one was not ready after --limit seconds
-  switches  after the first start that succeeded: first-token times of questions to another server than before ("switched") and to
-            the same one ("same"), the bytes that were mapped for each switch (as many leave), those copied by the
+  switches  after the first start that succeeded: the number of answers, --questions from each server before the next is asked;
+            first-token times of questions to another server than before ("switched") and to the same one ("same"), the bytes that were mapped for each switch (as many leave), those copied by the
             clients' own count, and the bound: moved / 47 GiB/s + 0.08 s for the median, + 0.18 s for the 99th percentile
   contended with --contended SECONDS, after that: answers of the first server while nobody asks the others, then of all of them, each
             asked without pause for so long: how many, the longest, and all together per second over those of the one
@@ -231,7 +231,7 @@ def mapped(trace, pid, since, until):
 
 
 def switches(servers, arguments, directory, deadline):
-    """Asks the servers in turn, each twice. Also says whether an answer never came."""
+    """Asks the servers in turn, each as often as told. Also says whether an answer never came."""
     switched, same, whole, asked = [], [], [], []
     metrics, stuck = directory / "metrics.sock", False
     # The first switch of each server makes its host buffers; it is not measured here.
@@ -241,7 +241,8 @@ def switches(servers, arguments, directory, deadline):
     before = stage.swapped(metrics)
     for i in range(arguments.switches):
         server = servers[i % len(servers)]
-        for kind in (switched, same):
+        for number in range(arguments.questions):
+            kind = same if number else switched
             time.sleep(arguments.pause)
             began = time.monotonic()
             answer = server.ask(began + arguments.limit)
@@ -254,7 +255,7 @@ def switches(servers, arguments, directory, deadline):
                 asked.append((server.process.pid, began, time.monotonic()))
         if stuck or time.monotonic() > deadline:
             break
-    said = {"switched": figures.summary(switched), "same": figures.summary(same), "whole": figures.summary(whole)}
+    said = {"answers": len(whole), "switched": figures.summary(switched), "same": figures.summary(same), "whole": figures.summary(whole)}
     if asked and not stuck:
         time.sleep(1)  # until the clients have reported what they moved
         copied = [round((b - a) / GIB / len(asked), 3) for a, b in zip(before, stage.swapped(metrics))]
@@ -504,6 +505,7 @@ def main():
     parser.add_argument("--limit", type=float, default=60, help="seconds for a start, and for an answer")
     parser.add_argument("--serial", type=int, choices=[0, 1], default=1, help="0: without the serial reference")
     parser.add_argument("--switches", type=int, default=40)
+    parser.add_argument("--questions", type=int, default=2, help="to a server before the next one is asked, at least 1")
     parser.add_argument("--contended", type=float, default=0, help="seconds for which all are asked without pause")
     parser.add_argument("--pause", type=float, default=0, help="seconds between questions")
     parser.add_argument("--layers", type=int, default=llama.LAYERS)

@@ -4,9 +4,10 @@
 both are done, and whether every result is the one that the loop gives alone.
 
   pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE]
-           [--json FILE] [--commit ID]
+           [--measured FILE,…] [--json FILE] [--commit ID]
 
-All 15 pairs take about eight minutes. `--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--json`: puts the figure into that file, as
+All 15 pairs take about eight minutes. `--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--measured`: such
+files, whose pairs count without being measured again, for instance from several GPUs at once. `--json`: puts the figure into that file, as
 `../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
 """
 
@@ -139,17 +140,8 @@ def together(children, jobs, environment, directory):
     return said, seconds
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=Path, default=Path("target/release"))
-    parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--quantum", type=int, default=1)
-    parser.add_argument("--pairs", default=",".join(PAIRS))
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit")
-    arguments = parser.parse_args()
+def measure(arguments):
+    """Prints a line for each pair, and gives the seconds of each pair in each mode."""
     programs = arguments.programs.resolve()
     modes = {"native": None, "on": 'anti-thrash = "on"\n', "auto": 'anti-thrash = "auto"\n'}
     measured, children = [], Children()
@@ -189,6 +181,22 @@ def main():
                 line += f"{statistics.median(taken):>8.2f}{' ' if right else '!'}"
             print(line, flush=True)
     children.end()
+    return measured
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--quantum", type=int, default=1)
+    parser.add_argument("--pairs", default=",".join(PAIRS))
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--measured", type=lambda text: [Path(path) for path in text.split(",")], default=[])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
+    arguments = parser.parse_args()
+    measured = [case for path in arguments.measured for case in json.loads(path.read_text())] or measure(arguments)
     if arguments.keep:
         arguments.keep.write_text(json.dumps(measured, indent=1) + "\n")
     if arguments.json:
@@ -196,7 +204,7 @@ def main():
         for pair in {m["pair"] for m in measured}:
             seconds = {m["mode"]: statistics.median(m["seconds"]) for m in measured if m["pair"] == pair}
             behind[pair] = 100 * (seconds["auto"] / min(seconds["native"], seconds["on"]) - 1)
-        note = f"the worst pair of loops of {arguments.seconds:g} s, median of {arguments.runs}: "
+        note = f"the worst pair of loops of {arguments.seconds:g} s, median of {len(measured[0]['seconds'])}: "
         note += ", ".join(f"{pair} {percent:.1f}" for pair, percent in sorted(behind.items(), key=lambda item: -item[1]))
         figure = ("auto-against-best-of-native-and-turns", max(behind.values()), "percent", note)
         figures.add(arguments.json, [figure], arguments.commit)
