@@ -169,23 +169,7 @@ proptest! {
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..3,
         clients in 2u64..10, unruly in unruly(),
     ) {
-        let unruly = Unruly { managed: true, ..unruly };
-        let mut world = world(seed, (AntiThrash::Off, PolicyName::Fcfs), ms(500), gpus, 0, unruly);
-        for _ in 0..clients {
-            let plan = plan(&mut world.rng, gpus, unruly);
-            // Together they need more than there is, and run for long enough to be seen.
-            let engine = if world.rng.one_in(4) { plan.engine } else { Engine::Managed };
-            world.add(Plan { engine, gpu: plan.gpu * 5, ..plan });
-        }
-        world.watch_traffic();
-        let bound = bound(&world, ms(3000)) + Duration::from_secs(30);
-        for (mode, quantum, after) in changes {
-            let at = world.now + ms(after);
-            world.run(at);
-            world.feed(Event::Configure(settings_of(mode, ms(quantum))));
-        }
-        let done = world.run(bound);
-        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+        thrashing(seed, &changes, gpus, clients, unruly)?;
     }
 
     /// Clients are taken off their GPUs and put back, whatever fails of that; everybody is served, and no restore runs out of
@@ -251,6 +235,43 @@ proptest! {
         let done = world.run(bound);
         prop_assert!(done, "{:#?}", unserved(&world));
     }
+}
+
+/// A world of managed memory in which thrashing may be seen. Of each change: the mode, and in milliseconds the time quantum, and how long
+/// after the one before.
+fn thrashing(
+    seed: u64,
+    changes: &[(Mode, u64, u64)],
+    gpus: u64,
+    clients: u64,
+    unruly: Unruly,
+) -> Result<(), TestCaseError> {
+    let unruly = Unruly { managed: true, ..unruly };
+    let mut world = world(seed, (AntiThrash::Off, PolicyName::Fcfs), ms(500), gpus, 0, unruly);
+    for _ in 0..clients {
+        let plan = plan(&mut world.rng, gpus, unruly);
+        // Together they need more than there is, and run for long enough to be seen.
+        let engine = if world.rng.one_in(4) { plan.engine } else { Engine::Managed };
+        world.add(Plan { engine, gpu: plan.gpu * 5, ..plan });
+    }
+    world.watch_traffic();
+    let bound = bound(&world, ms(3000)) + Duration::from_secs(30);
+    for &(mode, quantum, after) in changes {
+        let at = world.now + ms(after);
+        world.run(at);
+        world.feed(Event::Configure(settings_of(mode, ms(quantum))));
+    }
+    let done = world.run(bound);
+    prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    Ok(())
+}
+
+/// A world that failed once: one was granted the lock while memory was still leaving it, which it no longer could.
+#[test]
+fn who_is_granted_the_lock_while_its_memory_leaves_does_not_keep_others_waiting() {
+    let (on, off) = ((AntiThrash::On, PolicyName::Fcfs), (AntiThrash::Off, PolicyName::Fcfs));
+    let unruly = Unruly { stopped: true, killed: true, ..Unruly::default() };
+    thrashing(765_340_403_619_117_952, &[(on, 20, 0), (off, 20, 2746)], 1, 5, unruly).unwrap();
 }
 
 /// A world whose clients are put to sleep and woken.

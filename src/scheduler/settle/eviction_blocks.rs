@@ -27,17 +27,22 @@ impl Machine {
     /// Handles a client's report that it could not carry out an eviction and has given it up.
     pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: EvictionBlock) {
         for id in gpus {
-            let Some(account) = self.account(client, *id) else { continue };
-            let (mapped, lower) = (account.report.mapped, account.allowance < account.report.mapped);
             let Some(memory) = self.memory_of_mut(client, *id) else { continue };
             memory.eviction_backoff = (memory.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
             let until = memory.eviction_backoff;
             self.block_eviction(client, *id, why);
             self.effects.wake(Wake::Eviction(client, *id), Some(self.now + until));
-            if lower {
-                self.allow(client, *id, mapped); // it still has that, so the charge does not rise
-            }
+            self.stop_evicting(client, *id);
             self.touch(*id);
+        }
+    }
+
+    /// Allows a client what it still has, so the charge does not rise.
+    pub(crate) fn stop_evicting(&mut self, client: ClientId, id: GpuId) {
+        let Some(account) = self.account(client, id) else { return };
+        let mapped = account.report.mapped;
+        if account.allowance < mapped {
+            self.allow(client, id, mapped);
         }
     }
 

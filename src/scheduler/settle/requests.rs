@@ -344,6 +344,8 @@ impl Machine {
                 let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
+                // Nothing leaves while it holds the lock. Where its pages fault in, it is granted although some are still leaving.
+                self.stop_evicting(client, *id);
                 self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 if let Some(lock) = self.lock.of_mut(client, *id) {
                     lock.grants += 1;
