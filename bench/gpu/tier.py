@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Programs that together have more memory than the GPU and the RAM that they may use: what does not fit is in swap files.
+
+  tier.py --directory DIR [--programs target/release] [--number 8] [--mem 24G] [--used 0.9] [--steps 3] [--ram 32G] [--limit 500]
+
+Each program sees a GPU of --mem, reserves three quarters of it in one allocation, as JAX does, writes the part --used of that in
+--steps steps, and checks what it finds in the end. --ram is what all may have in host memory, and --directory, on a disk, is where
+the swap files are. Prints how many were refused memory or failed, the most that was in files and in host memory at one time, the least
+that the host had available, the seconds until all were done, and how fast the disk reads and writes: `dd` with O_DIRECT and blocks of
+8 MiB. Needs a GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import stage
+
+GIB = 2**30
+REFUSED = 3  # the status of a program that was refused memory
+DISK = 2 * GIB
+
+
+def available():
+    """Bytes that the host has available."""
+    return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+
+
+def disk(directory):
+    """GiB/s that it writes and reads."""
+    file, rates = directory / "dd", []
+    for words in (["if=/dev/zero", f"of={file}", "oflag=direct"], [f"if={file}", "of=/dev/null", "iflag=direct"]):
+        begun = time.perf_counter()
+        subprocess.run(["dd", *words, "bs=8M", f"count={DISK // 2**23}"], stderr=subprocess.DEVNULL, check=True)
+        rates.append(round(DISK / GIB / (time.perf_counter() - begun), 2))
+    file.unlink()
+    return dict(zip(("write", "read"), rates))
+
+
+def in_files(programs, directory):
+    """Bytes of all programs that are in files, and in host memory."""
+    words = [programs / "nvsharectl", "--control", directory / "control.sock", "status", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    with contextlib.suppress(json.JSONDecodeError):
+        gpus = [gpu for client in json.loads(done.stdout)["clients"] for gpu in client["gpus"]]
+        files = sum(gpu["in-file"] or 0 for gpu in gpus)
+        return files, sum(gpu["swapped"] for gpu in gpus) - files
+    return 0, 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=lambda path: Path(path).resolve(), default=Path("target/release").resolve())
+    parser.add_argument("--directory", type=lambda path: Path(path).resolve(), required=True)
+    parser.add_argument("--number", type=int, default=8)
+    parser.add_argument("--mem", default="24G")
+    parser.add_argument("--used", default="0.9")
+    parser.add_argument("--steps", default="3")
+    parser.add_argument("--ram", default="32G")
+    parser.add_argument("--limit", type=float, default=500)
+    arguments = parser.parse_args()
+    programs = arguments.programs
+    arguments.directory.mkdir(exist_ok=True)
+    rates = disk(arguments.directory)
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        settings = f'time-quantum = 5\n[swap]\nmax = "{arguments.ram}"\nfile = "{arguments.directory}"\n'
+        daemon = stage.scheduler(programs, directory, settings)
+        environment = os.environ | stage.under_nvshare(programs, directory) | {"NVSHARE_MEMORY_MAX": arguments.mem}
+        words = [programs / "cuda-program", "jax", "--used", arguments.used, "--steps", arguments.steps]
+        begun, least, most, in_ram = time.monotonic(), available(), 0, 0
+        children = [
+            subprocess.Popen([*words, "--seed", str(seed)], env=environment, stdout=subprocess.DEVNULL, preexec_fn=stage.end_with_parent)
+            for seed in range(arguments.number)
+        ]
+        while any(child.poll() is None for child in children) and time.monotonic() < begun + arguments.limit:
+            files, ram = in_files(programs, directory)
+            least, most, in_ram = min(least, available()), max(most, files), max(in_ram, ram)
+            time.sleep(0.2)
+        seconds = time.monotonic() - begun
+        codes = [child.poll() for child in children]
+        stage.end(*children, daemon)
+    said = {
+        "refused": codes.count(REFUSED),
+        "failed": sum(code not in (0, None, REFUSED) for code in codes),
+        "not done": codes.count(None),
+        "seconds": round(seconds, 1),
+        "most in files, GiB": round(most / GIB, 1),
+        "most in host memory, GiB": round(in_ram / GIB, 1),
+        "least available, GiB": round(least / GIB, 1),
+        "disk, GiB/s": rates,
+    }
+    print(json.dumps(said), flush=True)
+    sys.exit(0 if codes.count(0) == arguments.number else "not all programs ended right")
+
+
+if __name__ == "__main__":
+    main()
