@@ -224,10 +224,15 @@ def serial(cast, arguments, deadline):
     return bound
 
 
-def mapped(trace, pid, since, until):
-    """Bytes that this process had mapped in that time, by the scheduler's trace."""
-    mine = [event for event in stage.events(trace) if event["pid"] == pid and event["what"] == "mapped"]
-    return sum(event["bytes"] for event in mine if since * 1000 <= event["ms"] <= until * 1000)
+def mapped(trace, windows):
+    """Bytes that a process had mapped in a time, for each process and its time, by the scheduler's trace."""
+    all_mapped = [event for event in stage.events(trace) if event["what"] == "mapped"]
+
+    def within(pid, since, until):
+        mine = (event for event in all_mapped if event["pid"] == pid)
+        return sum(event["bytes"] for event in mine if since * 1000 <= event["ms"] <= until * 1000)
+
+    return [within(*window) for window in windows]
 
 
 def switches(servers, arguments, directory, deadline):
@@ -259,7 +264,7 @@ def switches(servers, arguments, directory, deadline):
     if asked and not stuck:
         time.sleep(1)  # until the clients have reported what they moved
         copied = [round((b - a) / GIB / len(asked), 3) for a, b in zip(before, stage.swapped(metrics))]
-        moved = [mapped(directory / "trace.jsonl", *window) / GIB for window in asked]
+        moved = [part / GIB for part in mapped(directory / "trace.jsonl", asked)]
         bound = {"p50": figures.percentile(moved, 0.5) / LINK + 0.08, "p99": figures.percentile(moved, 0.99) / LINK + 0.18}
         said["moved-gib"] = figures.summary(moved)
         said["copied-gib-a-switch"] = dict(zip(("in", "out"), copied))
