@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Programs that together have more memory than the GPU and the RAM that they may use: what does not fit is in swap files.
 
-  tier.py --directory DIR [--programs target/release] [--number 8] [--mem 24G] [--used 0.9] [--steps 3] [--ram 32G] [--limit 500]
+  tier.py --directory DIR [--programs target/release] [--free 20] [--number 6] [--mem 12G] [--used 0.9] [--steps 3] [--ram 8G]
+          [--limit 500]
 
-Each program sees a GPU of --mem, reserves three quarters of it in one allocation, as JAX does, writes the part --used of that in
+A ballast process holds all of the GPU but --free GiB. Each program sees a GPU of --mem, reserves three quarters of it in one allocation, as JAX does, writes the part --used of that in
 --steps steps, and checks what it finds in the end. --ram is what all may have in host memory, and --directory, on a disk, is where
-the swap files are. Prints how many were refused memory or failed, the most that was in files and in host memory at one time, the least
+the swap files are; the disk needs room for all of the programs' memory. Prints how many were refused memory or failed, the most that was in files and in host memory at one time, the least
 that the host had available, the seconds until all were done, and how fast the disk reads and writes: `dd` with O_DIRECT and blocks of
 8 MiB. Needs a GPU.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 import stage
 
 GIB = 2**30
+SUITES = Path(__file__).with_name("suites.py")  # has a ballast
 REFUSED = 3  # the status of a program that was refused memory
 DISK = 2 * GIB
 
@@ -59,16 +61,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=lambda path: Path(path).resolve(), default=Path("target/release").resolve())
     parser.add_argument("--directory", type=lambda path: Path(path).resolve(), required=True)
-    parser.add_argument("--number", type=int, default=8)
-    parser.add_argument("--mem", default="24G")
+    parser.add_argument("--free", type=float, default=20)
+    parser.add_argument("--number", type=int, default=6)
+    parser.add_argument("--mem", default="12G")
     parser.add_argument("--used", default="0.9")
     parser.add_argument("--steps", default="3")
-    parser.add_argument("--ram", default="32G")
+    parser.add_argument("--ram", default="8G")
     parser.add_argument("--limit", type=float, default=500)
     arguments = parser.parse_args()
     programs = arguments.programs
     arguments.directory.mkdir(exist_ok=True)
     rates = disk(arguments.directory)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ballast = subprocess.Popen([sys.executable, SUITES, "--ballast", str(arguments.free)], preexec_fn=stage.end_with_parent, **pipes)
+    print(ballast.stdout.readline().strip(), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
         settings = f'time-quantum = 5\n[swap]\nmax = "{arguments.ram}"\nfile = "{arguments.directory}"\n'
@@ -86,7 +92,7 @@ def main():
             time.sleep(0.2)
         seconds = time.monotonic() - begun
         codes = [child.poll() for child in children]
-        stage.end(*children, daemon)
+        stage.end(*children, daemon, ballast)
     said = {
         "refused": codes.count(REFUSED),
         "failed": sum(code not in (0, None, REFUSED) for code in codes),

@@ -197,3 +197,33 @@ fn programs_that_grow_have_headroom_before_they_need_it() {
     t.after(Duration::from_secs(10));
     assert_eq!(t.machine.gpus()[0].kept, 0);
 }
+
+#[test]
+fn what_turns_out_to_be_of_other_programs_is_no_growth() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    // Right after the scheduler has started, processes that it does not know may be clients that are about to come back.
+    t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 8 * GIB, others: 0, complete: false });
+    t.now += ms(500);
+    others(&mut t, 8 * GIB);
+    assert_eq!(t.machine.gpus()[0].kept, 0);
+    t.now += ms(500);
+    others(&mut t, 9 * GIB);
+    assert_eq!(t.machine.gpus()[0].kept, 2 * GIB, "this is");
+}
+
+#[test]
+fn an_allocation_waits_until_programs_have_grown() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::HostMemory { bytes: 0 });
+    t.join(1, 0);
+    others(&mut t, GIB);
+    t.now += ms(500);
+    others(&mut t, 2 * GIB);
+    let commands = t.wish(1, 13 * GIB);
+    assert_eq!((t.machine.gpus()[0].kept, limits(&commands)), (2 * GIB, vec![]), "there are only 12 for now");
+    let is_allowed = (0..10).any(|_| {
+        t.now += ms(500);
+        limits(&others(&mut t, 2 * GIB)).iter().any(|(_, bytes)| *bytes >= 13 * GIB)
+    });
+    assert!(is_allowed, "{:?}", t.attachment(1));
+}

@@ -49,9 +49,9 @@ impl GpuMemory {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
-    /// The same without room for contexts that are not measured yet.
+    /// The same without room for contexts that are not measured yet, or for what other programs may grow by, which is decided soon.
     fn usable_as_measured(&self, settings: &Settings) -> u64 {
-        let taken = self.measured.unwrap_or(0).saturating_add(self.others.kept());
+        let taken = self.measured.unwrap_or(0).saturating_add(self.others.in_rooms());
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)
     }
 

@@ -73,6 +73,11 @@ impl Others {
         }
     }
 
+    /// Until now it was not known which memory is theirs: that they have more than before is no growth.
+    pub fn begin_again(&mut self) {
+        self.samples.clear();
+    }
+
     /// Makes a room, or changes it. What is ready stays ready unless it grows.
     pub fn keep(&mut self, now: Time, id: RoomId, bytes: u64, until: Time) {
         if self.rooms.is_empty() {

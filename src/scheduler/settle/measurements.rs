@@ -12,6 +12,9 @@ impl Machine {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         gpu.unmeasured = missed;
         gpu.measured = Some(bytes);
+        if gpu.incomplete {
+            gpu.others.begin_again();
+        }
         gpu.others.measured(now, gpu.total, others.min(bytes));
         gpu.incomplete = !complete;
         self.adjust_trial(id);
