@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::status;
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::Pressure;
@@ -42,7 +43,8 @@ fn text(groups: &[Pressure]) -> String {
             group.full_avg300,
         ];
         let averages = averages.map(|percent| format!("{percent:.1}%"));
-        table.row([group.kind.clone(), group.name.clone()].into_iter().chain(averages).collect());
+        let name = if group.kind == "tenant" { status::tenant(&group.name) } else { group.name.clone() };
+        table.row([group.kind.clone(), name].into_iter().chain(averages).collect());
     }
     table.lines().join("\n") + "\n"
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use clap::ValueEnum;
 use serde_json::{Map, Value, json};
 
+use super::status;
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::Usage;
@@ -86,7 +87,11 @@ fn text(rows: &[Usage], by: By) -> String {
         hours => format!("{} h", units::size(hours.round() as u64)),
     };
     for row in rows {
-        let names = names(row, by).into_iter().map(|(_, name)| if name.is_empty() { "-".into() } else { name });
+        let names = names(row, by).into_iter().map(|(column, name)| match column {
+            _ if name.is_empty() => "-".into(),
+            "tenant" => status::tenant(&name),
+            _ => name,
+        });
         let amounts = [
             time(row.lock_seconds),
             over_time(row.resident_byte_seconds),
@@ -155,14 +160,15 @@ mod tests {
 
     #[test]
     fn a_table_has_hours_and_sizes() {
-        let rows = [row("user 1000", "a.service"), row("root", "")];
+        // A number that nobody has, and one that has a name everywhere.
+        let rows = [row("user 4294967294", "a.service"), row("user 0", "")];
         let expected = "\
-USER       UNIT       GPU TIME     ON GPU  SWAPPED  WAITS    WAITED  MOVED IN  MOVED OUT
-user 1000  a.service  1h 05min  1.5 GiB h        0     12  1min 02s     3 GiB        0 B
-root       -          1h 05min  1.5 GiB h        0     12  1min 02s     3 GiB        0 B
+USER             UNIT       GPU TIME     ON GPU  SWAPPED  WAITS    WAITED  MOVED IN  MOVED OUT
+user 4294967294  a.service  1h 05min  1.5 GiB h        0     12  1min 02s     3 GiB        0 B
+root             -          1h 05min  1.5 GiB h        0     12  1min 02s     3 GiB        0 B
 ";
         assert_eq!(text(&rows, By::Unit), expected);
-        assert!(text(&rows, By::User).starts_with("USER       GPU TIME  "));
+        assert!(text(&rows, By::User).starts_with("USER             GPU TIME  "));
         assert!(text(&[], By::User).starts_with("Nobody"));
     }
 

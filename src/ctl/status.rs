@@ -221,13 +221,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
             let _ = writeln!(out, "  Client {id} has {bytes} of its swapped memory in a file on a disk.");
         }
     }
-    for client in clients {
-        for max in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.memory_max) {
-            let (id, max) = (client.id, units::size(max));
-            let _ =
-                writeln!(out, "  Client {id}, and all that count with it, may have {max} by rule {}.", rule(client));
-        }
-    }
+    let limits = clients.iter().flat_map(|client| {
+        let here = client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid);
+        here.filter_map(|usage| usage.memory_max)
+            .map(move |max| (client.id, format!("may have {} by rule {}", units::size(max), rule(client))))
+    });
+    groups_text(out, limits);
     for client in clients {
         for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.pending_limit) {
             let (id, bytes) = (client.id, units::size(bytes));
@@ -251,10 +250,8 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
         }
     }
     let here = |client: &&Client| client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
-    for client in clients.iter().filter(here).filter(|client| !client.share.is_empty()) {
-        let (id, share) = (client.id, &client.share);
-        let _ = writeln!(out, "  Client {id}, and all that count with it, have {share} by rule {}.", rule(client));
-    }
+    let shares = clients.iter().filter(here).filter(|client| !client.share.is_empty());
+    groups_text(out, shares.map(|client| (client.id, format!("have {} by rule {}", client.share, rule(client)))));
     for client in clients.iter().filter(here) {
         let id = client.id;
         if !client.environment.is_empty() {
@@ -298,6 +295,26 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
         for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.eviction_blocked.is_empty()) {
             let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.eviction_blocked);
         }
+    }
+}
+
+/// What clients' groups have by a rule: a line for all of which the same can be said, since a class of notebooks has one rule.
+fn groups_text(out: &mut String, have: impl Iterator<Item = (u64, String)>) {
+    let mut lines: Vec<(String, Vec<String>)> = Vec::new();
+    for (id, what) in have {
+        match lines.iter_mut().find(|(said, _)| *said == what) {
+            Some((_, ids)) => ids.push(id.to_string()),
+            None => lines.push((what, vec![id.to_string()])),
+        }
+    }
+    for (what, ids) in lines {
+        let _ = match ids.split_last() {
+            Some((last, others)) if !others.is_empty() => {
+                let others = others.join(", ");
+                writeln!(out, "  Clients {others} and {last}, each with all that count with it, {what}.")
+            }
+            _ => writeln!(out, "  Client {}, and all that count with it, {what}.", ids.concat()),
+        };
     }
 }
 
@@ -357,13 +374,23 @@ pub(super) fn command(client: &Client) -> String {
 
 /// The name of a user of this host, or the number.
 fn user(uid: u32) -> String {
+    name_of(uid).unwrap_or_else(|| uid.to_string())
+}
+
+/// A tenant as people know it: a user by the name, if there is one here.
+pub(super) fn tenant(tenant: &str) -> String {
+    let uid = tenant.strip_prefix("user ").and_then(|uid| uid.parse().ok());
+    uid.and_then(name_of).unwrap_or_else(|| tenant.to_owned())
+}
+
+/// A user's name on this host. Only the file is read: a static program has no other services of names.
+fn name_of(uid: u32) -> Option<String> {
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let named = accounts.lines().find_map(|line| {
+    accounts.lines().find_map(|line| {
         let mut fields = line.split(':');
         let name = fields.next()?;
         (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
-    });
-    named.unwrap_or_else(|| uid.to_string())
+    })
 }
 
 #[cfg(test)]
@@ -484,6 +511,31 @@ GPU 0  NVIDIA H200  GPU-1
         assert!(held.ends_with("  Client 7 is held off all the same, but cannot sleep: it is in a gang.\n"), "{held}");
         let woken = shown(|client| (client.woken_by, client.wake_time) = ("call".into(), Some(1.5)));
         assert!(woken.ends_with("  Client 7 was last woken because it called the driver, in 1.5s.\n"), "{woken}");
+    }
+
+    #[test]
+    fn what_a_rule_gives_to_several_is_one_line() {
+        let shown = |shares: &[&str]| {
+            let clients = shares.iter().zip(1..).map(|(share, id)| {
+                let one = client(id, "python3 a.py", usage("idle", 1.0, 1 << 30));
+                Client { share: (*share).into(), rule: "notebooks".into(), rule_origin: "a.toml:1".into(), ..one }
+            });
+            let gpus = vec![Gpu { uuid: "GPU-1".into(), ..Gpu::default() }];
+            text(&Status { gpus, clients: clients.collect(), ..Status::default() }, &Waits::new(), Style::default())
+        };
+        let one = shown(&["weight 200"]);
+        assert!(
+            one.ends_with(
+                "  Client 1, and all that count with it, have weight 200 by rule \"notebooks\" (a.toml:1).\n"
+            ),
+            "{one}"
+        );
+        let three = shown(&["weight 200", "weight 300", "weight 200", "weight 200"]);
+        assert!(
+            three.contains("  Clients 1, 3 and 4, each with all that count with it, have weight 200 by rule"),
+            "{three}"
+        );
+        assert!(three.contains("  Client 2, and all that count with it, have weight 300 by rule"), "{three}");
     }
 
     #[test]
