@@ -113,7 +113,8 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     if let Some(others) = what.ahead.get(NAMED..).filter(|others| !others.is_empty()) {
         let takes = others.iter().try_fold(Duration::ZERO, |sum, other| Some(sum.saturating_add(other.takes?)));
         let takes = takes.map_or(String::new(), |takes| format!(", for {} in all", about(takes)));
-        text.push(format!("After these come {} more{takes}.", others.len()));
+        let come = if others.len() == 1 { "comes" } else { "come" };
+        text.push(format!("After these {come} {} more{takes}.", others.len()));
     }
     text.extend(moves(what));
     text.push(match what.starts {
