@@ -92,9 +92,26 @@ fn org_nvshare_scheduler1_5_has_every_member() {
     }
 }
 
+/// The README and the recipes, with what each says.
+fn pages_for_users() -> Vec<(String, String)> {
+    let recipes = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/recipes")).expect("recipes");
+    let names = recipes.map(|entry| format!("docs/recipes/{}", entry.expect("a recipe").file_name().to_string_lossy()));
+    names.chain(["README.md".to_owned()]).map(|name| (name.clone(), read(&name))).collect()
+}
+
 #[test]
-fn the_readme_names_commands_that_there_are() {
-    let (command, readme) = (Arguments::command(), read("README.md"));
+fn the_readme_links_every_recipe() {
+    let readme = read("README.md");
+    let pages = pages_for_users();
+    assert!(pages.len() > 5, "{pages:?}");
+    for (name, _) in pages.iter().filter(|(name, _)| name != "README.md") {
+        assert!(readme.contains(&format!("({name})")), "README.md has no link to {name}");
+    }
+}
+
+#[test]
+fn the_readme_and_the_recipes_name_commands_that_there_are() {
+    let command = Arguments::command();
     let in_code = |line: &str| -> Vec<String> {
         let starts = line.match_indices("nvsharectl ").filter(|(at, _)| {
             let before = line[..*at].trim_end_matches("sudo ");
@@ -103,9 +120,12 @@ fn the_readme_names_commands_that_there_are() {
         let word = |at: usize| line[at..].split([' ', '`', ')', ',']).nth(1).unwrap_or_default().to_owned();
         starts.map(|(at, _)| word(at)).collect()
     };
-    let words: Vec<String> = readme.lines().flat_map(in_code).filter(|word| !word.starts_with('-')).collect();
-    assert!(words.len() > 8, "{words:?}");
-    for word in words {
-        assert!(command.find_subcommand(&word).is_some(), "README.md has `nvsharectl {word}`, which there is not");
+    let mut found = 0;
+    for (name, text) in pages_for_users() {
+        for word in text.lines().flat_map(in_code).filter(|word| !word.starts_with('-')) {
+            assert!(command.find_subcommand(&word).is_some(), "{name} has `nvsharectl {word}`, which there is not");
+            found += 1;
+        }
     }
+    assert!(found > 20, "{found}");
 }

@@ -12,15 +12,16 @@ mkdir -p "$bases"
 
 # What the packages depend on is there already: the systems have no network. What follows adduser is for the steps.
 include=systemd,systemd-sysv,dbus,dbus-user-session,polkitd,libpam-systemd,libc6,adduser
-include=$include,procps,diffutils,man-db,bash-completion,jq,gamemode-daemon
+include=$include,procps,diffutils,man-db,bash-completion,jq,gamemode-daemon,python3
 
-# Makes the base system of a suite where there is none yet.
+# Makes the base system of a suite where there is none yet with these packages.
 base() { # name, packages
     base=$bases/$1.tar
-    [ ! -e "$base" ] || return 0
+    [ ! -e "$base" ] || [ "$(cat "$base.packages" 2>/dev/null)" != "$2" ] || return 0
     echo "--- $1: making a base system"
     mmdebstrap --quiet --format=tar --variant=apt --include="$2" "${1%%-*}" "$base.new"
     mv "$base.new" "$base"
+    echo "$2" >"$base.packages"
 }
 
 # Makes a source package of the tree.
@@ -43,7 +44,8 @@ for suite in ${SUITES:-bookworm trixie}; do
     "$here/../cuda-sim/install.sh" "$root/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
     install "$built/cuda-program" "$root/usr/local/bin"
     mkdir -p "$root/opt/nvshare-test"
-    cp -r "$here"/*.sh "$here/steps" "$root/opt/nvshare-test"
+    cp -r "$here"/*.sh "$here/steps" "$here/recipes" "$root/opt/nvshare-test"
+    cp -r "$here/../../docs/recipes" "$root/opt/nvshare-test/pages"
     cp -r "$here/../../debian/tests" "$root/opt/nvshare-test/autopkgtests"
     versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
     # A repository as it is before the newer version is published, and as it is afterwards; both are found at the same URL.

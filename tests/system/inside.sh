@@ -29,7 +29,7 @@ simulate "${gpu[@]}"
 snapshot >/tmp/before
 
 for step in install autopkgtest activation settings lock release-driver metrics cdi share sleep migrate swap-file accounting games \
-    restart upgrade preload-service preload remove; do
+    recipes restart upgrade preload-service preload remove; do
     began=$(date +%s%N)
     "$here/steps/$step.sh" || { echo "step $step failed" >&2; exit 1; }
     printf '  %-12s %5d ms\n' $step $((($(date +%s%N) - began) / 1000000))

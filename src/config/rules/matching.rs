@@ -303,6 +303,12 @@ mod tests {
         assert!(!together("unit = \"*.service\"", &a, &b), "each unit");
         assert!(together("unit = \"*.service\"", &a, &who(2, "/system.slice/a.service/x")), "whoever is in it");
         assert!(together("slice = \"system.slice\"", &a, &b));
+        // Slurm's jobs, which are in one unit.
+        let job =
+            |job: u32, task: u32| who(1, &format!("/system.slice/slurmstepd.scope/job_{job}/step_0/user/task_{task}"));
+        assert!(together("unit = \"slurm*\"", &job(1, 0), &job(2, 0)));
+        let each_job = "unit = \"/system.slice/slurmstepd.scope/job_*\"";
+        assert!(together(each_job, &job(1, 0), &job(1, 1)) && !together(each_job, &job(1, 0), &job(2, 0)), "each job");
         assert!(together("user = 1", &a, &b));
         assert!(together("group = 50", &a, &b), "each user of a group");
         assert!(!together("group = 50", &a, &who(2, "/system.slice/a.service")));
