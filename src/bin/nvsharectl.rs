@@ -99,7 +99,8 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             // Standard output is for the file, where that was asked for.
             cdi::generate(&target, &asked, |text| eprintln!("{text}"))
         }
-        Some(Verb::Cdi(Cdi::Install(asked))) => cdi::install(&asked),
+        Some(Verb::Cdi(Cdi::Install(asked))) => cdi::install(&asked, |text| eprintln!("nvsharectl: {text}")),
+        Some(Verb::Cdi(Cdi::MergePreload)) => cdi::merge_preload(std::io::stdin()),
         Some(Verb::Adopt { server, container: true, .. }) => print(&adopt::container(&server)),
         Some(Verb::Adopt { server, library, .. }) => print(&adopt::adopt(&target, &server, library.as_deref())?),
         Some(Verb::Release { server }) => print(&adopt::release(&target, &server)?),

@@ -307,6 +307,9 @@ pub enum Cdi {
     Generate(Generate),
     /// Put the library where containers can mount it from, on a host that has nvshare in containers only
     Install(Install),
+    /// Container runtimes call this for each container that the file names, as an OCI hook; standard input is the container's state
+    #[command(hide = true)]
+    MergePreload,
 }
 
 #[derive(Debug, Subcommand)]

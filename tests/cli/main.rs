@@ -1,5 +1,6 @@
 //! `nvsharectl`.
 
+mod cdi;
 mod ctl;
 mod preload;
 mod simulate;

@@ -40,6 +40,11 @@ impl Edits {
         self.push("deviceNodes", json!({ "path": path }));
     }
 
+    /// Has the runtime call a program of the host when it makes the container, before the container's root is its root.
+    pub fn create_hook(&mut self, program: &str, arguments: &[&str]) {
+        self.push("hooks", json!({ "hookName": "createContainer", "path": program, "args": arguments }));
+    }
+
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -5,13 +5,16 @@
 //! - `nvidia`: the file that NVIDIA's tools write, which knows what a GPU needs in a container. `nodes`: its device nodes,
 //!   where there is no such file.
 //! - `spec`: the file itself. [`specs`]: files as they are found on a host.
+//! - `hook`: what runtimes call for each container that it names.
 
 mod edits;
+mod hook;
 mod nodes;
 mod nvidia;
 mod spec;
 pub mod specs;
 
+use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
@@ -19,12 +22,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use rustix::fs::{AtFlags, Dir, Gid, Mode, OFlags, Uid, chownat, fchmod, fchown, fstat, openat};
+use rustix::fs::{
+    Access, AtFlags, Dir, Gid, Mode, OFlags, StatVfsMountFlags, Uid, access, chownat, fchmod, fchown, fstat, openat,
+    statvfs,
+};
 use rustix::io::Errno;
 
 use super::preload::library;
 use super::{CtlError, Target, block_on};
 use crate::config::paths;
+pub use hook::merge_preload;
 use nvidia::Nvidia;
 pub use spec::{CLAIM_KIND, of_claim};
 use spec::{FromHost, Spec};
@@ -46,6 +53,10 @@ pub struct Generate {
     /// The directory of the socket where programs connect
     #[arg(long, value_name = "DIRECTORY", default_value = paths::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
     sockets: PathBuf,
+    /// This program on this host, which runtimes call to merge an image's own /etc/ld.so.preload with that of nvshare [default: this
+    /// file]
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    hook: Option<PathBuf>,
     /// NVIDIA's CDI file [default: the one in /etc/cdi or /var/run/cdi, if there is one]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     nvidia: Option<PathBuf>,
@@ -82,15 +93,26 @@ pub struct Install {
     owner: Option<u32>,
 }
 
-/// Copies the files that containers mount into a directory of the host, for a host that has nvshare in containers
-/// only. The directory is replaced in one step; running containers keep the old one.
-pub fn install(asked: &Install) -> Result<(), CtlError> {
-    let library = library::find(asked.library.as_deref())?;
-    for (from, name) in [(&library, "libnvshare.so"), (&asked.preload_list, "ld.so.preload")] {
+/// Copies the files that containers mount, and this program, into a directory of the host, for a host that has nvshare in containers
+/// only. Each file is replaced in one step; running containers keep the old one. Passes a remark to `say`.
+pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
+    let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
+    let copy = |from: &Path, name: &str, mode: u32| {
         let to = asked.to.join(name);
-        let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
-        let content = std::fs::read(from).map_err(|e| fail(from, e))?;
-        write(&to, &content).map_err(|e| fail(&to, e))?;
+        let mut from_file = File::open(from).map_err(|e| fail(from, e))?;
+        publish(&to, mode, |file| std::io::copy(&mut from_file, file).map(drop)).map_err(|e| fail(&to, e))
+    };
+    copy(&library::find(asked.library.as_deref())?, "libnvshare.so", 0o644)?;
+    copy(&asked.preload_list, "ld.so.preload", 0o644)?;
+    if statvfs(&asked.to).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC)) {
+        // A CDI file that named it would keep every container from starting.
+        let program = asked.to.join(PROGRAM);
+        match std::fs::remove_file(&program) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail(&program, e)),
+            _ => say(&format!("{}: programs may not be started from there, so {HIDDEN}", asked.to.display())),
+        }
+    } else {
+        copy(Path::new("/proc/self/exe"), PROGRAM, 0o755)?;
     }
     for (directory, owner) in asked.sockets.iter().zip(asked.owner.into_iter().cycle()) {
         give(directory, owner)
@@ -105,6 +127,10 @@ fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     give_opened(&rustix::fs::open(directory, DIRECTORY, Mode::empty())?, owner, true)
 }
+
+/// This program's name beside the other files.
+const PROGRAM: &str = "nvsharectl";
+const HIDDEN: &str = "an image's own /etc/ld.so.preload is hidden by that of nvshare, and what it names is not loaded";
 
 const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -199,12 +225,17 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
         library: existing(&library, "library")?,
         preload_list: existing(&asked.preload_list, "preload-list")?,
         sockets: existing(&asked.sockets, "sockets")?,
+        hook: asked.hook.clone().or_else(|| std::env::current_exe().ok()).and_then(startable),
     };
     let nvidia = match &asked.nvidia {
         Some(file) => Some(Nvidia::read(file).map_err(CtlError::Failed)?),
         None => Nvidia::find(&specs::DIRECTORIES.map(Path::new), &gpus).map_err(CtlError::Failed)?,
     };
     let mut remarks = Vec::new();
+    if from_host.hook.is_none() {
+        let program = asked.hook.as_deref().map_or("this program's file".into(), Path::to_string_lossy);
+        remarks.push(format!("{program} cannot be started by container runtimes, so {HIDDEN}"));
+    }
     if nvidia.is_none() {
         let missing = "no CDI file of NVIDIA's in /etc/cdi or /var/run/cdi names a GPU: run `nvidia-ctk cdi generate \
                        --output=/etc/cdi/nvidia.yaml` on the host";
@@ -233,21 +264,33 @@ fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     text.map_err(|_| fail("its path is no text, and cannot be written in a CDI file".into()))
 }
 
+/// A program that the host can start, as CDI files name it.
+fn startable(program: PathBuf) -> Option<String> {
+    let whole = std::path::absolute(program).ok()?;
+    let is_startable = whole.is_file() && access(&whole, Access::EXEC_OK).is_ok();
+    whole.into_os_string().into_string().ok().filter(|_| is_startable)
+}
+
 /// Writes a file in one step, and the directory for it: others read it at any time.
 ///
 /// # Errors
 /// A system call fails. Then an earlier file is as it was.
 pub fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    publish(path, 0o644, |file| file.write_all(content))
+}
+
+/// The same, with that mode.
+fn publish(path: &Path, mode: u32, fill: impl FnOnce(&mut File) -> std::io::Result<()>) -> std::io::Result<()> {
     let path = std::path::absolute(path)?;
     let directory = path.parent().unwrap_or(Path::new("/"));
     std::fs::create_dir_all(directory)?;
     // Runtimes read every .json here, and no other name.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
-    file.write_all(content)?;
-    file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))?;
+    fill(file.as_file_mut())?;
+    file.as_file().set_permissions(std::fs::Permissions::from_mode(mode))?;
     file.as_file().sync_all()?;
-    file.persist(&path)?;
-    Ok(())
+    // Closed first: a program that somebody has open to write cannot be started.
+    Ok(file.into_temp_path().persist(&path)?)
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::edits::Edits;
-use super::nodes;
 use super::nvidia::Nvidia;
+use super::{hook, nodes};
 use crate::bus::Gpu;
 use crate::config::paths::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, SOCKETS_IN_CONTAINERS};
 
@@ -21,6 +21,8 @@ pub struct FromHost {
     pub library: String,
     pub preload_list: String,
     pub sockets: String,
+    /// This program, where the runtime can start it; without it, the list of an image is hidden.
+    pub hook: Option<String>,
 }
 
 /// The kind of the devices of Kubernetes' ResourceClaims.
@@ -54,6 +56,9 @@ impl Spec {
         // Not LD_PRELOAD: an image may have one of its own, which CDI would replace. And of the C libraries only glibc
         // reads this file, so that a program with another one runs on as it was.
         edits.mount(&from_host.preload_list, PRELOAD_IN_CONTAINERS);
+        if let Some(program) = &from_host.hook {
+            edits.create_hook(program, &["nvsharectl", "cdi", hook::COMMAND]);
+        }
         edits.mount(&from_host.library, LIBRARY_IN_CONTAINERS);
         // The directory, and not the socket: a scheduler that starts anew makes a new one there.
         edits.mount(&from_host.sockets, SOCKETS_IN_CONTAINERS);
@@ -124,7 +129,7 @@ mod tests {
 
     fn from_host() -> FromHost {
         let [library, preload_list, sockets] = ["/l/libnvshare.so", "/l/ld.so.preload", "/s"].map(str::to_owned);
-        FromHost { library, preload_list, sockets }
+        FromHost { library, preload_list, sockets, hook: Some("/l/nvsharectl".into()) }
     }
 
     fn gpus() -> Vec<Gpu> {
@@ -183,6 +188,11 @@ mod tests {
         let is_to_read = |mount: &Value| mount["options"].as_array().is_some_and(|all| all.contains(&"ro".into()));
         assert!(mounts[1..].iter().all(is_to_read));
         assert_eq!(spec["containerEdits"]["env"], Value::Null, "no variable of the image is replaced");
+        let hook = json!({ "hookName": "createContainer", "path": "/l/nvsharectl", "args": ["nvsharectl", "cdi", "merge-preload"] });
+        assert_eq!(spec["containerEdits"]["hooks"], json!([hook]));
+        let without = FromHost { hook: None, ..from_host() };
+        let spec = Spec::of(&gpus(), &without, Some(&nvidia("0.5.0")), &mut Vec::new()).expect("a spec").json();
+        assert_eq!(spec["containerEdits"]["hooks"], Value::Null);
     }
 
     #[test]

@@ -8,6 +8,7 @@ nvidias() { # driver
 nvidias 1 >/tmp/nvidia.yaml
 nvsharectl cdi generate --nvidia /tmp/nvidia.yaml >/dev/null 2>&1 || fail "the CDI file: $(nvsharectl cdi generate --nvidia /tmp/nvidia.yaml 2>&1)"
 grep -q '"hostPath": "/usr/share/nvshare/ld.so.preload"' /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/cdi/nvshare.json)"
+grep -q '"path": "/usr/bin/nvsharectl"' /etc/cdi/nvshare.json || fail "what runtimes call: $(cat /etc/cdi/nvshare.json)"
 says "/usr/lib/nvshare/libnvshare.so" cat /usr/share/nvshare/ld.so.preload
 rm /etc/cdi/nvshare.json
 
