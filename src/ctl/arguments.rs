@@ -101,7 +101,7 @@ pub enum Verb {
     /// Tell what a program waits for, and when it is expected to run
     Why {
         /// Its process id, its systemd unit or its container, as `status` shows them
-        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
     /// Show what users, units and containers have had of the GPUs: time, memory, waits and moved memory
@@ -127,13 +127,13 @@ pub enum Verb {
     /// Take a running program off its GPUs altogether, until it is resumed
     Pause {
         /// Its process id, its systemd unit or its container, as `status` shows them
-        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
     /// Let a program go on that was paused
     Resume {
         /// Its process id, its systemd unit or its container, as `status` shows them
-        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
     /// Have a running program go to another GPU of the same kind
@@ -141,7 +141,7 @@ pub enum Verb {
     /// Returns once it is there.
     Migrate {
         /// Its process id, its systemd unit or its container, as `status` shows them
-        #[arg(value_name = "PID|UNIT|CONTAINER", value_hint = ValueHint::Other)]
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
         /// The GPU: its UUID or number
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]

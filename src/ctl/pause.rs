@@ -27,7 +27,7 @@ fn call(target: &Target, program: &str, method: &str) -> Result<(), CtlError> {
     })
 }
 
-/// The processes that are meant: one by its number, or those of a unit or a container.
+/// The processes that are meant: one by its number, or those of a unit, a container or a pod.
 ///
 /// # Errors
 /// If there are none.
@@ -36,20 +36,23 @@ pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Resul
         Ok(pid) => vec![pid],
         Err(_) => pids_of(&scheduler.list_clients().await?, program),
     };
-    let none = || CtlError::Failed(format!("no program under nvshare is in a unit or container {program:?}"));
+    let none = || CtlError::Failed(format!("no program under nvshare is in a unit, container or pod {program:?}"));
     (!pids.is_empty()).then_some(pids).ok_or_else(none)
 }
 
-/// The processes of the programs of a unit or a container. A container may be named by the beginning of its id, of which
-/// [`Client`] has 12 digits, or by all of it.
+/// The processes of the programs of a unit, a container or a pod. A container may be named by the beginning of its id, of which
+/// [`Client`] has 12 digits, or by all of it; a pod as `namespace/name`.
 fn pids_of(clients: &[Client], program: &str) -> Vec<u32> {
     let is_container = |container: &str| {
         program.len() >= 4
             && !container.is_empty()
             && (container.starts_with(program) || program.starts_with(container))
     };
-    let is_meant =
-        |client: &&Client| !program.is_empty() && (client.unit == program || is_container(&client.container));
+    let pod = program.split_once('/').filter(|(_, name)| !name.is_empty());
+    let is_pod = |client: &Client| pod.is_some_and(|pod| pod == (&*client.pod_namespace, &*client.pod_name));
+    let is_meant = |client: &&Client| {
+        !program.is_empty() && (client.unit == program || is_container(&client.container) || is_pod(client))
+    };
     let mut pids: Vec<u32> = clients.iter().filter(is_meant).map(|client| client.pid).filter(|pid| *pid > 0).collect();
     pids.sort_unstable();
     pids.dedup();
@@ -61,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_are_found_by_unit_and_by_container() {
+    fn programs_are_found_by_unit_by_container_and_by_pod() {
         let client = |pid, unit: &str, container: &str| Client {
             pid,
             unit: unit.into(),
@@ -74,11 +77,15 @@ mod tests {
             client(8, "jupyter.service", "0123456789ab"),
             client(0, "other.service", "0123456789ab"),
             client(9, "", ""),
+            Client { pod_namespace: "team-a".into(), pod_name: "train".into(), ..client(10, "", "") },
         ];
         assert_eq!(pids_of(&clients, "jupyter.service"), [7, 8]);
         assert_eq!(pids_of(&clients, "01234"), [8]);
         assert_eq!(pids_of(&clients, "0123456789abcdef"), [8]);
         assert!(pids_of(&clients, "012").is_empty(), "too short to mean one");
-        assert!(pids_of(&clients, "").is_empty());
+        assert_eq!(pids_of(&clients, "team-a/train"), [10]);
+        for other in ["", "/", "train", "team-a/", "team-b/train"] {
+            assert!(pids_of(&clients, other).is_empty(), "{other:?}");
+        }
     }
 }
