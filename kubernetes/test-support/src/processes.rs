@@ -5,7 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::PATIENCE;
+use crate::PATIENCE;
 
 /// What a process writes to stderr, as it comes.
 #[derive(Debug, Clone, Default)]

@@ -2,13 +2,11 @@
 
 pub mod api;
 pub mod containers;
-pub mod processes;
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use nvshare::bus::{Client, SchedulerProxy};
 use tempfile::TempDir;
@@ -16,12 +14,7 @@ use zbus::OwnedVariant;
 use zbus::connection::Builder;
 
 use api::Api;
-use processes::Process;
-
-/// Long enough for a loaded machine; nothing waits this long unless it fails.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-
-pub const NODE: &str = "node-1";
+use kubernetes_test_support::{NODE, Process};
 
 const AGENT: &str = env!("CARGO_BIN_EXE_nvshare-agent");
 
@@ -38,12 +31,7 @@ pub type Rule = HashMap<String, OwnedVariant>;
 impl Node {
     pub fn new() -> Self {
         let node = Self { directory: TempDir::new().expect("a directory"), api: Api::start() };
-        let config = format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: test\nclusters:\n- name: test\n  cluster: {{server: \"{}\"}}\n\
-             users:\n- name: test\n  user: {{}}\ncontexts:\n- name: test\n  context: {{cluster: test, user: test}}\n",
-            node.api.url()
-        );
-        std::fs::write(node.path("kubeconfig"), config).expect("a file");
+        std::fs::write(node.path("kubeconfig"), node.api.kubeconfig()).expect("a file");
         node
     }
 
@@ -137,14 +125,7 @@ impl Node {
     /// Waits until what is asked is so, and returns it.
     #[track_caller]
     pub fn until<T>(&self, what: &str, question: impl Fn(&Self) -> Option<T>) -> T {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            if let Some(answer) = question(self) {
-                return answer;
-            }
-            assert!(Instant::now() < deadline, "{what}: it never came");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        kubernetes_test_support::until(what, || question(self))
     }
 
     /// Waits for a pod to have a rule, and returns what it says under that key.

@@ -3,137 +3,86 @@
 //! driver sends. It drops fields whose feature gates are off, as an API server does.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::net::{SocketAddr, TcpListener};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::ops::{Deref, DerefMut};
 
-use http_body_util::{BodyExt, Full, StreamBody, combinators::UnsyncBoxBody};
-use hyper::body::{Bytes, Frame, Incoming};
-use hyper::service::service_fn;
-use hyper::{Method, Request, Response};
-use hyper_util::rt::TokioIo;
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, watches_from, whole};
 use nvshare_device_plugin::dra::quantity;
 use serde_json::{Value, json};
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
-use tokio::sync::oneshot;
-use tokio_stream::wrappers::UnboundedReceiverStream;
 
-use super::PATIENCE;
-
-type Chunk = Result<Frame<Bytes>, io::Error>;
-
-/// The name of the node.
-pub const NODE: &str = "node-1";
+pub use kubernetes_test_support::{NODE, uid};
 
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
 /// The API server.
 #[derive(Debug)]
-pub struct Api {
-    address: SocketAddr,
-    world: Arc<Mutex<World>>,
-    running: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
-}
+pub struct Api(ApiServer<Resources>);
 
 #[derive(Debug)]
-struct World {
+pub struct Resources {
     version: u64,
     slices: BTreeMap<String, Value>,
     claims: BTreeMap<(String, String), Value>,
-    watchers: Vec<UnboundedSender<Chunk>>,
+    watchers: Watchers,
     /// `DRAConsumableCapacity` and `DRADeviceTaints`.
     has_consumable_capacity: bool,
     has_taints: bool,
     has_resource_api: bool,
     forbids: bool,
-    requests: Vec<String>,
+}
+
+impl Deref for Api {
+    type Target = ApiServer<Resources>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl DerefMut for Api {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
 }
 
 impl Api {
     /// One with all feature gates.
     pub fn start() -> Self {
-        let world = World {
+        Self(ApiServer::start(Resources {
             version: 100,
             slices: BTreeMap::new(),
             claims: BTreeMap::new(),
-            watchers: Vec::new(),
+            watchers: Watchers::default(),
             has_consumable_capacity: true,
             has_taints: true,
             has_resource_api: true,
             forbids: false,
-            requests: Vec::new(),
-        };
-        let mut api = Self { address: ([127, 0, 0, 1], 0).into(), world: Arc::new(Mutex::new(world)), running: None };
-        api.start_again();
-        api
-    }
-
-    /// At the same address, with what it knows.
-    pub fn start_again(&mut self) {
-        let listener = TcpListener::bind(self.address).expect("the address is free");
-        self.address = listener.local_addr().expect("an address");
-        listener.set_nonblocking(true).expect("a socket");
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        let (stop, stopped) = oneshot::channel();
-        let world = self.world.clone();
-        let thread = std::thread::spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = serve(listener, world) => {}
-                    _ = stopped => {}
-                }
-            });
-        });
-        self.running = Some((stop, thread));
-    }
-
-    /// All connections end, and nobody answers any more.
-    pub fn stop(&mut self) {
-        if let Some((stop, thread)) = self.running.take() {
-            drop(stop);
-            thread.join().expect("the API server ran");
-        }
-        self.world().watchers.clear();
-    }
-
-    /// How to reach it, as a kubeconfig.
-    pub fn kubeconfig(&self) -> String {
-        format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: test\nclusters:\n- name: test\n  cluster: {{server: \"http://{}\"}}\n\
-             users:\n- name: test\n  user: {{}}\ncontexts:\n- name: test\n  context: {{cluster: test, user: test}}\n",
-            self.address
-        )
-    }
-
-    fn world(&self) -> MutexGuard<'_, World> {
-        self.world.lock().expect("the world")
+        }))
     }
 
     pub fn set_consumable_capacity(&self, is_on: bool) {
-        self.world().has_consumable_capacity = is_on;
+        self.with(|world| world.has_consumable_capacity = is_on);
     }
 
     pub fn set_taints(&self, is_on: bool) {
-        self.world().has_taints = is_on;
+        self.with(|world| world.has_taints = is_on);
     }
 
     pub fn set_resource_api(&self, is_there: bool) {
-        self.world().has_resource_api = is_there;
+        self.with(|world| world.has_resource_api = is_there);
     }
 
     pub fn forbid(&self, forbids: bool) {
-        self.world().forbids = forbids;
+        self.with(|world| world.forbids = forbids);
     }
 
     /// The node's slice, if there is one.
     pub fn slice(&self) -> Option<ResourceSlice> {
-        let world = self.world();
-        assert!(world.slices.len() <= 1, "{:?}", world.slices.keys());
-        Some(serde_json::from_value(world.slices.values().next()?.clone()).expect("a slice"))
+        self.with(|world| {
+            assert!(world.slices.len() <= 1, "{:?}", world.slices.keys());
+            Some(serde_json::from_value(world.slices.values().next()?.clone()).expect("a slice"))
+        })
     }
 
     pub fn devices(&self) -> Vec<Device> {
@@ -143,19 +92,16 @@ impl Api {
     /// Waits until the devices of the slice are so.
     #[track_caller]
     pub fn until(&self, what: &str, is_so: impl Fn(&[Device]) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
-        while !is_so(&self.devices()) {
-            assert!(Instant::now() < deadline, "{what}: {:?}", self.devices());
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
+        kubernetes_test_support::until(what, || is_so(&self.devices()).then_some(()));
     }
 
     /// Somebody else deletes the slice, as a kubelet that starts does.
     pub fn delete_slices(&self) {
-        let mut world = self.world();
-        for (_, slice) in std::mem::take(&mut world.slices) {
-            world.say("DELETED", &slice);
-        }
+        self.with(|world| {
+            for (_, slice) in std::mem::take(&mut world.slices) {
+                world.say("DELETED", &slice);
+            }
+        });
     }
 
     /// A claim is there, and is allocated.
@@ -163,61 +109,13 @@ impl Api {
         let known: ResourceClaim = serde_json::from_value(claim.clone()).expect("a claim");
         assert_known(&claim, &serde_json::to_value(known).expect("JSON"), "claim");
         let name = |key: &str| claim["metadata"][key].as_str().expect(key).to_owned();
-        self.world().claims.insert((name("namespace"), name("name")), claim);
-    }
-
-    /// What was asked so far that has this in it.
-    pub fn requests(&self, text: &str) -> usize {
-        self.world().requests.iter().filter(|request| request.contains(text)).count()
+        let key = (name("namespace"), name("name"));
+        self.with(|world| world.claims.insert(key, claim));
     }
 }
 
-impl Drop for Api {
-    fn drop(&mut self) {
-        self.stop();
-    }
-}
-
-async fn serve(listener: TcpListener, world: Arc<Mutex<World>>) {
-    let listener = tokio::net::TcpListener::from_std(listener).expect("a socket");
-    while let Ok((stream, _)) = listener.accept().await {
-        let world = world.clone();
-        let service = service_fn(move |request: Request<Incoming>| {
-            let world = world.clone();
-            async move {
-                let (parts, body) = request.into_parts();
-                let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
-                let uri = parts.uri.to_string();
-                let answer = world.lock().expect("the world").answer(&parts.method, &uri, &body);
-                Ok::<_, io::Error>(answer)
-            }
-        });
-        tokio::spawn(hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service));
-    }
-}
-
-type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
-
-fn whole(status: u16, body: &Value) -> Answer {
-    let body = Full::new(Bytes::from(body.to_string())).map_err(|never| match never {}).boxed_unsync();
-    let response = Response::builder().status(status).header("content-type", "application/json");
-    response.body(body).expect("a response")
-}
-
-fn refused(code: u16, reason: &str, message: &str) -> Answer {
-    let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message,
-        "reason": reason, "code": code});
-    whole(code, &status)
-}
-
-impl World {
-    fn say(&mut self, kind: &str, slice: &Value) {
-        let line = Bytes::from(format!("{}\n", json!({"type": kind, "object": slice})));
-        self.watchers.retain(|watcher| watcher.send(Ok(Frame::data(line.clone()))).is_ok());
-    }
-
+impl World for Resources {
     fn answer(&mut self, method: &Method, uri: &str, body: &[u8]) -> Answer {
-        self.requests.push(format!("{method} {uri}"));
         let path = uri.split('?').next().unwrap_or_default();
         if path == "/version" {
             let version = json!({"major": "1", "minor": "35", "gitVersion": "v1.35.2", "gitCommit": "", "gitTreeState": "",
@@ -257,6 +155,16 @@ impl World {
         }
     }
 
+    fn watchers(&mut self) -> &mut Watchers {
+        &mut self.watchers
+    }
+}
+
+impl Resources {
+    fn say(&mut self, kind: &str, slice: &Value) {
+        self.watchers.say(&json!({"type": kind, "object": slice}).to_string());
+    }
+
     fn claim(&self, parts: &[&str]) -> Answer {
         let [namespace, "resourceclaims", name] = parts[..] else { return refused(404, "NotFound", "what?") };
         match self.claims.get(&(namespace.to_owned(), name.to_owned())) {
@@ -268,20 +176,14 @@ impl World {
     fn list(&mut self, uri: &str) -> Answer {
         let selector = format!("fieldSelector=spec.driver%3Dgpu.nvshare.com%2Cspec.nodeName%3D{NODE}");
         assert!(uri.contains(&selector), "another node's are asked for: {uri}");
-        if !uri.contains("watch=true") {
+        let Some(from) = watches_from(uri) else {
             let items: Vec<&Value> = self.slices.values().collect();
             let metadata = json!({"resourceVersion": self.version.to_string()});
             let list = json!({"kind": "ResourceSliceList", "apiVersion": "resource.k8s.io/v1", "metadata": metadata, "items": items});
             return whole(200, &list);
-        }
-        let (sender, chunks) = unbounded_channel::<Chunk>();
-        let from = uri.split("resourceVersion=").nth(1).and_then(|rest| rest.split('&').next()?.parse::<u64>().ok());
+        };
         // It does not know what happened in between, so it ends such a watch.
-        if from == Some(self.version) {
-            self.watchers.push(sender);
-        }
-        let body = StreamBody::new(UnboundedReceiverStream::new(chunks)).boxed_unsync();
-        Response::builder().status(200).header("content-type", "application/json").body(body).expect("a response")
+        self.watchers.begin([], from == self.version)
     }
 
     fn store(&mut self, uri: &str, body: &[u8], name: Option<&str>) -> Answer {
@@ -413,11 +315,6 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// A UID that is like no other's.
-pub fn uid(number: u32) -> String {
-    format!("{number:08x}-89ab-cdef-0123-456789abcdef")
 }
 
 /// The claim `team-a/claim-N`, to which Kubernetes has allocated these devices, with so many bytes and percent of each.

@@ -1,8 +1,6 @@
-//! What the DRA driver has around it: stand-ins for kubelet, which does with a driver what kubelet's plugin manager and DRA manager do, and
-//! a program of a claim.
+//! A stand-in for kubelet, which does with a DRA driver what kubelet's plugin manager and DRA manager do.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -12,8 +10,6 @@ use nvshare_device_plugin::dra::plugin_registration::registration_client::Regist
 use nvshare_device_plugin::dra::plugin_registration::{InfoRequest, PluginInfo, RegistrationStatus};
 use nvshare_device_plugin::dra::protocol::dra_plugin_client::DraPluginClient;
 use nvshare_device_plugin::dra::protocol::{Claim, Device, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest};
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::time::timeout;
 use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
@@ -114,47 +110,6 @@ async fn call(socket: &Path, authority: &str) -> Result<Channel, tonic::transpor
     let endpoint = Endpoint::try_from(format!("unix://{}", socket.display())).expect("an endpoint");
     let origin = format!("http://{authority}").parse().unwrap_or_else(|e| panic!("{authority}: {e}"));
     endpoint.origin(origin).connect().await
-}
-
-/// A program of the scheduler's that does nothing, and stays until it is dropped.
-#[derive(Debug)]
-pub struct Program {
-    _connection: OwnedFd,
-}
-
-impl Program {
-    /// Connects by that socket, if a scheduler serves it, and is welcomed.
-    pub fn connect(socket: &Path) -> Option<Self> {
-        let flags = SocketFlags::CLOEXEC;
-        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
-        rustix::net::connect(&fd, &SocketAddrUnix::new(socket).expect("an address")).ok()?;
-        let hello = ClientMessage::Hello {
-            min_version: 1,
-            max_version: 1,
-            flags: 0,
-            resume: 0,
-            gang: 0,
-            library: Text::new("test"),
-        };
-        rustix::net::send(&fd, hello.encode(1).as_bytes(), SendFlags::NOSIGNAL).expect("it is sent");
-        let mut buffer = [0u8; MAX_LEN];
-        let (length, _) = rustix::net::recv(&fd, &mut buffer[..], RecvFlags::empty()).expect("an answer");
-        let answer = SchedulerMessage::decode(&buffer[..length], 1).expect("the protocol");
-        assert!(matches!(answer, SchedulerMessage::Welcome { .. }), "{answer:?}");
-        Some(Self { _connection: fd })
-    }
-
-    /// Connects as soon as that is possible.
-    pub fn connect_soon(socket: &Path) -> Self {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            if let Some(program) = Self::connect(socket) {
-                return program;
-            }
-            assert!(Instant::now() < deadline, "nobody serves {}", socket.display());
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
 }
 
 /// What a container finds at `/run/nvshare` with these CDI devices: what the last of them mounts there, as container runtimes do it.

@@ -4,19 +4,13 @@
 pub mod api;
 pub mod dra;
 pub mod kubelet;
-#[path = "../../../agent/tests/support/processes.rs"]
-mod processes;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use cuda_sim_gpus::config::gpu_uuid;
-pub use processes::Process;
-
-/// Long enough for a loaded machine; nothing waits this long unless it fails.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub use kubernetes_test_support::{PATIENCE, Process};
 
 const PLUGIN: &str = env!("CARGO_BIN_EXE_nvshare-device-plugin");
 
