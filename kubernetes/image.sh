@@ -12,13 +12,13 @@ mkdir -p "$root/usr/bin" "$root/usr/lib/nvshare" "$root/usr/share/nvshare" "$roo
     "$root/tmp" "$root/var/lib/nvshare"
 chmod 1777 "$root/tmp"
 
-programs="nvshare-scheduler nvsharectl nvshare-device-plugin nvshare-agent"
+programs="nvshare-scheduler nvsharectl nvshare-checkpoint nvshare-device-plugin nvshare-agent"
 for program in $programs; do install -m 755 "$built/$program" "$root/usr/bin"; done
 install -m 644 "$built/libnvshare.so" "$root/usr/lib/nvshare"
 install -m 644 "$here/../etc/ld.so.preload" "$root/usr/share/nvshare"
 
-# Each library by its whole path, as the loader finds it; the loader itself among them. libdl is for NVML, which the
-# container runtime brings.
+# Each library by its whole path, as the loader finds it; the loader itself among them. libdl and what follows are for NVML and the
+# driver, which the container runtime brings.
 for program in $programs; do
     ldd "$built/$program" 2>/dev/null || true # a static one has none
 done | grep -o '/[^ ]*' | sort -u >"$root/tmp/libraries"

@@ -5,8 +5,10 @@
 //! work makes them but this program, and the scheduler hangs up when it has waited long enough.
 
 mod driver;
+mod listen;
 mod process;
 
+use clap::Parser;
 use driver::{Code, Driver, ILLEGAL_STATE, SUCCESS, State};
 use nvshare_checkpoint::{Answer, IDLE, MAX_REQUEST, Operation, Outcome, Request, Step};
 use process::{Process, has_hung_up};
@@ -18,13 +20,33 @@ use std::{
     io::{IoSliceMut, stdin},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::PathBuf,
     process::ExitCode,
 };
 
+/// Takes programs off their GPUs and puts them back, for nvshare-scheduler, which is connected to standard input.
+#[derive(Debug, Parser)]
+#[command(name = "nvshare-checkpoint", version)]
+struct Arguments {
+    /// The number of the scheduler's user [default: the user of this process]
+    #[arg(long, value_name = "UID")]
+    scheduler: Option<u32>,
+    /// Start one for each connection to this socket instead, where there is no systemd that does
+    #[arg(long, value_name = "PATH")]
+    listen: Option<PathBuf>,
+}
+
 fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let scheduler = arguments.scheduler.unwrap_or_else(|| rustix::process::geteuid().as_raw());
+    if let Some(path) = arguments.listen {
+        let Err(e) = listen::serve(&path, scheduler);
+        eprintln!("nvshare-checkpoint cannot listen at {}: {e}", path.display());
+        return ExitCode::FAILURE;
+    }
     let stdin = stdin();
     let socket = stdin.as_fd();
-    if !is_scheduler(socket) {
+    if !is_scheduler(socket, scheduler) {
         eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     }
@@ -43,9 +65,9 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Whether the other side of the socket is of the user that this program runs as, or of root.
-fn is_scheduler(socket: BorrowedFd<'_>) -> bool {
-    let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid == rustix::process::geteuid();
+/// Whether the other side of the socket is of that user, or of root.
+fn is_scheduler(socket: BorrowedFd<'_>, scheduler: u32) -> bool {
+    let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid.as_raw() == scheduler;
     rustix::net::sockopt::socket_peercred(socket).is_ok_and(is_allowed)
 }
 

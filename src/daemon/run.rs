@@ -138,7 +138,8 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         loading: Mutex::default(),
         lists: Lists::default(),
     };
-    let daemon = Startup { control, config, sockets, trace, bus, state, claims: options.claims };
+    let (claims, in_pod) = (options.claims, options.in_pod);
+    let daemon = Startup { control, config, sockets, trace, bus, state, claims, in_pod };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.
     runtime.shutdown_background();
@@ -221,12 +222,13 @@ struct Startup {
     /// Where to keep what outlives this daemon.
     state: Option<PathBuf>,
     claims: Option<PathBuf>,
+    in_pod: bool,
 }
 
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { control, config, sockets, trace, bus, state, claims } = self;
+        let Self { control, config, sockets, trace, bus, state, claims, in_pod } = self;
         let control = Rc::new(control);
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -271,9 +273,9 @@ impl Startup {
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
         // Before clients of an earlier daemon are taken over, which may be asleep.
-        let by_systemd = systemd::is_there() && Path::new(checkpoint::SOCKET).exists();
-        match if by_systemd { Ok(Helpers::of_systemd()) } else { Helpers::of_children() } {
-            Ok(helpers) => tasks::start_checkpoints(&core, helpers),
+        match helpers(in_pod) {
+            Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
+            Ok(None) => {}
             Err(e) => warn!("programs cannot be taken off their GPUs: {e}"),
         }
         tasks::start_swap_files(&core)?;
@@ -314,6 +316,18 @@ impl Startup {
         core.borrow_mut().finish_usage(USAGE_PATIENCE);
         Ok(())
     }
+}
+
+/// How programs are taken off their GPUs. In a pod it takes a container with capabilities, which the pod need not have.
+fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
+    let socket = Path::new(checkpoint::SOCKET);
+    if in_pod {
+        // That container may be started later, and again. Its socket is in a directory that only a pod with such a container has.
+        let has_one = socket.parent().is_some_and(Path::exists);
+        return Ok(has_one.then(Helpers::by_socket));
+    }
+    let has_one = systemd::is_there() && socket.exists();
+    if has_one { Ok(Some(Helpers::by_socket())) } else { Helpers::of_children().map(Some) }
 }
 
 /// Starts the NVML thread, and waits a moment for its first reports: the GPUs and the memory in use there should be known

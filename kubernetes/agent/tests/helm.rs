@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::manifests::{documents, kubernetes, the_driver_has_what_it_needs};
+use crate::manifests::{built_list, built_with_sleep, documents, kubernetes, the_driver_has_what_it_needs};
 
 fn chart() -> std::path::PathBuf {
     kubernetes().join("helm/nvshare")
@@ -20,8 +20,14 @@ fn read(name: &str) -> String {
 
 #[test]
 fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
-    for file in ["base/access.yaml", "base/config.yaml", "base/daemonset.yaml", "dra/access.yaml", "dra/daemonset.yaml"]
-    {
+    for file in [
+        "base/access.yaml",
+        "base/config.yaml",
+        "base/daemonset.yaml",
+        "dra/access.yaml",
+        "dra/daemonset.yaml",
+        "sleep/daemonset.yaml",
+    ] {
         assert_eq!(read(file), std::fs::read_to_string(kubernetes().join(file)).expect("a manifest"), "{file}");
     }
     let chart: Value = serde_saphyr::from_str(&read("Chart.yaml")).expect("YAML");
@@ -42,8 +48,8 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
     }
 }
 
-/// What the chart makes of these values, by kind; `None` without helm, which a line then says.
-fn rendered(values: &Value) -> Option<BTreeMap<String, Value>> {
+/// What the chart makes of these values; `None` without helm, which a line then says.
+fn rendered_list(values: &Value) -> Option<Vec<Value>> {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("values");
     let mut helm = Command::new("helm");
@@ -58,19 +64,26 @@ fn rendered(values: &Value) -> Option<BTreeMap<String, Value>> {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).expect("UTF-8");
     let all: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
-    let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
-    Some(all.into_iter().filter(|object| !object.is_null()).map(by_kind).collect())
+    Some(all.into_iter().filter(|object| !object.is_null()).collect())
 }
 
-/// Without what the chart adds to each object, and with settings as they are read.
+/// The same by kind.
+fn rendered(values: &Value) -> Option<BTreeMap<String, Value>> {
+    let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
+    Some(rendered_list(values)?.into_iter().map(by_kind).collect())
+}
+
+/// Without what the chart adds to each object, with settings as they are read, and containers and volumes in the order of their names.
 fn plain(mut object: Value) -> Value {
     for key in ["labels", "namespace"] {
         object["metadata"].as_object_mut().expect("metadata").remove(key);
     }
     if let Some(template) = object.pointer_mut("/spec/template") {
         template["metadata"].as_object_mut().expect("metadata").remove("annotations");
-        for list in ["containers", "initContainers"] {
-            for container in template["spec"][list].as_array_mut().expect(list) {
+        for list in ["containers", "initContainers", "volumes"] {
+            let list = template["spec"][list].as_array_mut().expect(list);
+            list.sort_by_key(|named| named["name"].to_string());
+            for container in list {
                 let container = container.as_object_mut().expect("a container");
                 container.retain(|key, _| !["image", "imagePullPolicy"].contains(&key.as_str()));
             }
@@ -106,6 +119,54 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
         count += 1;
     }
     assert_eq!(rendered.len(), count);
+}
+
+#[test]
+fn helm_finds_nothing_wrong_with_it() {
+    let output = match Command::new("helm").args(["lint", "--strict"]).arg(chart()).output() {
+        Ok(output) => output,
+        Err(_) => return eprintln!("skipped: there is no helm"),
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn whatever_is_enabled_it_installs_the_same_as_kustomize() {
+    let sleep = json!({"enabled": true});
+    for (directory, has_sleep, values) in [
+        ("base", false, json!({})),
+        ("base", true, json!({"sleep": sleep})),
+        ("mounts", false, json!({"inject": "mounts"})),
+        ("mounts", true, json!({"inject": "mounts", "sleep": sleep})),
+        ("dra", false, json!({"dra": {"enabled": true}})),
+        ("dra", true, json!({"dra": {"enabled": true}, "sleep": sleep})),
+    ] {
+        let built = if has_sleep { built_with_sleep(directory) } else { built_list(directory) };
+        let (Some(chart), Some(built)) = (rendered_list(&values), built) else { return };
+        for object in chart.iter().chain(&built).filter(|object| object["kind"] == "DaemonSet") {
+            let pod = &object["spec"]["template"]["spec"];
+            let containers = ["initContainers", "containers"].into_iter().filter_map(|list| pod[list].as_array());
+            for container in containers.flatten() {
+                assert_eq!(
+                    container["image"],
+                    concat!("nvshare:", env!("CARGO_PKG_VERSION")),
+                    "{directory}: {container}"
+                );
+            }
+        }
+        let by_name = |all: Vec<Value>| -> BTreeMap<String, Value> {
+            let named = all.into_iter().filter(|object| object["kind"] != "Namespace").map(|object| {
+                let name = format!("{} {}", object["kind"], object["metadata"]["name"]);
+                (name, plain(object))
+            });
+            named.collect()
+        };
+        let (chart, built) = (by_name(chart), by_name(built));
+        assert_eq!(chart.keys().collect::<Vec<_>>(), built.keys().collect::<Vec<_>>(), "{directory}");
+        for (name, object) in &chart {
+            assert_eq!(object, &built[name], "{directory}, {has_sleep}: {name}");
+        }
+    }
 }
 
 #[test]

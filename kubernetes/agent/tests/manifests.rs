@@ -23,7 +23,7 @@ pub fn kubernetes() -> PathBuf {
 /// Every document of the manifests, with its file.
 pub fn documents() -> Vec<(PathBuf, Value)> {
     let mut all = Vec::new();
-    for directory in ["base", "mounts", "dra", "examples", "examples/dra", "examples/volume-mounts"] {
+    for directory in ["base", "mounts", "dra", "sleep", "examples", "examples/dra", "examples/volume-mounts"] {
         for entry in std::fs::read_dir(kubernetes().join(directory)).expect("the manifests") {
             let path = entry.expect("an entry").path();
             if path.is_dir() {
@@ -87,7 +87,7 @@ fn every_field_is_one_that_kubernetes_knows() {
             "ValidatingAdmissionPolicy" => known::<ValidatingAdmissionPolicy>(&document),
             "ValidatingAdmissionPolicyBinding" => known::<ValidatingAdmissionPolicyBinding>(&document),
             // kubectl's own, and of no API; and of Prometheus' operator.
-            "Kustomization" | "PodMonitor" => continue,
+            "Kustomization" | "Component" | "PodMonitor" => continue,
             other => panic!("{path:?}: {other:?} is checked by nothing here"),
         };
         let known = known.unwrap_or_else(|e| panic!("{path:?}: {kind}: {e}"));
@@ -123,6 +123,34 @@ fn no_container_has_a_privilege() {
     }
     assert_eq!(pod.host_pid, Some(true));
     assert_eq!((pod.host_network, pod.host_ipc), (None, None));
+}
+
+/// The component alone adds a container with capabilities, and gives it nothing else.
+#[test]
+fn what_takes_programs_off_their_gpus_has_what_the_driver_needs_and_is_reached_by_the_scheduler_alone() {
+    let of_sleep = |(path, _): &(PathBuf, Value)| path.ends_with("sleep/daemonset.yaml");
+    let patch = documents().into_iter().find(of_sleep).expect("the patch").1;
+    let patch = &patch["spec"]["template"]["spec"];
+    let [checkpoint, scheduler] = &patch["containers"].as_array().expect("containers")[..] else { panic!("{patch}") };
+    let context = json!({
+        "runAsUser": 0, "runAsGroup": 900_180, "allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true,
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_PTRACE", "DAC_OVERRIDE"]},
+    });
+    assert_eq!(checkpoint["securityContext"], context);
+    let user = pod().containers[0].security_context.as_ref().and_then(|context| context.run_as_user);
+    let command = checkpoint["command"].as_array().expect("a command");
+    assert_eq!(command[2], format!("--scheduler={}", user.expect("the scheduler's user")));
+    let mount = |path: &str| json!({"name": "checkpoint", "mountPath": path});
+    let directory = "/run/nvshare-checkpoint";
+    assert_eq!(command[1], format!("--listen={directory}/checkpoint.sock"));
+    assert_eq!(format!("{directory}/checkpoint.sock"), nvshare::daemon::checkpoint::SOCKET);
+    assert_eq!(checkpoint["volumeMounts"][0], mount(directory));
+    assert_eq!(scheduler["name"], "scheduler");
+    let mut read_only = mount(directory);
+    read_only["readOnly"] = json!(true);
+    assert_eq!(scheduler["volumeMounts"], json!([read_only]));
+    let volumes = patch["volumes"].as_array().expect("volumes");
+    assert!(volumes.iter().all(|volume| volume.get("hostPath").is_none()), "{volumes:?}");
 }
 
 #[test]
@@ -261,19 +289,44 @@ fn the_settings_in_the_config_map_are_right() {
         .expect("device-plugin.toml");
 }
 
-/// What `kubectl apply -k` would apply, by kind; `None` without kubectl, which a line then says.
-fn built(directory: &str) -> Option<BTreeMap<String, Value>> {
-    let output = match Command::new("kubectl").arg("kustomize").arg(kubernetes().join(directory)).output() {
+/// What `kubectl apply -k` would apply; `None` without kubectl, which a line then says.
+fn built_from(directory: &Path) -> Option<Vec<Value>> {
+    let output = match Command::new("kubectl").arg("kustomize").arg(directory).output() {
         Ok(output) => output,
         Err(_) => {
             eprintln!("skipped: there is no kubectl");
             return None;
         }
     };
-    assert!(output.status.success(), "{directory}: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{directory:?}: {}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).expect("UTF-8");
-    let all: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{directory}: {e}"));
-    Some(all.into_iter().map(|object| (object["kind"].as_str().unwrap_or_default().to_owned(), object)).collect())
+    Some(serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{directory:?}: {e}")))
+}
+
+/// What it would apply with the component for sleep in the base of that directory, as the README has it.
+pub fn built_with_sleep(directory: &str) -> Option<Vec<Value>> {
+    let copy = tempfile::tempdir().expect("a directory");
+    for part in ["base", "mounts", "dra", "sleep"] {
+        std::fs::create_dir(copy.path().join(part)).expect("a directory");
+        for entry in std::fs::read_dir(kubernetes().join(part)).expect("the manifests") {
+            let entry = entry.expect("an entry");
+            std::fs::copy(entry.path(), copy.path().join(part).join(entry.file_name())).expect("a copy");
+        }
+    }
+    let (base, component) = (copy.path().join("base/kustomization.yaml"), "components:\n  - ../sleep\n");
+    let text = std::fs::read_to_string(&base).expect("a kustomization") + component;
+    std::fs::write(&base, text).expect("written");
+    built_from(&copy.path().join(directory))
+}
+
+pub fn built_list(directory: &str) -> Option<Vec<Value>> {
+    built_from(&kubernetes().join(directory))
+}
+
+/// The same by kind.
+fn built(directory: &str) -> Option<BTreeMap<String, Value>> {
+    let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
+    Some(built_list(directory)?.into_iter().map(by_kind).collect())
 }
 
 /// What `dra` has besides the base: two flags, mounts, and the name of the node. `helm.rs` asks the same of the chart.

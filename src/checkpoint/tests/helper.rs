@@ -8,8 +8,8 @@ use nvshare_checkpoint::{ANSWER, Answer, Operation, Outcome, Request, Step};
 use rustix::{
     io::Errno,
     net::{
-        AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv,
-        sendmsg, socketpair,
+        AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType, recv, sendmsg, socket_with, socketpair,
     },
     process::{Pid, PidfdFlags, geteuid, pidfd_open},
 };
@@ -190,6 +190,26 @@ impl Sleeper {
     }
 }
 
+fn request(socket: &OwnedFd, operation: Operation, uid: u32, pidfd: OwnedFd) {
+    let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT_MS, pairs: Vec::new() }.encode();
+    let descriptors = [pidfd.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    sendmsg(socket, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
+}
+
+fn answer(socket: &OwnedFd) -> Answer {
+    let mut packet = [0; ANSWER];
+    let received = loop {
+        match recv(socket, &mut packet, RecvFlags::empty()) {
+            Err(Errno::INTR) => {}
+            received => break received.expect("an answer").0,
+        }
+    };
+    Answer::decode(&packet[..received]).expect("an answer")
+}
+
 struct Helper {
     socket: Option<OwnedFd>,
     child: Child,
@@ -207,25 +227,11 @@ impl Helper {
     }
 
     fn request(&self, operation: Operation, uid: u32, pidfd: OwnedFd) {
-        let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT_MS, pairs: Vec::new() }.encode();
-        let descriptors = [pidfd.as_fd()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
-        let socket = self.socket.as_ref().expect("not hung up");
-        sendmsg(socket, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
+        request(self.socket.as_ref().expect("not hung up"), operation, uid, pidfd);
     }
 
     fn says(&self) -> Answer {
-        let mut packet = [0; ANSWER];
-        let socket = self.socket.as_ref().expect("not hung up");
-        let received = loop {
-            match recv(socket, &mut packet, RecvFlags::empty()) {
-                Err(Errno::INTR) => {}
-                received => break received.expect("an answer").0,
-            }
-        };
-        Answer::decode(&packet[..received]).expect("an answer")
+        answer(self.socket.as_ref().expect("not hung up"))
     }
 
     fn answer(self) -> Answer {
@@ -266,6 +272,48 @@ fn one_that_was_started_before_is_asked_more_than_once() {
     sleeper.tell("read");
     assert_eq!((sleeper.says(), used()), (7, 48));
     Helper::start(Command::new(HELPER)).ends();
+}
+
+/// Without systemd, as in a pod.
+#[test]
+fn one_is_started_for_each_connection() {
+    let Some(mut sleeper) = start("one_is_started_for_each_connection") else { return };
+    let directory = Directory::new();
+    let path = directory.0.join("checkpoint.sock");
+    // As an earlier one has left it.
+    fs::write(&path, "").expect("a file");
+    let uid = geteuid().as_raw();
+    let mut command = Command::new(HELPER);
+    command.arg("--listen").arg(&path).args(["--scheduler", &uid.to_string()]).env("LD_LIBRARY_PATH", machine());
+    let mut listening = command.spawn().expect("start it");
+    let connect = || {
+        wait_for("the socket", || {
+            let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+            let socket = socket.expect("a socket");
+            rustix::net::connect(&socket, &SocketAddrUnix::new(&path).expect("a short path")).ok()?;
+            Some(socket)
+        })
+    };
+    let connections = [connect(), connect()];
+    assert_eq!(fs::metadata(&path).expect("the socket").permissions().mode() & 0o777, 0o660);
+    let ask = |socket: &OwnedFd, operation| {
+        request(socket, operation, uid, sleeper.pidfd());
+        answer(socket)
+    };
+    assert_eq!((ask(&connections[0], Operation::Sleep), used()), (ASLEEP, 0));
+    assert_eq!((ask(&connections[1], Operation::Wake), used()), (DONE, 48));
+    drop(connections);
+    // Whoever asks what is no request is hung up on, and the next one is served.
+    let wrong = connect();
+    rustix::net::send(&wrong, b"what?", SendFlags::empty()).expect("sent");
+    assert_eq!(recv(&wrong, &mut [0_u8; ANSWER], RecvFlags::empty()).expect("an end").0, 0);
+    assert_eq!(ask(&connect(), Operation::Settle), DONE);
+    sleeper.tell("read");
+    assert_eq!(sleeper.says(), 7);
+    let children = |pid: u32| fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("children");
+    wait_for("all to have ended", || children(listening.id()).is_empty().then_some(()));
+    listening.kill().expect("killed");
+    listening.wait().expect("ended");
 }
 
 #[test]

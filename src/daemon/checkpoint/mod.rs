@@ -34,7 +34,7 @@ use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// Where systemd starts one for each connection: `nvshare-checkpoint.socket`.
+/// Where one is started for each connection: by systemd (`nvshare-checkpoint.socket`), in a pod by a container (`--listen`).
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
@@ -74,7 +74,7 @@ const PATIENCE: Patience = Patience {
 /// How a helper is started.
 #[derive(Debug)]
 enum Start {
-    /// By systemd, for a connection to this socket.
+    /// By whoever listens there, for a connection to this socket.
     Connect(PathBuf),
     /// As a child, with the user of this process: it reaches processes of that user alone.
     Child(PathBuf),
@@ -155,8 +155,8 @@ struct Place {
 }
 
 impl Helpers {
-    /// Has systemd start helpers.
-    pub fn of_systemd() -> Self {
+    /// Has whoever listens at [`SOCKET`] start helpers.
+    pub fn by_socket() -> Self {
         Self::new(Start::Connect(SOCKET.into()), PATIENCE)
     }
 
@@ -341,7 +341,7 @@ impl Helper {
         self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
     }
 
-    /// Hangs up, and waits until it has ended. A child that does not end is killed after this time, others by systemd; whoever
+    /// Hangs up, and waits until it has ended. A child that does not end is killed after this time, others by whoever started them; whoever
     /// settles the process then undoes what is left.
     async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
@@ -352,7 +352,7 @@ impl Helper {
                     let _ = child.wait().await;
                 }
             }
-            // systemd has the other end as well, until the process is gone.
+            // Nobody has the other end any more when the process is gone.
             None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
         }
     }

@@ -163,8 +163,10 @@ impl Core {
             let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
             warn!(client = client.0, pid, "{name} could not be {what} its GPUs: {failure}");
         }
-        if let Some(Failure::NoCalls | Failure::NotStarted(_)) = answer.failure {
-            self.no_checkpoints = Some(clock::now());
+        match answer.failure {
+            Some(Failure::NoCalls | Failure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
+            None => self.no_checkpoints = None, // so it can be done by now
+            Some(_) => {}
         }
         let outcome = match answer.outcome {
             Outcome::Runs => SleepOutcome::Runs,

@@ -4,7 +4,7 @@
 
 "$here/../../kubernetes/image.sh" "$built" "$scratch/image"
 import_directory nvshare "$scratch/image"
-for program in nvshare-scheduler nvsharectl nvshare-device-plugin nvshare-agent; do
+for program in nvshare-scheduler nvsharectl nvshare-checkpoint nvshare-device-plugin nvshare-agent; do
     [[ $(run nvshare "/usr/bin/$program" --version) == "$program "* ]] || fail "$program does not start in the image"
 done
 
