@@ -13,6 +13,8 @@ cache=${built%/*}/kubernetes
 mkdir -p "$cache"
 
 [ -d "$cache/kubernetes" ] || "$here/kubernetes.sh" "$cache/kubernetes"
+[ -d "$cache/tools" ] || "$here/helm.sh" "$cache/tools" || echo "there is no helm, and nothing is tried with it" >&2
+mkdir -p "$cache/tools"
 if [ ! -d "$cache/node" ]; then
     echo "--- a Debian for the node"
     mkdir -p "$cache/node.new"
@@ -26,6 +28,11 @@ scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/nvshare-kubernetes.XXXXXX")
 trap 'rm -rf --one-file-system "$scratch"' EXIT
 "$here/images.sh" "$built" "$scratch/images"
 cp -r "$project/kubernetes/base" "$project/kubernetes/examples" "$here/overlay" "$scratch/images/"
+# Its kustomize knows no components.
+cp "$project/kubernetes/sleep/daemonset.yaml" "$scratch/images/overlay/sleep.yaml"
+# The chart without its links, and for this old Kubernetes as well.
+cp -rL "$project/kubernetes/helm/nvshare" "$scratch/images/chart"
+sed -i '/^kubeVersion:/d' "$scratch/images/chart/Chart.yaml"
 
 # All that the node does ends with it.
 groups=()

@@ -14,7 +14,7 @@ fail() {
         kubectl get nodes,pods --all-namespaces -o wide
         ! declare -F ctl >/dev/null || ctl status
         kubectl get events --all-namespaces --sort-by=.lastTimestamp | tail -n 20
-        for container in prepare scheduler device-plugin agent; do
+        for container in prepare checkpoint scheduler device-plugin agent; do
             echo "--- log of $container"
             kubectl -n nvshare logs daemonset/nvshare -c $container --tail=20
         done

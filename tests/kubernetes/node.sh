@@ -46,13 +46,14 @@ for directory in var/lib/containerd var/lib/kubelet var/lib/etcd; do
     mkdir -p "$scratch/state/$directory" "$node/$directory"
     mount --bind "$scratch/state/$directory" "$node/$directory"
 done
-mkdir -p "$node/images" "$node/steps" "$node/logs" "$node/opt/kubernetes" "$node/opt/gpu" "$node/run/gpu"
+mkdir -p "$node/images" "$node/steps" "$node/logs" "$node/opt/kubernetes" "$node/opt/tools" "$node/opt/gpu" "$node/run/gpu"
 chmod 1777 "$node/run/gpu"
 mount --bind "$images/gpu" "$node/opt/gpu"
 mount --bind "$images" "$node/images"
 mount --bind "$here" "$node/steps"
 mount --bind "$scratch/logs" "$node/logs"
 mount --bind "$cache/kubernetes" "$node/opt/kubernetes"
+mount --bind "$cache/tools" "$node/opt/tools"
 
 # ---- network
 ip link set lo up

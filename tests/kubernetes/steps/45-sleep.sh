@@ -1,0 +1,36 @@
+# shellcheck shell=bash
+# A program in a pod is taken off the GPU by the container that has the capabilities for it, and put back: also after that container and
+# the scheduler were killed meanwhile.
+
+client() { # what of it
+    ctl --json status | jq -r ".clients[] | select(.\"pod-name\" == \"sleeper\") | .$1"
+}
+sleeps() { [ "$(client sleep)" = "$1" ]; }
+
+pod sleeper "mix --mem 64M --reps 1 --rounds 100000 --cpu-ms 20"
+until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'
+ctl pause default/sleeper || fail "it cannot be paused"
+until_true "it to sleep" sleeps sleeping
+ctl resume default/sleeper
+until_true "it to be awake" sleeps awake
+
+ctl pause default/sleeper
+until_true "it to sleep again" sleeps sleeping
+for pair in checkpoint:nvshare-checkpo scheduler:nvshare-schedu; do
+    before=$(restarts_of "${pair%%:*}")
+    pkill -9 "${pair#*:}" || fail "${pair%%:*} does not run"
+    until_true "the container ${pair%%:*}" eval '[ "$(restarts_of "${pair%%:*}")" -gt "$before" ]'
+done
+until_true "the scheduler" ctl status
+until_true "it to be known as asleep" sleeps sleeping
+ctl resume default/sleeper
+until_true "it to be awake" sleeps awake
+is sleeper Running || fail "it has not gone on: $(kubectl logs sleeper)"
+kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
+
+# What has the capabilities has nothing else.
+main=$(pgrep -o nvshare-checkpo)
+grep -q "^CapBnd:.0*80002$" "/proc/$main/status" || fail "its capabilities are $(grep CapBnd "/proc/$main/status")"
+grep -q "^NoNewPrivs:.1$" "/proc/$main/status" || fail "it can gain privileges"
+mounts=$(kubectl -n nvshare get pods -o jsonpath="{.items[0].spec.containers[?(@.name=='checkpoint')].volumeMounts[*].mountPath}")
+[ "$mounts" = "/run/nvshare-checkpoint /tmp" ] || fail "it mounts $mounts"

@@ -1,0 +1,49 @@
+# shellcheck shell=bash
+# Containers get the library by nvshare's CDI file, with what nvshare has put onto the node: this kubelet cannot ask for CDI devices, so
+# nvidia-runtime does what containerd would. An image's own preloaded library is loaded besides, or an event says why it cannot be.
+
+node=/var/lib/nvshare-node
+# Paths of sockets are short.
+ln -sfn /var/lib/kubelet/pods/*/volumes/kubernetes.io~empty-dir/control /run/control
+mkdir -p /etc/cdi
+jq '{cdiVersion: "0.5.0", kind: "nvidia.com/gpu",
+    devices: [{name: "0", containerEdits: {deviceNodes: [{path: "/dev/zero"}]}}],
+    containerEdits: {env: .env, mounts: [.mounts[] | {hostPath: .source, containerPath: .destination, options}]}}' \
+    /opt/gpu/edits.json >/etc/cdi/nvidia.json
+$node/nvsharectl --control /run/control/control.sock cdi generate --require-nvidia --output=/var/run/cdi/nvshare.json \
+    --library=$node/libnvshare.so --preload-list=$node/ld.so.preload --hook=$node/nvsharectl >/logs/cdi 2>&1 ||
+    fail "no CDI file: $(cat /logs/cdi)"
+
+cdi_pod() { # name, image, words of the program
+    kubectl apply -f - <<POD >/dev/null
+apiVersion: v1
+kind: Pod
+metadata:
+  name: $1
+spec:
+  restartPolicy: Never
+  runtimeClassName: nvidia
+  containers:
+    - name: main
+      image: nvshare.test/$2:1
+      command: [cuda-program, $(printf '%s' "$3" | sed 's/[^ ]*/"&"/g; s/ /, /g')]
+      env: [{name: TEST_CDI_FILE, value: /var/run/cdi/nvshare.json}]
+      securityContext: {readOnlyRootFilesystem: true}
+POD
+}
+for image in program preloads; do
+    cdi_pod "by-cdi-$image" $image "mix --mem 64M --reps 1 --rounds 2"
+    until_true "by-cdi-$image" eval "is by-cdi-$image Succeeded || is by-cdi-$image Failed"
+    kubectl logs "by-cdi-$image" | grep -q '"ok":true' || fail "by-cdi-$image: $(kubectl logs "by-cdi-$image")"
+done
+cdi_pod both preloads "naps --seconds 600"
+both() {
+    local main
+    main=$(pgrep -n cuda-program) && grep -q libown.so "/proc/$main/maps" && grep -q libnvshare.so "/proc/$main/maps"
+}
+until_true "both libraries in one program" both
+cdi_pod link links "naps --seconds 600"
+says_why() { kubectl get events -o jsonpath='{.items[*].message}' | grep -q "own /etc/ld.so.preload cannot be merged .* it is a symbolic link"; }
+until_true "the event that the README names" says_why
+kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
+rm /etc/cdi/nvidia.json /var/run/cdi/nvshare.json /run/control

@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# The Helm chart is installed, changed and removed.
+
+[ -x /opt/tools/helm ] || { say "there is no helm"; return; }
+helm() { /opt/tools/helm --namespace nvshare "$@" >>/logs/helm 2>&1 || fail "helm $1: $(tail -n 5 /logs/helm)"; }
+values=(--set inject=mounts --set slots=3 --set createRuntimeClass=true --wait --timeout 180s)
+
+kubectl delete runtimeclass nvidia >/dev/null
+kubectl create namespace nvshare >/dev/null
+helm install nvshare /images/chart "${values[@]}"
+until_true "slots" slots_are 3
+pod charted "mix --mem 160M --reps 2 --rounds 4"
+until_true "a pod to run" is charted Succeeded
+kubectl logs charted | grep -q '"ok":true' || fail "charted: $(kubectl logs charted)"
+
+helm upgrade nvshare /images/chart "${values[@]}" --set slots=2 --set sleep.enabled=true
+until_true "other slots" slots_are 2
+pod sleeper "mix --mem 64M --reps 1 --rounds 100000 --cpu-ms 20"
+until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'
+ctl pause default/sleeper || fail "it cannot be paused"
+until_true "it to sleep" sleeps sleeping
+ctl resume default/sleeper
+until_true "it to be awake" sleeps awake
+kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
+
+helm rollback nvshare 1 --wait --timeout 180s
+until_true "the slots of before" slots_are 3
+helm uninstall nvshare --wait
+until_true "the slots to go" slots_are 0
+[ -z "$(kubectl get clusterroles,clusterrolebindings,runtimeclasses -o name | grep -e nvshare -e /nvidia)" ] || fail "something is left"
