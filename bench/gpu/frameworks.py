@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Whether programs of several frameworks go on as if nothing had happened when they sleep, also in the middle of their work.
 
-  frameworks.py [--programs target/release] [--rounds 20] [--only graphs,compile,jax,cupy,pools,llama] [--limit 400] [--seed 1]
+  frameworks.py [--programs target/release] [--rounds 20] [--only graphs,compile,jax,cupy,textures,warp,pools,llama] [--limit 400] [--seed 1]
 
   graphs   PyTorch: a step of training that was captured as a CUDA graph
   compile  PyTorch: a step of training by torch.compile
   jax      JAX: a jitted step of training, with JAX's preallocation
   cupy     CuPy: products and sums, with its memory pool
+  textures CuPy: reads of a texture of 256 MiB, which is an array of the driver's, added up in ordinary memory
+  warp     Warp: a step of a simulation of particles that was captured as a CUDA graph, with Warp's memory pool
   pools    PyTorch with backend:cudaMallocAsync
   llama    a Llama of 4 layers that continues a text, greedily
 
@@ -14,8 +16,8 @@ Each is run twice natively first, and says a checksum after each piece of work; 
 random moment of a piece of work, or between two, and resumed when it sleeps; where there are several GPUs, it changes GPUs in half of the
 rounds, asleep or awake. Every checksum has to be that of the native run.
 
-Prints a line of JSON for each program: how many rounds it went through, how many times it slept and changed GPUs, the seconds that took (median and slowest), what it could
-not do and why, and wrong checksums. The exit status is 1 if a checksum is wrong or a program has ended. `nvshare-checkpoint` must be among
+Prints a line of JSON for each program: how many rounds it went through, how many times it slept and changed GPUs, the seconds that took (median and slowest), the most
+memory that it had and that was pinned, in MiB, what it could not do and why, and wrong checksums. The exit status is 1 if a checksum is wrong or a program has ended. `nvshare-checkpoint` must be among
 --programs. Needs the frameworks (those that are not there are skipped) and, as root, `setpriv`; see sleepers.py.
 """
 
@@ -130,6 +132,50 @@ def cupy():
     return step, lambda: sum(int(matrix.view(cupy.int32).sum(dtype=cupy.int64)) for matrix in matrices)
 
 
+def textures():
+    import cupy
+    from cupy.cuda import texture
+
+    number = 256  # of its edge: 4 bytes for each of its cubes
+    channel = texture.ChannelFormatDescriptor(32, 0, 0, 0, cupy.cuda.runtime.cudaChannelFormatKindFloat)
+    array = texture.CUDAarray(channel, number, number, 4 * number)
+    array.copy_from(cupy.random.RandomState(1).standard_normal((4 * number, number, number), dtype=cupy.float32))
+    resource = texture.ResourceDescriptor(cupy.cuda.runtime.cudaResourceTypeArray, cuArr=array)
+    image = texture.TextureObject(resource, texture.TextureDescriptor((cupy.cuda.runtime.cudaAddressModeClamp,) * 3))
+    code = """extern "C" __global__ void add(float *sum, cudaTextureObject_t image, int n, int turn) {
+        int i = blockIdx.x * blockDim.x + threadIdx.x;
+        sum[i] += tex3D<float>(image, (i % n) + 0.5f, (i / n % n) + 0.5f, (i / n / n + turn) % (4 * n) + 0.5f);
+    }"""
+    add, sums, turn = cupy.RawKernel(code, "add"), cupy.zeros(number**3, dtype=cupy.float32), [0]
+
+    def step():
+        turn[0] += 1
+        add((number**3 // 256,), (256,), (sums, image, cupy.int32(number), cupy.int32(turn[0])))
+
+    return step, lambda: int(sums.view(cupy.int32).sum(dtype=cupy.int64))
+
+
+def warp():
+    import numpy
+    import warp as wp
+
+    @wp.kernel
+    def move(at: wp.array(dtype=wp.vec3), speed: wp.array(dtype=wp.vec3)):
+        i = wp.tid()
+        speed[i] = speed[i] * 0.999 - at[i] * 0.01
+        at[i] = at[i] + speed[i] * 0.01
+
+    random_ = numpy.random.default_rng(1)
+    at, speed = (wp.array(random_.standard_normal((2**22, 3)), dtype=wp.vec3, device="cuda:0") for _ in range(2))
+    wp.load_module(device="cuda:0")
+    with wp.ScopedCapture(device="cuda:0") as capture:
+        between = wp.empty_like(at)  # memory of the graph
+        wp.copy(between, at)
+        wp.launch(move, dim=len(at), inputs=[between, speed], device="cuda:0")
+        wp.copy(at, between)
+    return lambda: wp.capture_launch(capture.graph), lambda: int(at.numpy().view(numpy.int32).sum(dtype=numpy.int64))
+
+
 def llama():
     import torch
 
@@ -156,6 +202,8 @@ WORK = {
     "compile": (lambda: train(compile=True), 300),
     "jax": (jax, 300),
     "cupy": (cupy, 200),
+    "textures": (textures, 500),
+    "warp": (warp, 300),
     "pools": (pools, 300),
     "llama": (llama, 10),
 }
@@ -186,7 +234,7 @@ class Program:
         own = directory / name
         own.mkdir(exist_ok=True)
         # torch.compile and CuPy keep what they compile: natively first, under nvshare from there.
-        caches = {"HOME": own, "TORCHINDUCTOR_CACHE_DIR": own, "TRITON_CACHE_DIR": own, "CUPY_CACHE_DIR": own}
+        caches = {"HOME": own, "TORCHINDUCTOR_CACHE_DIR": own, "TRITON_CACHE_DIR": own, "CUPY_CACHE_DIR": own, "WARP_CACHE_PATH": own}
         environment = environment | {key: str(path) for key, path in caches.items()} | ENVIRONMENT.get(name, {})
         self.log = own / "stderr"
         with self.log.open("w") as log:
@@ -224,10 +272,13 @@ class Sleeper(threading.Thread):
         self.name, self.expected, self.seconds = name, expected, seconds
         self.stage, self.dice, self.until = stage_, dice, until
         self.slept, self.woke, self.moved, self.obstacles, self.wrong, self.rounds = [], [], [], {}, [], 0
+        self.demand, self.pinned = 0, 0
 
     def status(self):
         status = json.loads(self.stage.control("--json", "status"))
         clients = [client for client in status["clients"] if client["pid"] == self.program.child.pid]
+        for gpu in clients[0]["gpus"] if clients else []:
+            self.demand, self.pinned = max(self.demand, gpu["demand"]), max(self.pinned, gpu["pinned"])
         return status["gpus"], (clients or [None])[0]
 
     def pause(self):
@@ -296,7 +347,8 @@ class Sleeper(threading.Thread):
             return {"n": len(seconds), "median": round(statistics.median(seconds), 3), "slowest": round(max(seconds), 3)} if seconds else None
 
         result = {"program": self.name, "rounds": self.rounds, "slept": times(self.slept), "moved": times(self.moved)}
-        return result | {"obstacles": self.obstacles, "wrong": self.wrong}
+        memory = {"demand": self.demand >> 20, "pinned": self.pinned >> 20}
+        return result | memory | {"obstacles": self.obstacles, "wrong": self.wrong}
 
 
 class Stage:
