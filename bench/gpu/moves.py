@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """What a process sees once it was restored from a checkpoint on another GPU: the driver's calls alone, without nvshare.
 
-  moves.py [--library libcuda.so.1] [--mebibytes 256]
+  moves.py [--library libcuda.so.1] [--mebibytes 256] [--registered 16]
 
 For each case a fresh process with contexts, memory, a stream and an event is locked, checkpointed, restored with pairs of GPUs, and
 unlocked. It then moves back. Cases: one that sees both GPUs and has a context on the first; one with a context on each, which change
-places; one that sees the first GPU alone (CUDA_VISIBLE_DEVICES), with the pairs of both GPUs and with its own alone.
+places; one that sees the first GPU alone (CUDA_VISIBLE_DEVICES), with the pairs of both GPUs and with its own alone; and those with one context once more with --registered
+GiB of host memory that is registered as the library does it, and as memory of one context that kernels cannot reach.
 
 Prints a line of JSON for each case: each call's result and seconds, and what the process and nvidia-smi said before, after, and back.
 Needs two GPUs of the same kind, and permission to trace other processes. Some drivers have hung hosts when a restored process was killed
@@ -15,6 +16,7 @@ Needs two GPUs of the same kind, and permission to trace other processes. Some d
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -28,7 +30,11 @@ CASES = {
     "sees one, both named": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "visible": "0"},
     "sees one, which is named": {"contexts": [0], "pairs": [(0, 1)], "visible": "0"},
     "sees both, one is named": {"contexts": [0], "pairs": [(0, 1)]},
+    "host memory, portable and mapped": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 3},
+    "host memory, neither": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 0},
+    "host memory, sees one": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 3, "visible": "0"},
 }
+CHUNK = 64 << 20  # that is registered at once
 # How long a lock may take, and after how many seconds a process that stands still is given up.
 LOCK_MS, PATIENCE = 5000, 60
 
@@ -90,10 +96,24 @@ class Part:
         return {"device": device, "free": free.value >> 20, "word": word, "calls": calls}
 
 
-def process(driver, devices, size):
+def register(driver, gibibytes, flags):
+    """Host memory of huge pages, as far as the kernel has them, registered in the current context."""
+    held = []
+    for _ in range((gibibytes << 30) // CHUNK):
+        memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        place = (ctypes.c_char * CHUNK).from_buffer(memory)
+        ctypes.memset(place, 1, CHUNK)
+        driver.do("cuMemHostRegister_v2", place, ctypes.c_size_t(CHUNK), flags)
+        held.append((memory, place))
+    return held
+
+
+def process(driver, devices, size, registered, flags):
     """The one that is moved: at each line of its standard input it prints what it sees."""
     count = driver.gpus()
     parts = [Part(driver, device, size) for device in devices]
+    held = register(driver, registered, flags)  # for as long as it runs
     signal.alarm(PATIENCE)
     for _ in sys.stdin:
         signal.alarm(PATIENCE)
@@ -104,7 +124,7 @@ def process(driver, devices, size):
             found = ctypes.c_int(-1)
             code = driver.code("cuDeviceGetByPCIBusId", ctypes.byref(found), bus)
             seen.append({"uuid": driver.uuid(device).hex(), "bus": bus.value.decode(), "of-bus": [code, found.value]})
-        print(json.dumps({"devices": seen, "contexts": [part.says() for part in parts]}), flush=True)
+        print(json.dumps({"devices": seen, "contexts": [part.says() for part in parts], "chunks": len(held)}), flush=True)
 
 
 def listed():
@@ -142,6 +162,8 @@ def show(driver, options, case, result):
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": case["visible"]} if "visible" in case else {})
     words = [sys.executable, __file__, "--library", options.library, "--mebibytes", str(options.mebibytes)]
     words += ["--contexts", ",".join(map(str, case["contexts"]))]
+    if "flags" in case:
+        words += ["--registered", str(options.registered), "--flags", str(case["flags"])]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
 
@@ -164,11 +186,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", default="libcuda.so.1")
     parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--registered", type=int, default=16)
     parser.add_argument("--contexts", help=argparse.SUPPRESS)
+    parser.add_argument("--flags", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     driver = Driver(options.library)
     if options.contexts:
-        return process(driver, map(int, options.contexts.split(",")), options.mebibytes << 20)
+        contexts = map(int, options.contexts.split(","))
+        registered = 0 if options.flags is None else options.registered
+        return process(driver, contexts, options.mebibytes << 20, registered, options.flags)
     if driver.gpus() != 2:
         raise SystemExit("needs two GPUs")
     for name, case in CASES.items():
