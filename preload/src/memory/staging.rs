@@ -28,7 +28,7 @@ use rustix::{
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
 /// So many bytes get their pages before the next look whether the host has room. Several programs may find the same room at the
-/// same time, so this is little beside what is left to a control group for its other memory.
+/// same time: each of their threads then takes this much too much, which what is left to a control group for its other memory absorbs.
 const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
 const REGISTER_FLAGS: u32 = 1 | 2;

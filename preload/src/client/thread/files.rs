@@ -131,8 +131,8 @@ impl ClientThread {
         }
     }
 
-    /// Bytes of host memory that this client may allocate for what is still on the GPU. If nobody waits for the GPU, half of what its
-    /// control groups have left is kept for other memory; as that grows, these bytes are given back.
+    /// Bytes of host memory that this client may allocate for what is still on the GPU. If nobody waits for the GPU, half of what
+    /// the host and its control groups have left is kept for other memory; as that grows, these bytes are given back.
     pub(super) fn spare_host_memory(&self, is_contended: bool) -> u64 {
         let left = Headroom::now().left;
         self.tier.spare().min(if is_contended { left } else { left / 2 })
