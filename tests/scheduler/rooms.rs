@@ -223,7 +223,10 @@ fn an_allocation_waits_until_programs_have_grown() {
     assert_eq!((t.machine.gpus()[0].kept, limits(&commands)), (2 * GIB, vec![]), "there are only 12 for now");
     let is_allowed = (0..10).any(|_| {
         t.now += ms(500);
-        limits(&others(&mut t, 2 * GIB)).iter().any(|(_, bytes)| *bytes >= 13 * GIB)
+        let commands = others(&mut t, 2 * GIB);
+        let is_denied = |command: &Command| matches!(command, Command::Denied { .. });
+        assert!(!commands.iter().any(is_denied), "it fits soon: {commands:?}");
+        limits(&commands).iter().any(|(_, bytes)| *bytes >= 13 * GIB)
     });
     assert!(is_allowed, "{:?}", t.attachment(1));
 }
