@@ -7,13 +7,16 @@ client() { # what of it
 }
 sleeps() { [ "$(client sleep)" = "$1" ]; }
 
-pod sleeper "mix --mem 64M --reps 1 --rounds 100000 --cpu-ms 20"
-until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'
-ctl pause default/sleeper || fail "it cannot be paused"
-until_true "it to sleep" sleeps sleeping
-ctl resume default/sleeper
-until_true "it to be awake" sleeps awake
+a_pod_sleeps_and_wakes() {
+    pod sleeper "mix --mem 64M --reps 1 --rounds 100000 --cpu-ms 20"
+    until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'
+    ctl pause default/sleeper || fail "it cannot be paused"
+    until_true "it to sleep" sleeps sleeping
+    ctl resume default/sleeper
+    until_true "it to be awake" sleeps awake
+}
 
+a_pod_sleeps_and_wakes
 ctl pause default/sleeper
 until_true "it to sleep again" sleeps sleeping
 for pair in checkpoint:nvshare-checkpo scheduler:nvshare-schedu; do

@@ -15,12 +15,7 @@ kubectl logs charted | grep -q '"ok":true' || fail "charted: $(kubectl logs char
 
 helm upgrade nvshare /images/chart "${values[@]}" --set slots=2 --set sleep.enabled=true
 until_true "other slots" slots_are 2
-pod sleeper "mix --mem 64M --reps 1 --rounds 100000 --cpu-ms 20"
-until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'
-ctl pause default/sleeper || fail "it cannot be paused"
-until_true "it to sleep" sleeps sleeping
-ctl resume default/sleeper
-until_true "it to be awake" sleeps awake
+a_pod_sleeps_and_wakes
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
 
 helm rollback nvshare 1 --wait --timeout 180s
