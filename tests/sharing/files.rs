@@ -70,6 +70,19 @@ fn memory_in_files_comes_back_as_it_was() {
     machine.wait_until_empty();
 }
 
+/// A copy from host memory that is not registered would take so long that the test fails.
+#[test]
+fn memory_in_files_comes_back_at_the_speed_of_the_link() {
+    let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
+    let machine = Machine::with_scheduler(Setup { simulator, ..tight() });
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    drop(file_of(&machine, &idle));
+    for program in [&mut idle, &mut other] {
+        program.finish();
+    }
+    machine.wait_until_empty();
+}
+
 #[test]
 fn programs_that_allocate_write_and_free_at_random_find_what_they_wrote() {
     let machine = Machine::with_scheduler(tight());

@@ -156,11 +156,8 @@ impl ClientThread {
         };
         for file in &self.tier.files {
             file.close_in_program();
-            let landed = Space::land(space, file, |buffer| {
-                in_context(&mut || buffer.register(context.unwrap_or(0)));
-            });
-            if landed {
-                let guard = space.lock();
+            let mut guard = space.lock();
+            if guard.land(file) {
                 trace!("GPU {}: {} bytes are in a file", gpu.index, guard.account.in_file);
                 trace!("{} bytes were written to the file", file.written());
                 if guard.account.is_lost {

@@ -27,7 +27,7 @@ impl Mover {
             }
             let mut guard = space.lock();
             let Some((base, chunk)) = self.take_lacking(&mut guard) else { return Ok(None) };
-            let Chunk { offset, len, flags, residency } = chunk;
+            let Chunk { offset, len, flags, mut residency } = chunk;
             let (gpu, engine) = (guard.gpu(), guard.engine_of(flags));
             drop(guard);
             let at = base + offset;
@@ -51,7 +51,12 @@ impl Mover {
                 }
             };
             self.full_since = None;
-            let stream = self.stream();
+            let (stream, context) = (self.stream(), self.context().map_or(0, |context| context as usize));
+            if let Residency::Host(Some(copy)) = &mut residency {
+                // It is not if the program has been idle for long, or if the contents come from a file. To register and copy takes a
+                // third of the time of a copy from pageable memory, for which this thread would wait as well.
+                copy.buffer.register(context);
+            }
             // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is complete.
             let copied = unsafe {
                 match &residency {

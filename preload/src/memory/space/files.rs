@@ -115,44 +115,34 @@ impl Space {
         chunks.filter(|chunk| matches!(chunk.residency, Residency::Host(Some(_)))).map(|chunk| chunk.len).sum()
     }
 
-    /// Puts back the chunks of a file's jobs that are done. `register` makes buffers fit for fast copies. Returns whether there were
-    /// any.
-    pub fn land(space: &Mutex<Space>, file: &SwapFile, register: impl Fn(&mut Buffer)) -> bool {
-        let gpu = space.lock().gpu as u32;
-        let done = file.take_done(gpu);
+    /// Puts back the chunks of a file's jobs that are done. Returns whether there were any.
+    pub fn land(&mut self, file: &SwapFile) -> bool {
+        let done = file.take_done(self.gpu as u32);
         let any = !done.is_empty();
         for Done { chunk: ChunkName { base, offset, len, .. }, outcome } in done {
-            let outcome = match outcome {
-                Outcome::Read(mut copy) => {
-                    register(&mut copy.buffer);
-                    if !file.is_kept() {
-                        copy.file = None;
-                    }
-                    Outcome::Read(copy)
-                }
-                other => other,
-            };
-            let mut guard = space.lock();
             let residency = match outcome {
                 Outcome::Written(copy) => {
-                    guard.account.in_file += len;
+                    self.account.in_file += len;
                     Residency::File(copy)
                 }
                 Outcome::NotWritten(copy) => Residency::Host(Some(copy)),
                 Outcome::NoBuffer(copy) => Residency::File(copy),
-                Outcome::Read(copy) => {
-                    guard.account.in_file -= len;
+                Outcome::Read(mut copy) => {
+                    self.account.in_file -= len;
+                    if !file.is_kept() {
+                        copy.file = None;
+                    }
                     Residency::Host(Some(copy))
                 }
                 Outcome::Lost(buffer) => {
-                    guard.keep_buffers([buffer]);
-                    guard.account.in_file -= len;
-                    guard.account.swapped -= len;
-                    guard.account.is_lost = true;
+                    self.keep_buffers([buffer]);
+                    self.account.in_file -= len;
+                    self.account.swapped -= len;
+                    self.account.is_lost = true;
                     Residency::Unbacked
                 }
             };
-            guard.put(base, offset, residency);
+            self.put(base, offset, residency);
         }
         any
     }
