@@ -340,6 +340,26 @@ fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
     assert!(!machine.scheduler_log().contains("contexts are broken"));
 }
 
+/// Like one whose kernel has touched an address that is not its own, and that stays there nevertheless, as a notebook does.
+#[test]
+fn a_program_with_a_broken_context_is_left_alone() {
+    let machine = Machine::with_scheduler(pressed());
+    let fails = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");
+    let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
+    let mut broken = fails.start();
+    machine.wait_for_grants(&broken, 1);
+    std::thread::sleep(Duration::from_secs(1)); // what it writes must not be all one value, which would not be copied
+    let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2").start();
+    broken.wait_to_say("eviction stopped: Broken");
+    std::thread::sleep(Duration::from_secs(1));
+    let attempts = broken.stderr().matches("eviction stopped").count();
+    assert!(attempts <= 10, "{attempts} attempts"); // the scheduler asks again, less and less often
+    assert!(machine.scheduler_log().contains("contexts are broken"));
+    broken.kill();
+    other.finish();
+    machine.wait_until_empty();
+}
+
 #[test]
 fn moves_survive_driver_calls_that_fail() {
     const CALLS: [&str; 10] = [

@@ -154,7 +154,12 @@ impl Mover {
                 Ok(context) => context,
                 Err(stop) => {
                     self.end(space, goal);
-                    return Step::Stopped(stop);
+                    // Nothing is under way any more but buffers that were to be copied to.
+                    return match self.stop_staging(space) {
+                        false => Step::Busy(RETRY_INTERVAL),
+                        true if goal == Goal::Idle => Step::Done { moved: false },
+                        true => Step::Stopped(stop),
+                    };
                 }
             };
             let step = with_current(context, || self.step_here(space, goal, report));
