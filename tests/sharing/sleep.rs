@@ -65,6 +65,23 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
     machine.wait_until_empty();
 }
 
+/// Like one whose kernel has touched an address that is not its own: nothing can be copied in its context any more.
+#[test]
+fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let fails = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");
+    let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
+    let mut program = fails.start();
+    machine.wait_for_grants(&program, 1);
+    thread::sleep(Duration::from_secs(1)); // what it writes must not be all one value, which would not be copied
+    pause(&machine, &program);
+    wait_until(&machine, &program, "sleep-obstacle", "it has memory that cannot leave the GPU");
+    let attempts = program.stderr().matches("eviction stopped").count();
+    assert!((1..=2).contains(&attempts), "{attempts} attempts");
+    program.kill();
+    machine.wait_until_empty();
+}
+
 #[test]
 fn others_have_the_whole_gpu_while_a_program_is_paused() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });

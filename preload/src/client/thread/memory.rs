@@ -87,8 +87,7 @@ impl ClientThread {
                 Ok(()) => (Goal::Evict { target }, Duration::MAX),
                 Err(Some(again)) => (Goal::Idle, again),
                 Err(None) => {
-                    give_up_eviction(gpu, space);
-                    report_stuck(gpu, StuckReason::UnseenWork);
+                    self.stop_eviction(gpu, space, StuckReason::UnseenWork);
                     (Goal::Idle, Duration::MAX)
                 }
             };
@@ -167,10 +166,8 @@ impl ClientThread {
             Step::Stopped(stop) if goal != Goal::Restore => {
                 self.host_full = None;
                 trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
-                // The rest cannot leave. The scheduler sees it mapped, and turns to other clients.
-                give_up_eviction(gpu, space);
                 let is_full = stop == Stop::HostFull;
-                report_stuck(gpu, if is_full { StuckReason::HostFull } else { StuckReason::Broken });
+                self.stop_eviction(gpu, space, if is_full { StuckReason::HostFull } else { StuckReason::Broken });
                 return Duration::ZERO;
             }
             Step::Stopped(Stop::GpuFull) => {
@@ -185,6 +182,13 @@ impl ClientThread {
         trace!("GPU {}: {step:?}", gpu.index);
         self.restore_at = Some(Instant::now() + RESTORE_RETRY);
         RESTORE_RETRY
+    }
+
+    /// The rest cannot leave. The scheduler sees it mapped, and turns to other clients.
+    fn stop_eviction(&mut self, gpu: &Gpu, space: &Mutex<Space>, reason: StuckReason) {
+        give_up_eviction(gpu, space);
+        report_stuck(gpu, reason);
+        self.cannot_leave(reason);
     }
 }
 

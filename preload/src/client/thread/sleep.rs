@@ -28,7 +28,7 @@ use core::{
 };
 use nvshare_wire::{
     ClientMessage, Moves, SchedulerMessage, SlotSet,
-    client::{Engine, SleepRefusal},
+    client::{Engine, SleepRefusal, StuckReason},
     scheduler::PAUSED,
     version,
 };
@@ -187,6 +187,14 @@ impl ClientThread {
             }
         }
         redirect::was_refused().then_some(SleepRefusal::UnseenWork)
+    }
+
+    /// An eviction has stopped: a preparation would only begin it again.
+    pub(super) fn cannot_leave(&mut self, reason: StuckReason) {
+        if self.is_preparing_sleep() {
+            let is_unseen = reason == StuckReason::UnseenWork;
+            self.stay_awake(if is_unseen { SleepRefusal::UnseenWork } else { SleepRefusal::Immovable });
+        }
     }
 
     /// Undoes a preparation, and says why.
