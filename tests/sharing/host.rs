@@ -45,7 +45,8 @@ fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
 fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
     // It comes back at the speed of the link: otherwise it would take so long that the test fails.
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
-    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
+    let machine =
+        Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
     let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 1 --cpu-ms 190000");
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     machine.wait_for_move(0, "somebody to make room", |m| m.what == "freed");
