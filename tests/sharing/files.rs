@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use test_support::artifact;
 use test_support::cgroup::Limited;
+use test_support::disk::Disk;
 use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
@@ -182,6 +183,47 @@ fn memory_in_a_file_outlives_the_scheduler() {
     machine.start_scheduler();
     idle.finish();
     other.finish();
+    machine.wait_until_empty();
+}
+
+/// The same on a disk of its own.
+fn tight_on(disk: &Disk) -> Setup {
+    let rules = format!("file = {:?}\nfile-max = \"1G\"\n", disk.path("swap"));
+    Setup { file_max: None, rules, ..tight() }
+}
+
+#[test]
+fn memory_on_a_disk_that_cannot_be_read_is_lost_and_the_program_is_told() {
+    let Some(disk) = Disk::new("failing-disk", 512 * MIB) else { return };
+    let machine = Machine::with_scheduler(tight_on(&disk));
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    drop(file_of(&machine, &idle));
+    disk.lose().expect("a smaller image");
+    assert!(!idle.wait().success(), "it has lost memory: {}", idle.stdout());
+    let said = idle.stdout();
+    assert!(said.contains("214") || said.contains("ECC"), "{said}");
+    idle.wait_to_say("memory that was on the disk is lost");
+    // What the other one had there may be lost as well. It never finds anything wrong.
+    let is_right = other.wait().success();
+    let said = other.stdout();
+    assert!(is_right || said.contains("214") || said.contains("ECC"), "{said}");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn what_a_full_disk_has_no_space_for_is_refused_when_it_is_allocated() {
+    let Some(disk) = Disk::new("full-disk", 1024 * MIB) else { return };
+    let machine = Machine::with_scheduler(tight_on(&disk));
+    let mut first = machine.program(&format!("stranger --mem {SHARE} --seconds 600")).start();
+    first.wait_to_say("holding");
+    disk.fill();
+    let mut second = machine.program(&mix(2)).start();
+    assert!(!second.wait().success(), "there is no room for it");
+    let said = second.stdout();
+    assert!(said.contains("OUT_OF_MEMORY") || said.contains("out of memory"), "{said}");
+    machine.wait_for_log("the disk is full");
+    assert!(first.poll().is_none(), "it has what it was promised");
+    first.kill();
     machine.wait_until_empty();
 }
 

@@ -4,6 +4,7 @@ pub mod cgroup;
 pub mod daemon;
 mod dice;
 mod directory;
+pub mod disk;
 pub mod machine;
 pub mod manager;
 mod own_process;

@@ -1,0 +1,77 @@
+//! A disk of its own for a test, which can become full, and of which most can be lost: an ext4 file system in a file, by a loop device.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use crate::{Directory, MIB, artifact};
+
+/// What is left of it after [`Disk::lose`]: the first tables of the file system.
+const LEFT: u64 = 4 << 20;
+
+#[derive(Debug)]
+pub struct Disk {
+    image: File,
+    mounted: PathBuf,
+    directory: Directory,
+}
+
+impl Disk {
+    /// `None`, with a line that says so, where none can be made.
+    pub fn new(name: &str, size: u64) -> Option<Self> {
+        // Not among temporary files, which may be in RAM.
+        let directory =
+            Directory(artifact("nvshare-scheduler").with_file_name(format!("{name}-{}", std::process::id())));
+        let (image, mounted) = (directory.0.join("image"), directory.0.join("disk"));
+        fs::create_dir_all(&mounted).expect("a directory");
+        let file = OpenOptions::new().create(true).truncate(true).write(true).open(&image).expect("an image");
+        file.set_len(size).expect("its size");
+        let does = |program: &str, options: &[&str], last: Option<&PathBuf>| {
+            let mut command = Command::new(program);
+            command.args(options).arg(&image).args(last).stderr(Stdio::null());
+            command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").status().is_ok_and(|status| status.success())
+        };
+        if !does("mkfs.ext4", &["-q", "-F", "-m", "0"], None) || !does("mount", &["-o", "loop"], Some(&mounted)) {
+            eprintln!("skipped: no file system can be mounted here");
+            return None;
+        }
+        Some(Self { image: file, mounted, directory })
+    }
+
+    /// The path of what is on it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.mounted.join(name)
+    }
+
+    /// Leaves no space on it.
+    pub fn fill(&self) {
+        let file = File::create(self.path("filler")).expect("a file");
+        let mut end = 0;
+        for size in [64 * MIB as i64, 1 << 20, 4 << 10] {
+            let error = loop {
+                // SAFETY: a descriptor that is open.
+                match unsafe { libc::posix_fallocate(file.as_raw_fd(), end, size) } {
+                    0 => end += size,
+                    error => break error,
+                }
+            };
+            assert_eq!(error, libc::ENOSPC);
+        }
+    }
+
+    /// From now on, what was on it cannot be read.
+    pub fn lose(&self) -> io::Result<()> {
+        self.image.sync_all()?;
+        self.image.set_len(LEFT)
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // Files may still be open in processes that are about to end.
+        let _ = Command::new("umount").arg("-l").arg(&self.mounted).status();
+        let _ = fs::remove_dir_all(&self.directory.0);
+    }
+}
