@@ -340,6 +340,19 @@ fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
     assert!(!machine.scheduler_log().contains("contexts are broken"));
 }
 
+#[test]
+fn a_context_that_could_not_be_made_current_once_is_not_broken() {
+    let machine = Machine::with_scheduler(pressed());
+    let fails: Vec<String> = (1..60).map(|n| format!("cuCtxPushCurrent_v2:{}", 10 + 30 * n)).collect();
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 12";
+    let mut failing = machine.program(words).env("CUDA_SIM_FAIL", &fails.join(",")).start();
+    let mut other = machine.program(words).start();
+    failing.finish();
+    other.finish();
+    assert!(fs::read_to_string(machine.path("gpu/failed")).is_ok_and(|log| log.contains("cuCtxPushCurrent_v2")));
+    machine.wait_until_empty();
+}
+
 /// Like one whose kernel has touched an address that is not its own, and that stays there nevertheless, as a notebook does.
 #[test]
 fn a_program_with_a_broken_context_is_left_alone() {

@@ -162,8 +162,12 @@ impl Mover {
                     };
                 }
             };
-            let step = with_current(context, || self.step_here(space, goal, report));
-            match step.unwrap_or(Step::Stopped(Stop::Broken)) {
+            let step = match with_current(context, || self.step_here(space, goal, report)) {
+                Ok(step) => step,
+                Err(error) if is_dead_in(context, error) => Step::Stopped(Stop::Broken),
+                Err(_) => return Step::Busy(RETRY_INTERVAL), // only that call has failed
+            };
+            match step {
                 Step::Stopped(Stop::Broken) => {
                     // Chunks in flight have lost their contents. The program's own next call returns the error.
                     self.complete_all(space, report);
