@@ -264,7 +264,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     for client in clients.iter().filter(here) {
         let (id, why) = (client.id, &client.sleep_obstacle);
         if client.sleep == "lost" {
-            let _ = writeln!(out, "  Client {id} was off the GPU and cannot come back: it has to be killed.");
+            let _ = writeln!(out, "  Client {id} was off the GPU and cannot come back: its CUDA calls fail.");
         } else if !client.moving.is_empty() {
             let _ = writeln!(out, "  Client {id} is on its way to {}.", client.moving);
         } else if !why.is_empty() {

@@ -65,6 +65,24 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
     machine.wait_until_empty();
 }
 
+/// A restore for which there is no room is final: somebody else has made it.
+#[test]
+fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
+    let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
+    let mut program = naps(&machine, "8M", 5);
+    pause(&machine, &program);
+    wait_until(&machine, &program, "sleep", "sleeping");
+    let mut stranger = machine.program("stranger --mem 216M --seconds 600").without_nvshare().start();
+    stranger.wait_to_say("holding");
+    let restores = format!("checkpoints --pid {} --to awake", program.pid());
+    assert!(!machine.program(&restores).without_nvshare().start().wait().success(), "there is no room");
+    stranger.kill();
+    resume(&machine, &program);
+    assert!(!program.wait().success(), "the driver has lost it: {}", program.stdout());
+    assert!(program.stdout().contains("304") || program.stdout().contains("OPERATING_SYSTEM"), "{}", program.stdout());
+    machine.wait_until_empty();
+}
+
 /// Like one whose kernel has touched an address that is not its own: nothing can be copied in its context any more.
 #[test]
 fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {

@@ -46,17 +46,24 @@ pub fn is_broken(result: CUresult) -> bool {
 
 /// Whether this error of a call means that nothing runs in the current context any more.
 pub fn is_dead(result: CUresult) -> bool {
-    // The driver also returns this one where only the call has failed: the import of a chunk, for instance [H200, driver 580].
-    if result == ERROR_UNKNOWN { is_current_broken() } else { is_dead_without_doubt(result) }
+    if is_doubtful(result) { is_current_broken() } else { is_dead_without_doubt(result) }
 }
 
 /// The same for a context that need not be current.
 pub fn is_dead_in(context: usize, result: CUresult) -> bool {
-    if result == ERROR_UNKNOWN {
-        with_current(context, is_current_broken).unwrap_or(true)
-    } else {
-        is_dead_without_doubt(result)
-    }
+    if is_doubtful(result) { is_broken_in(context) } else { is_dead_without_doubt(result) }
+}
+
+/// Whether a context is broken that need not be current.
+pub fn is_broken_in(context: usize) -> bool {
+    with_current(context, is_current_broken).unwrap_or_else(|error| is_doubtful(error) || is_dead_without_doubt(error))
+}
+
+/// Whether the driver returns this error for good, or where only one call has failed: [`ERROR_UNKNOWN`] from the import of a chunk, for
+/// instance [H200, driver 580]; [`ERROR_OPERATING_SYSTEM`] from registering memory, and from every call once the process could not be
+/// restored from a checkpoint.
+fn is_doubtful(result: CUresult) -> bool {
+    matches!(result, ERROR_UNKNOWN | ERROR_OPERATING_SYSTEM | ERROR_DEVICE_UNAVAILABLE)
 }
 
 fn is_dead_without_doubt(result: CUresult) -> bool {
@@ -67,7 +74,8 @@ fn is_dead_without_doubt(result: CUresult) -> bool {
 pub fn is_current_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
-    is_broken(unsafe { cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
+    let said = unsafe { cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) };
+    is_broken(said) || is_doubtful(said)
 }
 
 #[cfg(test)]

@@ -321,7 +321,7 @@ fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>) -> (String,
         "waking" => return ("waits for room".into(), Tone::Waits),
         "restoring" => return ("coming back, driver".into(), Tone::Waits),
         "settling" => return ("being found".into(), Tone::Waits),
-        "lost" => return ("lost: kill it".into(), Tone::Bad),
+        "lost" => return ("lost: calls fail".into(), Tone::Bad),
         _ => {}
     }
     if client.paused {

@@ -143,7 +143,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             SleepPhase::Preparing | SleepPhase::Checkpointing => format!("It is on its way off {gpu}, to sleep."),
             SleepPhase::Waking => format!("It comes back from sleep, and waits for room on {gpu}."),
             SleepPhase::Restoring => format!("It comes back from sleep: the driver puts it back on {gpu}."),
-            SleepPhase::Lost => "It was off its GPUs and cannot come back: it has to be killed.".into(),
+            SleepPhase::Lost => "It was off its GPUs and cannot come back: its CUDA calls fail.".into(),
             SleepPhase::Settling => "Whether it is on its GPUs is being found out.".into(),
             SleepPhase::Asleep | SleepPhase::Awake => "It sleeps, and wakes when it calls the driver.".into(),
         },

@@ -289,6 +289,8 @@ impl Machine {
                     }
                     self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
                 }
+                // Its calls return the driver's error; it takes no turn for that.
+                self.effects.command(Command::Awake { client, moved: Vec::new() });
             }
         }
         self.answer_move(client);

@@ -32,6 +32,7 @@ enum State {
     Settling {
         asked: bool,
     },
+    /// It can never be put back: its calls return the driver's error.
     Lost,
 }
 

@@ -9,7 +9,7 @@ use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::{exit, placement},
     connection::{self, Connection, handshake, socket::Socket},
-    driver::{self, presence, redirect, types::CUcontext},
+    driver::{self, context::is_broken_in, presence, redirect, types::CUcontext},
     env::{settings, trace::trace},
     gate::{barrier, threads},
     gpu::{self, Gpu},
@@ -321,6 +321,18 @@ impl ClientThread {
             _ => Prepared::default(),
         };
         self.undo();
+        let is_lost = |gpu: &Gpu| {
+            let contexts = gpu.work.contexts();
+            !contexts.is_empty() && contexts.iter().all(|context| is_broken_in(*context as usize))
+        };
+        for gpu in gpu::attached().filter(|gpu| is_lost(gpu)) {
+            trace!("GPU {}: the driver could not put the process back", gpu.index);
+            // It goes on to the driver's error, which each of its calls returns from now on.
+            if let Some(space) = gpu.space() {
+                space.lock().run_ungated(gpu.total());
+            }
+            self.turn(gpu).run_ungated(gpu);
+        }
         let Prepared { messages, lost, connected, has_successor, named, .. } = prepared;
         let is_known = gpus.iter().all(|(gpu, before, now)| gpu.is_refused() || moved.now(*before) == *now);
         let unknown = || (!is_known).then(|| "it takes this process for one on other GPUs".into());
