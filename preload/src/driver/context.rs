@@ -93,5 +93,12 @@ mod tests {
         {
             assert!(!is_dead_without_doubt(error), "{error}");
         }
+        // Of these the driver is asked whether it returns them from a call that asks for nothing.
+        for error in [46, 304, 999] {
+            assert!(is_doubtful(error), "{error}");
+        }
+        for error in [SUCCESS, 1, 2, 4, 201, 600, 700, 906] {
+            assert!(!is_doubtful(error), "{error}");
+        }
     }
 }
