@@ -54,7 +54,7 @@ impl Mover {
             let (stream, context) = (self.stream(), self.context().map_or(0, |context| context as usize));
             if let Residency::Host(Some(copy)) = &mut residency {
                 // It is not if the program has been idle for long, or if the contents come from a file. To register and copy takes a
-                // third of the time of a copy from pageable memory, for which this thread would wait as well.
+                // third of the time of a copy from pageable memory at most, for which this thread would wait as well [H100, H200].
                 copy.buffer.register(context);
             }
             // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is complete.
