@@ -53,20 +53,15 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
     let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
     EnvLimits {
         memory_max: most[rng.below(3) as usize],
-        memory_low: rng.one_in(3).then(|| Amount::Bytes(rng.below(8) * GIB)),
-        swap_max: rng.one_in(3).then(|| rng.below(48) * GIB / 2),
         weight: rng.one_in(2).then(|| [1, 10, 99, 100, 10_000][rng.below(5) as usize]),
         ..EnvLimits::default()
     }
 }
 
-/// And when it has any time.
+/// And how much of the time.
 pub fn claims_of_time(rng: &mut Dice) -> EnvLimits {
     EnvLimits {
         weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize],
-        time_max: if rng.one_in(2) { 100 } else { 5 + rng.below(96) as u8 },
-        priority: rng.one_in(3).then(|| rng.below(3) as i8 - 1),
-        batch: rng.one_in(3),
         ..EnvLimits::default()
     }
 }

@@ -48,7 +48,6 @@ impl World {
     /// From now on clients are put to sleep, paused and resumed at random, and their contexts take so many bytes.
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
-        self.has_drained |= self.machine.settings().migrate;
         self.measure();
         let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
         gpus.into_iter().for_each(|gpu| self.feed(Event::OtherPrograms { gpu, present: false }));

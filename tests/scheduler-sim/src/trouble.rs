@@ -68,10 +68,4 @@ impl World {
             self.at((self.now + after).min(self.troubled), Happening::Trouble);
         }
     }
-
-    pub(crate) fn made_up_traffic(&mut self) -> Traffic {
-        let rng = &mut self.rng;
-        let mut often = |most: u64| (!rng.one_in(8)).then(|| rng.below(most));
-        Traffic { to_gpu: often(20 * GIB), from_gpu: often(20 * GIB), faults: often(50_000) }
-    }
 }

@@ -27,8 +27,6 @@ pub(crate) enum Happening {
     Read(GpuId, Time),
     /// It is time for a measurement that nobody asked for.
     Sample,
-    /// It is time to say what moves.
-    Traffic,
     /// Somebody is told to sleep, or to run.
     SleepSomebody,
     /// A room is asked for on a GPU, or is no longer needed.
@@ -82,7 +80,7 @@ pub struct World {
     pub(crate) asked: BTreeMap<ClientId, GpuSet>,
     /// Migrations that were not answered.
     pub(crate) migrations: BTreeMap<ClientId, u32>,
-    /// A GPU has been drained, or clients are moved by themselves, so others move as well.
+    /// A GPU has been drained, so clients move that no administrator named.
     pub(crate) has_drained: bool,
     /// The allowance that each was last sent.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
@@ -157,11 +155,6 @@ impl World {
     pub fn set_host(&mut self, bytes: u64) {
         self.host = Some(bytes);
         self.feed(Event::HostMemory { bytes });
-    }
-
-    /// From now on the machine hears of traffic on every GPU, of which most looks like thrashing.
-    pub fn watch_traffic(&mut self) {
-        self.at(self.now, Happening::Traffic);
     }
 
     /// From now on mapping fails where there is no room; until that time programs outside come and go, memory cannot be had
@@ -378,13 +371,6 @@ impl World {
                 let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
                 gpus.into_iter().for_each(|gpu| self.at(self.now, Happening::Read(gpu, self.now)));
                 self.at(self.now + ms(200), Happening::Sample);
-            }
-            Happening::Traffic => {
-                for gpu in self.totals.keys().copied().collect::<Vec<_>>() {
-                    let traffic = self.made_up_traffic();
-                    self.feed(Event::Traffic { gpu, traffic });
-                }
-                self.at(self.now + ms(500), Happening::Traffic);
             }
             Happening::Read(gpu, begun) => {
                 let there =
