@@ -65,7 +65,6 @@ impl World {
             context: 0,
             time_period: Duration::from_secs(10),
             placement: Placement::None,
-            migrate: false,
             sleep_after: None,
         });
         let now = Duration::from_secs(100);

@@ -30,7 +30,7 @@ const DAEMON: [&str; 16] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
 /// the state machine, then what needs more than one of them.
-const SCHEDULER: [&str; 19] = [
+const SCHEDULER: [&str; 18] = [
     "encoding",
     "api",
     "entity",
@@ -45,7 +45,6 @@ const SCHEDULER: [&str; 19] = [
     "placement",
     "thrash",
     "sleep",
-    "migration",
     "machine",
     "settle",
     "view",

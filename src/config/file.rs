@@ -124,7 +124,6 @@ impl Config {
             anti_thrash: all.anti_thrash,
             policy: all.policy,
             placement: all.placement,
-            migrate: all.migrate,
             memory: MemorySection { reserve: all.memory.reserve, context: all.memory.context },
         };
         Ok(Self {
@@ -185,8 +184,6 @@ struct File {
     policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_placement")]
     placement: Option<Placement>,
-    #[serde(default)]
-    migrate: Option<bool>,
     /// `Some(None)`: never.
     #[serde(default, deserialize_with = "read_sleep_after")]
     sleep_after: Option<Option<Duration>>,
@@ -218,7 +215,6 @@ impl File {
             anti_thrash: self.anti_thrash.or(before.anti_thrash),
             policy: self.policy.or(before.policy),
             placement: self.placement.or(before.placement),
-            migrate: self.migrate.or(before.migrate),
             sleep_after: self.sleep_after.or(before.sleep_after),
             max_clients_per_tenant: self.max_clients_per_tenant.or(before.max_clients_per_tenant),
             log_level: self.log_level.or(before.log_level),
@@ -287,7 +283,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmigrate = true\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\nfile = \"/fast/swap\"\nfile-max = \"100G\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\nprograms = true\n[accounting]\nkeep = \"30d\"\n";
@@ -301,7 +297,6 @@ mod tests {
                 context: 1 << 20,
                 time_period: Duration::from_secs(20),
                 placement: Placement::Pack,
-                migrate: true,
                 sleep_after: None,
             },
             sets_sleep_after: true,
@@ -422,7 +417,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `migrate`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `accounting`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `accounting`, `rule`",
             ),
         ];
         for (text, expected) in cases {

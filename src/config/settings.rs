@@ -46,7 +46,6 @@ pub fn defaults() -> Settings {
         context: 600 << 20,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
-        migrate: false,
         sleep_after: Some(Duration::from_secs(300)),
     }
 }
@@ -60,7 +59,6 @@ pub struct SchedulerSettings {
     pub anti_thrash: Option<AntiThrash>,
     pub policy: Option<PolicyName>,
     pub placement: Option<Placement>,
-    pub migrate: Option<bool>,
     pub memory: MemorySection,
 }
 
@@ -76,7 +74,6 @@ impl SchedulerSettings {
             context: self.memory.context.unwrap_or(default.context),
             time_period: self.time_period.unwrap_or(default.time_period),
             placement: self.placement.unwrap_or(default.placement),
-            migrate: self.migrate.unwrap_or(default.migrate),
             ..default
         }
     }

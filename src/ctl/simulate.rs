@@ -89,7 +89,7 @@ fn completions(report: &Report) -> Vec<String> {
 
 fn gpus(report: &Report) -> Vec<String> {
     let mut table =
-        Table::new(&columns(&["POLICY", "FAIRNESS", "GPU BUSY", "HAND-OVERS", "SWAPPED OUT", "SWAPPED IN", "MOVED"]));
+        Table::new(&columns(&["POLICY", "FAIRNESS", "GPU BUSY", "HAND-OVERS", "SWAPPED OUT", "SWAPPED IN"]));
     for figures in &report.policies {
         table.row(vec![
             figures.policy.to_owned(),
@@ -98,7 +98,6 @@ fn gpus(report: &Report) -> Vec<String> {
             figures.hand_overs.to_string(),
             units::size(figures.swapped_out),
             units::size(figures.swapped_in),
-            figures.moved.to_string(),
         ]);
     }
     table.lines()
@@ -179,7 +178,6 @@ fn policy(report: &Report, figures: &Figures) -> Value {
         "hand-overs": figures.hand_overs,
         "swapped-out": figures.swapped_out,
         "swapped-in": figures.swapped_in,
-        "moved": figures.moved,
         "events": figures.events,
         "jobs": jobs.collect::<Vec<_>>(),
     })

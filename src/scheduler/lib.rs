@@ -33,7 +33,6 @@ mod fairness;
 mod lock;
 mod machine;
 mod memory;
-mod migration;
 mod placement;
 mod policy;
 mod quota;

@@ -95,11 +95,6 @@ impl Placements {
         }
     }
 
-    /// Whether a client can have any neighbours.
-    pub fn has_no_labels(&self, client: ClientId) -> bool {
-        self.labels(client) == Labels::default()
-    }
-
     fn labels(&self, client: ClientId) -> Labels {
         let waiting = || self.places.get(&client).map(|place| &place.labels);
         self.labels.get(&client).or_else(waiting).cloned().unwrap_or_default()

@@ -29,8 +29,6 @@ pub(crate) enum Wake {
     Thrash(GpuId),
     /// The client has not prepared to sleep in time, or what failed is tried again.
     Sleep(ClientId),
-    /// It is looked whether a client should be moved.
-    Migration,
 }
 
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]

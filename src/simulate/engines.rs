@@ -106,12 +106,6 @@ impl Engines {
         true
     }
 
-    /// A program, which does not run, is on another GPU from now on.
-    pub fn migrated(&mut self, program: usize, from: usize, to: usize) {
-        let gpus = self.programs.get_mut(program).into_iter().flat_map(|work| &mut work.gpus);
-        gpus.filter(|gpu| **gpu == from).for_each(|gpu| *gpu = to);
-    }
-
     fn each_gpu(&mut self, program: usize, mut f: impl FnMut(&mut Engine)) {
         let gpus = self.programs.get(program).map_or(&[][..], |work| &work.gpus);
         for gpu in gpus {

@@ -20,10 +20,8 @@ pub struct Part {
 
 /// The parts of a scenario under a policy. GPUs without programs are in none.
 pub fn parts(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Vec<Part> {
-    // Members of a rule's group can be on any GPU, and programs can be moved to any.
-    let shares_more = scenario.settings.migrate
-        || scenario.swap.is_some()
-        || policy.rules && scenario.jobs.iter().any(|job| job.rule.is_some());
+    // Members of a rule's group can be on any GPU.
+    let shares_more = scenario.swap.is_some() || policy.rules && scenario.jobs.iter().any(|job| job.rule.is_some());
     let mut first_of: Vec<usize> = (0..scenario.gpus.len()).map(|gpu| if shares_more { 0 } else { gpu }).collect();
     for plan in plans {
         let firsts = plan.gpus.iter().map(|gpu| first(&first_of, *gpu));
@@ -70,7 +68,6 @@ pub fn joined<'a>(policy: &Policy, programs: usize, outcomes: impl Iterator<Item
         hand_overs: 0,
         swapped_out: 0,
         swapped_in: 0,
-        moved: 0,
         had: vec![Default::default(); programs],
         could: Some(BTreeMap::new()),
         ended: Time::ZERO,
@@ -89,7 +86,6 @@ pub fn joined<'a>(policy: &Policy, programs: usize, outcomes: impl Iterator<Item
         all.hand_overs += outcome.hand_overs;
         all.swapped_out += outcome.swapped_out;
         all.swapped_in += outcome.swapped_in;
-        all.moved += outcome.moved;
         all.ended = all.ended.max(outcome.ended);
         all.events += outcome.events;
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nvshare_simulated_client::{Timer, Way};
 
-use crate::scheduler::{ClientId, Command, Event, GpuId, Move, SleepOperation, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
 
 /// From a program to the scheduler, or back: half of what a hand-over takes, from the packet that releases a lock to the moment
 /// the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
@@ -27,10 +27,6 @@ pub enum Happening {
     Moved(usize, GpuId, Way, u64),
     /// A measurement of that GPU, requested at that time, is done.
     Measured(usize, Time),
-    /// All GPUs are to be measured.
-    Measures,
-    /// A program has been taken off its GPUs, or put back.
-    Checkpointed(usize, SleepOperation),
 }
 
 /// One of all that happens.
@@ -90,12 +86,6 @@ impl Queue {
 
     pub fn tell(&mut self, now: Time, client: ClientId, command: Command) {
         self.down.push_back((now + LATENCY, client, command));
-    }
-
-    /// What is on its way to a client means the other GPU.
-    pub fn migrated(&mut self, client: ClientId, both: Move) {
-        let own = self.down.iter_mut().filter(|(_, to, _)| *to == client);
-        own.for_each(|(_, _, command)| nvshare_simulated_client::rename(command, both));
     }
 
     /// When the next thing happens.

@@ -19,8 +19,6 @@ pub struct Outcome {
     pub hand_overs: u64,
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// How often a program has been moved to another GPU.
-    pub moved: u64,
     /// GPU time of each program, of each of its GPUs.
     pub had: Vec<Duration>,
     /// The GPU time that each user could have had without the others, if it was collected.
@@ -67,8 +65,6 @@ pub struct Figures {
     pub hand_overs: u64,
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// How often a program has been moved to another GPU.
-    pub moved: u64,
     pub events: u64,
     pub jobs: Vec<JobFigures>,
 }
@@ -101,8 +97,7 @@ pub fn report(scenario: &Scenario, plans: &[Plan], outcomes: impl Iterator<Item 
 }
 
 fn figures(scenario: &Scenario, plans: &[Plan], outcome: Outcome) -> Figures {
-    let Outcome { policy, ends, waits, hand_overs, swapped_out, swapped_in, moved, had, could, ended, events } =
-        outcome;
+    let Outcome { policy, ends, waits, hand_overs, swapped_out, swapped_in, had, could, ended, events } = outcome;
     let done: Vec<(&Plan, Time)> =
         plans.iter().zip(&ends).filter_map(|(plan, end)| Some((plan, done_at(*end)?))).collect();
     let last = done.iter().map(|(_, at)| *at).max();
@@ -146,7 +141,6 @@ fn figures(scenario: &Scenario, plans: &[Plan], outcome: Outcome) -> Figures {
         hand_overs,
         swapped_out,
         swapped_in,
-        moved,
         events,
         jobs: jobs.collect(),
     }

@@ -116,8 +116,7 @@ impl Scenario {
             time_period: file.time_period,
             anti_thrash: file.anti_thrash,
             policy: file.policy,
-            placement: file.placement,
-            migrate: file.migrate,
+            placement: None,
             memory: file.memory,
         };
         let swap = file.swap.map_or(Ok(None), |section| swap(&section))?;

@@ -12,7 +12,7 @@ use crate::config::scalar::Scalar;
 use crate::config::settings::{self, MAX_MEMORY, MemorySection};
 use crate::config::swap::SwapSection;
 use crate::config::units;
-use crate::scheduler::{AntiThrash, Placement, PolicyName};
+use crate::scheduler::{AntiThrash, PolicyName};
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -31,9 +31,6 @@ pub struct File {
     pub anti_thrash: Option<AntiThrash>,
     #[serde(default, deserialize_with = "settings::read_policy")]
     pub policy: Option<PolicyName>,
-    #[serde(default, deserialize_with = "settings::read_placement")]
-    pub placement: Option<Placement>,
-    pub migrate: Option<bool>,
     #[serde(default)]
     pub memory: MemorySection,
     pub swap: Option<Spanned<SwapSection>>,

@@ -47,7 +47,6 @@ pub fn outcome(scenario: &Scenario, plans: &[Plan]) -> Outcome {
         ends,
         waits,
         hand_overs,
-        moved: 0,
         swapped_out: 0,
         swapped_in: 0,
         had,

@@ -25,8 +25,6 @@ pub struct Statistics {
     pub hand_overs: u64,
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// How often a program has been moved to another GPU.
-    pub moved: u64,
     /// The program that last had each GPU.
     last: Vec<Option<usize>>,
     /// A user on a GPU each, and which of them a program is part of.
@@ -72,7 +70,6 @@ impl Statistics {
             hand_overs: 0,
             swapped_out: 0,
             swapped_in: 0,
-            moved: 0,
             last: vec![None; gpus],
             claims: vec![Claim::default(); known.len()],
             claims_of,

@@ -1,10 +1,10 @@
 //! The world in which a policy is tried: the scheduler's machine and the programs, in virtual time. It carries messages, and
 //! has happen what is next.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use nvshare_simulated_client::{addressee, rename};
+use nvshare_simulated_client::addressee;
 
 use super::context::{Context, gpu_id, place_of};
 use super::drawing::Drawing;
@@ -17,13 +17,11 @@ use super::queue::{Happening, Next, Queue};
 use super::report::Outcome;
 use super::scenario::{FULL, Gpu, Scenario};
 use super::statistics::Statistics;
-use crate::scheduler::{ClientId, Command, Event, GpuSet, Group, GroupId, Machine, Move, Time};
+use crate::scheduler::{ClientId, Command, Event, Group, GroupId, Machine, Time};
 use crate::timeline::Timeline;
 
 /// Time of a measurement of a GPU's memory, as with NVML.
 const MEASUREMENT: Duration = Duration::from_millis(2);
-/// How often the daemon measures by itself.
-const MEASURED_EVERY: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub struct World {
@@ -37,10 +35,6 @@ pub struct World {
     /// Programs that have not ended.
     left: usize,
     drawing: Option<Drawing>,
-    /// What is on GPUs is measured, as it has to be where programs are moved; otherwise they are believed: none of them lies.
-    measures: bool,
-    /// The sizes of the GPUs.
-    sizes: Vec<u64>,
 }
 
 impl World {
@@ -51,7 +45,6 @@ impl World {
             Some(Group { id: GroupId(number), limits })
         });
         let groups: Vec<Option<Group>> = groups.collect();
-        let migrates = scenario.settings.migrate;
         let of = |plan: &Plan| Some((scenario.jobs.get(plan.job)?, groups.get(plan.job).copied().flatten()));
         let described = plans.iter().enumerate().filter_map(|(at, plan)| Some((at, plan, of(plan)?)));
         let programs: Vec<Program> =
@@ -73,28 +66,15 @@ impl World {
             policy: policy.name,
             events: 0,
             drawing: None,
-            measures: scenario.settings.migrate,
-            sizes: gpus.iter().map(|gpu| gpu.memory).collect(),
         };
         for (place, gpu) in gpus.iter().enumerate() {
             world.feed(Event::GpuFound { gpu: gpu_id(place), total: gpu.memory });
             world.feed(Event::GpuLink { gpu: gpu_id(place), rate: gpu.link });
         }
-        if scenario.settings.migrate {
-            let like = |gpu: &Gpu| (0..gpus.len()).filter(|place| gpus.get(*place) == Some(gpu)).map(gpu_id).collect();
-            let kinds: BTreeSet<GpuSet> = gpus.iter().map(like).collect();
-            world.feed(Event::Kinds { kinds: kinds.into_iter().collect() });
-            world.context.at(Time::ZERO, Happening::Measures);
-        }
         if let Some(bytes) = scenario.swap {
             world.feed(Event::HostMemory { bytes });
         }
-        let everywhere: Vec<usize> = (0..gpus.len()).collect();
         for (at, plan) in plans.iter().enumerate() {
-            if let Some(job) = scenario.jobs.get(plan.job).filter(|job| migrates && job.on != everywhere) {
-                let on = job.on.iter().map(|place| gpu_id(*place)).collect();
-                world.feed(Event::Allowed { allowed: [(ClientId(at as u64), Some(on))].into() });
-            }
             world.context.at(plan.arrives, Happening::Arrives(at));
         }
         world
@@ -119,7 +99,6 @@ impl World {
             hand_overs: statistics.hand_overs,
             swapped_out: statistics.swapped_out,
             swapped_in: statistics.swapped_in,
-            moved: statistics.moved,
             ended: now,
             events: self.events,
         }
@@ -150,8 +129,7 @@ impl World {
         }
         let now = self.context.now;
         let noted = self.drawing.is_some().then(|| event.clone());
-        let mut commands = self.machine.handle(now, event);
-        self.migrate(&mut commands);
+        let commands = self.machine.handle(now, event);
         if let Some((drawing, event)) = self.drawing.as_mut().zip(noted) {
             drawing.note(now, &event, &commands);
         }
@@ -162,48 +140,6 @@ impl World {
                 self.context.at(now + MEASUREMENT, Happening::Measured(place_of(gpu), now));
             }
         }
-    }
-
-    /// What was sent to programs that have been moved, and what is known of them, means the other GPU from now on.
-    fn migrate(&mut self, commands: &mut [Command]) {
-        for at in 0..commands.len() {
-            let (before, [command, ..]) = commands.split_at_mut(at) else { return };
-            match *command {
-                Command::Moved { client, from, to } => {
-                    let both = Move { from, to };
-                    let own = before.iter_mut().filter(|before| addressee(before) == Some(client));
-                    own.for_each(|command| rename(command, both));
-                    self.context.queue.migrated(client, both);
-                    let place = usize::try_from(client.0).unwrap_or(usize::MAX);
-                    self.context.engines.migrated(place, place_of(from), place_of(to));
-                    self.programs.get_mut(place).into_iter().for_each(|program| program.migrated(both));
-                }
-                Command::Migrated { why: None, .. } => self.context.statistics.moved += 1,
-                _ => {}
-            }
-        }
-    }
-
-    /// What is on a GPU: contexts, and what programs have mapped, all of which they report.
-    fn measured(&mut self, place: usize, begun: Time) {
-        let gpu = gpu_id(place);
-        let mut found = BTreeMap::new();
-        if self.measures {
-            let there = self.programs.iter().filter(|program| program.is_on(gpu));
-            let context = |program: &Program| {
-                let client = self.machine.client(program.id());
-                let is_attached = client.is_some_and(|c| c.attachments.iter().any(|at| at.gpu == gpu && at.attached));
-                if is_attached { self.machine.settings().context_on(self.memory(place)) } else { 0 }
-            };
-            let bytes = there.clone().map(context).sum();
-            found = there.map(|program| (program.id(), program.found(gpu))).collect();
-            self.feed(Event::GpuOverhead { gpu, begun, bytes, others: 0, complete: true });
-        }
-        self.feed(Event::Measured { gpu, begun, free: None, found });
-    }
-
-    fn memory(&self, place: usize) -> u64 {
-        self.sizes.get(place).copied().unwrap_or(0)
     }
 
     fn tell(&mut self, client: ClientId, command: Command) {
@@ -239,14 +175,10 @@ impl World {
             Happening::Moved(at, gpu, way, bytes) => with(at, &mut |program, context| {
                 program.client_does(context, |client, now| client.moved(now, gpu, way, bytes));
             }),
-            Happening::Checkpointed(at, operation) => with(at, &mut |program, context| {
-                program.checkpointed(operation, context);
-            }),
-            Happening::Measured(place, begun) => self.measured(place, begun),
-            Happening::Measures => {
-                let now = self.context.now;
-                (0..self.sizes.len()).for_each(|place| self.measured(place, now));
-                self.context.at(now + MEASURED_EVERY, Happening::Measures);
+            // Simulated programs do not lie, so they are believed.
+            Happening::Measured(place, begun) => {
+                let gpu = gpu_id(place);
+                self.feed(Event::Measured { gpu, begun, free: None, found: BTreeMap::new() });
             }
         }
     }

@@ -419,7 +419,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         (
             "gpus = 3".into(),
             "1:1: unknown field `gpus`, expected one of `seed`, `until`, `time-quantum`, `max-wait`, `time-period`, \
-             `anti-thrash`, `policy`, `placement`, `migrate`, `memory`, `swap`, `gpu`, `job`",
+             `anti-thrash`, `policy`, `memory`, `swap`, `gpu`, `job`",
         ),
     ];
     for (text, expected) in cases {
@@ -472,59 +472,4 @@ fn the_command_prints_tables_or_json_and_names_mistakes() {
     let said = String::from_utf8(missing.stderr).expect("text");
     assert!(said.starts_with("nvsharectl: cannot read /no/such/file: No such file"), "{said}");
     assert_eq!(ctl(&[file, "--policy", "best"]).status.code(), Some(2));
-}
-
-/// Two GPUs between which programs are moved. Of three programs that come at once, the first and the third share a GPU.
-fn two_gpus(placement: &str, migrate: bool, jobs: &str) -> Figures {
-    let text = format!(
-        "policy = \"fcfs\"\nplacement = \"{placement}\"\nmigrate = {migrate}\n[[gpu]]\ncount = 2\nmemory = \"24G\"\n{jobs}"
-    );
-    let scenario = Scenario::parse(&text, Path::new("x.toml")).unwrap_or_else(|e| panic!("{e}\n{text}"));
-    let policy = Policy::named("fcfs-auto").expect("a policy");
-    run(&scenario, &[policy]).policies.swap_remove(0)
-}
-
-#[test]
-fn one_of_two_that_share_a_gpu_is_moved_to_one_that_has_become_idle() {
-    let long = |name: &str| job(name, "memory = \"8G\"\nwork = \"20min\"");
-    let jobs = [long("a"), job("b", "memory = \"8G\"\nwork = \"1min\""), long("c")].concat();
-    let (with, without) = (two_gpus("spread", true, &jobs), two_gpus("spread", false, &jobs));
-    assert_eq!((with.moved, without.moved), (1, 0));
-    assert_eq!((with.done, without.done), (3, 3));
-    near(last(&without), 2400.0, 20.0);
-    let found = last(&with).as_secs_f64();
-    assert!((1200.0..1500.0).contains(&found), "{found} s: it goes once it has waited long enough");
-}
-
-#[test]
-fn programs_are_moved_that_do_not_fit_together() {
-    let long = |name: &str| job(name, "memory = \"16G\"\nwork = \"20min\"");
-    let jobs = [long("a"), job("b", "memory = \"8G\"\nwork = \"1min\""), long("c")].concat();
-    let (with, without) = (two_gpus("spread", true, &jobs), two_gpus("spread", false, &jobs));
-    assert_eq!((with.moved, with.done), (1, 3));
-    assert!(last(&with) * 3 < last(&without) * 2 && with.swapped_out * 3 < without.swapped_out);
-}
-
-#[test]
-fn nobody_is_moved_where_that_does_not_pay() {
-    let program = |name: &str, work: &str| job(name, &format!("memory = \"8G\"\nwork = \"{work}\""));
-    // Each GPU has work; the wait is over soon; nobody waits.
-    let busy = [program("a", "10min"), program("b", "20min"), program("c", "10min")].concat();
-    let short = [program("a", "1min"), program("b", "1s"), program("c", "1min")].concat();
-    let light = "memory = \"8G\"\nwork = \"1min\"\ngpu-time = \"100ms\"\ncpu-time = \"900ms\"";
-    let light = [job("a", light), program("b", "1s"), job("c", light)].concat();
-    for jobs in [busy, short, light] {
-        let figures = two_gpus("spread", true, &jobs);
-        assert_eq!((figures.moved, figures.done), (0, 3), "{jobs}");
-    }
-}
-
-#[test]
-fn gpus_are_emptied_only_of_programs_that_are_idle() {
-    let idle = |name: &str| job(name, "memory = \"8G\"\nwork = \"3s\"\ngpu-time = \"1s\"\ncpu-time = \"20min\"");
-    let busy = |name: &str| job(name, "memory = \"8G\"\nwork = \"40min\"\ngpu-time = \"1s\"\ncpu-time = \"1s\"");
-    let moved = |jobs: &[String]| two_gpus("pack", true, &jobs.concat()).moved;
-    assert_eq!(moved(&[idle("a"), busy("b")]), 1);
-    assert_eq!(moved(&[busy("a"), busy("b")]), 0);
-    assert_eq!(two_gpus("spread", true, &[idle("a"), busy("b")].concat()).moved, 0);
 }

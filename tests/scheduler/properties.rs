@@ -377,7 +377,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         1 => Just(Event::Tick),
         1 => (mode(), quantum, bytes(), bytes()).prop_map(|((anti_thrash, policy), q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: if q % 2 == 0 { Placement::Spread } else { Placement::Pack }, migrate: false, sleep_after: Some(ms(q)) })
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: if q % 2 == 0 { Placement::Spread } else { Placement::Pack }, sleep_after: Some(ms(q)) })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => g().prop_map(|gpu| Event::GpuGone { gpu }),

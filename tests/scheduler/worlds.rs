@@ -60,10 +60,7 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
 
 /// And how much of the time.
 pub fn claims_of_time(rng: &mut Dice) -> EnvLimits {
-    EnvLimits {
-        weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize],
-        ..EnvLimits::default()
-    }
+    EnvLimits { weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize], ..EnvLimits::default() }
 }
 
 pub const TOTAL: u64 = 16 * GIB;

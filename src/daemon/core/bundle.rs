@@ -155,7 +155,6 @@ fn configuration(config: &Config) -> Value {
         "anti-thrash": names::anti_thrash_name(settings.anti_thrash),
         "policy": names::policy_name(settings.policy),
         "placement": placement,
-        "migrate": settings.migrate,
         "sleep-after": settings.sleep_after.map_or("never".into(), |after| format!("{}s", after.as_secs())),
         "max-clients-per-tenant": max_clients_per_tenant,
         "log-level": log_level,

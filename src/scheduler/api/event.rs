@@ -195,11 +195,11 @@ pub enum Event {
     /// for one waits. Whoever has one goes to another GPU of the same kind that it may be on, where there is room, as with `Migrate`,
     /// or else sleeps until the GPU is in use again. Those that can do neither go on, and are asked again from time to time.
     Drain { gpu: GpuId, drained: bool },
-    /// From the daemon: whether the GPU reports errors after which it should be left. Nobody is placed there if there are others, and
-    /// with [`Settings::migrate`] its clients are moved.
+    /// From the daemon: whether the GPU reports errors after which it should not be used. No program is placed there
+    /// while there are other GPUs.
     Failing { gpu: GpuId, failing: bool },
-    /// From the daemon: what runs on a GPU of one of these sets can be moved to the others. Replaces what was said before; nothing
-    /// is moved by itself until this was said.
+    /// From the daemon: what runs on a GPU of one of these sets can be moved to the others. Replaces the earlier sets.
+    /// Until the first ones arrive, no program leaves a drained GPU for another.
     Kinds { kinds: Vec<GpuSet> },
     /// From the daemon: the GPUs on which these clients may be by their rules and environments; `None`: any.
     Allowed { allowed: BTreeMap<ClientId, Option<GpuSet>> },

@@ -48,9 +48,6 @@ pub struct Settings {
     pub time_period: Duration,
     /// How a GPU is chosen for programs that choose none.
     pub placement: Placement,
-    /// Whether clients are moved to other GPUs by themselves, as `placement` says.
-    #[serde(default)]
-    pub migrate: bool,
     /// How long a client is idle before it is put to sleep where others lack room. `None`: for ever.
     #[serde(default)]
     pub sleep_after: Option<Duration>,

@@ -32,7 +32,6 @@ impl Machine {
         self.withdraw(id);
         self.sleep.forget(id); // whoever is gone is told nothing any more
         self.limit_sleeper(id);
-        self.migration.forget(id);
         for gpu in gpus {
             self.detach(id, gpu);
         }

@@ -10,7 +10,6 @@ use crate::{
     fairness::Fairness,
     lock::{Hold, Lock},
     memory::{Access, Account, ClientMemory, GpuMemory, ledger::State},
-    migration::Migration,
     placement::Placements,
     policy::{self, Histories, Policy},
     quota::Quota,
@@ -50,8 +49,6 @@ pub struct Machine {
     pub(crate) thrash: BTreeMap<GpuId, Detector>,
     #[serde(default)]
     pub(crate) sleep: Sleep,
-    #[serde(default)]
-    pub(crate) migration: Migration,
     pub(crate) effects: Effects,
     /// The machine is about to sleep.
     pub(crate) asleep: bool,
@@ -84,7 +81,6 @@ impl Machine {
             histories: Histories::default(),
             thrash: BTreeMap::new(),
             sleep: Sleep::default(),
-            migration: Migration::default(),
             effects: Effects::default(),
             asleep: false,
         }
@@ -127,7 +123,6 @@ impl Machine {
                 Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
                 Wake::Thrash(gpu) => self.look_at_traffic(gpu),
                 Wake::Sleep(client) => self.look_at_sleep(client),
-                Wake::Migration => self.look_at_migration(),
             }
         }
         loop {
@@ -226,10 +221,7 @@ impl Machine {
             Event::Resumed { client } => self.wake(client, true),
             Event::Migrate { client, from, to } => self.migrate(client, Move { from, to }),
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
-            Event::Kinds { kinds } => {
-                self.places.set_kinds(kinds);
-                self.migration_changed();
-            }
+            Event::Kinds { kinds } => self.places.set_kinds(kinds),
             Event::Failing { gpu, failing } => {
                 self.memory.get_mut(&gpu).into_iter().for_each(|gpu| gpu.failing = failing);
             }
@@ -263,7 +255,6 @@ impl Machine {
         }
         self.effects.touch_all(self.memory.keys().copied());
         self.admit_needless();
-        self.migration_changed();
     }
 
     fn gpu_found(&mut self, id: GpuId, total: u64) {

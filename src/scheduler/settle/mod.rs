@@ -8,8 +8,8 @@
 //! - `serve`: bytes for holders, then for the queue, and grants.
 //! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
 //! - `reservations`: room for the driver's own allocations. `rooms`: memory that is kept free for other programs. `contexts`: admission of CUDA contexts.
-//! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: those that come back on another. `migration`: those
-//!   that are moved by themselves.
+//! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: those that come back on
+//!   another GPU.
 //! - `ahead`: host memory for what may have to leave. `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
 //!
 //! The lock:
@@ -30,7 +30,6 @@ mod failures;
 mod gang_conflict;
 mod gangs;
 mod measurements;
-mod migration;
 mod moves;
 mod order;
 mod protection;

@@ -42,7 +42,7 @@ impl Machine {
     }
 
     /// Why a client cannot be moved, whether or not it can sleep.
-    pub(super) fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
+    fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
         let total = |id| self.memory.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
         // That clients are measured shows only where there are any: here they were, or it would not sleep.
         let is_measured = self.memory.get(&to).is_some_and(|gpu| gpu.measured.is_some());
@@ -133,8 +133,6 @@ impl Machine {
     pub(crate) fn answer_move(&mut self, client: ClientId) {
         let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
         self.limit_sleeper(client);
-        let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
-        self.migration.ended(self.now, client, why.is_none() && is_awake);
         self.effects.command(Command::Migrated { client, from, to, why });
         if why.is_some() && !self.is_absent(client) {
             self.may_run(client);

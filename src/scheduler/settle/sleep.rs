@@ -258,9 +258,6 @@ impl Machine {
         match step {
             Step::Nothing => {}
             Step::Prepare => {
-                if self.sleep.coming(client).is_some() {
-                    self.migration.prepares(self.now, client);
-                }
                 let paused = self.sleep.is_ordered(client);
                 self.effects.command(Command::PrepareSleep { client, paused });
             }

@@ -64,7 +64,7 @@ impl Machine {
             // Whether one that is alone may go on is a question of its turn.
             together: self.lock.holders(id).nth(1).is_none() || self.may_stay(id),
             first: first.map(|hold| hold.entity),
-            awaited: self.lock.behind(id).next().is_some() || self.lacks_contexts(id) || self.asks_who_is_idle(id),
+            awaited: self.lock.behind(id).next().is_some() || self.lacks_contexts(id),
             waiters: self.lock.queue_length(id).max(1),
             grace: self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
         }

@@ -56,7 +56,6 @@ pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
         context: 0,
         time_period: PERIOD,
         placement: Placement::None,
-        migrate: false,
         sleep_after: None,
     }
 }
