@@ -30,7 +30,7 @@ const DAEMON: [&str; 16] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
 /// the state machine, then what needs more than one of them.
-const SCHEDULER: [&str; 18] = [
+const SCHEDULER: [&str; 17] = [
     "encoding",
     "api",
     "entity",
@@ -43,7 +43,6 @@ const SCHEDULER: [&str; 18] = [
     "quota",
     "memory",
     "placement",
-    "thrash",
     "sleep",
     "machine",
     "settle",

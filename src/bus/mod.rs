@@ -44,8 +44,6 @@ pub struct Gpu {
     pub clients: u32,
     pub holders: Vec<u64>,
     pub queue: Vec<u64>,
-    pub thrashing: bool,
-    pub serialized: bool,
     pub gone: bool,
     pub drained: bool,
     pub contexts: Option<u64>,
@@ -249,10 +247,6 @@ pub trait Scheduler {
     fn gpu_added(&self, gpu: String) -> zbus::Result<()>;
     #[zbus(signal)]
     fn gpu_removed(&self, gpu: String) -> zbus::Result<()>;
-    #[zbus(signal)]
-    fn thrashing_began(&self, gpu: String) -> zbus::Result<()>;
-    #[zbus(signal)]
-    fn thrashing_ended(&self, gpu: String) -> zbus::Result<()>;
 
     #[zbus(property)]
     fn time_quantum(&self) -> zbus::Result<u32>;

@@ -48,8 +48,6 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "clients": gpu.clients,
         "holders": gpu.holders,
         "queue": gpu.queue,
-        "thrashing": gpu.thrashing,
-        "serialized": gpu.serialized,
         "gone": gpu.gone,
         "drained": gpu.drained,
         "contexts": gpu.contexts,

@@ -127,14 +127,6 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     if let Some(kept) = gpu.kept.filter(|kept| *kept > 0 && !in_rooms) {
         let _ = writeln!(out, "  {} are kept free ahead of other programs that grow", units::size(kept));
     }
-    match (gpu.thrashing, gpu.serialized) {
-        (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),
-        (true, false) => out.push_str(
-            "  thrashing: programs push each other's memory off this GPU (to end it: nvsharectl set anti-thrash auto)\n",
-        ),
-        (false, true) => out.push_str("  programs take turns for now: together they thrashed\n"),
-        (false, false) => {}
-    }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
         .flat_map(|client| client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid).map(move |usage| (client, usage)))
@@ -546,17 +538,5 @@ GPU 0  NVIDIA H200  GPU-1
         let waits = Waits::from([(7, vec!["It has waited.".into(), "It is expected to run at once.".into()])]);
         let shown = text(&status, &waits, Style::default());
         assert!(shown.contains("\n  Client 7: It has waited. It is expected to run at once.\n"), "{shown}");
-    }
-
-    #[test]
-    fn it_says_that_programs_thrash_and_that_they_take_turns_for_it() {
-        let of = |thrashing, serialized| {
-            let gpus = vec![Gpu { thrashing, serialized, ..Gpu::default() }];
-            text(&Status { gpus, ..Status::default() }, &Waits::new(), Style::default())
-        };
-        assert!(of(true, false).contains("thrashing: ") && of(true, false).contains("nvsharectl set anti-thrash auto"));
-        assert!(of(true, true).contains("thrashing: ") && of(true, true).contains("take turns for now"));
-        assert!(of(false, true).contains("take turns for now"));
-        assert!(!of(false, false).contains("turns"));
     }
 }

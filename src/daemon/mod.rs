@@ -9,7 +9,7 @@
 //! - `tenants`: what the clients of each tenant may take of the scheduler.
 //! - `transport`: clients' connections as packets, the protocol's state, the peer's identity.
 //! - `checkpoint`: clients' processes taken off their GPUs and put back, by programs of their own.
-//! - `gpu`: NVML, memory accounting, traffic, host memory, the driver's limits.
+//! - `gpu`: NVML, memory accounting, host memory, the driver's limits.
 //! - `swap_files`: files for memory that neither GPUs nor RAM have room for.
 //! - `metrics`: metrics for monitoring.
 //! - `usage`: records of what programs have used, on disk.

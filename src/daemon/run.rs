@@ -259,13 +259,12 @@ impl Startup {
         let (holders, holders_changed) = watch::channel(Holders::new());
         let (clients_list, clients_changed) = watch::channel(ClientPids::new());
         let (request, mut requests) = mpsc::unbounded_channel();
-        let (thrashing, gpus) = (core.borrow().follow_thrashing(), core.borrow().follow_gpus());
+        let gpus = core.borrow().follow_gpus();
         let attached = core.borrow().follow_attached();
         let followed = bus::Followed {
             settings: settings_changed,
             holders: holders_changed,
             clients: clients_changed,
-            thrashing,
             gpus,
             attached,
         };

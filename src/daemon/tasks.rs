@@ -36,9 +36,6 @@ const LIMITS_PERIOD: Duration = Duration::from_millis(100);
 /// Clients that are told their limits before others are served.
 const LIMITS_AT_ONCE: usize = 64;
 
-/// Time between measurements of traffic. NVML counts for 20 ms in each direction.
-const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
-
 /// Time between two times at which it is saved what programs use: what a crash can lose.
 const USAGE_PERIOD: Duration = Duration::from_secs(60);
 
@@ -102,7 +99,6 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
-    spawn_local(watch_traffic(core.clone()));
     spawn_local(publish_holders(core.clone(), holders));
     spawn_local(publish_clients(core.clone(), clients));
     spawn_local(announce_limits(core.clone()));
@@ -174,19 +170,6 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
             if !core.borrow_mut().check_stopped() {
                 break;
             }
-        }
-    }
-}
-
-/// Measures traffic while a GPU may be thrashing.
-async fn watch_traffic(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
-    loop {
-        if core.borrow().may_thrash() {
-            core.borrow().query_traffic();
-            tokio::time::sleep(TRAFFIC_PERIOD).await;
-        } else {
-            signals.grants.notified().await;
         }
     }
 }

@@ -65,7 +65,7 @@ impl Effects {
     /// Forgets what was to be done about a GPU.
     pub fn forget(&mut self, gpu: GpuId) {
         self.untouch(gpu);
-        let all = [Wake::Gpu, Wake::Verification, Wake::Failures, Wake::HeldRequests, Wake::Thrash];
+        let all = [Wake::Gpu, Wake::Verification, Wake::Failures, Wake::HeldRequests];
         all.into_iter().for_each(|wake| self.wake(wake(gpu), None));
     }
 

@@ -32,8 +32,6 @@ pub struct Explanation {
     pub leaves: u64,
     pub comes: u64,
     pub moving: Duration,
-    /// Clients take turns here only because together they thrashed.
-    pub kept_apart: bool,
     /// In about what time it is expected to run. `None`: it does not wait, or that depends on what cannot be known.
     pub starts: Option<Duration>,
 }
@@ -155,7 +153,6 @@ impl Machine {
             leaves: 0,
             comes: 0,
             moving: Duration::ZERO,
-            kept_apart: false,
             starts: None,
         };
         if let Some(hold) = self.lock.hold(client, id) {
@@ -167,7 +164,6 @@ impl Machine {
             let holders = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
             let ahead = |(holder, hold)| self.holder_ahead(holder, hold, Some(entity), now, self.state(holder, id));
             explanation.holders = holders.map(ahead).collect();
-            explanation.kept_apart = self.settings.anti_thrash == AntiThrash::Auto && self.keeps_apart(id);
         }
         let lacking = self.lacking(entity, id);
         let gpu = self.memory.get(&id)?;

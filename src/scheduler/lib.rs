@@ -14,7 +14,6 @@
 //! - `policy`: the length of turns, and the order of requests of one owner: first come, first served, or least attained
 //!   service.
 //! - `placement`: the choice of a GPU for programs that do not choose one.
-//! - [`thrash`]: detects programs that push each other's memory off a GPU.
 //! - `sleep`: which clients are off their GPUs, and how far each has got on the way there or back.
 //! - `entity`: what is queued and granted as one: a client or a gang.
 //! - `rules`: what rules and environments say about each client.
@@ -39,7 +38,6 @@ mod quota;
 mod rules;
 mod settle;
 mod sleep;
-pub mod thrash;
 mod timers;
 pub mod view;
 

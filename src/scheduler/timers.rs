@@ -25,8 +25,6 @@ pub(crate) enum Wake {
     Eviction(ClientId, GpuId),
     /// The client's memory has been at rest for a while.
     Ahead(ClientId, GpuId),
-    /// Clients that thrashed may run together again, or no traffic has been measured for too long.
-    Thrash(GpuId),
     /// The client has not prepared to sleep in time, or what failed is tried again.
     Sleep(ClientId),
 }

@@ -41,10 +41,6 @@ pub struct GpuView {
     pub waiters: Vec<WaiterView>,
     /// When the next turn ends, or the GPU is looked at again for another reason. `None`: nothing is due.
     pub next: Option<Time>,
-    /// Clients that run at the same time push each other's memory off the GPU.
-    pub thrashes: bool,
-    /// Clients take turns for a while, because clients on this GPU thrashed.
-    pub serialized: bool,
     /// Bytes per second of the link to the host, in each direction, as far as that is known.
     pub link: u64,
     /// Bytes of the overhead that are kept free for other programs: for rooms, or ahead of programs that grow.
@@ -247,8 +243,6 @@ impl Machine {
             holders: holders.collect(),
             waiters,
             next: self.effects.wakes_at(crate::timers::Wake::Gpu(id)),
-            thrashes: self.thrashes(id),
-            serialized: self.settings.anti_thrash == AntiThrash::Auto && self.keeps_apart(id),
             link: gpu.rates.link(),
             kept: gpu.others.kept(),
             rooms: gpu

@@ -81,7 +81,6 @@ pub enum Timer {
 pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
         Command::Measure { .. }
-        | Command::Thrashing { .. }
         | Command::RoomReady { .. }
         | Command::RoomRefused { .. }
         | Command::RoomEnded { .. } => None,

@@ -18,7 +18,6 @@ mod settings;
 mod shared_memory;
 mod sleep;
 mod terminal;
-mod thrash;
 mod top;
 mod unverified_frees;
 mod usage;

@@ -28,17 +28,13 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
     if rng.one_in(2) {
         world.set_host((8 + rng.below(64)) * GIB);
     }
-    if rng.one_in(2) {
-        world.watch_traffic();
-    }
     for n in 0..1 + rng.below(10) {
         let start = rng.between(ms(0), ms(2000));
         let share = Share { weight: 1 + rng.below(400) as u16, interactive: rng.one_in(3), ..Share::default() };
-        let orders = [WaitOrder::Fifo, WaitOrder::BestFit, WaitOrder::MostRecent, WaitOrder::Random];
         let limits = RuleLimits {
             memory_max: [Amount::Infinity, Amount::Percent(90)][rng.below(2) as usize],
             share: rng.one_in(2).then_some(share),
-            on_memory_full: OnMemoryFull::Wait(orders[rng.below(4) as usize]),
+            on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo),
             ..RuleLimits::default()
         };
         world.add(Plan {

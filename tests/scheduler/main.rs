@@ -18,6 +18,4 @@ mod rules;
 mod shares;
 mod sleep;
 mod talk;
-mod thrash;
-mod thrash_traces;
 mod worlds;

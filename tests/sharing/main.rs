@@ -25,6 +25,5 @@ mod progress;
 mod restart;
 mod rooms;
 mod sleep;
-mod thrash;
 mod turns;
 mod vmm;

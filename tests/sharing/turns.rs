@@ -72,6 +72,24 @@ fn programs_of_every_kind_take_turns() {
     machine.wait_until_empty();
 }
 
+/// Managed memory that does not fit would thrash if two programs ran at once. `auto` does not wait until they do.
+#[test]
+fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "auto", ..Setup::default() });
+    let start = || machine.program("mix --mem 160M --reps 4 --rounds 12").env("NVSHARE_ENGINE", "managed").start();
+    let mut programs = [start(), start()];
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    assert_one_holder(&trace);
+    for program in &programs {
+        let turns = grants(&trace, program.pid());
+        assert!(turns >= 2, "`{}` was given the lock {turns} times", program.name);
+    }
+    machine.wait_until_empty();
+}
+
 /// Runs a program beside one that fights it for memory; all results must be right, and memory must have moved.
 #[track_caller]
 fn under_pressure(setup: Setup, words: &[&str]) {

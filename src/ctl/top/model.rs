@@ -284,8 +284,6 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
     let notes = [
         (gpu.gone, "This GPU is gone: programs that use it get errors."),
         (gpu.drained, "Drained: programs leave it, and none gets there."),
-        (gpu.thrashing, "Programs push each other's memory off it."),
-        (gpu.serialized, "Programs take turns for now, because together they thrashed."),
     ];
     let rooms = gpu.rooms.iter().flatten().map(|room| {
         let (bytes, who) = (units::size(room.bytes), printable(&room.who));

@@ -1,4 +1,4 @@
-//! Announcing: changes of properties, clients and GPUs that come and go, and thrashing.
+//! Announcing: changes of properties, and clients and GPUs that come and go.
 
 use std::collections::HashMap;
 
@@ -12,17 +12,15 @@ use super::object::Object;
 use super::{Followed, Shared, seconds};
 use crate::bus;
 use crate::config::names;
+use crate::daemon::core::Present;
 use crate::daemon::core::views::ClientPids;
-use crate::daemon::core::{Present, Thrashing};
 
 /// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let Followed { mut settings, mut holders, mut clients, mut thrashing, mut gpus, attached: _ } =
-        shared.followed.clone();
+    let Followed { mut settings, mut holders, mut clients, mut gpus, attached: _ } = shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
     let mut connected = clients.borrow_and_update().clone();
-    let mut thrashed = thrashing.borrow_and_update().clone();
     let mut present = gpus.borrow_and_update().clone();
     loop {
         let heard = tokio::select! {
@@ -30,7 +28,6 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             heard = settings.changed() => heard,
             heard = holders.changed() => heard,
             heard = clients.changed() => heard,
-            heard = thrashing.changed() => heard,
             heard = gpus.changed() => heard,
         };
         if heard.is_err() {
@@ -46,11 +43,6 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             debug!("cannot announce GPUs: {e}");
         }
         present = usable;
-        let thrashes = thrashing.borrow_and_update().clone();
-        if let Err(e) = announce_thrashing(connection, &thrashed, &thrashes).await {
-            debug!("cannot announce thrashing: {e}");
-        }
-        thrashed = thrashes;
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
         // Who wants to know it reads it: it changes often, and most listeners want something else.
@@ -102,17 +94,6 @@ async fn announce_gpus(connection: &Connection, before: &Present, now: &Present)
     }
     for gpu in now.difference(before) {
         Object::gpu_added(&emitter, gpu).await?;
-    }
-    Ok(())
-}
-
-async fn announce_thrashing(connection: &Connection, before: &Thrashing, now: &Thrashing) -> zbus::Result<()> {
-    let emitter = SignalEmitter::new(connection, bus::PATH)?;
-    for gpu in now.difference(before) {
-        Object::thrashing_began(&emitter, gpu).await?;
-    }
-    for gpu in before.difference(now) {
-        Object::thrashing_ended(&emitter, gpu).await?;
     }
     Ok(())
 }

@@ -17,8 +17,8 @@ use super::object::Object;
 use super::served::Served;
 use super::{Bus, Shared, sleep};
 use crate::bus;
+use crate::daemon::core::Present;
 use crate::daemon::core::views::{ClientPids, Holders};
-use crate::daemon::core::{Present, Thrashing};
 use crate::daemon::transport::peer::{Process, Where};
 use crate::sys::{credentials, descriptors, socket};
 
@@ -105,7 +105,6 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
         // The control socket was mounted into a container: the peer sees no changes either.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.clients = watch::channel(ClientPids::new()).1;
-        shared.followed.thrashing = watch::channel(Thrashing::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;
     }
     let object = Object { shared: shared.clone(), callers: Callers::Peer { process: Arc::new(process), groups } };

@@ -35,7 +35,7 @@ use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
-    Present, RoomRequest, Thrashing,
+    Present, RoomRequest,
     views::{ClientPids, ClientView, Holders, NamedGpu},
 };
 use crate::daemon::usage::{Answer, Query};
@@ -187,7 +187,6 @@ pub struct Followed {
     pub settings: watch::Receiver<Settings>,
     pub holders: watch::Receiver<Holders>,
     pub clients: watch::Receiver<ClientPids>,
-    pub thrashing: watch::Receiver<Thrashing>,
     pub gpus: watch::Receiver<Present>,
     /// Whether a program has a GPU attached.
     pub attached: watch::Receiver<bool>,

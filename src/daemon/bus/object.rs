@@ -357,12 +357,6 @@ impl Object {
     #[zbus(signal)]
     pub async fn client_removed(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
 
-    #[zbus(signal)]
-    pub async fn thrashing_began(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
-
-    #[zbus(signal)]
-    pub async fn thrashing_ended(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
-
     // `Served` announces changes, by the loop's word that they happened; the macro would announce every call.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {

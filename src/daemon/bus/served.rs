@@ -125,8 +125,8 @@ mod tests {
     use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Shared};
+    use crate::daemon::core::Present;
     use crate::daemon::core::views::{ClientPids, Holders};
-    use crate::daemon::core::{Present, Thrashing};
     use crate::daemon::transport::peer::Process;
 
     /// XML without comments and blank lines, one element a line.
@@ -146,11 +146,10 @@ mod tests {
         let (requests, _) = mpsc::unbounded_channel();
         let (_, settings) = watch::channel(Config::default().settings);
         let (_, holders) = watch::channel(Holders::new());
-        let (_, thrashing) = watch::channel(Thrashing::new());
         let (_, clients) = watch::channel(ClientPids::new());
         let (_, gpus) = watch::channel(Present::new());
         let (_, attached) = watch::channel(false);
-        let followed = Followed { settings, holders, clients, thrashing, gpus, attached };
+        let followed = Followed { settings, holders, clients, gpus, attached };
         let shared = Shared {
             requests,
             bundling: Arc::default(),

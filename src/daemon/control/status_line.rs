@@ -27,9 +27,6 @@ pub fn format(gpus: &[bus::Gpu], clients: &[ClientView]) -> String {
         if !gpu.queue.is_empty() {
             line += &format!(", {} waiting", gpu.queue.len());
         }
-        if gpu.thrashing {
-            line += ", thrashing";
-        }
     }
     if line.len() > MAX_LENGTH {
         let end = (0..=MAX_LENGTH).rev().find(|at| line.is_char_boundary(*at)).unwrap_or(0);
@@ -80,8 +77,8 @@ mod tests {
         let busy = bus::Gpu { index: Some(0), holders: vec![1], queue: vec![2], ..bus::Gpu::default() };
         let idle = bus::Gpu { index: Some(1), ..bus::Gpu::default() };
         assert_eq!(format(&[busy.clone(), idle], &clients), "2 programs; GPU 0: python (pid 101), 1 waiting");
-        let crowded = bus::Gpu { holders: vec![1, 2], queue: vec![], thrashing: true, ..busy };
-        assert_eq!(format(&[crowded], &clients), "2 programs; GPU 0: python (pid 101), trainer (pid 102), thrashing");
+        let crowded = bus::Gpu { holders: vec![1, 2], queue: vec![], ..busy };
+        assert_eq!(format(&[crowded], &clients), "2 programs; GPU 0: python (pid 101), trainer (pid 102)");
     }
 
     #[test]

@@ -170,10 +170,9 @@ impl Core {
                 self.room_is(&command);
                 return None;
             }
-            Command::Undrainable { .. }
-            | Command::EvictionBlocked { .. }
-            | Command::Thrashing { .. }
-            | Command::MappingFailed { .. } => return None,
+            Command::Undrainable { .. } | Command::EvictionBlocked { .. } | Command::MappingFailed { .. } => {
+                return None;
+            }
         };
         self.send(client, message);
         None

@@ -43,9 +43,6 @@ impl Core {
             self.signals.turns.notify_one();
             self.signals.holders.notify_one();
         }
-        if let Held { .. } = event {
-            self.signals.grants.notify_one();
-        }
         match event {
             Event::Requested { client, gpus } => self.trace_all(now, *client, gpus, "request"),
             Event::Cancelled { client, gpus } => {
@@ -127,7 +124,6 @@ impl Core {
             }
             Command::Grant { client, gpus } => {
                 self.signals.holders.notify_one();
-                self.signals.grants.notify_one();
                 debug!(client = client.0, ?gpus, "grant");
                 self.trace_all(now, *client, gpus, "grant");
             }
@@ -202,7 +198,6 @@ impl Core {
             Command::Migrated { client, from, to, why } => {
                 debug!(client = client.0, from = %from.0, to = %to.0, ?why, "migrated");
             }
-            Command::Thrashing { gpu, begins, demand } => self.log_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
             Command::RoomReady { room, gpu } => debug!(room = room.0, gpu = %gpu.0, "room ready"),
             Command::RoomRefused { room, gpu, why } => debug!(room = room.0, gpu = %gpu.0, ?why, "room refused"),

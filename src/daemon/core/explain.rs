@@ -106,9 +106,6 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     text.push(format!("It has waited for {gpu} for {}{before}.", units::duration(waits)));
     text.extend(obstacle);
     text.extend(what.holders.iter().map(|holder| holder_sentence(names, client, &gpu, holder)));
-    if what.kept_apart {
-        text.push(format!("Programs take turns on {gpu} for now, because together they thrashed."));
-    }
     text.extend(what.ahead.iter().take(NAMED).map(|ahead| ahead_sentence(names, client, ahead)));
     if let Some(others) = what.ahead.get(NAMED..).filter(|others| !others.is_empty()) {
         let takes = others.iter().try_fold(Duration::ZERO, |sum, other| Some(sum.saturating_add(other.takes?)));
@@ -273,7 +270,6 @@ mod tests {
             leaves: 0,
             comes: 0,
             moving: Duration::ZERO,
-            kept_apart: false,
             starts: None,
         }
     }
@@ -298,14 +294,12 @@ mod tests {
             leaves: 3 << 30,
             comes: 1 << 30,
             moving: Duration::from_millis(200),
-            kept_apart: true,
             starts: Some(s(7)),
             ..waiting()
         };
         let expected = [
             "It has waited for GPU 0 for 4.2s, and 3 programs are ahead of it.",
             "program 2 holds GPU 0; its turn ends in about 3.0s.",
-            "Programs take turns on GPU 0 for now, because together they thrashed.",
             "Before it, program 9 runs for about 2.0s: its priority is higher (rule \"render\").",
             "Before it, program 4 runs for about 2.0s: its owner has had less of its share.",
             "3 GiB have to leave the GPU first, and 1 GiB of its memory to come back, which takes about 0.2s.",

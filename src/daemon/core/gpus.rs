@@ -159,7 +159,6 @@ impl Core {
         self.gpus.remove(&gpu);
         self.remove_lock_files(gpu);
         self.counts.forget(gpu);
-        self.thrashing_log.remove(&gpu);
         self.publish_gpus();
     }
 

@@ -79,7 +79,6 @@ impl Core {
                 }
             }
             Report::Driver(versions) => self.driver_is(versions),
-            Report::Traffic(seen) => self.measured_traffic(seen, clock::now()),
         }
     }
 

@@ -5,7 +5,7 @@
 //! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
 //!   from Kubernetes.
-//! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
+//! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - `usage`: what tenants, units and containers use, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
@@ -43,7 +43,6 @@ mod sleep;
 mod state;
 mod swap_files;
 pub mod timeline;
-mod traffic;
 mod usage;
 pub mod views;
 
@@ -52,4 +51,3 @@ pub use measure::EXIT_TIME;
 pub use rooms::{PendingRoom, RoomRequest};
 pub use sleep::{Checkpoint, CheckpointRequest};
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
-pub use traffic::Thrashing;

@@ -29,9 +29,8 @@ use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::swap_files::{FileUse, SwapFiles};
-use super::traffic::Thrashing;
 use super::usage::Usage;
-use super::{counts, placement, sleep, traffic};
+use super::{counts, placement, sleep};
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
@@ -101,8 +100,6 @@ pub struct Core {
     /// The log has said that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     pub(super) settings: watch::Sender<Settings>,
-    pub(super) thrashing: watch::Sender<Thrashing>,
-    pub(super) thrashing_log: BTreeMap<GpuId, traffic::LogState>,
     pub(super) present: watch::Sender<Present>,
     /// How often programs have attached GPUs, and whether they have any.
     pub(super) attachments: usize,
@@ -135,8 +132,6 @@ pub struct Signals {
     pub holders: Notify,
     /// Clients came or went, for the signals on D-Bus.
     pub arrivals: Notify,
-    /// A client was granted a lock.
-    pub grants: Notify,
     /// There is another GPU: clients are to be told their limits on it.
     pub limits: Notify,
     /// A client did something after [`SAMPLE_QUIET`].
@@ -338,8 +333,6 @@ impl Core {
             driver: DriverVersions::default(),
             logged_unverified: false,
             settings,
-            thrashing: watch::Sender::default(),
-            thrashing_log: BTreeMap::new(),
             present: watch::Sender::default(),
             attachments: 0,
             attached: watch::Sender::default(),

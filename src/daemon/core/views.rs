@@ -222,8 +222,6 @@ impl Core {
                 clients: attachments().count() as u32,
                 holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
                 queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
-                thrashing: seen.thrashes,
-                serialized: seen.serialized,
                 gone: seen.gone,
                 drained: seen.drained,
                 contexts: lists_processes.then(|| entry.accounting.contexts().values().sum()),

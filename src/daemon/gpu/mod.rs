@@ -2,10 +2,7 @@
 //!
 //! - [`nvml`]: the thread that talks to NVML.
 //! - [`accounting`]: reconciles clients' reports with measurements: overhead, and the memory that clients really have.
-//! - [`traffic`]: bytes that move between GPUs and the host; `uvm`: page faults.
 //! - [`host_memory`]: host memory that is available for swapped memory.
 pub mod accounting;
 pub mod host_memory;
 pub mod nvml;
-pub mod traffic;
-mod uvm;

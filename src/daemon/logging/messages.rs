@@ -24,8 +24,6 @@ const IDS: &[(&str, &str)] = &[
     ("context-waits", "74e85a6f35ab4f8b875c4232759d2902"),
     ("undrainable", "1e1bc34420914f6fbb64250d8b72704f"),
     ("untracked-work", "138a6293a47e4f66a0983fabfdd8d44d"),
-    ("thrashing", "a09a4f8ec319451a862d5a1afd098ecd"),
-    ("thrashing-ended", "fd8db5564a7e402dbbbe35e870320221"),
     ("gpu-found", "c254032c48eb42339f89efb2a2c6461f"),
     ("gpu-gone", "92bbd89672934d3ea969a76fd8f761a4"),
     ("nvml-usable", "a9da5424392745228c34058cda630c3c"),

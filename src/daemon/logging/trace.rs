@@ -1,5 +1,5 @@
-//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, and what moves over
-//! the link, for timelines and tests. Not a log: it has a fixed form and no words for people.
+//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, for
+//! timelines and tests. Not a log: it has a fixed form and no words for people.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,8 +7,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::scheduler::thrash::Sample;
-use crate::scheduler::{ClientId, GpuId, Time, Traffic};
+use crate::scheduler::{ClientId, GpuId, Time};
 
 #[derive(Debug)]
 pub struct Trace(File);
@@ -20,18 +19,6 @@ impl Trace {
 
     pub fn write(&mut self, now: Time, client: ClientId, pid: i32, gpu: Option<GpuId>, what: &str, bytes: Option<u64>) {
         self.put(now, json!({ "client": client.0, "pid": pid, "what": what }), gpu, bytes);
-    }
-
-    /// Writes a measurement of traffic, and the figures that it is compared with; `null` if it is not available. It
-    /// belongs to no client.
-    pub fn traffic(&mut self, now: Time, gpu: GpuId, sample: &Sample) {
-        let Traffic { to_gpu, from_gpu, faults } = sample.traffic;
-        let Sample { demand, capacity, link, is_ordered, .. } = *sample;
-        let line = json!({
-            "client": 0, "pid": 0, "what": "traffic", "to_gpu": to_gpu, "from_gpu": from_gpu, "faults": faults,
-            "demand": demand, "capacity": capacity, "link": link, "ordered": is_ordered,
-        });
-        self.put(now, line, Some(gpu), None);
     }
 
     /// The time is `CLOCK_MONOTONIC`, so that it can be laid beside what programs measured themselves.

@@ -111,9 +111,6 @@ pub enum Command {
     Measure { gpu: GpuId },
     /// For the log: the client's memory cannot leave the GPU from now on, so other clients are asked for theirs.
     EvictionBlocked { client: ClientId, gpu: GpuId, why: EvictionBlock },
-    /// For the log: clients that run on the GPU at the same time begin to push each other's memory off it (`begins`),
-    /// or no longer do so. Together they need `demand` bytes.
-    Thrashing { gpu: GpuId, begins: bool, demand: u64 },
     /// For the log: a client released the GPU because the driver had no room for `bytes` that it was allowed to map,
     /// for the `failures`-th time in a row.
     MappingFailed { client: ClientId, gpu: GpuId, bytes: u64, failures: u32 },

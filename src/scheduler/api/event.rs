@@ -29,17 +29,6 @@ pub struct Found {
     pub most: u64,
 }
 
-/// Measured traffic between a GPU and the host. `None`: it could not be measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Traffic {
-    /// Bytes per second copied to the GPU, and from it.
-    pub to_gpu: Option<u64>,
-    pub from_gpu: Option<u64>,
-    /// Page faults per second that the driver serviced for the GPU.
-    pub faults: Option<u64>,
-}
-
 /// An input of the machine: from the daemon itself, from a measurement, or from a client's message
 /// (`nvshare_wire::ClientMessage`).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -87,9 +76,6 @@ pub enum Event {
     /// From the daemon: the measured size of clients' contexts on a GPU. It counts towards limits; until the size of a
     /// context is known, `Settings::context` does.
     ContextSizes { gpu: GpuId, bytes: BTreeMap<ClientId, u64> },
-    /// From the daemon, about every second for the GPUs of `Machine::watched`: the present traffic between a GPU and
-    /// the host. May lead to `Command::Thrashing`.
-    Traffic { gpu: GpuId, traffic: Traffic },
     /// From the daemon: `bytes` of host memory, over all GPUs, that limits may count on. Without such an event there is
     /// no bound.
     HostMemory { bytes: u64 },

@@ -10,7 +10,7 @@ mod settings;
 mod sleep;
 
 pub use command::{Command, Denial, EvictionBlock, RoomObstacle};
-pub use event::{Event, Found, MemoryReport, Traffic};
+pub use event::{Event, Found, MemoryReport};
 pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Share, SleepAfter, WaitOrder};
 pub use settings::{AntiThrash, PolicyName, Settings};
 pub use sleep::{

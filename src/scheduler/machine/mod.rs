@@ -15,7 +15,6 @@ use crate::{
     quota::Quota,
     rules::Rules,
     sleep::Sleep,
-    thrash::Detector,
     timers::Wake,
 };
 use std::collections::BTreeMap;
@@ -46,7 +45,6 @@ pub struct Machine {
     pub(crate) quota: Quota,
     pub(crate) places: Placements,
     pub(crate) histories: Histories,
-    pub(crate) thrash: BTreeMap<GpuId, Detector>,
     #[serde(default)]
     pub(crate) sleep: Sleep,
     pub(crate) effects: Effects,
@@ -79,7 +77,6 @@ impl Machine {
             quota: Quota::default(),
             places: Placements::default(),
             histories: Histories::default(),
-            thrash: BTreeMap::new(),
             sleep: Sleep::default(),
             effects: Effects::default(),
             asleep: false,
@@ -121,7 +118,6 @@ impl Machine {
                 Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
                 Wake::Limits => self.quota.mark_all_changed(),
                 Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
-                Wake::Thrash(gpu) => self.look_at_traffic(gpu),
                 Wake::Sleep(client) => self.look_at_sleep(client),
             }
         }
@@ -156,7 +152,6 @@ impl Machine {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
             }
             Event::OtherPrograms { gpu, present } => self.other_programs(gpu, present),
-            Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
             Event::HostAhead { bytes } => self.host_ahead(bytes),
             Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
@@ -279,9 +274,6 @@ impl Machine {
     pub(crate) fn forget_if_gone(&mut self, id: GpuId) {
         if !self.memory.get(&id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.clients.is_empty()) {
             return;
-        }
-        if self.thrash.remove(&id).is_some_and(|detector| detector.thrashes()) {
-            self.effects.command(Command::Thrashing { gpu: id, begins: false, demand: 0 });
         }
         self.memory.remove(&id);
         self.quota.gpu_forgotten(id);

@@ -68,9 +68,6 @@ impl Machine {
         let Some(gpu) = self.memory.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;
         };
-        if self.keeps_apart(id) {
-            return false;
-        }
         let (mut full, mut need, mut own_unevictable) = (0u32, 0u64, 0u64);
         for client in clients {
             let Some(history) = self.histories.of(client, id) else { return false };

@@ -17,7 +17,7 @@
 //! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
 //! - `backfill`: what runs on a GPU while its first request waits for other GPUs.
 //! - `gangs`, `gang_conflict`: clients that run together or not at all.
-//! - `unresponsive`: clients that do not answer. `traffic`: clients that thrash, by the traffic between GPU and host.
+//! - `unresponsive`: clients that do not answer.
 
 mod ahead;
 mod backfill;
@@ -38,7 +38,6 @@ mod reservations;
 mod rooms;
 mod serve;
 mod sleep;
-mod traffic;
 mod turns;
 mod unresponsive;
 

@@ -9,7 +9,7 @@ use crate::{
     memory::{self, Backing, GRANULARITY, Mapping, space, space_mut},
     out,
 };
-use cuda_sim_gpus::{Account, Config, Engine, EngineKind, MAX_GPUS, traffic};
+use cuda_sim_gpus::{Account, Config, Engine, EngineKind, MAX_GPUS};
 use std::{
     sync::{Arc, Mutex, MutexGuard, Weak},
     time::Duration,
@@ -134,7 +134,6 @@ pub fn prefetch(at: u64, len: u64, gpu: Option<usize>) -> Done {
 
 fn pay(bytes: u64, bandwidth: u64, gpu: usize, engine: EngineKind) {
     if bytes > 0 {
-        traffic::add(gpu, engine, bytes);
         let cost = Duration::from_nanos((u128::from(bytes) * 1_000_000_000 / u128::from(bandwidth)) as u64);
         Engine::get(gpu, engine).run(cost, || {});
     }

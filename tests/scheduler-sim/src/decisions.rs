@@ -79,7 +79,6 @@ fn numbers(command: &Command) -> Vec<u64> {
         Command::Probe { client } => vec![13, client.0],
         Command::Measure { gpu } => vec![14, number(gpu)],
         Command::EvictionBlocked { client, gpu, .. } => vec![15, client.0, number(gpu)],
-        Command::Thrashing { gpu, begins, demand } => vec![16, number(gpu), u64::from(*begins), *demand],
         Command::MappingFailed { client, gpu, bytes, failures } => {
             vec![17, client.0, number(gpu), *bytes, u64::from(*failures)]
         }

@@ -24,6 +24,36 @@ fn with_fullness(permille: &[u32; 2]) -> Talk {
     t
 }
 
+/// Managed memory pages in without the scheduler, but two such clients that do not fit would thrash.
+#[test]
+fn managed_memory_runs_together_only_where_it_fits() {
+    for (second, fits) in [(6 * GIB, true), (6 * GIB + 1, false)] {
+        let mut t = Talk::in_mode(AntiThrash::Auto);
+        for (n, demand) in [(1, 10 * GIB), (2, second)] {
+            t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
+            t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Managed });
+            t.report(n, demand, 0, 0);
+        }
+        let holding = |t: &Talk| -> Vec<u64> { (1..=2).filter(|n| t.state(*n) == LockState::Holding).collect() };
+        // Each says that it leaves the GPU idle while it has it for itself.
+        for round in 0..10 {
+            for n in 1..=2 {
+                t.map(n);
+                t.request(n);
+            }
+            let [holder] = holding(&t)[..] else { panic!("{:?} in round {round}", holding(&t)) };
+            t.say(Event::Utilization { client: client(holder), gpu: gpu(0), permille: 50 });
+            if fits && round == 1 {
+                assert_eq!(holding(&t).len(), 2);
+                break;
+            }
+            let revoked = (0..100).any(|_| t.after(ms(50)).contains(&revoke(holder)));
+            assert!(revoked && holding(&t).is_empty(), "round {round}");
+            t.release(holder, ReleaseReason::Revoked);
+        }
+    }
+}
+
 /// What holds the lock over D-Bus, say: nobody knows how long it needs it.
 #[test]
 fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {

@@ -1,5 +1,5 @@
 //! NVML, in a thread of its own because its calls can take long, which also starts without anybody waiting for it: which GPUs
-//! and MIG slices there are, how much of their memory is in use, and (by `traffic`) what moves between them and the host.
+//! and MIG slices there are, and how much of their memory is in use.
 //!
 //! A host without NVML works too; then GPUs are known from the clients that use them. An NVML that is open uses the driver,
 //! which can then neither be unloaded nor have a GPU reset. So it is open only while it is needed.
@@ -26,9 +26,8 @@ use tokio::sync::mpsc::error::SendError;
 use tokio::sync::oneshot;
 use tracing::debug;
 
-use super::traffic::Meter;
 use crate::gpu_faults::{Faults, nvml as nvml_faults};
-use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
+use crate::scheduler::{GpuId, Time};
 use crate::sys::clock;
 use devices::Devices;
 use driver::Driver;
@@ -41,8 +40,6 @@ pub enum Query {
     Scan,
     /// The memory in use.
     Sample,
-    /// The traffic between those GPUs and the host.
-    Traffic(GpuSet),
     /// A client attaches a GPU: the memory in use, and the end of a release.
     Attach,
     /// Let go of the driver, and leave it alone until a client attaches or that time has passed.
@@ -54,12 +51,11 @@ pub enum Query {
 struct Asked {
     scan: bool,
     sample: bool,
-    traffic: GpuSet,
 }
 
 impl Asked {
     fn is_any(&self) -> bool {
-        self.scan || self.sample || !self.traffic.is_empty()
+        self.scan || self.sample
     }
 }
 
@@ -72,7 +68,6 @@ pub enum Report {
     Gpus(Listing),
     Used(Vec<Sample>),
     Driver(DriverVersions),
-    Traffic(Vec<(GpuId, Traffic)>),
     /// Whether queries are answered from now on.
     State(State),
 }
@@ -176,14 +171,13 @@ struct Supervisor {
     faults: Faults,
     /// As last reported.
     state: State,
-    meter: Meter,
 }
 
 type Sent = Result<(), SendError<Report>>;
 
 impl Supervisor {
     fn new(reports: UnboundedSender<Report>) -> Self {
-        let asked = Asked { scan: true, sample: true, traffic: GpuSet::new() };
+        let asked = Asked { scan: true, sample: true };
         Self {
             reports,
             nvml: None,
@@ -195,7 +189,6 @@ impl Supervisor {
             asked_failing: None,
             faults: Faults::default(),
             state: State::Usable,
-            meter: Meter::default(),
         }
     }
 
@@ -226,7 +219,6 @@ impl Supervisor {
                 self.attach(now)?;
             }
             Query::Sample => self.asked.sample = true,
-            Query::Traffic(mut gpus) => self.asked.traffic.append(&mut gpus),
             Query::Attach => {
                 self.asked.sample = true;
                 self.attach(now)?;
@@ -368,11 +360,6 @@ impl Supervisor {
         }
         if asked.sample {
             reports.send(Report::Used(devices.sample()))?;
-        }
-        if !asked.traffic.is_empty() {
-            let wanted = devices.found.iter().filter(|found| asked.traffic.contains(&found.gpu));
-            let traffic = wanted.map(|found| (found.gpu, self.meter.take(found.gpu, &found.device)));
-            reports.send(Report::Traffic(traffic.collect()))?;
         }
         if asked.scan {
             let (driver, nvml) = (nvml.sys_driver_version().ok(), nvml.sys_nvml_version().ok());

@@ -1,12 +1,11 @@
 //! Who has how many bytes of which GPU. One small file a process; its bytes count as long as the process lives.
 
 use crate::{
-    Config, EngineKind, MAX_GPUS, checkpoint,
+    Config, MAX_GPUS, checkpoint,
     fork::close_in_child,
     lock::{LockFile, flock, open_shared},
     place::place,
     shared::{self, Shared},
-    traffic,
     trouble::{self, Stranger},
 };
 use std::{
@@ -217,8 +216,7 @@ impl Account {
         if missing > managed {
             return false;
         }
-        // Takes no time, but is seen to move.
-        traffic::add_at(gpu, EngineKind::Out, missing);
+        // Takes no time.
         for other in &others {
             let loss = missing.min(other.gpus[gpu].managed);
             if loss > 0 && set_managed(&other.path, gpu, other.gpus[gpu].managed - loss).is_ok() {

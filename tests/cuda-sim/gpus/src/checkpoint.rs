@@ -7,7 +7,6 @@ use crate::{
     account::{self, Process},
     lock::{flock, open_shared},
     place::{self, place},
-    traffic,
 };
 use std::{
     fs::{self, File},
@@ -286,7 +285,6 @@ impl Own {
 /// The driver copies to and from memory that is not pinned.
 fn take_time(place: usize, engine: EngineKind, bytes: u64) {
     if bytes > 0 {
-        traffic::add_at(place, engine, bytes);
         let cost = u128::from(bytes) * 1_000_000_000 / u128::from(Config::get().pageable_bandwidth);
         Engine::at(place, engine).run(Duration::from_nanos(cost as u64), || {});
     }

@@ -1,6 +1,6 @@
 //! The simulated GPUs as all processes see them: what they are ([`config`]), who has how much of their memory
-//! ([`account`], [`shared`]), whose work they execute at this moment ([`engine`]), how far it is ([`mark`]), what has moved
-//! between them and the host ([`traffic`]), what ails them ([`trouble`]), and how a process is taken off them ([`checkpoint`])
+//! ([`account`], [`shared`]), whose work they execute at this moment ([`engine`]), how far it is ([`mark`]), what the
+//! host's memory can carry ([`host_link`]), what ails them ([`trouble`]), and how a process is taken off them ([`checkpoint`])
 //! and put onto others ([`mod@place`]).
 //!
 //! Processes share nothing but files in one directory. Whatever a process holds is held by a `flock`, so that the
@@ -11,11 +11,11 @@ pub mod checkpoint;
 pub mod config;
 pub mod engine;
 mod fork;
+pub mod host_link;
 mod lock;
 pub mod mark;
 pub mod place;
 pub mod shared;
-pub mod traffic;
 pub mod trouble;
 
 pub use account::Account;

@@ -8,7 +8,7 @@ use cuda_sim_gpus::{
     Config,
     account::Figures,
     config::{Listing, Support},
-    traffic, trouble,
+    trouble,
 };
 use std::{
     ffi::{CStr, c_char},
@@ -295,23 +295,6 @@ fn pci(handle: usize) -> Result<Pci, Error> {
     Ok(info)
 }
 
-/// How long traffic is counted for, as NVML does.
-const COUNTED: Duration = Duration::from_millis(20);
-
-/// Kilobytes a second, from a GPU or to it.
-fn throughput(handle: usize, counter: u32) -> Result<u32, Error> {
-    let gpu = further(handle)?;
-    let way = match counter {
-        0 => 1, // what it transmits
-        1 => 0,
-        _ => return Err(INVALID_ARGUMENT),
-    };
-    let before = traffic::moved(gpu)[way];
-    thread::sleep(COUNTED);
-    let bytes = traffic::moved(gpu)[way].saturating_sub(before);
-    Ok(u32::try_from(u128::from(bytes) / COUNTED.as_millis()).unwrap_or(u32::MAX))
-}
-
 /// What NVML does not support for every GPU.
 fn further(handle: usize) -> Result<usize, Error> {
     let gpu = gpu(handle)?;
@@ -472,7 +455,6 @@ exports! {
         }
         Ok(())
     }
-    nvmlDeviceGetPcieThroughput(handle: usize, counter: u32, rate: *mut u32) { out(rate, throughput(handle, counter)?) }
     nvmlDeviceGetMaxPcieLinkGeneration(handle: usize, generation: *mut u32) { out(generation, link(handle, |_| 1)?) }
     nvmlDeviceGetMaxPcieLinkWidth(handle: usize, lanes: *mut u32) { out(lanes, link(handle, |lanes| lanes)?) }
 }

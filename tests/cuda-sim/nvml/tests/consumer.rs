@@ -1,6 +1,6 @@
 //! NVML that supports memory and processes only, and host memory that both directions share.
 
-use cuda_sim_gpus::traffic;
+use cuda_sim_gpus::host_link;
 use nvidia_ml::*;
 use std::{
     env, fs, process, thread,
@@ -31,7 +31,6 @@ fn memory_and_processes_only() {
     let (mut a, mut b, mut rates, mut field) = (0, 0, [0_u32; 2], [0_u64; 8]);
     for answer in [
         nvmlDeviceGetUtilizationRates(handle, rates.as_mut_ptr().cast()),
-        nvmlDeviceGetPcieThroughput(handle, 0, &mut a),
         nvmlDeviceGetMaxPcieLinkGeneration(handle, &mut a),
         nvmlDeviceGetMaxPcieLinkWidth(handle, &mut a),
         nvmlDeviceGetMigMode(handle, &mut a, &mut b),
@@ -44,7 +43,7 @@ fn memory_and_processes_only() {
 
     // Ten pieces of a MiB in each direction: the host's memory carries 100 a second, whatever the direction.
     let begin = Instant::now();
-    let ways = [(); 2].map(|()| thread::spawn(|| (0..10).for_each(|_| traffic::wait_for_host(1 << 20))));
+    let ways = [(); 2].map(|()| thread::spawn(|| (0..10).for_each(|_| host_link::wait_for_host(1 << 20))));
     ways.into_iter().for_each(|way| way.join().expect("it ends"));
     assert!(begin.elapsed() >= Duration::from_millis(199), "{:?}", begin.elapsed());
     let _ = fs::remove_dir_all(dir);

@@ -15,7 +15,7 @@ use crate::{
     stream::{self, Flavour, Stream},
     work::Work,
 };
-use cuda_sim_gpus::{Config, Engine, EngineKind, traffic};
+use cuda_sim_gpus::{Config, Engine, EngineKind, host_link};
 use std::{ptr, sync::Arc, time::Duration};
 
 /// Copies from pageable memory up to this size are taken at once; larger ones make the caller wait.
@@ -112,11 +112,10 @@ impl Copy {
                 }
             }
             let cost = Duration::from_nanos((u128::from(piece) * 1_000_000_000 / u128::from(bandwidth)) as u64);
-            traffic::add(context.gpu, engine, piece);
             Engine::get(context.gpu, engine).run(cost, || {
                 let copied = self.piece(context.gpu, to + done, from + done, piece);
                 if engine != EngineKind::Compute && !self.peer {
-                    traffic::wait_for_host(piece);
+                    host_link::wait_for_host(piece);
                 }
                 copied
             })?;
