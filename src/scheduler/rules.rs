@@ -181,7 +181,7 @@ impl Rules {
         let rule = self.limits_of(client).map_or(OnMemoryFull::Fail, |limits| limits.on_memory_full);
         match self.env(client).and_then(|limits| limits.waits) {
             Some(false) => OnMemoryFull::Fail,
-            Some(true) if rule == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
+            Some(true) if rule == OnMemoryFull::Fail => OnMemoryFull::Wait,
             Some(true) | None => rule,
         }
     }

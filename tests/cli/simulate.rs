@@ -403,7 +403,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         ),
         (
             both("rule = {}"),
-            "7:8: the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, wait-order, sleep-after, \
+            "7:8: the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, sleep-after, \
              weight, time-min, time-max, gpu-hours, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
         ),
         (

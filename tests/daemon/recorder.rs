@@ -34,7 +34,7 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
         let limits = RuleLimits {
             memory_max: [Amount::Infinity, Amount::Percent(90)][rng.below(2) as usize],
             share: rng.one_in(2).then_some(share),
-            on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo),
+            on_memory_full: OnMemoryFull::Wait,
             ..RuleLimits::default()
         };
         world.add(Plan {

@@ -123,7 +123,7 @@ fn whether_its_allocations_wait_is_a_programs_own_affair() {
     settle(&mut t);
     assert!(t.attachment(2).limit >= 4 * GIB);
 
-    let ruled = RuleLimits { on_memory_full: OnMemoryFull::Wait(WaitOrder::MostRecent), ..most };
+    let ruled = RuleLimits { on_memory_full: OnMemoryFull::Wait, ..most };
     let mut t = group(ruled, [EnvLimits::default(), waits(false), waits(true)]);
     assert_eq!(wish(&mut t, 3, 4 * GIB), [waiting(3, WaitReason::Memory)]);
     assert_eq!(wish(&mut t, 2, 4 * GIB), [denied(2, 4 * GIB, Denial::MemoryMax)]);

@@ -31,9 +31,8 @@ fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
     commands
 }
 
-fn waits(order: WaitOrder, memory_max: u64) -> RuleLimits {
-    let on_memory_full = OnMemoryFull::Wait(order);
-    RuleLimits { memory_max: Amount::Bytes(memory_max), on_memory_full, ..RuleLimits::default() }
+fn waits(memory_max: u64) -> RuleLimits {
+    RuleLimits { memory_max: Amount::Bytes(memory_max), on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() }
 }
 
 /// Whose wishes of more than they had were fulfilled.
@@ -44,7 +43,7 @@ fn fulfilled(t: &Talk, wishes: &[(u64, u64)]) -> Vec<u64> {
 
 #[test]
 fn an_allocation_beyond_the_groups_limit_waits_until_others_have_freed_enough() {
-    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [6 * GIB, GIB]);
+    let mut t = group(waits(8 * GIB), [6 * GIB, GIB]);
     assert_eq!(wish(&mut t, 2, 3 * GIB), [waiting(2, WaitReason::Memory)]);
     assert_eq!(t.after(Duration::from_secs(3600)), [], "as long as it takes");
     assert_eq!(wish(&mut t, 2, 3 * GIB), [], "it knows");
@@ -55,15 +54,15 @@ fn an_allocation_beyond_the_groups_limit_waits_until_others_have_freed_enough() 
 
 #[test]
 fn what_can_never_be_had_fails_at_once() {
-    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [GIB, GIB]);
+    let mut t = group(waits(8 * GIB), [GIB, GIB]);
     assert_eq!(wish(&mut t, 1, 9 * GIB), [denied(1, 9 * GIB, Denial::MemoryMax)]);
-    let mut t = group(RuleLimits { swap_max: Some(4 * GIB), ..waits(WaitOrder::Fifo, 8 * GIB) }, [GIB, GIB]);
+    let mut t = group(RuleLimits { swap_max: Some(4 * GIB), ..waits(8 * GIB) }, [GIB, GIB]);
     assert_eq!(wish(&mut t, 1, 5 * GIB), [denied(1, 5 * GIB, Denial::SwapMax)]);
 }
 
 #[test]
 fn where_all_wait_for_each_other_the_last_to_come_is_refused() {
-    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [4 * GIB, 4 * GIB]);
+    let mut t = group(waits(8 * GIB), [4 * GIB, 4 * GIB]);
     assert_eq!(wish(&mut t, 1, 6 * GIB), [waiting(1, WaitReason::Memory)]);
     assert_eq!(t.after(Duration::from_secs(60)), [], "the other may free some");
     assert_eq!(wish(&mut t, 2, 6 * GIB), [waiting(2, WaitReason::Memory)]);
@@ -76,34 +75,33 @@ fn where_all_wait_for_each_other_the_last_to_come_is_refused() {
 
 #[test]
 fn one_alone_that_has_all_there_is_waits_for_nobody() {
-    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [GIB]);
-    t.put(&[1], waits(WaitOrder::Fifo, 2 * GIB));
+    let mut t = group(waits(8 * GIB), [GIB]);
+    t.put(&[1], waits(2 * GIB));
     assert_eq!(wish(&mut t, 1, 3 * GIB), [denied(1, 3 * GIB, Denial::MemoryMax)]);
 }
 
 #[test]
-fn those_who_wait_are_served_in_the_order_that_the_rule_says() {
-    // Client 1 frees 3 GiB of 8 when the others wait.
-    let wishes = [(2, 4 * GIB), (3, GIB), (4, 3 * GIB), (5, 2 * GIB)];
-    let served = |order| {
-        let mut t = group(waits(order, 8 * GIB), [8 * GIB, 0, 0, 0, 0]);
-        for (n, bytes) in wishes {
-            assert_eq!(wish(&mut t, n, bytes), [waiting(n, WaitReason::Memory)]);
+fn waiting_allocations_of_a_group_are_served_in_order_of_arrival() {
+    let wishes = [(2, 4 * GIB), (3, GIB), (4, 3 * GIB)];
+    let mut t = group(waits(8 * GIB), [8 * GIB, 0, 0, 0]);
+    for (n, bytes) in wishes {
+        assert_eq!(wish(&mut t, n, bytes), [waiting(n, WaitReason::Memory)]);
+    }
+    let mut served = Vec::new();
+    for (left, expected) in [(5 * GIB, &[][..]), (4 * GIB, &[2]), (3 * GIB, &[2, 3]), (0, &[2, 3, 4])] {
+        t.report(1, left, left, 0);
+        settle(&mut t, 4);
+        for n in fulfilled(&t, &wishes).into_iter().filter(|n| !served.contains(n)).collect::<Vec<_>>() {
+            served.push(n);
+            t.report(n, wishes[n as usize - 2].1, 0, 0);
         }
-        t.report(1, 5 * GIB, 5 * GIB, 0);
-        settle(&mut t, 5);
-        fulfilled(&t, &wishes)
-    };
-    assert_eq!(served(WaitOrder::Fifo), [0u64; 0], "the first wants more, and nobody passes it");
-    assert_eq!(served(WaitOrder::BestFit), [4], "which leaves nothing");
-    assert_eq!(served(WaitOrder::MostRecent), [3, 5], "the last, and then what still fits");
-    let random = served(WaitOrder::Random);
-    assert!(!random.is_empty() && !random.contains(&2), "{random:?}");
+        assert_eq!(served, expected, "while client 1 has {left}");
+    }
 }
 
 #[test]
 fn a_rule_that_no_longer_has_anybody_wait_refuses_those_who_do() {
-    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [8 * GIB, 0]);
+    let mut t = group(waits(8 * GIB), [8 * GIB, 0]);
     assert_eq!(wish(&mut t, 2, GIB), [waiting(2, WaitReason::Memory)]);
     let commands = t.put(&[1, 2], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..RuleLimits::default() });
     assert!(commands.contains(&denied(2, GIB, Denial::MemoryMax)), "{commands:?}");
@@ -111,11 +109,11 @@ fn a_rule_that_no_longer_has_anybody_wait_refuses_those_who_do() {
 
 #[test]
 fn allocations_wait_for_host_memory_as_well() {
-    let mut t = group(waits(WaitOrder::Fifo, 16 * GIB), [10 * GIB, 6 * GIB]);
+    let mut t = group(waits(16 * GIB), [10 * GIB, 6 * GIB]);
     t.say(Event::HostMemory { bytes: 2 * GIB });
     t.join(3, 0);
     t.report(3, 2 * GIB, 0, 0);
-    t.put(&[1, 2], RuleLimits { memory_max: Amount::Infinity, ..waits(WaitOrder::Fifo, 0) });
+    t.put(&[1, 2], RuleLimits { memory_max: Amount::Infinity, ..waits(0) });
     assert!(wish(&mut t, 1, 12 * GIB).contains(&waiting(1, WaitReason::Memory)));
     assert!(wish(&mut t, 3, 4 * GIB).contains(&denied(3, 4 * GIB, Denial::NoRoom)), "it has no such rule");
     t.report(3, 0, 0, 0);

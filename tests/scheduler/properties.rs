@@ -144,7 +144,7 @@ proptest! {
                 memory_max: Amount::Bytes((1 + n * 7 % 24) * GIB / 2),
                 memory_low: (n.is_multiple_of(3)).then_some(Amount::Percent((n % 100) as u8)),
                 swap_max: (n.is_multiple_of(5)).then_some((n % 48) * GIB / 2),
-                on_memory_full: if n.is_multiple_of(7) { OnMemoryFull::Fail } else { OnMemoryFull::Wait(WaitOrder::Fifo) },
+                on_memory_full: if n.is_multiple_of(7) { OnMemoryFull::Fail } else { OnMemoryFull::Wait },
                 ..RuleLimits::default()
             };
             let id = (client + seed) % 4;
@@ -430,7 +430,7 @@ fn event() -> impl Strategy<Value = Event> {
                     memory_low: (bytes % 13 == 0).then_some(Amount::Bytes(bytes / 2)),
                     swap_max: (bytes % 17 == 0).then_some(bytes / 3),
                     on_memory_full: match bytes % 5 {
-                        0 | 1 => OnMemoryFull::Wait(WaitOrder::Fifo),
+                        0 | 1 => OnMemoryFull::Wait,
                         _ => OnMemoryFull::Fail,
                     },
                 },

@@ -34,12 +34,11 @@ pub use runtime::{Added, Addition};
 pub const SUBJECT_KEYS: [&str; 8] = ["name", "unit", "slice", "container", "pod", "claim", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
-pub const LIMIT_KEYS: [&str; 17] = [
+pub const LIMIT_KEYS: [&str; 16] = [
     "memory-max",
     "memory-low",
     "swap-max",
     "on-memory-full",
-    "wait-order",
     "sleep-after",
     "weight",
     "time-min",

@@ -13,7 +13,7 @@ use super::gpu_names::GpuNames;
 use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
 use super::rule::{Origin, Rule, Subject};
-use super::values::{IdleTime, MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
+use super::values::{IdleTime, MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, RuleLimits, Share};
 
 /// A rule in a file.
@@ -34,7 +34,6 @@ pub struct RawRule {
     memory_low: Option<Spanned<MemoryLow>>,
     swap_max: Option<SwapMax>,
     on_memory_full: Option<OnFull>,
-    wait_order: Option<Spanned<Order>>,
     sleep_after: Option<IdleTime>,
     weight: Option<Weight>,
     time_min: Option<Spanned<Percent>>,
@@ -131,14 +130,9 @@ impl RawRule {
     /// The rule's memory limits, if it sets any.
     fn memory(&self) -> Result<Option<RuleLimits>, Mistake> {
         let low = self.memory_low.as_ref().map(|low| low.as_ref().0);
-        let on_memory_full = match (self.on_memory_full, &self.wait_order) {
-            (Some(OnFull::Wait), order) => {
-                OnMemoryFull::Wait(order.as_ref().map_or_else(Default::default, |order| order.as_ref().0))
-            }
-            (_, Some(order)) => {
-                return Err((order.span(), "wait-order: nothing waits without on-memory-full = \"wait\"".into()));
-            }
-            (Some(OnFull::Fail) | None, None) => OnMemoryFull::Fail,
+        let on_memory_full = match self.on_memory_full {
+            Some(OnFull::Wait) => OnMemoryFull::Wait,
+            Some(OnFull::Fail) | None => OnMemoryFull::Fail,
         };
         let says = self.memory_max.is_some() || low.is_some() || self.swap_max.is_some();
         if !says && self.on_memory_full.is_none() {
@@ -279,7 +273,7 @@ mod tests {
             "memory-max = \"infinity\"",
             "pod = \"team-a/*\"\nclaim = \"team-a/half-*\"\nweight = 5",
             "weight = 100",
-            "memory-low = \"25%\"\nswap-max = \"8G\"\non-memory-full = \"wait\"\nwait-order = \"best-fit\"",
+            "memory-low = \"25%\"\nswap-max = \"8G\"\non-memory-full = \"wait\"",
             "on-memory-full = \"fail\"",
             "sleep-after = \"90s\"",
             "sleep-after = \"never\"",
@@ -420,14 +414,6 @@ mod tests {
             (
                 "on-memory-full = \"kill\"",
                 "2:18: unknown variant `kill`, expected `fail` or `wait`".to_owned(),
-            ),
-            (
-                "on-memory-full = \"wait\"\nwait-order = \"lifo\"",
-                "3:14: unknown variant `lifo`, expected one of `fifo`, `best-fit`, `most-recent`, `random`".to_owned(),
-            ),
-            (
-                "memory-max = \"1G\"\nwait-order = \"fifo\"",
-                "3:14: wait-order: nothing waits without on-memory-full = \"wait\"".to_owned(),
             ),
             (
                 "user = \"nobody-of-this-name\"\nmemory-max = \"1G\"",

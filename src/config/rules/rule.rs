@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use super::gpu_hours::GpuHours;
 use super::gpu_names::GpuName;
 use super::places::Whereabouts;
-use super::values::{Order, idle_time};
-use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share, WaitOrder};
+use super::values::idle_time;
+use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share};
 
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,13 +60,6 @@ impl Rule {
             Amount::Bytes(bytes) => i64::try_from(bytes).unwrap_or(i64::MAX).into(),
             Amount::Percent(percent) => toml::Value::from(format!("{percent}%")),
         };
-        let (waits, order) = match on_memory_full {
-            OnMemoryFull::Fail => (None, None),
-            OnMemoryFull::Wait(order) => {
-                let order = (order != WaitOrder::default()).then(|| Order::name(order).into());
-                (Some("wait".into()), order)
-            }
-        };
         let is_empty =
             self.limits == RuleLimits::default() && self.gpu_hours.is_none() && self.places == Whereabouts::default();
         let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
@@ -84,8 +77,7 @@ impl Rule {
             ("memory-max", memory_max),
             ("memory-low", memory_low.map(amount)),
             ("swap-max", swap_max.map(|bytes| amount(Amount::Bytes(bytes)))),
-            ("on-memory-full", waits),
-            ("wait-order", order),
+            ("on-memory-full", (on_memory_full == OnMemoryFull::Wait).then(|| "wait".into())),
             ("sleep-after", sleep_after.map(|after| idle_time(after).into())),
             ("weight", says.map(|_| weight)),
             ("time-min", (min > 0).then(|| format!("{min}%").into())),

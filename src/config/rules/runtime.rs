@@ -149,7 +149,7 @@ mod tests {
             (
                 "two",
                 "user = 5",
-                "the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, wait-order, sleep-after, \
+                "the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, sleep-after, \
                  weight, time-min, time-max, gpu-hours, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
             ),
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
 use crate::config::{settings, units};
-use crate::scheduler::{Amount, SleepAfter, WaitOrder};
+use crate::scheduler::{Amount, SleepAfter};
 
 /// The smallest limit, which is the granularity of GPU memory, and the largest, which is that of all sizes in the file; bytes.
 const LEAST: u64 = 2 << 20;
@@ -29,29 +29,6 @@ pub struct SwapMax(pub Option<u64>);
 pub enum OnFull {
     Fail,
     Wait,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(remote = "WaitOrder", rename_all = "kebab-case")]
-enum OrderName {
-    Fifo,
-    BestFit,
-    MostRecent,
-    Random,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub struct Order(#[serde(with = "OrderName")] pub WaitOrder);
-
-impl Order {
-    pub fn name(order: WaitOrder) -> &'static str {
-        match order {
-            WaitOrder::Fifo => "fifo",
-            WaitOrder::BestFit => "best-fit",
-            WaitOrder::MostRecent => "most-recent",
-            WaitOrder::Random => "random",
-        }
-    }
 }
 
 /// When idle programs sleep.

@@ -125,23 +125,9 @@ pub enum OnMemoryFull {
     /// It fails.
     #[default]
     Fail,
-    /// It waits until other clients have freed enough.
-    Wait(WaitOrder),
-}
-
-/// The order in which waiting allocations of a group get memory that becomes free.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum WaitOrder {
-    /// The oldest first. Later ones wait until it has been served.
-    #[default]
-    Fifo,
-    /// The largest that fits.
-    BestFit,
-    /// The newest that fits.
-    MostRecent,
-    /// A random one of those that fit.
-    Random,
+    /// It waits until other clients have freed enough. The oldest of the group's is served first, and later ones wait
+    /// until it has been.
+    Wait,
 }
 
 /// An amount of memory on each GPU.

@@ -1,6 +1,6 @@
 //! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted; any other
 //! is denied, once it is certain that no acknowledgement of lower limits could help, or, where a rule says so, waits
-//! until other clients have freed enough, in the order that the rule sets.
+//! until other clients have freed enough. Of the requests of a group that wait, the oldest is served first.
 //!
 //! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for
 //! ever.
@@ -12,7 +12,6 @@ use super::{
     solver::{At, QuotaProblem},
 };
 use crate::{api::*, effects::Effects};
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -28,27 +27,6 @@ pub(super) struct LimitRequest {
     pub group: Option<GroupId>,
     pub wanted: Wanted,
     pub at: At,
-}
-
-impl WaitOrder {
-    /// The rank of a request: the smallest is served first. `lacks`: the bytes that it waits for.
-    fn rank(self, number: u64, lacks: u64) -> (u64, u64) {
-        match self {
-            Self::Fifo => (0, number),
-            // Of those that fit, the one that leaves the least room.
-            Self::BestFit => (u64::MAX - lacks, number),
-            Self::MostRecent => (0, u64::MAX - number),
-            // The same for a request each time, so that repeating it does not improve its chances.
-            Self::Random => (scattered(number), number),
-        }
-    }
-}
-
-/// The finalizer of SplitMix64: maps successive numbers far apart.
-fn scattered(number: u64) -> u64 {
-    let z = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 impl Quota {
@@ -119,20 +97,18 @@ impl Quota {
         cx: Context,
         fx: &mut Effects,
         problem: &mut QuotaProblem,
-        requests: Vec<LimitRequest>,
+        mut requests: Vec<LimitRequest>,
         budget: Option<u64>,
     ) -> Vec<At> {
         let mut granted = Vec::new();
         // Groups with a waiting request that is served before all later ones.
         let mut held: BTreeMap<(GroupId, GpuId), Denial> = BTreeMap::new();
         self.host.awaited = false;
-        for request in in_order(cx, problem, requests) {
+        requests.sort_unstable_by_key(|request| request.wanted.number);
+        for request in requests {
             let LimitRequest { client, gpu, group, wanted, at } = request;
-            let (waits, is_fifo) = match cx.rules.on_memory_full(client) {
-                OnMemoryFull::Fail => (false, false),
-                OnMemoryFull::Wait(order) => (true, order == WaitOrder::Fifo),
-            };
-            let place = group.map(|group| (group, gpu)).filter(|_| is_fifo);
+            let waits = cx.rules.waits_for_memory(client);
+            let place = group.map(|group| (group, gpu)).filter(|_| waits);
             if let Some(why) = place.and_then(|place| held.get(&place).copied()) {
                 self.hold_back(fx, client, gpu, why);
                 continue;
@@ -213,29 +189,4 @@ impl Quota {
         self.set_wanted(client, id, None);
         fx.command(Command::Denied { client, gpu: id, bytes: wanted.bytes, why });
     }
-}
-
-/// Sorts requests by number, except that those of one group exchange positions as its rule orders them.
-fn in_order(cx: Context, problem: &QuotaProblem, mut requests: Vec<LimitRequest>) -> Vec<LimitRequest> {
-    requests.sort_unstable_by_key(|waiting| waiting.wanted.number);
-    let mut groups: BTreeMap<GroupId, Vec<LimitRequest>> = BTreeMap::new();
-    let mut orders = BTreeMap::new();
-    for waiting in &requests {
-        let Some(group) = waiting.group else { continue };
-        if let OnMemoryFull::Wait(order) = cx.rules.on_memory_full(waiting.client) {
-            groups.entry(group).or_default().push(*waiting);
-            orders.insert(group, order);
-        }
-    }
-    for (group, members) in &mut groups {
-        let order = orders.get(group).copied().unwrap_or_default();
-        let rank = |w: &LimitRequest| order.rank(w.wanted.number, problem.lacks(w.at, w.wanted.bytes));
-        members.sort_unstable_by_key(|waiting| Reverse(rank(waiting)));
-    }
-    let next = |waiting: LimitRequest| {
-        let waits = cx.rules.waits_for_memory(waiting.client);
-        let own = waiting.group.filter(|_| waits).and_then(|group| groups.get_mut(&group));
-        own.and_then(Vec::pop).unwrap_or(waiting)
-    };
-    requests.into_iter().map(next).collect()
 }

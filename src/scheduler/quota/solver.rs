@@ -134,11 +134,6 @@ impl QuotaProblem {
         bound.quotas.iter().filter_map(|at| self.quota(*at)).fold(0, |sum, quota| sum.saturating_add(of(quota)))
     }
 
-    /// By how much a client's floor would have to rise to `bytes`.
-    pub fn lacks(&self, at: At, bytes: u64) -> u64 {
-        self.quota(at).map_or(0, |quota| bytes.saturating_sub(quota.floor))
-    }
-
     /// Raises a client's floor to `bytes`.
     ///
     /// # Errors

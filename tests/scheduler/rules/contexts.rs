@@ -79,7 +79,7 @@ fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
 fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
     let mut t = nearly_full();
     t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
-    t.put(&[2], RuleLimits { on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo), ..RuleLimits::default() });
+    t.put(&[2], RuleLimits { on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() });
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(t.after(Duration::from_secs(3600)), []);
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);

@@ -14,11 +14,10 @@ pub use nvshare::config::rules::LIMIT_KEYS as KEYS;
 
 /// Of these, what pods may set by default: what only restricts the pod itself, or decides beside which pods it is placed. A
 /// key that can take from others is not among them.
-const HARMLESS: [&str; 11] = [
+const HARMLESS: [&str; 10] = [
     "memory-max",
     "swap-max",
     "on-memory-full",
-    "wait-order",
     "weight",
     "time-max",
     "priority",
@@ -104,7 +103,6 @@ mod tests {
             ("memory-max", "100%"),
             ("swap-max", "8G"),
             ("on-memory-full", "wait"),
-            ("wait-order", "fifo"),
             ("time-max", "20%"),
             ("weight", "idle"),
             ("affinity", "a"),
