@@ -97,7 +97,7 @@ impl PlacementClient {
     fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
         // The command will send the same limits.
-        for limit in LimitName::ALL.into_iter().filter(|limit| limit.since() <= self.version) {
+        for limit in LimitName::ALL {
             let value = environment(limit.variable()).unwrap_or_default();
             env_limits::parts(limit, &value).try_for_each(|part| self.send(&part))?;
         }

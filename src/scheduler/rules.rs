@@ -28,28 +28,17 @@ impl EnvLimits {
     /// A group's share as tightened for this client.
     pub(crate) fn tighten(&self, share: Share) -> Share {
         let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
-        Share {
-            weight,
-            // An idle client has no minimum.
-            min: if weight == 0 { 0 } else { share.min },
-            max: self.time_max.min(share.max),
-            priority: self.priority.map_or(share.priority, |priority| priority.min(share.priority)),
-            interactive: share.interactive && !self.batch,
-        }
+        // An idle client has no minimum.
+        Share { weight, min: if weight == 0 { 0 } else { share.min }, ..share }
     }
 
     /// Whether they can put a client into another class than its group.
     fn makes_classes(&self) -> bool {
-        self.weight == Some(0) || self.priority.is_some() || self.batch
+        self.weight == Some(0)
     }
 
     fn is_bounded(&self) -> bool {
-        self.memory_max != Amount::Infinity || self.swap_max.is_some()
-    }
-
-    /// The limits that affect a client's position in queues.
-    pub(crate) fn time(&self) -> (Option<u16>, u8, Option<i8>, bool) {
-        (self.weight, self.time_max, self.priority, self.batch)
+        self.memory_max != Amount::Infinity
     }
 }
 
@@ -133,10 +122,9 @@ impl Rules {
         self.groups().any(|(_, limits)| is_bounded(limits)) || self.env.values().any(EnvLimits::is_bounded)
     }
 
-    /// Whether any rule or environment limits memory over all GPUs.
+    /// Whether any rule limits memory over all GPUs.
     pub fn bound_swap(&self) -> bool {
         self.groups().any(|(_, limits)| limits.swap_max.is_some())
-            || self.env.values().any(|limits| limits.swap_max.is_some())
     }
 
     /// Whether a rule or its environment limits the memory of a client.
@@ -163,39 +151,20 @@ impl Rules {
         self.env(client)?.memory_max.on(total)
     }
 
-    /// The same over all GPUs.
-    pub fn env_swap_max(&self, client: ClientId) -> Option<u64> {
-        self.env(client)?.swap_max
-    }
-
     /// The lowest of all limits on the client's memory on a GPU of `total` bytes. `None`: there is none.
     pub fn lowest_max(&self, client: ClientId, total: u64) -> Option<u64> {
         let rule = [self.memory_max(client, total), self.swap_max(client)];
-        let env = [self.env_memory_max(client, total), self.env_swap_max(client)];
-        rule.into_iter().chain(env).flatten().min()
+        rule.into_iter().chain([self.env_memory_max(client, total)]).flatten().min()
     }
 
-    /// What happens to an allocation of the client for which there is no room: as its environment says, or else its
-    /// rule.
-    pub fn on_memory_full(&self, client: ClientId) -> OnMemoryFull {
-        let rule = self.limits_of(client).map_or(OnMemoryFull::Fail, |limits| limits.on_memory_full);
-        match self.env(client).and_then(|limits| limits.waits) {
-            Some(false) => OnMemoryFull::Fail,
-            Some(true) if rule == OnMemoryFull::Fail => OnMemoryFull::Wait,
-            Some(true) | None => rule,
-        }
-    }
-
-    /// How long a client is idle before it sleeps: as its rule says, or else the settings, and no longer than its environment says.
-    /// Where the settings have nobody sleep, only a rule can. `None`: for ever.
+    /// How long a client is idle before it sleeps: as its rule says, or else the settings. `None`: for ever.
     pub fn sleep_after(&self, client: ClientId, settings: &Settings) -> Option<Duration> {
         let rule = self.limits_of(client).and_then(|limits| limits.sleep_after);
-        let rule = rule.or(settings.sleep_after.map(SleepAfter::Idle))?;
-        self.env(client).and_then(|limits| limits.sleep_after).map_or(rule, |env| env.min(rule)).time()
+        rule.or(settings.sleep_after.map(SleepAfter::Idle))?.time()
     }
 
     /// Whether allocations of the client wait for memory instead of failing.
     pub fn waits_for_memory(&self, client: ClientId) -> bool {
-        self.on_memory_full(client) != OnMemoryFull::Fail
+        self.limits_of(client).is_some_and(|limits| limits.on_memory_full == OnMemoryFull::Wait)
     }
 }

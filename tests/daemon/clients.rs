@@ -136,13 +136,13 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     let allowed = "a number from 1 to 10000, or \"idle\" is allowed";
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"10000x\": {allowed}"));
     say(own(1, "1"));
-    say(ClientMessage::EnvLimit { limit: LimitName::Priority, more: 0, text: Text::new("x") });
+    say(ClientMessage::EnvLimit { limit: LimitName::MemoryMax, more: 0, text: Text::new("x") });
     say(own(0, "0"));
-    assert!(remark().starts_with("NVSHARE_PRIORITY: "));
+    assert!(remark().starts_with("NVSHARE_MEMORY_MAX: "));
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be 0: {allowed}"));
     say(own(0, ""));
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"\": {allowed}"));
-    daemon.log.wait("NVSHARE_PRIORITY: priority cannot be");
+    daemon.log.wait("NVSHARE_MEMORY_MAX: memory-max cannot be");
     // One without an end.
     for _ in 0..=env_limits::LONGEST / 100 {
         // Until it is hung up on.

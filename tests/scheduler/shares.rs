@@ -436,17 +436,11 @@ fn who_claims_less_has_less_and_leaves_it_to_all_others() {
 
 #[test]
 fn a_claim_that_is_looser_than_the_rule_has_no_effect() {
-    let loose = EnvLimits {
-        weight: Some(10_000),
-        time_max: 50,
-        priority: Some(7),
-        memory_max: Amount::Bytes(16 * GIB),
-        ..EnvLimits::default()
-    };
+    let loose = EnvLimits { weight: Some(10_000), memory_max: Amount::Bytes(16 * GIB) };
     let rule = share(Share { max: 40, ..Share::default() });
     let grants = |own: EnvLimits| {
-        let other = (2, weight(300), EnvLimits { time_max: 100, ..own });
-        let mut world = tightened(AntiThrash::On, ms(1), &[(1, rule, own), (1, rule, own), other]);
+        let members = [(1, rule, own), (1, rule, own), (2, weight(300), own)];
+        let mut world = tightened(AntiThrash::On, ms(1), &members);
         world.latency = Duration::ZERO;
         world.run(s(300));
         [1, 2, 3].map(|n| world.grants_of(client(n)))
@@ -457,31 +451,7 @@ fn a_claim_that_is_looser_than_the_rule_has_no_effect() {
 }
 
 #[test]
-fn what_a_program_has_at_most_by_itself_is_counted_for_it_alone() {
-    let at_most = |time_max| EnvLimits { time_max, ..EnvLimits::default() };
-    for drain in DRAINS {
-        for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
-            near(&ten_periods(&mut tightened(mode, drain, &[(1, None, at_most(10))])), &[10.0]);
-        }
-        let beside =
-            ten_periods(&mut tightened(AntiThrash::On, drain, &[(1, None, at_most(10)), (1, None, at_most(100))]));
-        assert!((5.0..=13.0).contains(&beside[0]) && beside[1] >= 87.0, "{beside:.1?}");
-        // Its group's holds as well.
-        let both = [(1, bounds(0, 30), at_most(10)), (1, bounds(0, 30), at_most(100))];
-        let both = ten_periods(&mut tightened(AntiThrash::On, drain, &both));
-        assert!(both[0] <= 13.0 && both.iter().sum::<f64>() <= 33.0, "{both:.1?}");
-        near(&[both.iter().sum()], &[30.0]);
-    }
-    for n in 0..50 {
-        let at = PERIOD + ms(700) * n;
-        let mut world = tightened(AntiThrash::On, ms(1), &[(1, bounds(0, 50), at_most(10))]);
-        let part = parts(&mut world, at, at + PERIOD)[0];
-        assert!(part <= 10.5, "{part:.1} percent from {at:?}");
-    }
-}
-
-#[test]
-fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
+fn an_idle_weight_of_its_own_puts_a_program_behind_its_fellows() {
     let bursts = Plan { start: s(1), gpu: ms(10), cpu: ms(500), phases: 100, ..Plan::default() };
     let waits = |own: EnvLimits, share: Option<Share>| {
         let mut world = tightened(AntiThrash::On, ms(2), &[(1, share, own)]);
@@ -490,24 +460,10 @@ fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
         world.run(s(100));
         world.models[&fellow].waits.clone()
     };
-    for own in [own_weight(0), EnvLimits { priority: Some(-1), ..EnvLimits::default() }] {
-        for share in [None, weight(100)] {
-            let waits = waits(own, share);
-            assert!(waits.len() > 90 && waits.iter().all(|wait| *wait < ms(4)), "{own:?}: {waits:?}");
-        }
+    for share in [None, weight(100)] {
+        let waits = waits(own_weight(0), share);
+        assert!(waits.len() > 90 && waits.iter().all(|wait| *wait < ms(4)), "{waits:?}");
     }
     let plain = waits(EnvLimits::default(), None);
     assert!(plain.iter().any(|wait| *wait > s(1)), "{plain:?}");
-
-    let interactive = share(Share { interactive: true, ..Share::default() });
-    let first = |own| {
-        let mut world = busy(AntiThrash::On, ms(2), &[None]);
-        let group = Some(Group { id: GroupId(9), limits: RuleLimits { share: interactive, ..RuleLimits::default() } });
-        let one = world.add(Plan { tenant: TenantId(9), group, own, ..bursts.clone() });
-        world.run(s(100));
-        world.models[&one].waits.clone()
-    };
-    assert!(first(EnvLimits::default()).iter().all(|wait| *wait < ms(4)));
-    let patient = first(EnvLimits { batch: true, ..EnvLimits::default() });
-    assert!(patient.iter().any(|wait| *wait > s(1)), "{patient:?}");
 }

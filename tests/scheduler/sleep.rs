@@ -477,11 +477,10 @@ mod idle {
         assert!(scene.t.say(refusal).contains(&prepares(2)));
     }
 
-    /// By rule, whatever the settings say; by its environment no later than by rule, and only where it sleeps at all.
     #[test]
-    fn a_rule_sets_when_its_programs_sleep_and_their_environment_only_sooner() {
+    fn a_rule_sets_when_its_programs_sleep_whatever_the_settings_say() {
         let minutes = |minutes: u64| SleepAfter::Idle(Duration::from_secs(60 * minutes));
-        let asked_after = |setting: Option<Duration>, rule: Option<SleepAfter>, env: Option<SleepAfter>| {
+        let asked_after = |setting: Option<Duration>, rule: Option<SleepAfter>| {
             let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
             let settings = Settings { sleep_after: setting, ..scene.t.machine.settings().clone() };
             scene.t.say(Event::Configure(settings));
@@ -489,21 +488,14 @@ mod idle {
             scene.t.put(&[1, 3], other);
             let ruled = Group { id: GroupId(8), limits: RuleLimits { sleep_after: rule, ..RuleLimits::default() } };
             scene.t.say(Event::Groups { groups: [(client(2), Some(ruled))].into() });
-            let limits = EnvLimits { sleep_after: env, ..EnvLimits::default() };
-            scene.t.say(Event::EnvLimits { client: client(2), limits });
             (1..30).find(|_| scene.t.after(Duration::from_secs(60)).contains(&prepares(2)))
         };
         let (never, default) = (Some(SleepAfter::Never), Some(AFTER));
-        assert_eq!(asked_after(default, None, None), Some(5));
-        assert_eq!(asked_after(default, Some(minutes(2)), None), Some(2));
-        assert_eq!(asked_after(default, Some(minutes(9)), None), Some(9));
-        assert_eq!(asked_after(default, never, None), None);
-        assert_eq!(asked_after(None, Some(minutes(2)), None), Some(2));
-        assert_eq!(asked_after(default, None, Some(minutes(3))), Some(3));
-        assert_eq!(asked_after(default, None, Some(minutes(7))), Some(5));
-        assert_eq!(asked_after(default, None, never), Some(5));
-        assert_eq!(asked_after(default, never, Some(minutes(3))), Some(3));
-        assert_eq!(asked_after(None, None, Some(minutes(3))), None, "the driver may not be one that was tested");
+        assert_eq!(asked_after(default, None), Some(5));
+        assert_eq!(asked_after(default, Some(minutes(2))), Some(2));
+        assert_eq!(asked_after(default, Some(minutes(9))), Some(9));
+        assert_eq!(asked_after(default, never), None);
+        assert_eq!(asked_after(None, Some(minutes(2))), Some(2));
     }
 
     /// Who stops a process keeps it from being settled.

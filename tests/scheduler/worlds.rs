@@ -54,7 +54,6 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
     EnvLimits {
         memory_max: most[rng.below(3) as usize],
         weight: rng.one_in(2).then(|| [1, 10, 99, 100, 10_000][rng.below(5) as usize]),
-        ..EnvLimits::default()
     }
 }
 

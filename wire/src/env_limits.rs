@@ -4,7 +4,6 @@
 use crate::{
     ClientMessage,
     message::byte_enum,
-    version,
     visible_devices::{PART, ascii},
 };
 use core::ffi::CStr;
@@ -18,53 +17,20 @@ byte_enum! {
     /// The key of a rule that a variable tightens.
     pub enum LimitName {
         MemoryMax = 0,
-        MemoryLow = 1,
-        SwapMax = 2,
-        OnMemoryFull = 3,
-        Weight = 4,
-        TimeMax = 5,
-        Priority = 6,
-        Interactive = 7,
-        AllowedGpus = 8,
-        SleepAfter = 9,
+        Weight = 1,
+        AllowedGpus = 2,
     }
 }
 
 impl LimitName {
-    pub const ALL: [Self; 10] = [
-        Self::MemoryMax,
-        Self::MemoryLow,
-        Self::SwapMax,
-        Self::OnMemoryFull,
-        Self::Weight,
-        Self::TimeMax,
-        Self::Priority,
-        Self::Interactive,
-        Self::AllowedGpus,
-        Self::SleepAfter,
-    ];
+    pub const ALL: [Self; 3] = [Self::MemoryMax, Self::Weight, Self::AllowedGpus];
 
     /// The environment variable.
     pub const fn variable(self) -> &'static CStr {
         match self {
             Self::MemoryMax => c"NVSHARE_MEMORY_MAX",
-            Self::MemoryLow => c"NVSHARE_MEMORY_LOW",
-            Self::SwapMax => c"NVSHARE_SWAP_MAX",
-            Self::OnMemoryFull => c"NVSHARE_ON_MEMORY_FULL",
             Self::Weight => c"NVSHARE_WEIGHT",
-            Self::TimeMax => c"NVSHARE_TIME_MAX",
-            Self::Priority => c"NVSHARE_PRIORITY",
-            Self::Interactive => c"NVSHARE_INTERACTIVE",
             Self::AllowedGpus => c"NVSHARE_ALLOWED_GPUS",
-            Self::SleepAfter => c"NVSHARE_SLEEP_AFTER",
-        }
-    }
-
-    /// The protocol version from which on it can be sent.
-    pub const fn since(self) -> u16 {
-        match self {
-            Self::SleepAfter => version::SLEEP,
-            _ => version::ENV_LIMITS,
         }
     }
 }

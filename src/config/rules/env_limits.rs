@@ -10,9 +10,9 @@ use serde::de::value::{Error, I64Deserializer, StrDeserializer};
 
 use super::gpu_names::{self, GpuName};
 use super::rule::Rule;
-use super::values::{IdleTime, MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight, idle_time};
+use super::values::{MemoryMax, Weight};
 use crate::config::units;
-use crate::scheduler::{self, Amount, OnMemoryFull, RuleLimits, SleepAfter};
+use crate::scheduler::{self, Amount, RuleLimits};
 
 /// The name of the environment variable in which a program sets a limit.
 pub fn variable(limit: LimitName) -> &'static str {
@@ -26,15 +26,8 @@ const SHOWN: usize = 48;
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Value {
     MemoryMax(Amount),
-    MemoryLow(Amount),
-    SwapMax(Option<u64>),
-    Waits(bool),
     Weight(u16),
-    TimeMax(u8),
-    Priority(i8),
-    Interactive(bool),
     AllowedGpus(Vec<GpuName>),
-    SleepAfter(SleepAfter),
 }
 
 /// The limits from one program's environment.
@@ -64,15 +57,8 @@ impl EnvLimits {
         for value in self.values() {
             match value {
                 Value::MemoryMax(max) => limits.memory_max = *max,
-                Value::MemoryLow(low) => limits.memory_low = Some(*low),
-                Value::SwapMax(max) => limits.swap_max = *max,
-                Value::Waits(waits) => limits.waits = Some(*waits),
                 Value::Weight(weight) => limits.weight = Some(*weight),
-                Value::TimeMax(max) => limits.time_max = *max,
-                Value::Priority(priority) => limits.priority = Some(*priority),
-                Value::Interactive(is_interactive) => limits.batch = !is_interactive,
                 Value::AllowedGpus(_) => {}
-                Value::SleepAfter(after) => limits.sleep_after = Some(*after),
             }
         }
         limits
@@ -104,7 +90,7 @@ impl EnvLimits {
         self.0.keys().filter_map(|limit| self.remark(*limit, rule)).collect()
     }
 
-    /// The limits in effect, in the syntax of a rule: `weight 10, time-max 20%`.
+    /// The limits in effect, in the syntax of a rule: `memory-max 8 GiB, weight 10`.
     pub fn in_words(&self, rule: Option<&Rule>) -> String {
         let limits = self.0.keys().filter(|limit| self.remark(**limit, rule).is_none());
         let words = limits.filter_map(|limit| Some(self.0.get(limit)?.value.as_ref().ok()?.to_string()));
@@ -117,18 +103,7 @@ impl Value {
         let text = text.trim();
         Ok(match limit {
             LimitName::MemoryMax => Self::MemoryMax(parse::<MemoryMax>(text)?.0),
-            LimitName::MemoryLow => Self::MemoryLow(parse::<MemoryLow>(text)?.0),
-            LimitName::SwapMax => Self::SwapMax(parse::<SwapMax>(text)?.0),
-            LimitName::OnMemoryFull => Self::Waits(parse::<OnFull>(text)? == OnFull::Wait),
             LimitName::Weight => Self::Weight(parse::<Weight>(text)?.0),
-            LimitName::TimeMax => Self::TimeMax(parse::<Percent>(text)?.0),
-            LimitName::Priority => Self::Priority(parse::<Priority>(text)?.0),
-            LimitName::Interactive => match text {
-                "0" => Self::Interactive(false),
-                "1" => Self::Interactive(true),
-                _ => return Err(format!("interactive cannot be {:?}: 0 or 1 is allowed", shortened(text))),
-            },
-            LimitName::SleepAfter => Self::SleepAfter(parse::<IdleTime>(text)?.0),
             LimitName::AllowedGpus => {
                 let names = text.split(',').map(str::trim);
                 let read = |name| gpu_names::read(name).or_else(|_| gpu_names::read(&shortened(name)));
@@ -144,29 +119,7 @@ impl Value {
             Self::MemoryMax(value) => {
                 (is_as_much(*value, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
             }
-            Self::MemoryLow(value) => match limits.memory_low {
-                Some(low) => (is_as_much(*value, low), Self::MemoryLow(low).to_string()),
-                None => (true, "no memory-low".into()),
-            },
-            Self::SwapMax(value) => {
-                let most = |max: &Option<u64>| max.unwrap_or(u64::MAX);
-                (most(value) >= most(&limits.swap_max), Self::SwapMax(limits.swap_max).to_string())
-            }
-            Self::Waits(value) => {
-                let waits = limits.on_memory_full != OnMemoryFull::Fail;
-                (*value == waits, Self::Waits(waits).to_string())
-            }
             Self::Weight(value) => (*value >= share.weight, Self::Weight(share.weight).to_string()),
-            Self::TimeMax(value) => (*value >= share.max, Self::TimeMax(share.max).to_string()),
-            Self::Priority(value) => (*value >= share.priority, Self::Priority(share.priority).to_string()),
-            Self::Interactive(value) => {
-                let has = if share.interactive { "interactive" } else { "no interactive" };
-                (*value || !share.interactive, has.into())
-            }
-            Self::SleepAfter(value) => match limits.sleep_after {
-                Some(after) => (*value >= after, Self::SleepAfter(after).to_string()),
-                None => (*value == SleepAfter::Never, "no other sleep-after than all programs".into()),
-            },
             // Which GPUs these are depends on who asks.
             Self::AllowedGpus(_) => (false, String::new()),
         };
@@ -183,17 +136,8 @@ impl fmt::Display for Value {
         };
         match self {
             Self::MemoryMax(max) => write!(f, "memory-max {}", amount(max)),
-            Self::MemoryLow(low) => write!(f, "memory-low {}", amount(low)),
-            Self::SwapMax(max) => write!(f, "swap-max {}", amount(&max.map_or(Amount::Infinity, Amount::Bytes))),
-            Self::Waits(true) => f.write_str("on-memory-full wait"),
-            Self::Waits(false) => f.write_str("on-memory-full fail"),
             Self::Weight(0) => f.write_str("weight idle"),
             Self::Weight(weight) => write!(f, "weight {weight}"),
-            Self::TimeMax(max) => write!(f, "time-max {max}%"),
-            Self::Priority(priority) => write!(f, "priority {priority}"),
-            Self::Interactive(true) => f.write_str("interactive"),
-            Self::Interactive(false) => f.write_str("not interactive"),
-            Self::SleepAfter(after) => write!(f, "sleep-after {}", idle_time(*after)),
             Self::AllowedGpus(names) => {
                 let names: Vec<String> = names.iter().map(GpuName::to_string).collect();
                 write!(f, "allowed-gpus {}", names.join(" "))
@@ -252,37 +196,15 @@ mod tests {
     fn values_are_read_as_those_of_a_rule() {
         let limits = env_limits(&[
             (LimitName::MemoryMax, "8G"),
-            (LimitName::MemoryLow, "25%"),
-            (LimitName::SwapMax, "8589934592"),
-            (LimitName::OnMemoryFull, "wait"),
             (LimitName::Weight, " 10 "),
-            (LimitName::TimeMax, "30 %"),
-            (LimitName::Priority, "-5"),
-            (LimitName::Interactive, "0"),
             (LimitName::AllowedGpus, "GPU-8a6c, 1"),
-            (LimitName::SleepAfter, "1min"),
         ]);
-        let expected = scheduler::EnvLimits {
-            memory_max: Amount::Bytes(8 << 30),
-            memory_low: Some(Amount::Percent(25)),
-            swap_max: Some(8 << 30),
-            waits: Some(true),
-            weight: Some(10),
-            time_max: 30,
-            priority: Some(-5),
-            batch: true,
-            sleep_after: Some(SleepAfter::Idle(std::time::Duration::from_secs(60))),
-        };
+        let expected = scheduler::EnvLimits { memory_max: Amount::Bytes(8 << 30), weight: Some(10) };
         assert_eq!(limits.limits(), expected);
         let names = ["GPU-8a6c", "1"].map(|name| GpuName::parse(name).expect("a name"));
         assert_eq!(limits.allowed(), Some(names.as_slice()));
-        let rule = rule("memory-low = \"50%\"\ninteractive = true");
-        assert_eq!(
-            limits.in_words(Some(&rule)),
-            "memory-max 8 GiB, memory-low 25%, swap-max 8 GiB, on-memory-full wait, weight 10, time-max 30%, priority -5, \
-             not interactive, allowed-gpus GPU-8a6c 1, sleep-after 60s"
-        );
-        assert_eq!(limits.remarks(Some(&rule)), Vec::<String>::new());
+        assert_eq!(limits.in_words(None), "memory-max 8 GiB, weight 10, allowed-gpus GPU-8a6c 1");
+        assert_eq!(limits.remarks(None), Vec::<String>::new());
         assert_eq!(env_limits(&[(LimitName::Weight, "idle")]).limits().weight, Some(0));
     }
 
@@ -294,18 +216,6 @@ mod tests {
         let long = "1".repeat(300);
         for (limit, text, expected) in [
             (LimitName::MemoryMax, "lots", format!("NVSHARE_MEMORY_MAX: memory-max cannot be \"lots\": {amounts}")),
-            (LimitName::MemoryLow, "1", format!("NVSHARE_MEMORY_LOW: memory-low cannot be 1: {amounts}")),
-            (
-                LimitName::SwapMax,
-                "50%",
-                "NVSHARE_SWAP_MAX: swap-max cannot be \"50%\": a size from 2M to 1T like \"8G\", or \"infinity\" is allowed"
-                    .into(),
-            ),
-            (
-                LimitName::OnMemoryFull,
-                "kill",
-                "NVSHARE_ON_MEMORY_FULL: unknown variant `kill`, expected `fail` or `wait`".into(),
-            ),
             (
                 LimitName::Weight,
                 "0",
@@ -318,22 +228,6 @@ mod tests {
                     "NVSHARE_WEIGHT: weight cannot be \"{}…\": a number from 1 to 10000, or \"idle\" is allowed",
                     "1".repeat(SHOWN)
                 ),
-            ),
-            (
-                LimitName::TimeMax,
-                "30",
-                "NVSHARE_TIME_MAX: time-min and time-max cannot be 30: a part of the time from \"1%\" to \"100%\" is allowed"
-                    .into(),
-            ),
-            (
-                LimitName::Priority,
-                "high",
-                "NVSHARE_PRIORITY: priority cannot be \"high\": a number from -100 to 100 is allowed".into(),
-            ),
-            (
-                LimitName::Interactive,
-                "yes",
-                "NVSHARE_INTERACTIVE: interactive cannot be \"yes\": 0 or 1 is allowed".into(),
             ),
             (
                 LimitName::AllowedGpus,
@@ -350,21 +244,11 @@ mod tests {
 
     #[test]
     fn what_is_no_tighter_than_a_rule_has_no_effect() {
-        let all = "memory-max = \"8G\"\nmemory-low = \"10%\"\nswap-max = \"4G\"\nweight = 50\ntime-max = \"40%\"\n\
-                   priority = -3\non-memory-full = \"wait\"\nsleep-after = \"1min\"";
-        let rule = rule(all);
+        let rule = rule("memory-max = \"8G\"\nweight = 50");
         for (limit, text, has) in [
             (LimitName::MemoryMax, "8G", "memory-max 8 GiB"),
             (LimitName::MemoryMax, "infinity", "memory-max 8 GiB"),
-            (LimitName::MemoryLow, "11%", "memory-low 10%"),
-            (LimitName::SwapMax, "infinity", "swap-max 4 GiB"),
             (LimitName::Weight, "50", "weight 50"),
-            (LimitName::TimeMax, "41%", "time-max 40%"),
-            (LimitName::Priority, "0", "priority -3"),
-            (LimitName::Interactive, "0", "no interactive"),
-            (LimitName::OnMemoryFull, "wait", "on-memory-full wait"),
-            (LimitName::SleepAfter, "60", "sleep-after 60s"),
-            (LimitName::SleepAfter, "never", "sleep-after 60s"),
         ] {
             let (limits, name) = (env_limits(&[(limit, text)]), variable(limit));
             let expected = format!(
@@ -374,15 +258,8 @@ mod tests {
             assert_eq!(limits.in_words(Some(&rule)), "");
         }
         // What cannot be compared without a GPU may be tighter.
-        for (limit, text) in [
-            (LimitName::MemoryMax, "7G"),
-            (LimitName::MemoryMax, "99%"),
-            (LimitName::MemoryLow, "1G"),
-            (LimitName::Weight, "idle"),
-            (LimitName::Priority, "-4"),
-            (LimitName::OnMemoryFull, "fail"),
-            (LimitName::SleepAfter, "59s"),
-        ] {
+        for (limit, text) in [(LimitName::MemoryMax, "7G"), (LimitName::MemoryMax, "99%"), (LimitName::Weight, "idle")]
+        {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
         }
         let none = env_limits(&[(LimitName::Weight, "101")]).remark(LimitName::Weight, None);

@@ -37,44 +37,13 @@ pub struct RuleLimits {
 
 /// Limits that a program sets for itself by its environment. They apply to this client alone, beside the limits of its
 /// group's rule, and only where they are tighter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct EnvLimits {
     /// The most that the client may allocate on each GPU, its context included.
     pub memory_max: Amount,
-    /// The most of the client's memory that its group's `memory_low` protects.
-    pub memory_low: Option<Amount>,
-    /// Bytes that the client may allocate over all GPUs. `None`: no limit.
-    pub swap_max: Option<u64>,
-    /// Whether the client's allocations wait for memory instead of failing. `None`: the rule decides.
-    pub waits: Option<bool>,
     /// The client's weight, if that is lower than its owner's. 0: it runs only while no other client wants the GPU.
     pub weight: Option<u16>,
-    /// The most GPU time that the client gets, in percent of [`Settings::time_period`](super::Settings::time_period).
-    pub time_max: u8,
-    /// The client's priority, if that is lower than its rule's.
-    pub priority: Option<i8>,
-    /// The client is not interactive, whatever its rule says.
-    pub batch: bool,
-    /// When the client is put to sleep, if that is sooner than it would be.
-    #[serde(default)]
-    pub sleep_after: Option<SleepAfter>,
-}
-
-impl Default for EnvLimits {
-    fn default() -> Self {
-        Self {
-            memory_max: Amount::Infinity,
-            memory_low: None,
-            swap_max: None,
-            waits: None,
-            weight: None,
-            time_max: 100,
-            priority: None,
-            batch: false,
-            sleep_after: None,
-        }
-    }
 }
 
 /// How long a client is idle before it is put to sleep where others lack room. The shorter is the lesser.

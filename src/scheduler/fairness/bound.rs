@@ -1,7 +1,10 @@
 //! The least and the most GPU time that an owner gets within a period.
 
 use super::{ShareOwner, Shares, usage::Window};
-use crate::{api::*, lock::Entity};
+use crate::{
+    api::*,
+    lock::{Entity, Hold},
+};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -25,9 +28,9 @@ pub(super) fn is_watched(share: Share) -> bool {
 impl<'a> Shares<'a> {
     /// An owner's usage of a GPU within the last period.
     fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'a> {
-        let is_own = |client| self.owner(client) == Some(owner) || owner == ShareOwner::Client(client);
         // A bypassed holder takes nothing from others of its owner.
-        let holds = self.lock.holds_on(id).filter(|(client, hold)| is_own(*client) && !hold.is_bypassed());
+        let is_own = |client, hold: &Hold| self.owner(client) == Some(owner) && !hold.is_bypassed();
+        let holds = self.lock.holds_on(id).filter(|(client, hold)| is_own(*client, hold));
         let since = holds.map(|(_, hold)| hold.since).min();
         Window {
             usage: self.state.gpus.get(&id).and_then(|gpu| gpu.used.get(&owner)),
@@ -36,13 +39,9 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// The owners of a client that have a minimum or a maximum.
-    pub fn bounded_owners(&self, client: ClientId) -> Vec<ShareOwner> {
-        if self.rules.are_none() {
-            return Vec::new();
-        }
-        let owners = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
-        owners.filter(|owner| is_bounded(self.share(*owner))).collect()
+    /// The owner of a client's turns, if it has a minimum or a maximum.
+    pub fn bounded_owner(&self, client: ClientId) -> Option<ShareOwner> {
+        self.owner(client).filter(|owner| is_bounded(self.share(*owner)))
     }
 
     /// Whether an owner has used less of a GPU than its minimum.
@@ -51,17 +50,10 @@ impl<'a> Shares<'a> {
         min > 0 && self.window(owner, id).used(self.now) < part(min, self.settings)
     }
 
-    /// When a holder, or its group, will have used its maximum; a time that is not in the future if it has. `None`: it
+    /// When the group of a holder will have used its maximum; a time that is not in the future if it has. `None`: it
     /// has no maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
-        if self.rules.are_none() {
-            return None;
-        }
-        let owners = [self.owner(holder), Some(ShareOwner::Client(holder))].into_iter().flatten();
-        owners.filter_map(|owner| self.owner_capped_at(owner, id)).min()
-    }
-
-    fn owner_capped_at(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
+        let owner = self.owner(holder)?;
         let share = self.share(owner);
         if share.max >= 100 {
             return None;
@@ -73,14 +65,10 @@ impl<'a> Shares<'a> {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may hold none of these GPUs, because it or its group has used its maximum. By then enough of
-    /// the usage for a turn is more than a period ago. `None`: it may hold them.
+    /// Until when a client may hold none of these GPUs, because its group has used its maximum. By then enough of the
+    /// usage for a turn is more than a period ago. `None`: it may hold them.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
-        let owners = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
-        owners.filter_map(|owner| self.owner_capped_until(owner, gpus)).max()
-    }
-
-    fn owner_capped_until(&self, owner: ShareOwner, gpus: &GpuSet) -> Option<Time> {
+        let owner = self.owner(client)?;
         let share = self.share(owner);
         if share.max >= 100 {
             return None;
@@ -110,7 +98,6 @@ impl<'a> Shares<'a> {
     /// Whether the class of any owner depends on what it has used.
     pub fn are_watched(&self) -> bool {
         self.rules.groups().any(|(_, limits)| limits.share.is_some_and(is_watched))
-            || self.rules.with_env().any(|(_, limits)| limits.time_max < 100)
     }
 
     pub fn is_watched(&self, client: ClientId) -> bool {

@@ -72,14 +72,12 @@ impl Fairness {
         self.tenants.remove(&client);
         for gpu in self.gpus.values_mut() {
             gpu.finish_tags.remove(ShareOwner::Client(client));
-            gpu.used.remove(&ShareOwner::Client(client));
         }
     }
 
-    /// Records that owners held a GPU from `since` until now.
-    pub fn record_usage(&mut self, owners: Vec<ShareOwner>, id: GpuId, since: Time, now: Time, period: Duration) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        for owner in owners {
+    /// Records that an owner held a GPU from `since` until now.
+    pub fn record_usage(&mut self, owner: ShareOwner, id: GpuId, since: Time, now: Time, period: Duration) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.used.entry(owner).or_default().record(since, now, period);
         }
     }
@@ -140,11 +138,8 @@ impl<'a> Shares<'a> {
             ShareOwner::Group(group) => self.rules.limits(group).and_then(|limits| limits.share).unwrap_or_default(),
             ShareOwner::Client(client) => {
                 let default = Share::default();
-                self.rules.env(client).map_or(default, |limits| Share {
-                    weight: limits.weight.unwrap_or(default.weight),
-                    max: limits.time_max,
-                    ..default
-                })
+                let weight = self.rules.env(client).and_then(|limits| limits.weight);
+                Share { weight: weight.unwrap_or(default.weight), ..default }
             }
         }
     }

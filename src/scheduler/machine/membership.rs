@@ -113,8 +113,7 @@ impl Machine {
             return;
         }
         self.bounds_changed(client);
-        self.sleep_after_changed(client);
-        if has_position && before.time() != limits.time() {
+        if has_position && before.weight != limits.weight {
             self.requeue_all();
         }
     }

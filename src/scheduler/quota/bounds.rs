@@ -75,8 +75,7 @@ impl Quota {
 
     /// The same, given the group's bound on that GPU.
     pub(super) fn room_within(&self, cx: Context, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
-        let by_env = self.env_room(cx, client)?;
-        let Some(group) = cx.rules.group(client) else { return Some(by_env) };
+        let Some(group) = cx.rules.group(client) else { return Some(u64::MAX) };
         let committed = |gpu: &GpuLimits| gpu.by_group.get(&group).copied().unwrap_or(0);
         let here = match bound {
             Some(max) => max.checked_sub(self.gpus.get(&id).map_or(0, committed))?,
@@ -86,12 +85,6 @@ impl Quota {
             Some(max) => max.checked_sub(self.gpus.values().map(committed).fold(0, u64::saturating_add))?,
             None => u64::MAX,
         };
-        Some(here.min(everywhere).min(by_env))
-    }
-
-    /// The same for the limit over all GPUs of a client's environment.
-    fn env_room(&self, cx: Context, client: ClientId) -> Option<u64> {
-        let Some(max) = cx.rules.env_swap_max(client) else { return Some(u64::MAX) };
-        max.checked_sub(self.limits_of(client).fold(0, |sum: u64, (_, limit)| sum.saturating_add(limit.counted)))
+        Some(here.min(everywhere))
     }
 }

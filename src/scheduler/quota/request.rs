@@ -60,7 +60,7 @@ impl Quota {
             return false;
         } else if held.is_none() && self.hold_for_context(cx, client, id, bytes) {
             return self.schedule_samples(cx, fx, id);
-        } else if is_beyond(self.env_bound(cx, client, id)) || is_beyond(cx.rules.env_swap_max(client)) {
+        } else if is_beyond(self.env_bound(cx, client, id)) {
             Some(Denial::EnvLimit)
         } else if is_beyond(memory_max) {
             Some(Denial::MemoryMax)

@@ -90,14 +90,7 @@ struct GpuQuota {
     attaching: bool,
 }
 
-/// The subject of a bound.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum BoundOf {
-    Group(GroupId),
-    Client(ClientId),
-}
-
-/// A bound on the members of a group together, or on a client over all GPUs.
+/// A bound on the members of a group together.
 #[derive(Debug)]
 struct Bound {
     max: u64,
@@ -268,8 +261,8 @@ impl Quota {
     fn load(&self, cx: Context, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<LimitRequest>) {
         let mut problem = QuotaProblem::default();
         let mut requests = Vec::new();
-        // Bounds on each GPU (`Some`: its index), and over all GPUs.
-        let mut bounds: BTreeMap<(BoundOf, Option<usize>), Bound> = BTreeMap::new();
+        // Bounds of each group on each GPU (`Some`: its index), and over all GPUs.
+        let mut bounds: BTreeMap<(GroupId, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut quotas = Vec::new();
             let (capacity, total) = (cx.gpus.offer(id), cx.gpus.total(id));
@@ -290,14 +283,9 @@ impl Quota {
                 ] {
                     let (Some(group), Some(max)) = (group, max) else { continue };
                     let gpu = (why == Denial::MemoryMax).then_some(at.gpu);
-                    let bound =
-                        bounds.entry((BoundOf::Group(group), gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
+                    let bound = bounds.entry((group, gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
                     bound.max = bound.max.saturating_sub(context);
                     bound.quotas.push(at);
-                }
-                if let Some(max) = cx.rules.env_swap_max(client) {
-                    let fresh = Bound { max, why: Denial::EnvLimit, quotas: Vec::new() };
-                    bounds.entry((BoundOf::Client(client), None)).or_insert(fresh).quotas.push(at);
                 }
                 let env_bound = self.env_bound(cx, client, id);
                 quotas.push(ClientQuota {
@@ -318,7 +306,7 @@ impl Quota {
                 let (group, max) = (cx.rules.group(*client), cx.rules.memory_max(*client, total));
                 if let Some((group, max)) = group.zip(max) {
                     let fresh = Bound { max, why: Denial::MemoryMax, quotas: Vec::new() };
-                    let bound = bounds.entry((BoundOf::Group(group), Some(at.gpu))).or_insert(fresh);
+                    let bound = bounds.entry((group, Some(at.gpu))).or_insert(fresh);
                     bound.quotas.push(at);
                 } else if budget.is_none() {
                     continue;

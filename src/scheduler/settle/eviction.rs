@@ -106,9 +106,7 @@ impl Machine {
                 let take = if has_unfreed { evictable } else { evictable.min(lacking) };
                 let take = match self.rules.group(client).and_then(|group| unprotected.get_mut(&group)) {
                     Some(may_go) if pass != Pass::Protected => {
-                        let unprotected_by_env =
-                            self.unprotected_by_env(client, id).saturating_sub(account.allowance - left);
-                        let take = take.min(unprotected_by_env.max(*may_go));
+                        let take = take.min(*may_go);
                         *may_go = may_go.saturating_sub(take);
                         take
                     }

@@ -63,11 +63,4 @@ impl Machine {
         });
         protected.collect()
     }
-
-    /// Bytes of a client for which its environment waives its group's protection.
-    pub(crate) fn unprotected_by_env(&self, client: ClientId, id: GpuId) -> u64 {
-        let low = self.rules.env(client).and_then(|limits| limits.memory_low?.on(self.memory.get(&id)?.total));
-        let has = self.account(client, id).map_or(0, |account| account.allowance);
-        low.map_or(0, |low| has.saturating_sub(low))
-    }
 }

@@ -454,9 +454,8 @@ impl Machine {
         }
         self.lock_changed(client, id);
         self.end_trial(client, id);
-        if !hold.is_bypassed() {
-            let owners = self.shares().bounded_owners(client);
-            self.fairness.record_usage(owners, id, hold.since, now, self.settings.time_period);
+        if let Some(owner) = self.shares().bounded_owner(client).filter(|_| !hold.is_bypassed()) {
+            self.fairness.record_usage(owner, id, hold.since, now, self.settings.time_period);
         }
         self.charge_service(client, id, &hold, waited);
         self.touch_conflicting_gangs(hold.entity);

@@ -96,7 +96,7 @@ impl Machine {
         self.rules.sleep_after(client, &self.settings)
     }
 
-    /// A rule, or the client's environment, may say something else.
+    /// The client's rule may say something else.
     pub(crate) fn sleep_after_changed(&mut self, client: ClientId) {
         for id in self.gpus_of(client) {
             self.touch(id);
