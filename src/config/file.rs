@@ -28,8 +28,6 @@ pub struct Config {
     /// Connections of one user; root has no limit.
     pub max_clients_per_tenant: u32,
     pub log_level: LogLevel,
-    /// Connections outlive the daemon, if systemd can store them.
-    pub keep_connections: bool,
     /// Host memory that all programs together may use for swapped memory.
     pub swap_max: SwapMax,
     /// Host memory that programs may allocate for memory that is still on a GPU.
@@ -55,7 +53,6 @@ impl Default for Config {
             sets_sleep_after: false,
             max_clients_per_tenant: 512,
             log_level: LogLevel::Info,
-            keep_connections: true,
             // Swapped memory is locked in RAM: what the host itself needs must not be.
             swap_max: SwapMax::Percent(80),
             swap_ahead: SwapMax::Percent(25),
@@ -134,7 +131,6 @@ impl Config {
             sets_sleep_after: all.sleep_after.is_some(),
             max_clients_per_tenant: all.max_clients_per_tenant.unwrap_or(default.max_clients_per_tenant),
             log_level: all.log_level.unwrap_or(default.log_level),
-            keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
             swap_ahead: all.swap.ahead.unwrap_or(default.swap_ahead),
             swap_file: all.swap.file.unwrap_or(default.swap_file),
@@ -192,8 +188,6 @@ struct File {
     #[serde(default, deserialize_with = "read_log_level")]
     log_level: Option<LogLevel>,
     #[serde(default)]
-    keep_connections: Option<bool>,
-    #[serde(default)]
     memory: FileMemory,
     #[serde(default)]
     swap: SwapSection,
@@ -218,7 +212,6 @@ impl File {
             sleep_after: self.sleep_after.or(before.sleep_after),
             max_clients_per_tenant: self.max_clients_per_tenant.or(before.max_clients_per_tenant),
             log_level: self.log_level.or(before.log_level),
-            keep_connections: self.keep_connections.or(before.keep_connections),
             memory: FileMemory {
                 reserve: self.memory.reserve.or(before.memory.reserve),
                 context: self.memory.context.or(before.memory.context),
@@ -284,7 +277,6 @@ mod tests {
     #[test]
     fn every_setting_is_read() {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nsleep-after = \"never\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
-                     keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\nfile = \"/fast/swap\"\nfile-max = \"100G\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\nprograms = true\n[accounting]\nkeep = \"30d\"\n";
         let expected = Config {
@@ -302,7 +294,6 @@ mod tests {
             sets_sleep_after: true,
             max_clients_per_tenant: 9,
             log_level: LogLevel::Debug,
-            keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
             swap_ahead: SwapMax::Bytes(0),
             swap_file: Some("/fast/swap".into()),
@@ -417,7 +408,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `accounting`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `sleep-after`, `max-clients-per-tenant`, `log-level`, `memory`, `swap`, `metrics`, `accounting`, `rule`",
             ),
         ];
         for (text, expected) in cases {

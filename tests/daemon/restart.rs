@@ -305,32 +305,6 @@ fn descriptors_that_nobody_knows_are_given_back() {
 }
 
 #[test]
-fn keeping_connections_can_be_turned_off_and_on() {
-    let directory = Directory::new();
-    let manager = Manager::new(&directory.0);
-    let file = directory.0.join("nvshare.toml");
-    std::fs::write(&file, "keep-connections = false\n").expect("the file");
-    let start = |directory| {
-        Daemon::start_in(directory, Some(&manager), |command, _| {
-            command.arg("--config").arg(&file);
-        })
-    };
-    let daemon = start(directory);
-    let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
-    client.attach();
-    let lock = Lock::acquire(&daemon.control());
-    std::fs::write(&file, "").expect("the file");
-    assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
-    until(|| manager.kept().len() == 2);
-    std::fs::write(&file, "keep-connections = false\n").expect("the file");
-    assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
-    until(|| manager.kept().is_empty());
-    drop(daemon);
-    client.until_end();
-    lock.until_end();
-}
-
-#[test]
 fn where_nothing_is_kept_a_client_hears_of_the_end() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);

@@ -232,7 +232,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
     let end = socket.try_clone().ok();
     let taken_over = || {
         let record = File::from(record.ok_or(io::ErrorKind::NotFound)?);
-        if name.version != LOCK_RECORD || !core.borrow().config.keep_connections {
+        if name.version != LOCK_RECORD {
             return Err(io::ErrorKind::Unsupported.into());
         }
         let (content, held) = Record::read(&record)?;

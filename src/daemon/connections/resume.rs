@@ -69,7 +69,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
     for StoredConnection { name, socket, record: _ } in stored {
         core.borrow_mut().reserve_id(ClientId(name.client));
-        let Some(asked) = ask(core, name, socket, connections) else {
+        let Some(asked) = ask(name, socket, connections) else {
             systemd::forget(&name.to_string());
             continue;
         };
@@ -124,14 +124,8 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
 }
 
 /// Asks a client for its state. `None` if its process has ended, or the connection cannot be taken over.
-fn ask(
-    core: &Rc<RefCell<Core>>,
-    name: ConnectionName,
-    socket: OwnedFd,
-    connections: &Connections,
-) -> Option<StoredClient> {
+fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
     let is_supported = (version::RESUMING..=version::MAX).contains(&name.version);
-    let is_wanted = core.borrow().config.keep_connections;
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
         // A child of the process may still have the connection.
         let is_alive = identity.pid == 0 || pidfd.is_some();
@@ -139,7 +133,7 @@ fn ask(
             && (name.start_time == 0
                 || peer::start_time(identity.pid).is_none_or(|start_time| start_time == name.start_time))
     });
-    let Some((identity, pidfd)) = known.filter(|_| is_supported && is_wanted) else {
+    let Some((identity, pidfd)) = known.filter(|_| is_supported) else {
         socket::shut_down(socket.as_fd());
         return None;
     };

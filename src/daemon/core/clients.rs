@@ -162,26 +162,13 @@ impl Core {
             Some(lock) => (Kind::Lock, LOCK_RECORD, vec![lock.owner.as_fd(), lock.record.as_fd()]),
         };
         let can_resume = kind == Kind::Lock || version >= version::RESUMING;
-        let is_wanted = self.config.keep_connections && !entry.gpus.is_empty();
-        if !is_wanted || !can_resume || entry.stored_as.is_some() {
+        if entry.gpus.is_empty() || !can_resume || entry.stored_as.is_some() {
             return;
         }
         let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);
         let name = ConnectionName { kind, version, client: client.0, start_time };
         if systemd::keep(&name.to_string(), &descriptors) {
             entry.stored_as = Some(name);
-        }
-    }
-
-    /// Puts all connections into systemd's descriptor store, or takes them out, after a change of the configuration.
-    pub(super) fn store_as_configured(&mut self) {
-        let clients: Vec<ClientId> = self.clients.keys().copied().collect();
-        for client in clients {
-            if self.config.keep_connections {
-                self.store(client);
-            } else if let Some(name) = self.clients.get_mut(&client).and_then(|entry| entry.stored_as.take()) {
-                systemd::forget(&name.to_string());
-            }
         }
     }
 

@@ -380,9 +380,6 @@ impl Core {
         let before = std::mem::replace(&mut self.config, config);
         self.config.rules.put_last(self.claims.rules(), self.pods.rules());
         self.budgets.set_clients(self.config.max_clients_per_tenant);
-        if before.keep_connections != self.config.keep_connections {
-            self.store_as_configured();
-        }
         if before.rules != self.config.rules {
             self.reapply_rules(&before.rules);
         }
