@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nvshare_wire::client::{Engine, EngineReason, GpuKind};
-use nvshare_wire::{ClientMessage, SchedulerMessage, Text, version};
+use nvshare_wire::{ClientMessage, SchedulerMessage, Text};
 use test_support::daemon::{self, Client, Daemon, GPU, PATIENCE};
 
 /// What each client has on the GPU, which has room for all of them.
@@ -155,7 +155,7 @@ fn connect(daemon: &Daemon, users: u32, number: usize) -> Client {
     if users > 1 {
         becomes(user);
     }
-    let client = Client::welcomed_as(&daemon.socket(), version::MAX);
+    let client = Client::welcomed(&daemon.socket());
     if users > 1 {
         becomes(0);
     }

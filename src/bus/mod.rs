@@ -306,7 +306,6 @@ pub fn engine_name(engine: Engine) -> &'static str {
 /// Why a client's memory has its engine.
 pub fn engine_reason(reason: EngineReason) -> &'static str {
     match reason {
-        EngineReason::Unsaid => "",
         EngineReason::Best => "the default",
         EngineReason::Asked => "NVSHARE_ENGINE asks for it",
         EngineReason::Oversubscription => "NVSHARE_ENABLE_SINGLE_OVERSUB lets it exceed the GPU",
@@ -370,7 +369,6 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
         SleepObstacle::Capture => "it captures a stream",
         SleepObstacle::Gang => "it is in a gang",
         SleepObstacle::NoContext => "it has no context",
-        SleepObstacle::OldLibrary => "its library is too old",
         SleepObstacle::Unreachable => "its process is not visible to the scheduler",
         SleepObstacle::Unsupported => "neither this driver nor nvshare-checkpoint can do it here",
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",

@@ -62,10 +62,8 @@ impl PlacementClient {
             gang: 0,
             library: Text::new("nvsharectl"),
         })?;
-        match client.receive()? {
-            SchedulerMessage::Welcome { version, .. } if version >= version::PLACEMENT => client.version = version,
-            _ => return None, // an older one, which places nobody
-        }
+        let SchedulerMessage::Welcome { version, .. } = client.receive()? else { return None };
+        client.version = version;
         Some(client)
     }
 

@@ -180,7 +180,7 @@ fn clients_and_gpus_are_listed() {
         assert!(first.command.as_ref().is_some_and(|line| line.contains("bus")), "{first:?}");
         let [usage] = first.gpus.as_slice() else { panic!("{first:?}") };
         assert_eq!((usage.uuid.as_str(), usage.state.as_str(), usage.engine.as_str()), (GPU_NAME, "holding", "swap"));
-        assert_eq!(usage.engine_reason, "", "a library of version 1 does not say");
+        assert_eq!(usage.engine_reason, "the default");
         assert_eq!((usage.demand, usage.resident, usage.grants), (12 * GIB, 12 * GIB, 1));
         assert_eq!(clients[1].gpus[0].state, "waiting");
     });

@@ -41,10 +41,13 @@ fn a_library_of_another_age_is_told_so() {
         client.until_end();
         daemon.log.wait(&format!("its library speaks protocol {min} to {max}"));
     }
-    // A newer library that still speaks ours is served.
-    let client = Client::connect(&daemon.socket()).expect("the daemon listens");
-    client.send(hello_of(1, 9));
-    assert!(matches!(client.receive(), Some(SchedulerMessage::Welcome { version: version::MAX, .. })));
+    // A newer library that still speaks ours is served, and so is an older one that speaks ours already.
+    for (min, max) in [(version::MAX, version::MAX + 8), (0, version::MAX)] {
+        let client = Client::connect(&daemon.socket()).expect("the daemon listens");
+        client.send(hello_of(min, max));
+        assert!(matches!(client.receive(), Some(SchedulerMessage::Welcome { version: version::MAX, .. })));
+        client.attach();
+    }
 }
 
 #[test]
@@ -124,7 +127,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
 fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     let daemon = Daemon::start();
     let own = |more, text: &str| ClientMessage::EnvLimit { limit: LimitName::Weight, more, text: Text::new(text) };
-    let client = Client::welcomed_as(&daemon.socket(), version::MAX);
+    let client = Client::welcomed(&daemon.socket());
     let say = |message: ClientMessage| client.send(message);
     let remark = || match client.receive() {
         Some(SchedulerMessage::Remark { text }) => text.as_str().to_owned(),

@@ -20,10 +20,10 @@ fn kept() -> (Manager, Daemon) {
     (manager, daemon)
 }
 
-/// A client that knows of restarts, and whose connection is kept already.
+/// A client whose connection is kept already.
 fn resuming(manager: &Manager, daemon: &Daemon) -> Client {
     let before = manager.kept().len();
-    let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    let client = Client::welcomed(&daemon.socket());
     client.attach();
     until(|| manager.kept().len() > before);
     client
@@ -207,12 +207,9 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
 fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
-    let older = Client::welcomed_as(&daemon.socket(), version::RESUMING - 1);
-    older.attach();
     // It uses no GPU, and so has nothing to lose.
-    let idle = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    let idle = Client::welcomed(&daemon.socket());
     let directory = daemon.stop();
-    older.until_end();
     idle.until_end();
     assert_eq!(manager.kept().len(), 1);
     let daemon = Daemon::start_under(&manager, directory);
@@ -310,7 +307,7 @@ fn where_nothing_is_kept_a_client_hears_of_the_end() {
     let manager = Manager::new(&directory.0);
     manager.keep_nothing();
     let daemon = Daemon::start_under(&manager, directory);
-    let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    let client = Client::welcomed(&daemon.socket());
     client.attach();
     until(|| manager.heard("FDSTORE=1") == 1);
     drop(daemon.stop());
@@ -452,7 +449,7 @@ fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
     client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
-    until(|| manager.heard("FDSTORE=1") == 1);
+    until(|| manager.heard("FDSTORE=1") == 2);
     let directory = daemon.kill();
     assert_eq!(lock.until_end(), "");
 
@@ -461,7 +458,7 @@ fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
     client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
-    until(|| manager.heard("FDSTORE=1") == 2);
+    until(|| manager.heard("FDSTORE=1") == 4);
     drop(daemon.stop());
     assert_eq!(lock.until_end(), "");
 }
@@ -473,6 +470,7 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
+    drop(client);
     until(|| manager.kept().len() == 1);
     let directory = daemon.kill();
     // Of a later version, and one whose record is missing.

@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::time::{Duration, Instant};
 
 use nvshare_wire::client::Sharing;
-use nvshare_wire::{ClientMessage, Counts, MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage, Secret, version};
+use nvshare_wire::{ClientMessage, Counts, MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage, Secret};
 use test_support::daemon::*;
 
 const KEY: Secret = Secret([3; 16]);
@@ -23,9 +23,8 @@ fn exported(ticket: u64) -> ClientMessage {
     ClientMessage::Exported { ticket, outcome: Sharing::Done, slot: 0, bytes: 2 * CHUNK, chunk: CHUNK }
 }
 
-/// A client that knows of memory that programs share.
 fn client(daemon: &Daemon) -> Client {
-    Client::welcomed_as(&daemon.socket(), version::SHARING)
+    Client::welcomed(&daemon.socket())
 }
 
 /// A client that exports.
@@ -212,7 +211,7 @@ fn an_exporter_that_never_answers_is_not_flooded() {
 #[test]
 #[ignore = "a helper: asks for memory that it may not have"]
 fn helper_ask() {
-    let client = Client::welcomed_as(&helper_socket(), version::SHARING);
+    let client = Client::welcomed(&helper_socket());
     let deadline = Instant::now() + PATIENCE;
     for ticket in 0.. {
         client.send(open(ticket));

@@ -47,7 +47,7 @@ fn other_user(daemon: &Daemon) -> Child {
 #[test]
 #[ignore = "a helper: a client of another user"]
 fn helper_wants() {
-    let client = Client::welcomed_as(&helper_socket(), 2);
+    let client = Client::welcomed(&helper_socket());
     attach(&client);
     client.send(report(0, 0));
     client.request();
@@ -62,7 +62,7 @@ fn memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_e
     }
     let daemon = Daemon::start();
     daemon.log.wait("found");
-    let client = Client::welcomed_as(&daemon.socket(), 2);
+    let client = Client::welcomed(&daemon.socket());
     attach(&client);
     let gpu = Account::get();
     assert!(gpu.take(0, CONTEXT));
@@ -90,7 +90,7 @@ fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
     daemon.log.wait("found");
 
     let gpu = Account::get();
-    let liar = Client::welcomed_as(&daemon.socket(), 2);
+    let liar = Client::welcomed(&daemon.socket());
     attach(&liar);
     assert!(gpu.take(0, CONTEXT));
     wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));

@@ -7,7 +7,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nvshare::bus::Usage;
-use nvshare_wire::{ClientMessage, Counts, version};
+use nvshare_wire::{ClientMessage, Counts};
 use test_support::daemon::*;
 
 use crate::private_bus::{Bus, block_on, on_bus, on_control, refusal, scheduler};
@@ -41,7 +41,7 @@ fn database(daemon: &Daemon) -> PathBuf {
 }
 
 fn client(daemon: &Daemon) -> Client {
-    let client = Client::welcomed_as(&daemon.socket(), version::MAX);
+    let client = Client::welcomed(&daemon.socket());
     client.attach();
     client
 }
@@ -273,8 +273,7 @@ fn a_directory_that_cannot_be_written_to_harms_nobody() {
 #[test]
 #[ignore = "a helper: a user who is not root uses a GPU, and sees nothing but that"]
 fn helper_stranger() {
-    let client =
-        Client::welcomed_as(Path::new(&std::env::var("NVSHARE_TEST_SOCKET").expect("by a test")), version::MAX);
+    let client = Client::welcomed(Path::new(&std::env::var("NVSHARE_TEST_SOCKET").expect("by a test")));
     client.attach();
     client.request();
     client.until_granted();

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nvshare_wire::client::Sharing;
 use nvshare_wire::scheduler::Refusal;
-use nvshare_wire::{ClientMessage, SchedulerMessage, Secret, Uuid, version};
+use nvshare_wire::{ClientMessage, SchedulerMessage, Secret, Uuid};
 use test_support::cgroup::Unit;
 use test_support::daemon::{self as support, Client, Daemon, GIB, helper, helper_socket, is_root};
 use test_support::{has_own_process, wait_for};
@@ -25,9 +25,9 @@ const IDS: [&str; 2] = [
     "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
 ];
 
-/// A client that knows about shared memory, attached.
+/// An attached client.
 fn sharing(path: &std::path::Path, gpu: Uuid) -> Client {
-    let client = Client::welcomed_as(path, version::SHARING);
+    let client = Client::welcomed(path);
     client.attach_gpu(gpu, GIB);
     client
 }

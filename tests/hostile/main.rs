@@ -332,33 +332,6 @@ fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
     program.finish();
 }
 
-/// It knows no messages about memory of others, and would hang up on one.
-#[test]
-fn under_an_older_scheduler_a_program_exports_what_it_could_before() {
-    let machine = machine();
-    let mut fake = Fake::new(&machine);
-    let words = format!("--file {} --mem 8M --private 4M", machine.path("meeting").display());
-    let mut program = machine.program(&format!("share --role export {words}")).start();
-    let begin = Instant::now();
-    while program.poll().is_none() {
-        fake.return_if_away();
-        if fake.accept() {
-            fake.welcome(version::SHARING - 1);
-        }
-        while let Some(message) = fake.receive() {
-            match message {
-                ClientMessage::Attach { slot, .. } => fake.provide(slot),
-                ClientMessage::Request { gpus } => fake.say(SchedulerMessage::Grant { gpus }),
-                _ => {}
-            }
-        }
-        assert!(begin.elapsed() < PATIENCE, "it waits for ever");
-        thread::sleep(TICK);
-    }
-    assert_eq!(program.wait().code(), Some(1));
-    assert!(program.stdout().contains("CUDA_ERROR_INVALID_VALUE (1)"), "{}", program.stdout());
-}
-
 /// The rest of a `Welcome`, behind the two bytes that say which version its header is of.
 fn welcome_after_its_version() -> Vec<u8> {
     SchedulerMessage::Welcome { version: 1, client: 1 }.encode(0).as_bytes()[2..].to_vec()

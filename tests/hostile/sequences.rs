@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use nvshare_wire::SchedulerMessage;
+use nvshare_wire::{SchedulerMessage, version};
 use test_support::Dice;
 use test_support::machine::*;
 
@@ -36,10 +36,10 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
             0 => {}                      // no answer
             1 => fake.connection = None, // the door is shut again
             2 => fake.say(nonsense::refusal(dice)),
-            3 => fake.welcome(dice.pick(&[0, 3, u16::MAX])),
+            3 => fake.welcome(dice.pick(&[0, version::MAX + 1, u16::MAX])),
             4 => fake.send(&nonsense::packet(dice, 0)),
             5 => fake.say(nonsense::message(dice)),
-            _ => fake.welcome(dice.pick(&[1, 2])),
+            _ => fake.welcome(version::MAX),
         }
     }
     let version = fake.connection.as_ref().map_or(1, |c| c.version);

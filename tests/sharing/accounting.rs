@@ -86,7 +86,7 @@ struct Liar<'a> {
 
 impl<'a> Liar<'a> {
     fn new(machine: &'a Machine) -> Self {
-        Self { machine, client: Client::welcomed_as(&machine.socket(), version::MAX), is_connected: true }
+        Self { machine, client: Client::welcomed(&machine.socket()), is_connected: true }
     }
 
     /// Says these one after the other, as far as it is let.

@@ -35,7 +35,7 @@ messages! {
             /// The device's name, for hosts where the scheduler has no NVML.
             name: Text<64>,
             /// Why the client has this engine.
-            (since 2) reason: EngineReason,
+            reason: EngineReason,
         },
 
         /// The client has destroyed its last context on the GPU, and has no memory and no lock there any more.
@@ -59,12 +59,12 @@ messages! {
             device_free: u64,
             /// The sequence number of the newest [`Limit`](crate::SchedulerMessage::Limit) that was in effect when this
             /// was written; 0 before the first.
-            (since 2) limit_ack: u32,
+            limit_ack: u32,
             /// Bytes of host memory that the client holds for memory of this GPU, unused buffers included.
-            (since 2) host: u64,
-            (since 5) counts: Counts,
+            host: u64,
+            counts: Counts,
             /// The part of `swapped` that is in a swap file, and not in host memory.
-            (since 8) in_file: u64,
+            in_file: u64,
         },
 
         /// Requests the locks of all GPUs in the set, all or nothing. Replaces a request that still waits.
@@ -85,67 +85,67 @@ messages! {
         8 => Cancel { gpus: SlotSet },
 
         /// The process exports memory. Processes that know the key can open it.
-        9 (since 2) => Exporter { key: Secret },
+        9 => Exporter { key: Secret },
 
         /// Asks for memory that another process of the same user has exported: the descriptors of its chunks from number
         /// `first` on. Answered by [`Opened`](crate::SchedulerMessage::Opened). A newer request replaces an older one.
-        10 (since 2) => Open { ticket: u32, exporter: Secret, secret: Secret, range: u32, allocation: u64, first: u32 },
+        10 => Open { ticket: u32, exporter: Secret, secret: Secret, range: u32, allocation: u64, first: u32 },
 
         /// Answers [`Export`](crate::SchedulerMessage::Export), with the descriptors of as many chunks as fit, beginning with
         /// the requested one. All chunks but the last have `chunk` bytes.
-        11 (since 2) => Exported { ticket: u64, outcome: Sharing, slot: u32, bytes: u64, chunk: u64 },
+        11 => Exported { ticket: u64, outcome: Sharing, slot: u32, bytes: u64, chunk: u64 },
 
         /// Requests a limit of `bytes` on the GPU, for an allocation that waits. Answered by a
         /// [`Limit`](crate::SchedulerMessage::Limit) that is at least as high, or by [`Denied`](crate::SchedulerMessage::Denied).
-        12 (since 2) => RequestLimit { slot: u32, bytes: u64 },
+        12 => RequestLimit { slot: u32, bytes: u64 },
 
         /// Requests a reservation: the driver found no free memory on the GPU for an allocation of its own, and the client
         /// is about to call it again. Answered by [`Reserved`](crate::SchedulerMessage::Reserved).
-        13 (since 2) => Reserve { slot: u32, bytes: u64 },
+        13 => Reserve { slot: u32, bytes: u64 },
 
         /// The part of the time, in thousandths, for which the client has work on a GPU that it holds alone. More than 1100:
         /// no other client should run beside it.
-        21 (since 3) => Utilization { slot: u32, permille: u32 },
+        21 => Utilization { slot: u32, permille: u32 },
 
         /// The client has freed exported memory. Its next report no longer includes it.
-        16 (since 2) => Withdrawn { range: u32 },
+        16 => Withdrawn { range: u32 },
 
         /// The client has opened memory that another process exported. Sent on each new connection; on the connection on
         /// which it was opened, the scheduler knows. `adopted`: the client's reports include it.
-        17 (since 2) => Imported { slot: u32, exporter: Secret, range: u32, bytes: u64, adopted: u8 },
+        17 => Imported { slot: u32, exporter: Secret, range: u32, bytes: u64, adopted: u8 },
 
         /// The client's reports include this memory, as pinned, from the next one on: its exporter has freed it.
-        18 (since 2) => Adopted { exporter: Secret, range: u32 },
+        18 => Adopted { exporter: Secret, range: u32 },
 
         /// The client has closed memory that it had opened.
-        19 (since 2) => Closed { exporter: Secret, range: u32 },
+        19 => Closed { exporter: Secret, range: u32 },
 
         /// The last message after [`Resume`](crate::SchedulerMessage::Resume): the client holds the locks of these GPUs, which
         /// an earlier scheduler granted.
-        20 (since 3) => Held { gpus: SlotSet },
+        20 => Held { gpus: SlotSet },
 
         /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): nothing of the client enters the driver until
         /// [`Awake`](crate::SchedulerMessage::Awake).
-        22 (since 7) => SleepReady {},
+        22 => SleepReady {},
 
         /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): the client stays awake.
-        23 (since 7) => SleepRefused { why: SleepRefusal },
+        23 => SleepRefused { why: SleepRefusal },
 
         /// A thread of a client that is asleep, or prepared to be, waits to enter the driver. Sent once for each sleep.
-        24 (since 7) => Wake {},
+        24 => Wake {},
 
         /// Answers [`OfferSwapFile`](crate::SchedulerMessage::OfferSwapFile): the client can use a swap file.
-        25 (since 8) => UseSwapFile {
+        25 => UseSwapFile {
             /// The host memory that its control groups allow, in bytes; [`u64::MAX`]: as much as there is.
             ram_max: u64,
         },
 
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
-        30 (since 3) => VisibleDevices { text: Text<PART> },
+        30 => VisibleDevices { text: Text<PART> },
 
         /// Asks which GPUs this process is to see, before it initializes CUDA. Answered by one
         /// [`Placed`](crate::SchedulerMessage::Placed) for each GPU, or by [`Unplaced`](crate::SchedulerMessage::Unplaced).
-        31 (since 3) => RequestPlacement {
+        31 => RequestPlacement {
             chooser: Chooser,
             /// The number of GPUs; 0: not specified.
             count: u32,
@@ -160,7 +160,7 @@ messages! {
         /// A limit from the environment of this process. It applies to this client alone, in addition to its rule. Sent on
         /// each connection before the first [`Attach`](Self::Attach). A newer value of the same limit replaces an older one.
         /// A value that is invalid or has no effect is answered by a [`Remark`](crate::SchedulerMessage::Remark).
-        32 (since 4) => EnvLimit {
+        32 => EnvLimit {
             limit: LimitName,
             /// 1: the value continues in the next message.
             more: u8,
@@ -207,23 +207,19 @@ byte_enum! {
 
 byte_enum! {
     /// Why a client's memory on a GPU has its engine.
-    #[derive(Default)]
     pub enum EngineReason {
-        /// Unknown: the library is older than version 2 of the protocol.
-        #[default]
-        Unsaid = 0,
         /// It is the best, and the GPU supports it.
-        Best = 1,
+        Best = 0,
         /// The user asked for it.
-        Asked = 2,
+        Asked = 1,
         /// The program may use more memory than the GPU has.
-        Oversubscription = 3,
+        Oversubscription = 2,
         /// Engine `swap` would have been taken, but the GPU or its driver has no virtual memory management.
-        NoVmm = 4,
+        NoVmm = 3,
         /// Engine `managed` was asked for, but the GPU's managed memory cannot be moved.
-        NoManaged = 5,
+        NoManaged = 4,
         /// The GPU supports neither.
-        Neither = 6,
+        Neither = 5,
     }
 }
 
@@ -282,12 +278,12 @@ byte_enum! {
         /// Work was submitted without passing the gate (by another API on the same GPU), so it cannot be known whether all
         /// work is done. Sent once, even if the lock was not revoked. The client's memory stays on the GPU.
         UntrackedWork = 3,
-        /// Host memory is full: what an eviction has not moved by now stays. Since version 2.
+        /// Host memory is full: what an eviction has not moved by now stays.
         HostFull = 4,
-        /// The contexts have failed, so nothing can be copied. The memory is free when the program ends. Since version 2.
+        /// The contexts have failed, so nothing can be copied. The memory is free when the program ends.
         Broken = 5,
         /// The driver does not say that the contexts are idle, although all work that passed the gate is done: an eviction has
-        /// been given up. Since version 6.
+        /// been given up.
         UnseenWork = 6,
     }
 }

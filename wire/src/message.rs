@@ -3,8 +3,8 @@
 /// Declares one direction's messages as an enum with `encode(version)` and `decode(packet, version)`.
 ///
 /// Kinds in `handshake` have version 0 in their header and a layout that never changes, because they are exchanged
-/// before the two sides have agreed on a version. `(since 2)` before a kind or a field says with which version it came: on
-/// an older connection that kind is unknown, and that field is left out and read as its default.
+/// before the two sides have agreed on a version. `(since 2)` after a kind or before a field names the version that added
+/// it: on an older connection that kind is unknown, and that field is left out and read as its default.
 macro_rules! messages {
     (
         $(#[$meta:meta])* pub enum $name:ident { $(
@@ -87,3 +87,37 @@ macro_rules! byte_enum {
 }
 
 pub(crate) use {byte_enum, messages};
+
+#[cfg(test)]
+mod tests {
+    use crate::WireError;
+
+    messages! {
+        /// Messages of a protocol that has had a version 2.
+        pub enum Example {
+            1 (handshake) => Greeting { number: u16 },
+            2 => Old { slot: u32, (since 2) bytes: u64 },
+            3 (since 2) => New { slot: u32 },
+        }
+    }
+
+    /// An older peer receives no newer fields and no newer messages, and cannot send them.
+    #[test]
+    fn versions_before_2_lack_what_came_with_it() {
+        let old = |bytes| Example::Old { slot: 1, bytes };
+        assert_eq!(Example::decode(old(7).encode(1).as_bytes(), 1), Ok(old(0)));
+        assert_eq!(Example::decode(old(7).encode(2).as_bytes(), 2), Ok(old(7)));
+        let new = Example::New { slot: 1 };
+        assert_eq!(Example::decode(new.encode(2).as_bytes(), 2), Ok(new));
+        assert_eq!(Example::decode(new.encode(1).as_bytes(), 1), Err(WireError::Kind { kind: 3 }));
+        let packet = old(7).encode(2);
+        assert_eq!(Example::decode(packet.as_bytes(), 1), Err(WireError::Version { got: 2, expected: 1 }));
+    }
+
+    #[test]
+    fn handshakes_are_the_same_in_all_versions() {
+        let greeting = Example::Greeting { number: 5 };
+        assert_eq!(greeting.encode(1).as_bytes(), greeting.encode(2).as_bytes());
+        assert_eq!(Example::decode(greeting.encode(1).as_bytes(), 2), Ok(greeting));
+    }
+}

@@ -31,14 +31,14 @@ messages! {
         67 => Limit {
             slot: u32,
             bytes: u64,
-            (since 2) seq: u32,
+            seq: u32,
             /// The highest limit possible on this GPU.
-            (since 2) most: u64,
+            most: u64,
             /// Bytes of unused host buffers that the client may keep.
-            (since 2) spare: u64,
+            spare: u64,
             /// What a rule allows the clients of this client's group together; 0: no rule does. If it is set,
             /// `NVSHARE_ENABLE_SINGLE_OVERSUB` does not lift the limit.
-            (since 3) max: u64,
+            max: u64,
         },
 
         /// The bytes that the client may have mapped on the GPU from now on. If it has more, it evicts the excess, except
@@ -60,34 +60,34 @@ messages! {
 
         /// Another client, which the scheduler has authorized, opens memory that this one has exported. The client must answer
         /// with [`Exported`](crate::ClientMessage::Exported), even if it cannot pass it on.
-        73 (since 2) => Export { ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32 },
+        73 => Export { ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32 },
 
         /// Answers [`Open`](crate::ClientMessage::Open), with descriptors of chunks if the outcome is `Done`.
-        74 (since 2) => Opened { ticket: u32, outcome: Sharing, bytes: u64, chunk: u64 },
+        74 => Opened { ticket: u32, outcome: Sharing, bytes: u64, chunk: u64 },
 
         /// The exporter of memory that this client has opened has freed it. This client includes it in its reports from now
         /// on, and confirms with [`Adopted`](crate::ClientMessage::Adopted).
-        75 (since 2) => Adopt { exporter: Secret, range: u32 },
+        75 => Adopt { exporter: Secret, range: u32 },
 
         /// Denies a request: the call that waits for it fails.
-        76 (since 2) => Denied {
+        76 => Denied {
             slot: u32,
             bytes: u64,
-            (since 6) what: Denial,
+            what: Denial,
         },
 
         /// Answers [`Reserve`](crate::ClientMessage::Reserve): `bytes`, perhaps fewer than requested, are free on the GPU and
         /// kept for this client for half a second.
-        77 (since 2) => Reserved { slot: u32, bytes: u64 },
+        77 => Reserved { slot: u32, bytes: u64 },
 
         /// About this many bytes of the client are likely to leave the GPU when its turn is over. The client can allocate host
         /// memory for them until then.
-        78 (since 2) => Prepare { slot: u32, bytes: u64 },
+        78 => Prepare { slot: u32, bytes: u64 },
 
         /// A new scheduler has taken over the connection, and does not know what was sent on it before. The client sends its
         /// state again, as on a new connection: `Hello` (which is not answered), each GPU with its memory, and finally
         /// [`Held`](crate::ClientMessage::Held). Then it repeats requests that were not answered. Sequence numbers start again.
-        79 (since 3) => Resume {
+        79 => Resume {
             /// The client's id, which does not change.
             client: u64,
         },
@@ -96,18 +96,18 @@ messages! {
         /// that GPU; 0: no limit. Sent before any answer to the client, and when it changes. A new client receives it only for
         /// GPUs with a limit; one that reconnects, for every GPU. On GPUs that the client has attached, the newest
         /// [`Limit`](Self::Limit) applies instead.
-        80 (since 4) => MemoryMax { uuid: Uuid, bytes: u64 },
+        80 => MemoryMax { uuid: Uuid, bytes: u64 },
 
         /// The client is about to be taken off its GPUs. It is to evict all memory and to enter the driver no more, until
         /// [`Awake`](Self::Awake). Answered by [`SleepReady`](crate::ClientMessage::SleepReady) or
         /// [`SleepRefused`](crate::ClientMessage::SleepRefused).
-        81 (since 7) => PrepareSleep {
+        81 => PrepareSleep {
             /// [`PAUSED`], or 0.
             flags: u32,
         },
 
         /// The client is on its GPUs, or stays there after all.
-        82 (since 7) => Awake {
+        82 => Awake {
             /// The GPUs that it has come back on in the place of others, whether or not it has attached them. Their slots are
             /// for the new GPUs from now on. From `PrepareSleep` until now the client names no GPU, except to a new scheduler,
             /// as before the move. If its driver says something else, it connects again, and names its GPUs.
@@ -116,12 +116,12 @@ messages! {
 
         /// How much work the client may queue ahead of the GPU at most, in microseconds of GPU time, until it is told otherwise: what is
         /// queued delays whoever uses the GPU beside it, such as a desktop. 0: as much as the client thinks right.
-        83 (since 8) => RunAhead { slot: u32, micros: u32 },
+        83 => RunAhead { slot: u32, micros: u32 },
 
         /// Where the client may keep memory that has left its GPUs. Sent only to clients that have said
         /// [`UseSwapFile`](crate::ClientMessage::UseSwapFile). If a descriptor comes with it, that is a new swap file of the client, to
         /// be used in the place of an earlier one; what is in the earlier one stays there until it is needed.
-        84 (since 8) => HostMemory {
+        84 => HostMemory {
             /// Bytes of host memory that the client is to hold at most, on account of all its GPUs. What exceeds it goes into the
             /// file, as far as there is room.
             ram: u64,
@@ -131,17 +131,17 @@ messages! {
 
         /// This host has swap files. A client that can use one answers with [`UseSwapFile`](crate::ClientMessage::UseSwapFile); one
         /// that cannot does not answer. Only then does it find out, since a filter of system calls may end who tries.
-        85 (since 8) => OfferSwapFile {},
+        85 => OfferSwapFile {},
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the process is to see as number `at`
         /// of `of`.
-        90 (since 3) => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },
+        90 => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement) if no GPU was chosen; the text says why.
-        91 (since 3) => Unplaced { outcome: NoPlacement, text: Text<200> },
+        91 => Unplaced { outcome: NoPlacement, text: Text<200> },
 
         /// Why a value of [`EnvLimit`](crate::ClientMessage::EnvLimit) has no effect. Only for the trace (`NVSHARE_DEBUG=1`).
-        92 (since 4) => Remark { text: Text<REMARK> },
+        92 => Remark { text: Text<REMARK> },
     }
 }
 
@@ -174,10 +174,8 @@ byte_enum! {
 
 byte_enum! {
     /// What is denied.
-    #[derive(Default)]
     pub enum Denial {
         /// A limit of that many bytes.
-        #[default]
         Limit = 0,
         /// A context, beside which another client could never run again. The scheduler keeps the request until the client detaches.
         Context = 1,
@@ -198,10 +196,9 @@ byte_enum! {
         Eviction = 2,
         /// Memory that cannot leave occupies the room.
         Pinned = 3,
-        /// It may not create its context yet: an attached client could then never have all of its memory on the GPU. Since
-        /// version 3.
+        /// It may not create its context yet: an attached client could then never have all of its memory on the GPU.
         Context = 4,
-        /// One of its allocations waits until other clients have freed memory. Since version 3.
+        /// One of its allocations waits until other clients have freed memory.
         Memory = 5,
     }
 }

@@ -23,7 +23,6 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
     use ClientMessage::*;
     let engine = prop_oneof![Just(Engine::Swap), Just(Engine::Managed), Just(Engine::None)];
     let reason = prop_oneof![
-        Just(EngineReason::Unsaid),
         Just(EngineReason::Best),
         Just(EngineReason::Asked),
         Just(EngineReason::Oversubscription),
@@ -267,26 +266,6 @@ fn errors_name_what_is_wrong() {
     let mut bytes = packet.as_bytes().to_vec();
     *bytes.last_mut().unwrap() = 9;
     assert_eq!(ClientMessage::decode(&bytes, 1), Err(WireError::Value { field: "reason", value: 9 }));
-}
-
-/// What came later is left out of what an older peer is sent, and unknown in what it sends.
-#[test]
-fn an_older_peer_hears_nothing_new() {
-    let limit = |seq, most, spare, max| SchedulerMessage::Limit { slot: 1, bytes: 5, seq, most, spare, max };
-    let packet = limit(7, 8, 9, 6).encode(1);
-    assert_eq!(packet.as_bytes().len(), HEADER_LEN + 12);
-    assert_eq!(SchedulerMessage::decode(packet.as_bytes(), 1), Ok(limit(0, 0, 0, 0)));
-    let packet = limit(7, 8, 9, 6).encode(2);
-    assert_eq!(SchedulerMessage::decode(packet.as_bytes(), 2), Ok(limit(7, 8, 9, 0)));
-    let attach = |reason| {
-        let (kind, engine) = (GpuKind::Gpu, Engine::Managed);
-        ClientMessage::Attach { slot: 1, uuid: Uuid([5; 16]), kind, engine, total: 5, name: Text::new("GPU"), reason }
-    };
-    let packet = attach(EngineReason::Asked).encode(1);
-    assert_eq!(ClientMessage::decode(packet.as_bytes(), 1), Ok(attach(EngineReason::Unsaid)));
-    let wish = ClientMessage::RequestLimit { slot: 1, bytes: 5 };
-    assert_eq!(ClientMessage::decode(wish.encode(2).as_bytes(), 2), Ok(wish));
-    assert_eq!(ClientMessage::decode(wish.encode(1).as_bytes(), 1), Err(WireError::Kind { kind: 12 }));
 }
 
 /// Version 1's bytes are what they were when it was released: an old library depends on them.

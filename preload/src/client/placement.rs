@@ -21,7 +21,6 @@ use nvshare_wire::{
     ClientMessage, MAX_SLOTS, SchedulerMessage, Uuid,
     client::GpuKind,
     scheduler::NoPlacement,
-    version,
     visible_devices::{self, Chooser, chooser},
 };
 
@@ -54,8 +53,8 @@ fn settle(hello: &ClientMessage) -> bool {
     }
     let connected = handshake::connect(hello);
     let answer = match &connected {
-        Ok((socket, version, _)) if *version >= version::PLACEMENT => ask(socket, *version),
-        _ => Answer::Free,
+        Ok((socket, version, _)) => ask(socket, *version),
+        Err(_) => Answer::Free,
     };
     match answer {
         Answer::Free => {}

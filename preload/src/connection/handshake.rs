@@ -2,7 +2,7 @@
 
 use crate::{
     connection::socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
-    env::{settings, trace::trace},
+    env::settings,
     sys::time::Instant,
 };
 use alloc::{format, string::String};
@@ -27,21 +27,8 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
 
 /// Tells the scheduler the limits that the program's environment sets. `false` if they could not be sent.
 pub fn announce_limits(socket: &Socket, version: u16) -> bool {
-    let messages = settings::get().limits.messages();
-    if version < version::ENV_LIMITS {
-        if !messages.is_empty() {
-            trace!("the scheduler is too old for limits from the environment");
-        }
-        return true;
-    }
-    let is_known = |message: &&ClientMessage| match message {
-        ClientMessage::EnvLimit { limit, .. } => limit.since() <= version,
-        _ => true,
-    };
-    messages
-        .iter()
-        .filter(is_known)
-        .all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
+    let mut messages = settings::get().limits.messages().iter();
+    messages.all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
 }
 
 /// Connects and shakes hands. Returns the socket, the agreed version and this client's id.

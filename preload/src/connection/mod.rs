@@ -66,11 +66,6 @@ pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> boo
     sent
 }
 
-/// Whether the connection uses this protocol version or a later one.
-pub fn speaks(version: u16) -> bool {
-    CONNECTION.lock().as_ref().is_some_and(|connection| connection.version >= version)
-}
-
 pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::Acquire)
 }

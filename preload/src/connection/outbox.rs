@@ -7,17 +7,16 @@ use crate::{
 };
 use alloc::collections::VecDeque;
 use core::sync::atomic::{AtomicBool, Ordering};
-use nvshare_wire::{ClientMessage, version};
+use nvshare_wire::ClientMessage;
 
 static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(Rank::Outbox, VecDeque::new());
 /// Whether the outbox is not empty, so that most callers need not take the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Queues messages, unless the scheduler is too old to understand any of them.
+/// Queues messages, unless there is no scheduler: the next one is told everything anyway.
 pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     let mut outbox = OUTBOX.lock();
-    // Under the lock: the outbox is cleared before there is another connection, which may be to an older scheduler.
-    if connection::speaks(version::SHARING) {
+    if connection::is_connected() {
         outbox.extend(messages);
         ANY.store(!outbox.is_empty(), Ordering::SeqCst);
     }

@@ -10,7 +10,7 @@ use crate::{
     sys::{futex, sync::waiting_for_client_thread, time::Instant},
 };
 use core::{sync::atomic::Ordering, time::Duration};
-use nvshare_wire::{ClientMessage, version};
+use nvshare_wire::ClientMessage;
 
 /// The room that each attempt asks for: at most so many bytes, and at most such a fraction of the GPU.
 const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
@@ -79,9 +79,7 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {
         let met = connection::generation();
-        let speaks = connection::speaks(version::LIMITS);
-        (speaks && gpu.is_introduced() && connection::send(&ClientMessage::Reserve { slot: gpu.index, bytes }))
-            .then_some(met)
+        (gpu.is_introduced() && connection::send(&ClientMessage::Reserve { slot: gpu.index, bytes })).then_some(met)
     };
     let Some(mut asked) = ask() else { return false };
     let begin = Instant::now();

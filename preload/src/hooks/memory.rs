@@ -21,7 +21,7 @@ use crate::{
         slab,
         space::{Allocated, Allocation, Backing, Space},
     },
-    registry::{self, pinned::Kind, shared},
+    registry::{self, pinned::Kind},
     sys::{
         sync::Mutex,
         time::{self, Instant},
@@ -292,7 +292,7 @@ fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
         let space = space.lock();
         space.find(address).is_some() && space.engine().shares(space.gpu())
     };
-    shared::is_offered() && gpu.space().is_some_and(can)
+    gpu.space().is_some_and(can)
 }
 
 /// Makes a call that exports our memory: its range is on the GPU then, and stays there for good. `call` gets the addresses of

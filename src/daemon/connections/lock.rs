@@ -314,7 +314,7 @@ impl LockKeeper {
             engine: Engine::None,
             total: self.record.total,
             name: Text::new(""),
-            reason: EngineReason::default(),
+            reason: EngineReason::Best,
         });
     }
 

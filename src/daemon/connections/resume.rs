@@ -125,7 +125,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
 
 /// Asks a client for its state. `None` if its process has ended, or the connection cannot be taken over.
 fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
-    let is_supported = (version::RESUMING..=version::MAX).contains(&name.version);
+    let is_supported = (version::MIN..=version::MAX).contains(&name.version);
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
         // A child of the process may still have the connection.
         let is_alive = identity.pid == 0 || pidfd.is_some();

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{GpuKind, Sharing};
-use nvshare_wire::{SchedulerMessage, SlotSet, version};
+use nvshare_wire::{SchedulerMessage, SlotSet};
 use tracing::{debug, info};
 use zbus::fdo;
 
@@ -154,15 +154,14 @@ impl Core {
     }
 
     /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. A client that is not
-    /// attached to a GPU yet loses nothing by connecting again, and an older library could not resume.
+    /// attached to a GPU yet loses nothing by connecting again.
     fn store(&mut self, client: ClientId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let (kind, version, descriptors) = match &entry.lock {
             None => (Kind::Program, entry.session.version, vec![entry.connection.socket()]),
             Some(lock) => (Kind::Lock, LOCK_RECORD, vec![lock.owner.as_fd(), lock.record.as_fd()]),
         };
-        let can_resume = kind == Kind::Lock || version >= version::RESUMING;
-        if entry.gpus.is_empty() || !can_resume || entry.stored_as.is_some() {
+        if entry.gpus.is_empty() || entry.stored_as.is_some() {
             return;
         }
         let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);

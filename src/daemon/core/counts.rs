@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use nvshare_wire::{Counts as Reported, version};
+use nvshare_wire::Counts as Reported;
 
 use super::state::Core;
 use super::usage::Used;
@@ -206,12 +206,6 @@ impl Core {
             }
             Command::MappingFailed { client, gpu, .. } => {
                 self.counts.add(*client, *gpu, &Counted { mapping_failures: 1, ..Counted::default() });
-            }
-            // A newer library counts failed allocations itself, also those that it did not ask for.
-            Command::Denied { client, gpu, .. }
-                if self.clients.get(client).is_some_and(|c| c.session.version < version::COUNTERS) =>
-            {
-                self.counts.add(*client, *gpu, &Counted { refused: 1, ..Counted::default() });
             }
             _ => {}
         }

@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use nvshare_wire::{Moves, SchedulerMessage, scheduler as wire, version};
+use nvshare_wire::{Moves, SchedulerMessage, scheduler as wire};
 use tracing::debug;
 
 use super::pressure;
 use super::sleep::Checkpoint;
 use super::state::Core;
 use crate::daemon::transport::peer;
-use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time, WaitReason};
+use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time};
 use crate::sys::clock;
 
 /// The shortest time between two ticks, so that a mistake in the machine cannot take a whole CPU.
@@ -93,16 +93,9 @@ impl Core {
                     Denial::Unmappable => wire::Denial::Mapping,
                     _ => wire::Denial::Limit,
                 };
-                let version = self.clients.get(&client)?.session.version;
-                if what != wire::Denial::Limit && version < version::DENIALS {
-                    return None; // an older library would take it for the answer to its limit request
-                }
                 (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes, what })
             }
             Command::Prepare { client, gpu, bytes } => {
-                if self.clients.get(&client)?.session.version < version::LIMITS {
-                    return None;
-                }
                 (client, SchedulerMessage::Prepare { slot: slot_of(&client, &gpu)?, bytes })
             }
             Command::Allowance { client, gpu, seq, bytes } => {
@@ -115,10 +108,6 @@ impl Core {
                 (client, SchedulerMessage::Contended { gpus: slots_of(&client, &gpus)?, waiters, grace_us })
             }
             Command::Waiting { client, gpus, why } => {
-                let is_new = matches!(why, WaitReason::Context | WaitReason::Memory);
-                if is_new && self.clients.get(&client)?.session.version < version::CONTEXT_WAIT {
-                    return None;
-                }
                 (client, SchedulerMessage::Waiting { gpus: slots_of(&client, &gpus)?, why })
             }
             Command::Probe { client } => {
@@ -149,9 +138,6 @@ impl Core {
                 (client, SchedulerMessage::PrepareSleep { flags: if paused { wire::PAUSED } else { 0 } })
             }
             Command::Awake { client, moved } => {
-                if self.clients.get(&client)?.session.version < version::SLEEP {
-                    return None;
-                }
                 let moved = Moves::new(moved.iter().map(|Move { from, to }| (from.0, to.0))).unwrap_or_default();
                 (client, SchedulerMessage::Awake { moved })
             }

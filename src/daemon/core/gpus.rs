@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use nvshare_wire::{SchedulerMessage, version};
+use nvshare_wire::SchedulerMessage;
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
@@ -108,14 +108,10 @@ impl Core {
 
     /// The same to one client.
     pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
-        let Some(entry) = self.clients.get(&client).filter(|entry| entry.session.version >= version::RUN_AHEAD) else {
-            return;
-        };
+        let Some(slot) = self.clients.get(&client).and_then(|entry| entry.session.slot(gpu)) else { return };
         let micros =
             if self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) { BESIDE_DISPLAY } else { Duration::ZERO };
-        if let Some(slot) = entry.session.slot(gpu) {
-            self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
-        }
+        self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
     }
 
     /// Whether a GPU reports errors, and which.

@@ -4,10 +4,10 @@
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;
 use nvshare_wire::visible_devices::Chooser;
-use nvshare_wire::{SchedulerMessage, Text, version};
+use nvshare_wire::{SchedulerMessage, Text};
 use tracing::{debug, info};
 
-use super::state::{Client, Core, Gpu};
+use super::state::{Core, Gpu};
 use super::views::NamedGpu;
 use crate::config::rules::variable;
 use crate::config::rules::{GpuName, Rule};
@@ -201,7 +201,7 @@ impl Core {
         for (at, id) in (0..).zip(gpus) {
             let Some(gpu) = self.gpus.get(id) else { continue };
             let of = gpus.len() as u32;
-            self.answer_place(client, SchedulerMessage::Placed { at, of, uuid: id.0, kind: gpu.kind });
+            self.send(client, SchedulerMessage::Placed { at, of, uuid: id.0, kind: gpu.kind });
         }
     }
 
@@ -238,13 +238,7 @@ impl Core {
         if outcome == NoPlacement::Free {
             debug!(client = client.0, "not placed: it sees the GPUs that it chooses");
         }
-        self.answer_place(client, SchedulerMessage::Unplaced { outcome, text: Text::new(why) });
-    }
-
-    fn answer_place(&self, client: ClientId, message: SchedulerMessage) {
-        if self.clients.get(&client).is_some_and(|entry: &Client| entry.session.version >= version::PLACEMENT) {
-            self.send(client, message);
-        }
+        self.send(client, SchedulerMessage::Unplaced { outcome, text: Text::new(why) });
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use nvshare_wire::env_limits::LimitName;
-use nvshare_wire::{SchedulerMessage, Text, version};
+use nvshare_wire::{SchedulerMessage, Text};
 use tracing::debug;
 
 use super::claims::Claims;
@@ -87,9 +87,6 @@ impl Core {
     pub(super) fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
             let Some(entry) = self.clients.get_mut(&client) else { continue };
-            if entry.session.version < version::ANNOUNCED_LIMITS {
-                continue;
-            }
             if entry.announced_limits.len() > self.gpus.len() {
                 entry.announced_limits.retain(|gpu, _| self.gpus.contains_key(gpu));
             }

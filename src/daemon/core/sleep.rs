@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvshare_wire::version;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 use zbus::fdo;
@@ -109,12 +108,10 @@ impl Core {
         let entry = self.clients.get(&client)?;
         let is_supported =
             self.checkpoints.is_some() && self.no_checkpoints.is_none_or(|at| now >= at + NO_CHECKPOINTS);
-        let obstacles = [
-            (entry.session.version < version::SLEEP, SleepObstacle::OldLibrary),
-            (entry.process.is_none(), SleepObstacle::Unreachable),
-            (!is_supported, SleepObstacle::Unsupported),
-        ];
-        obstacles.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why)
+        if entry.process.is_none() {
+            return Some(SleepObstacle::Unreachable);
+        }
+        (!is_supported).then_some(SleepObstacle::Unsupported)
     }
 
     /// Has something done with a client's process. Returns the answer if it is clear at once.

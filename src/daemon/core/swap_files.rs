@@ -4,7 +4,7 @@
 //! That is the RAM that may be used, or more where files back it: **in the worst case a client has all that it was promised off its
 //! GPUs, and needs RAM for what its file has no space for.** Where Σ over clients of max(0, committed − reserved) is at most the RAM,
 //! every promise can be kept, whichever clients run. With Σ committed ≤ Σ excess + Σ offers of the GPUs, the excess may be
-//! RAM + Σ min(reserved, committed) − Σ offers. Clients without a file, such as those with older libraries, need no exception.
+//! RAM + Σ min(reserved, committed) − Σ offers. Clients without a file need no exception.
 //!
 //! Space is reserved before anything is promised on account of it: a client's request for a higher limit that RAM has no room for waits
 //! for the disk, for [`PATIENCE`] at most.
@@ -24,7 +24,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvshare_wire::{SchedulerMessage, version};
+use nvshare_wire::SchedulerMessage;
 use tracing::{debug, info, warn};
 
 use super::state::Core;
@@ -168,8 +168,7 @@ impl Core {
     pub(super) fn offer_swap_file(&mut self, client: ClientId) {
         let is_wanted = self.config.swap_file.is_some();
         let Some(entry) = self.clients.get_mut(&client) else { return };
-        let can_answer = entry.session.version >= version::SWAP_FILE && entry.lock.is_none();
-        if is_wanted && can_answer && entry.file_use == FileUse::Unasked {
+        if is_wanted && entry.lock.is_none() && entry.file_use == FileUse::Unasked {
             entry.file_use = FileUse::Offered;
             entry.connection.send(SchedulerMessage::OfferSwapFile {});
         }

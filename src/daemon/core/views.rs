@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use nvshare_wire::Uuid;
-use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::client::GpuKind;
 
 use super::state::{Client, Core, Gpu};
 use crate::bus;
@@ -124,7 +124,10 @@ impl Core {
                     state: bus::state_name(attachment.state, attachment.attached).into(),
                     since: now.saturating_sub(since).as_secs_f64(),
                     engine: bus::engine_name(attachment.engine).into(),
-                    engine_reason: bus::engine_reason(stats.map_or(EngineReason::Unsaid, |stats| stats.reason)).into(),
+                    engine_reason: stats
+                        .filter(|_| client.lock.is_none())
+                        .map_or("", |stats| bus::engine_reason(stats.reason))
+                        .into(),
                     demand: attachment.demand,
                     resident: attachment.mapped,
                     swapped: attachment.swapped,

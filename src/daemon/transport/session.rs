@@ -224,7 +224,7 @@ impl Session {
                 }
                 // Pinned bytes are a part of the mapped ones.
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
-                // An older library reports only host memory with contents.
+                // Swapped bytes that are not in a file are in host memory.
                 let in_file = in_file.min(swapped);
                 let host = host.max(swapped - in_file);
                 let device_free = (device_free != u64::MAX).then_some(device_free);

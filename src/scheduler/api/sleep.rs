@@ -51,8 +51,6 @@ pub enum SleepObstacle {
     Gang,
     /// It has no context, or waits for one.
     NoContext,
-    /// Its library is too old.
-    OldLibrary,
     /// Its process is not visible to the daemon.
     Unreachable,
     /// Neither the driver nor the daemon can do it here.

@@ -44,7 +44,7 @@ impl Machine {
         if gpu.contexts.is_empty() && gpu.contexts.deferred() == 0 {
             return;
         }
-        // A client that did not wait (older libraries do not) has its context already.
+        // A client of an earlier scheduler has its context already.
         let waits = |pending: &PendingContext| {
             let needs_nothing = gpu.ledger.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && self.lock.waiting(pending.client).is_none()
@@ -125,8 +125,8 @@ impl Machine {
         }
     }
 
-    /// Tells clients that have been deferred for long that there is no room for their contexts. A client that gives up
-    /// detaches; an older library waits on. Returns when to tell the next.
+    /// Tells clients that have been deferred for long that there is no room for their contexts. The request stays until the
+    /// client detaches. Returns when to tell the next.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
         if self.memory.get(&id).is_some_and(|gpu| gpu.drained) {
             return None; // until it is in use again

@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::scrape::{self, Scrape, scrape};
-use nvshare_wire::{SchedulerMessage, version};
+use nvshare_wire::SchedulerMessage;
 use serde_json::Value;
 use test_support::daemon::*;
 
 /// Every metric that there is.
 fn everything() -> Scrape {
     let daemon = scrape::daemon("", "[[rule]]\nmemory-max = \"2G\"");
-    let client = Client::welcomed_as(&daemon.socket(), version::MAX);
+    let client = Client::welcomed(&daemon.socket());
     client.attach();
     client.request();
     client.until(|message| matches!(message, SchedulerMessage::Grant { .. }));

@@ -71,7 +71,7 @@ fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
     assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!(t.after(Duration::from_secs(1)), [denied(2, 0, Denial::NoContext)]);
     assert_eq!(t.machine.deadline(), None);
-    // An older library does not give up.
+    // The request stays until the client detaches.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
 }
 

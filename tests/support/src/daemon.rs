@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
-use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Text, Uuid};
+use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Text, Uuid, version};
 
 use crate::artifact;
 use crate::manager::Manager;
@@ -255,7 +255,7 @@ pub fn is_root() -> bool {
 pub struct Client {
     pub socket: OwnedFd,
     pub id: u64,
-    /// What it speaks.
+    /// The protocol version that it speaks.
     pub version: u16,
 }
 
@@ -276,7 +276,7 @@ impl Client {
             }
             let size = size_of_val(&address) as libc::socklen_t;
             match libc::connect(fd, (&raw const address).cast(), size) {
-                0 => Ok(Self { socket, id: 0, version: 1 }),
+                0 => Ok(Self { socket, id: 0, version: version::MAX }),
                 _ => Err(io::Error::last_os_error()),
             }
         }
@@ -284,18 +284,10 @@ impl Client {
 
     #[track_caller]
     pub fn welcomed(path: &Path) -> Self {
-        Self::welcomed_as(path, 1)
-    }
-
-    /// One that speaks that version.
-    #[track_caller]
-    pub fn welcomed_as(path: &Path, spoken: u16) -> Self {
         let mut client = Self::connect(path).expect("the daemon listens");
-        client.send(hello_of(spoken, spoken));
+        client.send(hello());
         match client.receive() {
-            Some(SchedulerMessage::Welcome { version, client: id }) if version == spoken => {
-                (client.id, client.version) = (id, version);
-            }
+            Some(SchedulerMessage::Welcome { version, client: id }) if version == client.version => client.id = id,
             other => panic!("instead of Welcome: {other:?}"),
         }
         client
@@ -381,7 +373,7 @@ impl Client {
 }
 
 pub fn hello() -> ClientMessage {
-    hello_of(1, 1)
+    hello_of(version::MAX, version::MAX)
 }
 
 pub fn hello_of(min_version: u16, max_version: u16) -> ClientMessage {

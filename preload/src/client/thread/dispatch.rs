@@ -29,7 +29,7 @@ impl ClientThread {
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
-                    gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max)); // older schedulers send it only here
+                    gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max));
                     gpu.forget_denials();
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();

@@ -17,7 +17,7 @@ use crate::{
 };
 use alloc::vec::Vec;
 use core::time::Duration;
-use nvshare_wire::{ClientMessage, version};
+use nvshare_wire::ClientMessage;
 use rustix::fd::OwnedFd;
 
 /// Chunks that are written, or read, at once: two for each thread, so that none has to wait for the client's thread.
@@ -99,7 +99,7 @@ impl HostTier {
 impl ClientThread {
     /// The scheduler has files. Not before it says so is it tried whether they can be used.
     pub(super) fn use_swap_file(&self) {
-        if file::is_supported() && connection::speaks(version::SWAP_FILE) {
+        if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
         }
     }

@@ -21,7 +21,7 @@ use crate::{
     sys::{sync::Mutex, time::Instant},
 };
 use core::time::Duration;
-use nvshare_wire::{ClientMessage, client::StuckReason, version};
+use nvshare_wire::{ClientMessage, client::StuckReason};
 
 /// The interval between looks whether a call of the program that has passed the gate has ended.
 const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
@@ -200,10 +200,7 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
 
 /// Tells the scheduler why memory stays. It evicts other clients' memory then, and asks this client again later.
 fn report_stuck(gpu: &Gpu, reason: StuckReason) {
-    let since = if reason == StuckReason::UnseenWork { version::UNSEEN_WORK } else { version::LIMITS };
-    if connection::speaks(since) {
-        connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
-    }
+    connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
 }
 
 /// Frees host memory that holds nothing of use, beyond `most` bytes.

@@ -44,7 +44,7 @@ impl ClientThread {
         trace!("client {id}, protocol version {version}");
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
         self.socket = Some(socket.clone());
-        shared::announce_exporter(version);
+        shared::announce_exporter();
         connection::set_connection(Some(Connection { socket, version }));
         self.forget_host_memory();
         let now = Instant::now();
@@ -81,7 +81,7 @@ impl ClientThread {
     pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
         self.forget_host_memory();
         // The new scheduler discards no message from here on.
-        shared::announce_exporter(self.version);
+        shared::announce_exporter();
         let mut held = 0;
         for gpu in gpu::attached() {
             gpu.introduce_again(named.unwrap_or(0) & (1 << gpu.index) != 0, shared::introduce);

@@ -30,7 +30,6 @@ use nvshare_wire::{
     ClientMessage, Moves, SchedulerMessage, SlotSet,
     client::{Engine, SleepRefusal, StuckReason},
     scheduler::PAUSED,
-    version,
 };
 use rustix::fd::OwnedFd;
 
@@ -236,10 +235,7 @@ impl ClientThread {
         if let Some(next_try) = prepared.next_try {
             if Instant::now() >= next_try {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
-                // One that is too old could not say that the process is back.
-                if let Ok((socket, version, id)) = handshake::connect(&session::hello())
-                    && version >= version::SLEEP
-                {
+                if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
                     let socket = Arc::new(socket);
                     // First, since other threads may send something about them.
                     prepared.named = name_gpus(&socket, version);

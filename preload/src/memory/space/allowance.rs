@@ -36,12 +36,11 @@ impl Space {
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// A new limit has arrived. Older schedulers send neither a number nor anything after `bytes`.
+    /// A new limit has arrived.
     pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
         self.account.limit = bytes.min(self.account.env_max);
-        let most = most.min(self.account.env_max);
-        let keep = if seq == 0 { u64::MAX } else { keep };
-        (self.account.limit_seq, self.account.limit_max, self.account.host_cache_max) = (seq, most, keep);
+        self.account.limit_max = most.min(self.account.env_max);
+        (self.account.limit_seq, self.account.host_cache_max) = (seq, keep);
     }
 
     /// Without a scheduler, while other clients lack memory: so many bytes are to leave, and none come.

@@ -16,7 +16,7 @@ use core::{
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
-use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, Secret, client::Sharing, version};
+use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, Secret, client::Sharing};
 use rustix::{
     fd::{AsFd, FromRawFd, OwnedFd},
     rand::{GetRandomFlags, getrandom},
@@ -41,11 +41,6 @@ pub enum Attempt {
     Away,
     /// Not possible: the driver answers.
     Impossible,
-}
-
-/// Whether memory of ours can be exported. An older scheduler does not support it.
-pub fn is_offered() -> bool {
-    !connection::is_connected() || connection::speaks(version::SHARING)
 }
 
 /// Exports the allocation that contains this address. Its range stays on the GPU from now on.

@@ -18,19 +18,16 @@ mod imports;
 mod opening;
 mod question;
 
-pub use export::{Attempt, answer, export, is_offered};
+pub use export::{Attempt, answer, export};
 pub use handle::{IpcHandle, is_ours};
 pub use imports::{adopt, close, drop_context, find, has_imports, introduce, unmap_closed};
 pub use opening::open;
 pub use question::answered;
 
 use crate::connection::outbox;
-use nvshare_wire::{ClientMessage, version};
+use nvshare_wire::ClientMessage;
 
-/// Begins a new connection of this protocol version: the first message names this process as an exporter.
-pub fn announce_exporter(version: u16) {
-    outbox::restart(|| {
-        let key = export::key().filter(|_| version >= version::SHARING)?;
-        Some(ClientMessage::Exporter { key })
-    });
+/// Begins a new connection: the first message names this process as an exporter, if it has exported anything.
+pub fn announce_exporter() {
+    outbox::restart(|| export::key().map(|key| ClientMessage::Exporter { key }));
 }

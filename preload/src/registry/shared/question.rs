@@ -15,7 +15,7 @@ use core::{
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
-use nvshare_wire::{ClientMessage, client::Sharing, version};
+use nvshare_wire::{ClientMessage, client::Sharing};
 use rustix::fd::OwnedFd;
 
 /// The longest wait for an exporter, which may be moving its memory, or be stopped.
@@ -82,7 +82,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
             let ExportHandle { exporter, secret, range, id: allocation, .. } = *handle;
             drop(question);
             let open = ClientMessage::Open { ticket, exporter, secret, range, allocation, first };
-            asked = connection::speaks(version::SHARING) && outbox::flush() && connection::send(&open);
+            asked = connection::is_connected() && outbox::flush() && connection::send(&open);
         } else {
             drop(question);
         }
