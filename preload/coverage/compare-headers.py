@@ -106,7 +106,7 @@ STRUCTURES = {
         "stream": "hStream", "arguments": "kernelParams"})],
     ("hooks/gated.rs", "InstantiateParams"): [("CUDA_GRAPH_INSTANTIATE_PARAMS", True, {
         "flags": "flags", "upload_stream": "hUploadStream"})],
-    ("hooks/binding.rs", "ArrayMap"): [("CUarrayMapInfo", False, {
+    ("hooks/vmm.rs", "ArrayMap"): [("CUarrayMapInfo", False, {
         "operation": "memOperationType", "handle_kind": "memHandleType", "memory": "memHandle.memHandle",
         "offset": "offset", "devices": "deviceBitMask", "flags": "flags", "reserved": "reserved"})],
     ("hooks/pinned.rs", "Array"): [("CUDA_ARRAY_DESCRIPTOR", False, TEXELS)],

@@ -31,13 +31,17 @@ fn the_model_is_right_about_the_driver() {
     }
 }
 
-/// Memory that is one allocation for the program is bound as one, whatever it is made of. Then it stays.
 #[test]
 fn memory_is_bound_to_objects_as_without_nvshare() {
-    let machine = Machine::with_scheduler(Setup::default());
+    const NOT_SUPPORTED: u64 = 801;
+    let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     let alone = machine.program("binds").without_nvshare().start().finish();
     let shared = machine.program("binds").start().finish();
     assert_eq!(alone.number("array"), shared.number("array"));
+    // The driver binds one allocation of its own at once, and this memory is several.
+    assert_eq!((alone.number("other"), shared.number("other")), (0, NOT_SUPPORTED));
+    let small = machine.program("binds --mem 64M").start().finish();
+    assert_eq!(small.number("other"), 0);
     machine.wait_until_empty();
 }
 
@@ -123,6 +127,12 @@ fn mapped_memory_that_another_device_was_given_stays() {
 fn memory_that_was_exported_stays() {
     given_to_others("--how export", 16 * MIB);
     given_to_others("--how none", 0);
+}
+
+#[test]
+fn memory_that_is_bound_to_a_multicast_object_stays() {
+    given_to_others("--how bind", 16 * MIB);
+    given_to_others("--how bind-address", 16 * MIB);
 }
 
 /// No room for page tables, say.

@@ -243,12 +243,7 @@ functions! {
     cuMemImportFromShareableHandle(handle: *mut Handle, shareable: *mut c_void, kind: i32);
     cuMulticastBindMem(object: Handle, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
     cuMulticastBindMem_v2(object: Handle, device: CUdevice, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
-    cuMulticastBindAddr(object: Handle, offset: Size, address: CUdeviceptr, size: Size, flags: u64);
-    cuMulticastBindAddr_v2(object: Handle, device: CUdevice, offset: Size, address: CUdeviceptr, size: Size, flags: u64);
-    cuMulticastUnbind(object: Handle, device: CUdevice, offset: Size, size: Size);
     cuLogicalEndpointBindMem(endpoint: u32, device: CUdevice, offset: u64, memory: Handle, memory_offset: u64, size: u64, flags: u64);
-    cuLogicalEndpointBindAddr(endpoint: u32, device: CUdevice, offset: u64, address: CUdeviceptr, size: u64, flags: u64);
-    cuLogicalEndpointUnbind(endpoint: u32, device: CUdevice, offset: u64, size: u64);
     cuMemAllocManaged(address: *mut CUdeviceptr, size: Size, flags: u32);
     cuMemFree_v2(address: CUdeviceptr);
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, address: CUdeviceptr);

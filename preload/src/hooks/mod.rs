@@ -6,8 +6,7 @@
 //! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
 //! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
 //! - [`pools`]: memory pools. [`pinned`]: allocations that the driver makes. They are counted.
-//! - [`vmm`]: memory that the program reserves, creates and maps itself; [`mappings`], [`binding`] and [`address_info`]
-//!   belong to it.
+//! - [`vmm`]: memory that the program reserves, creates and maps itself; [`mappings`] and [`address_info`] belong to it.
 //! - [`reservation`]: calls in which the driver takes memory for itself.
 //! - [`context`]: initialisation, contexts, captures, look-ups. [`peer_access`]: GPUs that reach each other's memory.
 //! - [`ipc`]: memory shared with other processes.
@@ -19,7 +18,6 @@
 //! `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
 
 mod address_info;
-pub mod binding;
 pub mod context;
 pub mod copies;
 pub mod deepbind;
@@ -98,7 +96,6 @@ pub fn all() -> impl Iterator<Item = Hook> {
         pinned::hooks(),
         pools::hooks(),
         vmm::hooks(),
-        binding::hooks(),
         context::hooks(),
         interop::hooks(),
         ipc::hooks(),

@@ -15,7 +15,7 @@ use crate::{
     gate,
     gpu::Gpu,
     hooks::{
-        gated::naming_on,
+        gated::{ONE, gated, naming_on},
         hooks,
         memory::{self},
         pinned,
@@ -121,16 +121,15 @@ fn release(handle: Handle) -> CUresult {
     SUCCESS
 }
 
-/// Makes a call that exports the memory behind a handle, or part of it: it is on the GPU then, and stays. `call` gets the
-/// driver's handle.
+/// Makes a call by which others reach the memory behind a handle: other processes, other GPUs, other hosts. The memory is on
+/// the GPU then, and stays. `call` gets the driver's handle, so the memory must be a single chunk.
 fn escaping(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
         // Again: it may have been released meanwhile.
         let table = TABLE.lock();
         let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
-        let pinned = changing(&memory, |space| space.on_gpu(memory.base).filter(|_| space.pin(memory.base)));
-        pinned.flatten().map_or(ERROR_NOT_SUPPORTED, call)
+        changing(&memory, |space| space.pin_chunk(memory.base)).flatten().map_or(ERROR_NOT_SUPPORTED, call)
     })
 }
 
@@ -147,6 +146,42 @@ pub(super) fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() 
         }
         call()
     })
+}
+
+/// Makes a call that binds memory to an object through which other GPUs, or other hosts, reach it.
+fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
+    if is_ours(memory) { escaping(memory, call) } else { real() }
+}
+
+/// The same for memory that is named by address.
+fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
+    if registry::is_ours(address) {
+        return ERROR_INVALID_VALUE; // as for any memory that cuMemCreate did not make
+    }
+    escaping_at(address, size, real)
+}
+
+/// `CUarrayMapInfo`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct ArrayMap {
+    place: [u64; 7],
+    operation: i32,
+    handle_kind: i32,
+    memory: Handle,
+    offset: u64,
+    devices: u32,
+    flags: u32,
+    reserved: [u32; 2],
+}
+
+/// Whether memory of ours is to be mapped into an array, which would have to follow it.
+///
+/// # Safety
+/// `list` is NULL or has that many entries.
+unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
+    // SAFETY: the caller's promise. An entry that unmaps may have no handle, but has the place for one.
+    !list.is_null() && (0..n as usize).any(|i| is_ours(unsafe { (*list.add(i)).memory }))
 }
 
 hooks! { real, flavour;
@@ -267,5 +302,40 @@ hooks! { real, flavour;
     }
     [cuMemGetAccess] (flags: *mut u64, location: *const Location, address: CUdeviceptr) {
         if gate::is_active() { get_access(flags, location, address, real) } else { real() }
+    }
+
+    [cuMulticastBindMem] (object: Handle, at: Size, memory: Handle, offset: Size, size: Size, flags: u64) {
+        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        bind(memory, real, |memory| unsafe { driver::cuMulticastBindMem(object, at, memory, offset, size, flags) })
+    }
+    [cuMulticastBindMem_v2] (
+        object: Handle, device: CUdevice, at: Size, memory: Handle, offset: Size, size: Size, flags: u64,
+    ) {
+        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        bind(memory, real, |memory| unsafe {
+            driver::cuMulticastBindMem_v2(object, device, at, memory, offset, size, flags)
+        })
+    }
+    [cuLogicalEndpointBindMem] (
+        endpoint: u32, device: CUdevice, at: u64, memory: Handle, offset: u64, size: u64, flags: u64,
+    ) {
+        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        bind(memory, real, |memory| unsafe {
+            driver::cuLogicalEndpointBindMem(endpoint, device, at, memory, offset, size, flags)
+        })
+    }
+    [cuMulticastBindAddr] (object: Handle, at: Size, address: CUdeviceptr, size: Size, flags: u64) {
+        bind_at(address, size, real)
+    }
+    [cuMulticastBindAddr_v2] (object: Handle, device: CUdevice, at: Size, address: CUdeviceptr, size: Size, flags: u64) {
+        bind_at(address, size, real)
+    }
+    [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, at: u64, address: CUdeviceptr, size: u64, flags: u64) {
+        bind_at(address, size as Size, real)
+    }
+    // Sparse arrays have memory that is created for them, which is the driver's; others can be mapped later, from any memory.
+    [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: *const ArrayMap, n: u32, stream: CUstream) {
+        // SAFETY: the program passes that many entries.
+        if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { gated(flavour.stream(stream), ONE, real) }
     }
 }

@@ -3,24 +3,9 @@
 use super::{RangeKind, Space};
 use crate::{
     driver::types::*,
-    memory::{
-        alias::Aliases,
-        chunk::{Chunk, Residency},
-        engine,
-    },
+    memory::{alias::Aliases, chunk::Residency, engine},
 };
 use alloc::vec::Vec;
-
-/// A part of a range that lies within one chunk.
-#[derive(Debug)]
-pub struct Part {
-    /// Its offset in the range.
-    pub offset: u64,
-    /// The driver's handle of the chunk, and the offset there.
-    pub handle: Handle,
-    pub inside: u64,
-    pub len: u64,
-}
 
 impl Space {
     /// Whether allocations can be shared with other devices, as those of `cuMemAlloc` can on such a GPU.
@@ -77,16 +62,6 @@ impl Space {
         handles.reduce(|first, next| first.filter(|_| next.is_some()))?
     }
 
-    /// The parts of a range that are one for the driver, from `offset` on. All of it is on the GPU.
-    pub fn parts(&self, base: u64, offset: u64, len: u64) -> Vec<Part> {
-        let part = |chunk: &Chunk| {
-            let (begin, end) = (chunk.offset.max(offset), (chunk.offset + chunk.len).min(offset + len));
-            let Residency::Gpu { handle, .. } = chunk.residency else { return None };
-            (begin < end).then(|| Part { offset: begin, handle, inside: begin - chunk.offset, len: end - begin })
-        };
-        self.ranges.get(&base).map_or_else(Vec::new, |range| range.chunks.iter().filter_map(part).collect())
-    }
-
     /// Keeps a range on the GPU for good: it counts as pinned instead of demand. `false` if it is not all there.
     pub fn pin(&mut self, base: u64) -> bool {
         let is_there = self.on_gpu(base).is_some();
@@ -95,6 +70,13 @@ impl Space {
             self.account.pin(range.len);
         }
         true
+    }
+
+    /// The same for a range that is a single chunk. Returns the driver's handle of it; `None` if there are several, or it is
+    /// not on the GPU.
+    pub fn pin_chunk(&mut self, base: u64) -> Option<Handle> {
+        let [_] = self.ranges.get(&base)?.chunks.as_slice() else { return None };
+        self.on_gpu(base).filter(|_| self.pin(base))
     }
 
     /// Whether any of these addresses belong to a range.

@@ -17,7 +17,6 @@ mod mapping;
 mod pools;
 
 pub use export::{Export, Exported};
-pub use mapping::Part;
 pub use pools::{Awaited, Policy, has_pending_frees};
 
 use crate::{

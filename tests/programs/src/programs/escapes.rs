@@ -3,7 +3,10 @@
 use super::{Outcome, expect};
 use crate::{
     args::Args,
-    cuda::{Buffer, Gpu, Kind, api, cu, late::late_cu},
+    cuda::{
+        Buffer, Gpu, Kind, api, cu,
+        late::{MulticastProperties, late_cu},
+    },
     report::Report,
 };
 use std::{os::fd::FromRawFd, os::fd::OwnedFd, thread, time::Duration};
@@ -20,7 +23,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let others = (0..4).map(|_| Buffer::new(Kind::Alloc, beside as usize / 4)).collect::<Result<Vec<_>, _>>()?;
     let mut descriptor = -1;
     let (at, owner) = match args.text("how", "none") {
-        "export" => (export(memory, &mut descriptor)?, None),
+        how @ ("export" | "bind" | "bind-address") => (give_whole(memory, how, &mut descriptor)?, None),
         how => {
             let buffer = Buffer::new(kind, memory)?;
             match how {
@@ -49,8 +52,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Memory that has been exported.
-fn export(len: usize, descriptor: &mut i32) -> crate::cuda::Result<u64> {
+/// Memory that is exported, or bound to a multicast object, by its handle or its address.
+fn give_whole(len: usize, how: &str, descriptor: &mut i32) -> crate::cuda::Result<u64> {
     let location = api::Location { kind: 1, id: 0 };
     let (mut at, mut handle) = (0, 0);
     let properties = api::Properties { kind: 1, handle_types: DESCRIPTOR, location, ..Default::default() };
@@ -58,7 +61,17 @@ fn export(len: usize, descriptor: &mut i32) -> crate::cuda::Result<u64> {
     cu!(cuMemAddressReserve(&mut at, len, 0, 0, 0))?;
     cu!(cuMemMap(at, len, 0, handle, 0))?;
     cu!(cuMemSetAccess(at, len, &api::Access { location, flags: 3 }, 1))?;
-    late_cu!(cuMemExportToShareableHandle(descriptor, handle, DESCRIPTOR, 0))?;
+    let mut object = 0;
+    if how != "export" {
+        let properties = MulticastProperties { devices: 1, size: len, ..MulticastProperties::default() };
+        late_cu!(cuMulticastCreate(&mut object, &properties))?;
+        late_cu!(cuMulticastAddDevice(object, 0))?;
+    }
+    match how {
+        "bind" => late_cu!(cuMulticastBindMem(object, 0, handle, 0, len, 0))?,
+        "bind-address" => late_cu!(cuMulticastBindAddr(object, 0, at, len, 0))?,
+        _ => late_cu!(cuMemExportToShareableHandle(descriptor, handle, DESCRIPTOR, 0))?,
+    }
     cu!(cuMemRelease(handle))?;
     Ok(at)
 }

@@ -79,7 +79,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ),
     ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
     ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),
-    ("binds", binds::run, "--mem 160M: bind memory to objects by which others reach it, and what cannot be bound"),
+    (
+        "binds",
+        binds::run,
+        "--mem 160M: bind memory to objects through which others reach it, in all ways that fail or not",
+    ),
     (
         "frees",
         frees::run,
@@ -183,7 +187,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "escapes",
         escapes::run,
-        "--mem 16M --beside 32M --how sync|range|export|none --kind alloc|vmm --seconds 5: hold memory, part of it given to others, verify",
+        "--mem 16M --beside 32M --how sync|range|export|bind|bind-address|none --kind alloc|vmm --seconds 5: hold memory, part of it given to others, verify",
     ),
     (
         "maps",
