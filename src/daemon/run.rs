@@ -155,8 +155,6 @@ struct Sockets {
     stored: Vec<StoredConnection>,
     /// Names of descriptors that this version does not know.
     unknown: Vec<String>,
-    /// The directory of the clients' socket remains when the daemon ends.
-    directory_remains: bool,
     /// Removes the files of sockets that the daemon bound itself.
     _bound: Vec<Bound>,
 }
@@ -166,13 +164,11 @@ impl Sockets {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut all_bound = Vec::new();
         let clients_path = options.socket.clone().unwrap_or_else(|| CLIENTS_SOCKET.into());
-        let mut directory_remains = true;
         let clients = match given.clients {
             Some(socket) => socket,
             None => {
                 let (socket, bound) =
                     listen::listen(&clients_path, Kind::Packets, CLIENTS_MODE).map_err(StartError::new)?;
-                directory_remains = !bound.created_directory();
                 all_bound.push(bound);
                 socket
             }
@@ -200,7 +196,7 @@ impl Sockets {
             all_bound.extend(bound);
         }
         let (stored, unknown) = (given.stored, given.unknown);
-        Ok(Self { clients, control, metrics, clients_path, stored, unknown, directory_remains, _bound: all_bound })
+        Ok(Self { clients, control, metrics, clients_path, stored, unknown, _bound: all_bound })
     }
 }
 
@@ -233,21 +229,12 @@ impl Startup {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut hang_up = signal(SignalKind::hangup())?;
-        let Sockets {
-            clients,
-            control: control_socket,
-            metrics,
-            clients_path,
-            stored,
-            unknown,
-            directory_remains,
-            _bound,
-        } = sockets;
+        let Sockets { clients, control: control_socket, metrics, clients_path, stored, unknown, _bound } = sockets;
         unknown.iter().for_each(|name| systemd::forget(name));
 
         let (settings, settings_changed) = watch::channel(config.settings.clone());
         let core = Rc::new(RefCell::new(Core::new(config, trace, settings)?));
-        if let Some(directory) = clients_path.parent().filter(|_| directory_remains) {
+        if let Some(directory) = clients_path.parent() {
             core.borrow_mut().create_lock_files_in(directory);
         }
         if let Some(directory) = &state {

@@ -68,14 +68,8 @@ pub struct Bound {
     lock_path: PathBuf,
     /// Locked for as long as the socket exists.
     _lock: File,
+    /// Removed as well, unless something else is in it.
     created_directory: Option<PathBuf>,
-}
-
-impl Bound {
-    /// True if the directory was created for the socket, and will be removed with it.
-    pub fn created_directory(&self) -> bool {
-        self.created_directory.is_some()
-    }
 }
 
 impl Drop for Bound {

@@ -66,20 +66,26 @@ fn a_program_that_is_idle_gives_the_turn_up() {
 }
 
 #[test]
-fn programs_that_begin_without_a_scheduler_both_end_too() {
-    // Where there never was one, they meet elsewhere.
-    let machine = Machine::new(pressed());
+fn programs_that_begin_after_the_scheduler_is_gone_both_end_too() {
+    let (machine, [mut early]) = abandoned_at([work("20M")]);
+    early.finish();
     let mut first = machine.program(&work("90M")).start();
     first.wait_to_say("allocate");
     let mut second = machine.program("churn --mem 80M --seconds 3").start();
     second.finish();
     first.finish();
-    for entry in fs::read_dir("/dev/shm").expect("a directory").flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if first.stderr().contains(name.trim_start_matches("nvshare-").split('.').next().expect("a part")) {
-            let _ = fs::remove_file(entry.path());
-        }
-    }
+}
+
+#[test]
+fn allocations_fail_as_without_nvshare_where_no_scheduler_has_ever_run() {
+    const REFUSED: i32 = 3;
+    let machine = Machine::new(pressed());
+    let mut first = machine.program("stranger --mem 90M --seconds 5").start();
+    first.wait_to_say("allocate");
+    let mut second = machine.program("grow --mem 90M").start();
+    assert_eq!(second.wait().code(), Some(REFUSED));
+    first.finish();
+    assert_eq!(turns(&first) + turns(&second), 0);
 }
 
 #[test]

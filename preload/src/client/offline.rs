@@ -20,8 +20,8 @@
 //! clients, and keeps one while it waits for those behind it. Memory leaves one GPU only after work on its peers has ended.
 //!
 //! A second file per GPU tells clients whether there are others, who can make room: each has a shared lock on it. Where there are
-//! none, an allocation that finds no room fails. The files are beside the scheduler's socket, if a scheduler made them
-//! there, or else in a directory that all users can write to. Where neither is possible, memory comes back as room appears.
+//! none, an allocation that finds no room fails. The scheduler makes the files beside its socket. Where there are none, because
+//! no scheduler has ever run there, memory comes back as room appears.
 //!
 //! None of this concerns engine `managed`, with which pages come to the GPU when they are touched.
 
@@ -54,8 +54,6 @@ const POLL_RUNNING: Duration = Duration::from_millis(50);
 const POLL_WAITING: Duration = Duration::from_millis(10);
 /// The interval between attempts that failed: to find the files, to drain, to evict.
 const RETRY: Duration = Duration::from_secs(1);
-/// Directories that all users can write to, if the scheduler has left no files.
-const DIRECTORIES: [&str; 2] = ["/dev/shm", "/run/lock"];
 
 /// This client on one GPU while there is no scheduler.
 #[derive(Debug, Default)]
@@ -131,38 +129,31 @@ impl Held {
 #[derive(Debug)]
 struct Files {
     /// Locked exclusively by the holder of the turn.
-    turn: (CString, LockFile),
+    turn: LockFile,
     /// Locked by all clients together.
-    here: (CString, LockFile),
+    here: LockFile,
 }
 
 impl Files {
-    /// The existing files, or new ones if there are none and `create` is set.
-    fn find(gpu: &Gpu, create: bool) -> Option<Self> {
-        let beside = settings::get().socket.rsplitn(2, |b| *b == b'/').nth(1).unwrap_or(b".");
-        Self::open(beside, gpu, false)
-            .or_else(|| DIRECTORIES.iter().find_map(|directory| Self::open(directory.as_bytes(), gpu, create)))
-    }
-
-    fn open(directory: &[u8], gpu: &Gpu, create: bool) -> Option<Self> {
+    /// Opens the files that a scheduler has made.
+    fn open(gpu: &Gpu) -> Option<Self> {
+        let directory = settings::get().socket.rsplitn(2, |b| *b == b'/').nth(1).unwrap_or(b".");
         let open = |what: &str| {
             let mut path: Vec<u8> = directory.to_vec();
             path.extend_from_slice(format!("/nvshare-{}.{what}", gpu.uuid()?).as_bytes());
-            let path = CString::new(path).ok()?;
-            let file = LockFile::open(&path, create)?;
-            Some((path, file))
+            LockFile::open(&CString::new(path).ok()?)
         };
         Some(Self { turn: open("turn")?, here: open("here")? })
     }
 
-    fn are_intact(&self) -> bool {
-        [&self.turn, &self.here].into_iter().all(|(path, file)| file.is_intact(path))
+    fn are_open(&self) -> bool {
+        self.turn.is_open() && self.here.is_open()
     }
 
     /// Whether there are other clients without a scheduler on this GPU. They can see this one from now on.
     fn has_company(&self) -> bool {
-        let others = self.here.1.lock_exclusive() == TryLock::Taken;
-        self.here.1.lock_shared();
+        let others = self.here.lock_exclusive() == TryLock::Taken;
+        self.here.lock_shared();
         others
     }
 }
@@ -172,7 +163,7 @@ impl Offline {
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
         if let Some(space) = gpu.space() {
-            space.lock().account.offline_room = 0;
+            space.lock().account.offline_room = None;
         }
     }
 
@@ -192,12 +183,10 @@ impl Offline {
     }
 
     /// Looks at the lock and acts. Returns the time until the next look.
-    ///
-    /// `had_scheduler`: there has been one. A client that never knew a scheduler and has all of its memory creates no files.
-    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, had_scheduler: bool) -> Duration {
+    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus) -> Duration {
         let Some(space) = gpu.space().filter(|space| !space.lock().account.demand_paged) else { return Duration::MAX };
         let now = Instant::now();
-        self.look_for_files(gpu, space, had_scheduler, now);
+        self.look_for_files(gpu, now);
         self.look_at_turn(gpu, space, now);
         let account = self.update_account(gpu, space);
         self.is_full &= !account.is_complete();
@@ -211,14 +200,13 @@ impl Offline {
         if self.waits() || self.held.is_some() || others.stopped { POLL_WAITING } else { POLL_RUNNING }
     }
 
-    fn look_for_files(&mut self, gpu: &Gpu, space: &Mutex<Space>, had_scheduler: bool, now: Instant) {
-        if self.files.as_ref().is_some_and(|files| !files.are_intact()) {
-            trace!("GPU {}: the lock files are gone", gpu.index);
+    fn look_for_files(&mut self, gpu: &Gpu, now: Instant) {
+        if self.files.as_ref().is_some_and(|files| !files.are_open()) {
+            trace!("GPU {}: the program has closed the lock files", gpu.index);
             (self.files, self.held) = (None, None); // and with them the locks
         }
         if self.files.is_none() && self.find_at.is_none_or(|at| now >= at) {
-            let account = space.lock().account;
-            self.files = Files::find(gpu, had_scheduler || !account.is_complete() || account.refused);
+            self.files = Files::open(gpu);
             self.find_at = Some(now + RETRY);
         }
     }
@@ -231,7 +219,7 @@ impl Offline {
         }
         let ignores = self.ignore_until.is_some_and(|until| now < until);
         let takes_part = self.held.is_none() && !ignores && !space.lock().account.unevictable;
-        let is_taken = takes_part && self.files.as_ref().is_some_and(|files| files.turn.1.is_taken());
+        let is_taken = takes_part && self.files.as_ref().is_some_and(|files| files.turn.is_taken());
         if is_taken == self.is_stopped() {
             return;
         }
@@ -252,14 +240,14 @@ impl Offline {
         let has_company = self.files.as_ref().is_some_and(Files::has_company);
         let shared = gpu.total() - gpu.total() / 8;
         let mut guard = space.lock();
-        guard.account.offline_room = if has_company { shared } else { 0 };
+        guard.account.offline_room = Some(if has_company { shared } else { 0 });
         guard.account.limit = guard.account.at_most(if has_company { shared } else { gpu.total() });
         guard.account
     }
 
     fn take_turn(&mut self, gpu: &Gpu, now: Instant) {
         let Some(files) = self.files.as_ref().filter(|_| self.take_at.is_none_or(|at| now >= at)) else { return };
-        if files.turn.1.lock_exclusive() == TryLock::Got {
+        if files.turn.lock_exclusive() == TryLock::Got {
             trace!("GPU {}: takes the turn", gpu.index);
             self.held = Some(Held::new(now));
         }
@@ -283,7 +271,7 @@ impl Offline {
                 (true, false) => "its time is over",
             };
             trace!("GPU {}: gives up the turn ({why})", gpu.index);
-            files.turn.1.unlock();
+            files.turn.unlock();
             self.held = None;
             turn.contend(gpu, None);
             if !is_filled {

@@ -48,8 +48,9 @@ const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 /// The same while the scheduler, which would know, is away: until the client runs without one.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
-/// The longest wait without a scheduler, once per process, for other clients that can make room ([`crate::client::offline`]).
-const OFFLINE_TIMEOUT: Duration = Duration::from_millis(2500);
+/// The longest wait without a scheduler until the client's thread has looked whether other clients can make room
+/// ([`crate::client::offline`]), which it does within 100 ms.
+const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
@@ -177,9 +178,8 @@ pub(super) fn with_retries<T>(
         let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
         let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
         let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
-        let is_offline = !connection::is_connected();
-        let may_find_room =
-            is_offline && guard.account.may_find_room(size as u64, gpu.total()) && begin.elapsed() < OFFLINE_TIMEOUT;
+        let is_unknown = !connection::is_connected() && guard.account.awaits_company();
+        let may_find_room = is_unknown && begin.elapsed() < OFFLINE_TIMEOUT;
         drop(guard);
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
@@ -190,7 +190,6 @@ pub(super) fn with_retries<T>(
             Outcome::Raised | Outcome::Beyond => {}
         }
         if !(comes || may_come || may_find_room) {
-            space.lock().account.searched |= is_offline;
             gpu.count_refusal();
             return result;
         }

@@ -40,13 +40,10 @@ pub struct Account {
     pub freeing: u64,
     /// Pages that are not on the GPU are faulted in when they are touched.
     pub demand_paged: bool,
-    /// Without a scheduler: the demand for which other clients make room; 0 if there are none.
-    pub offline_room: u64,
+    /// Without a scheduler: the demand for which other clients make room, 0 if there are none; `None` until that is known.
+    pub offline_room: Option<u64>,
     /// The largest demand that was all on the GPU at once.
     pub peak: u64,
-    /// An allocation found no room and no client to make some; and the wait for such clients was in vain.
-    pub refused: bool,
-    pub searched: bool,
     /// All memory stays on the GPU, since the end of the program's work cannot be known.
     pub unevictable: bool,
     /// Bytes moved and allocations refused.
@@ -94,15 +91,13 @@ impl Account {
         let most = self.at_most(total - total / 8);
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    /// Without a scheduler: whether `bytes` more would fit if other clients gave up the whole GPU, and it is not known yet
-    /// whether there are any.
-    pub fn may_find_room(&self, bytes: u64, total: u64) -> bool {
-        let most = self.at_most(total - total / 8);
-        !self.searched && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
+    /// Without a scheduler: whether it is not known yet if there are clients that can make room.
+    pub fn awaits_company(&self) -> bool {
+        self.allowance == u64::MAX && self.offline_room.is_none() && !self.demand_paged
     }
     /// Whether room will be made for what does not fit now.
     pub(super) fn room_comes(&self) -> bool {
-        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room
+        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room.unwrap_or(0)
     }
     pub(super) fn pin(&mut self, bytes: u64) {
         (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);

@@ -2,7 +2,7 @@
 //! only the permission to read the file, so it works on a read-only mount, and between users.
 //!
 //! The child of a fork would share the lock, so it closes its copy ([`close_in_child`]). The program may close any descriptor:
-//! the lock is released then, and [`LockFile::is_intact`] returns `false`.
+//! the lock is released then, and [`LockFile::is_open`] returns `false`.
 
 use super::file::{Identity, InheritedDescriptor};
 use core::{
@@ -41,24 +41,10 @@ pub enum TryLock {
 }
 
 impl LockFile {
-    /// Opens the file. If there is none and `create` is set, creates one that all users can read.
-    pub fn open(path: &CStr, create: bool) -> Option<Self> {
+    /// Opens the file, if there is one.
+    pub fn open(path: &CStr) -> Option<Self> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
-        let new = flags | OFlags::CREATE | OFlags::EXCL;
-        let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        // In a directory that all users can write to, O_CREAT must not open a file of another user.
-        let file = match rustix::fs::open(path, flags, Mode::empty()) {
-            Err(Errno::NOENT) if create => match rustix::fs::open(path, new, mode) {
-                Ok(file) => {
-                    let _ = rustix::fs::fchmod(&file, mode); // whatever the umask of the program
-                    Ok(file)
-                }
-                // Another process was faster.
-                Err(_) => rustix::fs::open(path, flags, Mode::empty()),
-            },
-            file => file,
-        }
-        .ok()?;
+        let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
         let stat = rustix::fs::fstat(&file).ok()?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return None;
@@ -75,10 +61,9 @@ impl LockFile {
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the program has not closed it, and the path still names this file.
-    pub fn is_intact(&self, path: &CStr) -> bool {
-        let named = rustix::fs::lstat(path).map(|stat| (stat.st_dev, stat.st_ino));
-        self.get().is_some_and(|file| rustix::fs::fstat(file).map(|stat| (stat.st_dev, stat.st_ino)) == named)
+    /// Whether the program has not closed it.
+    pub fn is_open(&self) -> bool {
+        self.get().is_some()
     }
 
     fn flock(&self, operation: FlockOperation) -> TryLock {
@@ -150,14 +135,15 @@ mod tests {
     #[test]
     fn one_process_locks_it_alone_or_many_together() {
         let path = CString::new(format!("/tmp/nvshare-lock-test-{}", std::process::id())).unwrap();
-        assert!(LockFile::open(&path, false).is_none());
-        let [a, b, c] = [(); 3].map(|()| LockFile::open(&path, true).expect("a file"));
+        assert!(LockFile::open(&path).is_none());
+        std::fs::write(path.to_str().unwrap(), "").unwrap();
+        let [a, b, c] = [(); 3].map(|()| LockFile::open(&path).expect("a file"));
         assert!(!a.is_taken());
         assert_eq!(
             (a.lock_exclusive(), b.lock_exclusive(), b.lock_shared()),
             (TryLock::Got, TryLock::Taken, TryLock::Taken)
         );
-        assert!(b.is_taken() && a.is_intact(&path));
+        assert!(b.is_taken() && a.is_open());
         a.unlock();
         assert_eq!(
             (a.lock_shared(), b.lock_shared(), c.lock_exclusive()),
@@ -166,12 +152,11 @@ mod tests {
         drop((a, b));
         assert_eq!(c.lock_exclusive(), TryLock::Got);
         std::fs::remove_file(path.to_str().unwrap()).unwrap();
-        assert!(!c.is_intact(&path));
     }
 
     #[test]
     fn what_is_no_file_is_no_lock() {
-        assert!(LockFile::open(c"/tmp", true).is_none());
-        assert!(LockFile::open(c"/dev/null", true).is_none());
+        assert!(LockFile::open(c"/tmp").is_none());
+        assert!(LockFile::open(c"/dev/null").is_none());
     }
 }

@@ -32,7 +32,7 @@ impl LockDirectories {
         entries.map(|entry| entry.path()).filter(|path| path.is_dir())
     }
 
-    /// Creates the files of a GPU. Where that fails, clients use another place.
+    /// Creates the files of a GPU. Where that fails, clients do without.
     fn create(&self, gpu: GpuId) {
         for file in Self::files(gpu) {
             for path in [&self.clients, &self.claims].into_iter().flatten().map(|directory| directory.join(&file)) {

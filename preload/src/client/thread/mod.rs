@@ -33,10 +33,7 @@ use crate::{
     sys::time::Instant,
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
-use core::{
-    sync::atomic::{AtomicU64, Ordering},
-    time::Duration,
-};
+use core::{sync::atomic::AtomicU64, time::Duration};
 use files::HostTier;
 use idle_check::IdleCheck;
 use sleep::Sleep;
@@ -233,7 +230,7 @@ impl ClientThread {
             others.stopped |= there.is_stopped() && gpu.is_peer_of(other);
         }
         match (self.offline.get_mut(at), self.turns.get_mut(at)) {
-            (Some(offline), Some(turn)) => offline.step(gpu, turn, others, CLIENT.load(Ordering::Relaxed) != 0),
+            (Some(offline), Some(turn)) => offline.step(gpu, turn, others),
             _ => Duration::MAX,
         }
     }

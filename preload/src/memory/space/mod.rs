@@ -286,7 +286,6 @@ impl Space {
                         break;
                     }
                     Err(error) => {
-                        self.account.refused |= error == ERROR_OUT_OF_MEMORY;
                         self.dismantle(base, range);
                         return Err(error);
                     }
