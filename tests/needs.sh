@@ -13,6 +13,10 @@ lacks() { # what, the Debian package that has it
     packages="$packages $2"
 }
 
+has_library() { # its file name, where the loader searches
+    ldconfig -p 2>/dev/null | grep -q "$1" || /sbin/ldconfig -p | grep -q "$1"
+}
+
 for what; do
     case $what in
     cargo)
@@ -39,7 +43,11 @@ for what; do
     mmdebstrap) command -v mmdebstrap >/dev/null || lacks mmdebstrap mmdebstrap ;;
     systemd-nspawn) command -v systemd-nspawn >/dev/null || lacks systemd-nspawn systemd-container ;;
     musl-gcc) command -v musl-gcc >/dev/null || lacks musl-gcc musl-tools ;;
-    podman | crun | python3) command -v "$what" >/dev/null || lacks "$what" "$what" ;;
+    perl | podman | crun | python3 | tmux) command -v "$what" >/dev/null || lacks "$what" "$what" ;;
+    apparmor_parser) command -v apparmor_parser >/dev/null || [ -x /usr/sbin/apparmor_parser ] || lacks apparmor_parser apparmor ;;
+    libeatmydata) has_library libeatmydata.so.1 || lacks libeatmydata libeatmydata1 ;;
+    libjemalloc) has_library libjemalloc.so.2 || lacks libjemalloc libjemalloc2 ;;
+    setpriv) command -v setpriv >/dev/null || lacks setpriv util-linux ;;
     dbus-daemon) command -v dbus-daemon >/dev/null || lacks dbus-daemon dbus-daemon ;;
     *) lacks "$what" "$what" ;;
     esac

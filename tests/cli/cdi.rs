@@ -56,7 +56,7 @@ impl Container {
         let is_impossible =
             output.status.code() == Some(99) || String::from_utf8_lossy(&output.stderr).contains("unshare:");
         if is_impossible {
-            eprintln!("skipped: mounts cannot be made here: {}", String::from_utf8_lossy(&output.stderr));
+            test_support::skip(format_args!("the right to mount: {}", String::from_utf8_lossy(&output.stderr)));
         }
         (!is_impossible).then_some(output)
     }

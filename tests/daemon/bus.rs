@@ -216,8 +216,7 @@ fn helper_stranger() {
 #[test]
 fn others_than_root_read_and_change_nothing() {
     if !is_root() {
-        eprintln!("skipped: needs root to be somebody else");
-        return;
+        return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let daemon = bus.daemon();
@@ -272,8 +271,7 @@ fn helper_timeline() {
 #[test]
 fn a_timeline_names_only_ones_own_programs() {
     if !is_root() {
-        eprintln!("skipped: needs root to be somebody else");
-        return;
+        return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let daemon = bus.daemon();

@@ -84,7 +84,7 @@ impl Journald {
 #[test]
 fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
     if !is_root() {
-        return eprintln!("skipped: needs root for a mount namespace");
+        return test_support::skip("root, for a mount namespace");
     }
     let journald = Journald::start();
     let started = journald.until(" serves ");

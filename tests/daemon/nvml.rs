@@ -310,8 +310,7 @@ fn a_release_ends_when_its_time_is_over() {
 #[test]
 fn only_administrators_release_the_driver() {
     if !is_root() {
-        eprintln!("skipped: only root can be another user");
-        return;
+        return test_support::skip("root, to act as another user");
     }
     if !own_process("only_administrators_release_the_driver", 1) {
         return;

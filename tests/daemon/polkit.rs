@@ -77,7 +77,7 @@ fn start_waiting(connection: &Connection, calls: usize) -> Vec<tokio::task::Join
 /// Runs a test with a daemon on a bus that has a polkit.
 fn with_polkit(test: impl AsyncFn(&Bus, &Daemon, &Polkit)) {
     if !is_root() {
-        return eprintln!("skipped: needs root to be somebody else");
+        return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let daemon = bus.daemon();
@@ -246,7 +246,7 @@ const DEVICES: &str = "mount -t tmpfs none /dev && : > /dev/null && : > /dev/nvi
 #[test]
 fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
     if !is_root() {
-        return eprintln!("skipped: needs root to be somebody else");
+        return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let daemon = Daemon::start_with(|command, directory| {
@@ -287,7 +287,7 @@ fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
 #[test]
 fn polkit_is_told_which_rule_changes_and_a_lock_s_rule() {
     if !is_root() {
-        return eprintln!("skipped: needs root to be somebody else");
+        return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let daemon = Daemon::start_with(|command, directory| {

@@ -124,7 +124,7 @@ fn a_change_that_cannot_be_saved_is_refused() {
 #[test]
 fn a_full_disk_changes_nothing() {
     if !is_root() {
-        return eprintln!("skipped: needs root to mount a file system");
+        return test_support::skip("root, to mount a file system");
     }
     // All of the disk is taken, then the daemon starts.
     const FULL: &str = "mount -t tmpfs -o size=16k none \"$STATE_DIRECTORY\" && \

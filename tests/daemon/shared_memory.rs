@@ -227,7 +227,7 @@ fn helper_ask() {
 #[test]
 fn another_user_gets_nothing_and_the_exporter_does_not_hear_of_it() {
     if !is_root() {
-        return; // only root has other users' processes
+        return test_support::skip("root, to act as another user");
     }
     let daemon = Daemon::start();
     let exporter = exporter(&daemon);

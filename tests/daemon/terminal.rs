@@ -27,7 +27,7 @@ impl Terminal {
         match tmux.env_remove("TMUX").env("LC_ALL", "C.UTF-8").status() {
             Ok(status) => assert!(status.success(), "{status}"),
             Err(e) => {
-                eprintln!("skipped: no tmux: {e}");
+                test_support::skip(format_args!("tmux: {e}"));
                 return None;
             }
         }

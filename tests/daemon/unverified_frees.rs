@@ -78,8 +78,7 @@ fn memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_e
 #[test]
 fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
     if !is_root() {
-        eprintln!("skipped: only root can be two users");
-        return;
+        return test_support::skip("root, to act as another user");
     }
     let test = "unverified_frees::nobody_is_given_what_another_user_says_it_has_freed_and_has_not";
     let environment = [("CUDA_SIM_MEMORY", TOTAL.to_string()), ("CUDA_SIM_CONTEXT", CONTEXT.to_string())];

@@ -292,7 +292,7 @@ fn helper_stranger() {
 #[test]
 fn others_than_root_see_what_they_had_themselves() {
     if !is_root() {
-        return eprintln!("skipped: needs root to be somebody else");
+        return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let directory = Directory::new();

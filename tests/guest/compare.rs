@@ -26,12 +26,6 @@ pub fn library() -> PathBuf {
     artifact("libnvshare.so")
 }
 
-/// Something the machine lacks: says so, and on CI fails.
-pub fn lacking(what: &str) {
-    eprintln!("skipped: {what}");
-    assert!(std::env::var_os("CI").is_none(), "{what}");
-}
-
 /// A command that is part of the test itself.
 pub fn output(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"))

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use test_support::machine::Move;
+use test_support::{machine::Move, skip};
 
 use crate::compare::*;
 
@@ -49,17 +49,18 @@ fn all_of_them_at_once_are_good_neighbours() {
     assert_eq!(ended.status, (Some(0), None), "{ended:?}");
 }
 
-/// The real ones, where they are installed; their stand-ins above are always there.
+/// The real ones. Their stand-ins above are always there.
 #[test]
-fn libeatmydata_and_jemalloc_are_good_neighbours_where_they_are_installed() {
+fn libeatmydata_and_jemalloc_are_good_neighbours() {
     let host = Host::new();
-    for name in ["libeatmydata.so.1", "libeatmydata.so", "libjemalloc.so.2"] {
-        let asked = output(Command::new("cc").arg(format!("-print-file-name={name}"))).stdout;
-        let path = Path::new(String::from_utf8_lossy(&asked).trim()).to_owned();
-        if path.is_absolute() {
-            beside(&host, &path);
-        } else {
-            eprintln!("{name} is not here");
+    for names in [&["libeatmydata.so.1", "libeatmydata.so"][..], &["libjemalloc.so.2"]] {
+        let find = |name: &&str| {
+            let asked = output(Command::new("cc").arg(format!("-print-file-name={name}"))).stdout;
+            Some(PathBuf::from(String::from_utf8_lossy(&asked).trim())).filter(|path| path.is_absolute())
+        };
+        match names.iter().find_map(find) {
+            Some(path) => beside(&host, &path),
+            None => skip(names[0]),
         }
     }
 }
@@ -69,7 +70,7 @@ fn libeatmydata_and_jemalloc_are_good_neighbours_where_they_are_installed() {
 fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str>) {
     let host = Host::new();
     let built = host.build("worker", "worker", &[&format!("-fsanitize={sanitizer}"), "-fno-sanitize-recover=all"]);
-    let Some(program) = built else { return lacking(&format!("the C compiler has no -fsanitize={sanitizer}")) };
+    let Some(program) = built else { return skip(format_args!("a C compiler with -fsanitize={sanitizer}")) };
     let mut case = host.case(&program, &["4"]).env(options, setting);
     if let Some(runtime) = runtime {
         let asked = output(Command::new("cc").arg(format!("-print-file-name={runtime}"))).stdout;
@@ -77,7 +78,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
     }
     // Old runtimes do not know where kernels with much randomness put things.
     if case.without().stderr.contains("unexpected memory mapping") {
-        return eprintln!("skipped: this {sanitizer} sanitizer does not run on this kernel");
+        return skip(format_args!("a {sanitizer} sanitizer that runs on this kernel"));
     }
     case.succeeds();
     assert!(host.clients() > 0, "it is shared");
@@ -89,7 +90,7 @@ fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
     let host = Host::new();
     let build = |output: &str, options: &[&str]| host.build("worker", output, options);
     let Some(shared) = build("shared", &["-fsanitize=address"]) else {
-        return lacking("the C compiler has no -fsanitize=address");
+        return skip("a C compiler with -fsanitize=address");
     };
     let ended = host.case(&shared, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").with();
     assert_eq!(ended.status, (Some(1), None), "{ended:?}");

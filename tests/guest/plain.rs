@@ -57,7 +57,7 @@ fn a_shell_runs_as_ever() {
 #[test]
 fn perl_runs_as_ever() {
     if !std::path::Path::new("/usr/bin/perl").exists() {
-        return lacking("no perl here");
+        return test_support::skip("perl");
     }
     let host = Host::new();
     let ended = host.case("/usr/bin/perl", &["-e", PERL]).same();
@@ -70,7 +70,7 @@ fn python_runs_as_ever() {
     let host = Host::new();
     // Not a wrapper that looks for the real one.
     let found = std::process::Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
-    let Ok(found) = found else { return lacking("no python3 here") };
+    let Ok(found) = found else { return test_support::skip("python3") };
     let script = host.0.path("script.py");
     std::fs::write(&script, PYTHON).expect("a script");
     let python = String::from_utf8_lossy(&found.stdout);

@@ -17,7 +17,7 @@ fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
     // SAFETY: no arguments.
     let root = unsafe { libc::geteuid() } == 0;
     if !root || !output(Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "none", "/mnt"])).status.success() {
-        return eprintln!("skipped: needs root, and the right to mount, for an /etc/ld.so.preload of its own");
+        return test_support::skip("root, and the right to mount, for an /etc/ld.so.preload of its own");
     }
     let (program, place) = (host.program("secure"), host.0.path("place"));
     std::fs::create_dir(&place).expect("a directory");

@@ -68,8 +68,7 @@ fn helper_imports() {
 #[test]
 fn memory_of_others_is_counted_up_to_a_budget() {
     if !is_root() {
-        eprintln!("skipped: only root can be two users");
-        return;
+        return test_support::skip("root, to act as another user");
     }
     let daemon = Daemon::start();
     as_nobody("clients::helper_imports", &daemon);
@@ -141,8 +140,7 @@ fn filled_from(unit: Option<&Unit>, daemon: &Daemon) -> String {
 #[test]
 fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container() {
     if !is_root() {
-        eprintln!("skipped: takes root");
-        return;
+        return test_support::skip("root, to create control groups");
     }
     let Some(outer) = Unit::new(&format!("docker-{}.scope", IDS[0])) else { return };
     // Its root may call control groups in there anything.
@@ -161,8 +159,7 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
 #[test]
 fn containers_share_no_memory_even_of_the_same_user() {
     if !is_root() {
-        eprintln!("skipped: takes root");
-        return;
+        return test_support::skip("root, to create control groups");
     }
     if !has_own_process("clients::containers_share_no_memory_even_of_the_same_user", &[]) {
         return;
@@ -227,8 +224,7 @@ fn helper_invents() {
 #[test]
 fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     if !is_root() {
-        eprintln!("skipped: only root can be two users");
-        return;
+        return test_support::skip("root, to act as another user");
     }
     // The directory outlives the daemon, so that lock files are made in it.
     let directory = support::Directory::new();
@@ -334,8 +330,7 @@ fn processes_that_the_kernel_hides_are_nobody_in_particular_and_the_log_says_so(
     let mut probe = Command::new("true");
     hides_processes(&mut probe);
     if !is_root() || !probe.status().is_ok_and(|status| status.success()) {
-        eprintln!("skipped: /proc cannot be mounted here");
-        return;
+        return test_support::skip("root, and the right to mount /proc");
     }
     let daemon = Daemon::start_with(|command, _| hides_processes(command));
     as_nobody("clients::helper_connects", &daemon);

@@ -185,7 +185,7 @@ fn programs_of_an_anti_affinity_share_none() {
 fn programs_of_an_exclusion_are_by_themselves() {
     // SAFETY: it cannot fail.
     if unsafe { libc::geteuid() } != 0 {
-        return;
+        return test_support::skip("root, to start programs of another group");
     }
     let machine = two_gpus("spread", &format!("[[rule]]\ngroup = {GROUP}\nexclusion = \"quiet\"\n"));
     let quiet = machine.program(STAY).group(GROUP).start();

@@ -48,29 +48,23 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
     }
 }
 
-/// What the chart makes of these values; `None` without helm, which a line then says.
-fn rendered_list(values: &Value) -> Option<Vec<Value>> {
+/// What the chart makes of these values.
+fn rendered_list(values: &Value) -> Vec<Value> {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("values");
     let mut helm = Command::new("helm");
     helm.args(["template", "nvshare"]).arg(chart()).args(["--namespace", "nvshare", "--values"]).arg(file.path());
-    let output = match helm.output() {
-        Ok(output) => output,
-        Err(_) => {
-            eprintln!("skipped: there is no helm");
-            return None;
-        }
-    };
+    let output = helm.output().expect("helm");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).expect("UTF-8");
     let all: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
-    Some(all.into_iter().filter(|object| !object.is_null()).collect())
+    all.into_iter().filter(|object| !object.is_null()).collect()
 }
 
 /// The same by kind.
-fn rendered(values: &Value) -> Option<BTreeMap<String, Value>> {
+fn rendered(values: &Value) -> BTreeMap<String, Value> {
     let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
-    Some(rendered_list(values)?.into_iter().map(by_kind).collect())
+    rendered_list(values).into_iter().map(by_kind).collect()
 }
 
 /// Without what the chart adds to each object, with settings as they are read, and containers and volumes in the order of their names.
@@ -104,8 +98,9 @@ fn plain(mut object: Value) -> Value {
 }
 
 #[test]
+#[ignore = "needs helm: make check-kubernetes"]
 fn with_its_default_values_it_installs_the_same_as_kustomize() {
-    let Some(rendered) = rendered(&json!({})) else { return };
+    let rendered = rendered(&json!({}));
     let base = documents().into_iter().filter(|(path, _)| path.parent().is_some_and(|parent| parent.ends_with("base")));
     let mut count = 0;
     for (_, object) in base {
@@ -122,15 +117,14 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
 }
 
 #[test]
+#[ignore = "needs helm: make check-kubernetes"]
 fn helm_finds_nothing_wrong_with_it() {
-    let output = match Command::new("helm").args(["lint", "--strict"]).arg(chart()).output() {
-        Ok(output) => output,
-        Err(_) => return eprintln!("skipped: there is no helm"),
-    };
+    let output = Command::new("helm").args(["lint", "--strict"]).arg(chart()).output().expect("helm");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 #[test]
+#[ignore = "needs helm and kubectl: make check-kubernetes"]
 fn whatever_is_enabled_it_installs_the_same_as_kustomize() {
     let sleep = json!({"enabled": true});
     for (directory, has_sleep, values) in [
@@ -142,7 +136,7 @@ fn whatever_is_enabled_it_installs_the_same_as_kustomize() {
         ("dra", true, json!({"dra": {"enabled": true}, "sleep": sleep})),
     ] {
         let built = if has_sleep { built_with_sleep(directory) } else { built_list(directory) };
-        let (Some(chart), Some(built)) = (rendered_list(&values), built) else { return };
+        let chart = rendered_list(&values);
         for object in chart.iter().chain(&built).filter(|object| object["kind"] == "DaemonSet") {
             let pod = &object["spec"]["template"]["spec"];
             let containers = ["initContainers", "containers"].into_iter().filter_map(|list| pod[list].as_array());
@@ -170,14 +164,16 @@ fn whatever_is_enabled_it_installs_the_same_as_kustomize() {
 }
 
 #[test]
+#[ignore = "needs helm: make check-kubernetes"]
 fn with_dra_it_installs_the_same_as_kustomize() {
-    let Some(without) = rendered(&json!({})) else { return };
-    let with = rendered(&json!({"dra": {"enabled": true}})).expect("helm is there");
+    let without = rendered(&json!({}));
+    let with = rendered(&json!({"dra": {"enabled": true}}));
     let base = without["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers");
     the_driver_has_what_it_needs(base, &with);
 }
 
 #[test]
+#[ignore = "needs helm: make check-kubernetes"]
 fn its_values_are_heeded() {
     let values = json!({
         "image": {"repository": "registry.example/nvshare", "tag": "1.2.3"}, "inject": "mounts", "slots": 3, "agent": {"enabled": false},
@@ -185,7 +181,7 @@ fn its_values_are_heeded() {
         "runtimeClassName": "", "containerdDirectory": "/var/lib/containerd", "resources": {"scheduler": {"limits": {"memory": "1Gi"}}},
         "config": {"nvshare": "[[rule]]\nname = \"a\"\npod = \"a/*\"\nweight = 5\n", "devicePlugin": "allocation = \"pack\"\n"},
     });
-    let Some(rendered) = rendered(&values) else { return };
+    let rendered = rendered(&values);
     let kinds: Vec<&str> = rendered.keys().map(String::as_str).collect();
     assert_eq!(kinds, ["ConfigMap", "DaemonSet", "PodMonitor", "ServiceAccount"]);
     let pod = &rendered["DaemonSet"]["spec"]["template"]["spec"];
@@ -212,8 +208,7 @@ fn its_values_are_heeded() {
     assert_eq!((plugin.slots, plugin.inject), (3, nvshare_device_plugin::config::Inject::Mounts));
     assert_eq!(plugin.allocation, nvshare_device_plugin::config::Allocation::Pack);
     assert_eq!(plugin.mounts.library, Path::new("/var/lib/nvshare-node/libnvshare.so"));
-    let with_class =
-        self::rendered(&json!({"createRuntimeClass": true, "runtimeClassName": "gpus"})).expect("helm is there");
+    let with_class = self::rendered(&json!({"createRuntimeClass": true, "runtimeClassName": "gpus"}));
     assert_eq!(with_class["RuntimeClass"]["metadata"]["name"], "gpus");
     assert_eq!(with_class["RuntimeClass"]["handler"], "nvidia");
 }

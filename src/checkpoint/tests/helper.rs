@@ -435,7 +435,7 @@ fn only_a_process_of_the_user_is_meant() {
 fn a_process_that_is_of_two_users_is_left_alone() {
     let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
     if !is_root || Command::new("setpriv").arg("--version").output().is_err() {
-        return eprintln!("not tried: root and setpriv(1) are needed");
+        return test_support::skip("root and setpriv(1)");
     }
     let Some(sleeper) = start("a_process_that_is_of_two_users_is_left_alone") else { return };
     let mut other = Command::new("setpriv");
@@ -511,7 +511,7 @@ fn two_capabilities_reach_processes_of_other_users() {
     const CLIENT: u32 = 65533;
     let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
     if !is_root || Command::new("setpriv").arg("--version").output().is_err() {
-        return eprintln!("not tried: root and setpriv(1) are needed");
+        return test_support::skip("root and setpriv(1)");
     }
     let test = "two_capabilities_reach_processes_of_other_users";
     let Some(mut sleeper) = start_as(test, Some(CLIENT)) else { return };

@@ -302,8 +302,7 @@ mod tests {
     #[test]
     fn a_directory_is_given_away_with_what_is_in_it_and_can_be_given_again() {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root gives files away");
-            return;
+            return test_support::skip("root, to give files away");
         }
         let above = tempfile::tempdir().expect("a directory");
         let directory = above.path().join("run/nvshare");

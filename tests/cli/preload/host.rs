@@ -22,12 +22,12 @@ pub struct Host(());
 /// Runs a test on a machine of its own; says so where there can be none.
 pub fn on_a_host(test: impl FnOnce(&Host) + Send) {
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: needs root, for an /etc/ld.so.preload of its own");
+        return test_support::skip("root, for an /etc/ld.so.preload of its own");
     }
     // A mount namespace belongs to a thread, and to what that thread starts.
     let run = || match set_up() {
         Ok(()) => test(&Host(())),
-        Err(e) => eprintln!("skipped: needs the right to mount, for an /etc/ld.so.preload of its own: {e}"),
+        Err(e) => test_support::skip(format_args!("the right to mount, for an /etc/ld.so.preload of its own: {e}")),
     };
     if let Err(panic) = std::thread::scope(|scope| scope.spawn(run).join()) {
         std::panic::resume_unwind(panic);

@@ -46,7 +46,7 @@ impl Unit {
             unit.directories.push(directory);
         }
         if unit.directories.first().is_none_or(|path| !path.join("cgroup.procs").exists()) {
-            eprintln!("skipped: no control group can be made here");
+            crate::skip("the right to create control groups");
             return None;
         }
         Some(unit)
@@ -112,7 +112,7 @@ impl Limited {
             fs::write(group.directory.join(group.files[0]), limit.to_string()).is_ok().then_some(group)
         });
         if made.is_none() {
-            eprintln!("skipped: no control group with a limit of memory can be made here");
+            crate::skip("the right to create control groups with a memory limit");
         }
         made
     }

@@ -34,7 +34,7 @@ impl Disk {
             command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").status().is_ok_and(|status| status.success())
         };
         if !does("mkfs.ext4", &["-q", "-F", "-m", "0"], None) || !does("mount", &["-o", "loop"], Some(&mounted)) {
-            eprintln!("skipped: no file system can be mounted here");
+            crate::skip("mkfs.ext4, and the right to mount a loop device");
             return None;
         }
         Some(Self { image: file, mounted, directory })

@@ -10,6 +10,7 @@ pub mod manager;
 mod own_process;
 pub mod steps;
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,6 +27,19 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// A directory with some of another version's artifacts, which are tested instead: `make check-compatibility`.
 const OTHER_VERSION: &str = "NVSHARE_TEST_OTHER_VERSION";
+
+/// `.ci/run` sets it: its machine has everything that tests need.
+const ALL: &str = "NVSHARE_TEST_ALL";
+
+/// Reports that this machine lacks something that a test, or a part of it, needs. The caller returns, and the test passes.
+///
+/// # Panics
+/// If `NVSHARE_TEST_ALL` is set.
+#[track_caller]
+pub fn skip(needed: impl Display) {
+    assert!(std::env::var_os(ALL).is_none(), "{ALL} is set, and this machine lacks {needed}");
+    eprintln!("skipped: this test needs {needed}");
+}
 
 /// Where cargo put what is under test: beside the directory of this test program.
 pub fn artifact(name: &str) -> PathBuf {

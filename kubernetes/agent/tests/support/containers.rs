@@ -29,9 +29,7 @@ impl Inmate {
         let possible = within(ENTER, &mount, &format!("nvshare-test-{}", std::process::id())).arg("true").status();
         let _ = within(LEAVE, &mount, &format!("nvshare-test-{}", std::process::id())).status();
         if !possible.is_ok_and(|status| status.success()) {
-            eprintln!(
-                "skipped: putting a process into a pod's control group needs root and control groups of version 2"
-            );
+            test_support::skip("root and control groups of version 2, for a process in a pod's control group");
             return None;
         }
         let mut command = within(ENTER, &mount, &group);
