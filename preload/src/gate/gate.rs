@@ -148,6 +148,17 @@ impl Gate {
 mod tests {
     use super::*;
     use core::sync::atomic::{AtomicBool, AtomicU64};
+    use std::time::Instant;
+
+    /// Spins until it is so, and fails if that never comes.
+    #[track_caller]
+    fn until(is_so: impl Fn() -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !is_so() {
+            assert!(Instant::now() < deadline, "it never is");
+            std::thread::yield_now();
+        }
+    }
 
     /// Threads submit as fast as they can while the gate closes and opens. After it has closed with no thread inside, nothing
     /// is submitted until it opens, and then every thread goes on. From the middle on the kernel refuses `membarrier(2)`.
@@ -157,6 +168,13 @@ mod tests {
         static RELEASED: AtomicBool = AtomicBool::new(false);
         static END: AtomicBool = AtomicBool::new(false);
         static SUBMITTED: AtomicU64 = AtomicU64::new(0);
+        /// Has the threads end after a failure, too.
+        struct Ends;
+        impl Drop for Ends {
+            fn drop(&mut self) {
+                END.store(true, Ordering::SeqCst);
+            }
+        }
         const GPU: u32 = 7;
         barrier::init();
         let submit = || {
@@ -172,6 +190,7 @@ mod tests {
         };
         let before = threads::submitted(GPU);
         std::thread::scope(|scope| {
+            let _ends = Ends;
             (0..4).for_each(|_| drop(scope.spawn(submit)));
             for round in 0..2000 {
                 if round == 1000 {
@@ -179,9 +198,7 @@ mod tests {
                 }
                 let why = if round % 2 == 0 { closed::LOCK } else { closed::MEMORY };
                 GATE.close(why);
-                while !Gate::is_quiet(GPU) {
-                    std::hint::spin_loop();
-                }
+                until(|| Gate::is_quiet(GPU));
                 RELEASED.store(true, Ordering::SeqCst);
                 let count = SUBMITTED.load(Ordering::SeqCst);
                 if round % 16 == 0 {
@@ -190,11 +207,10 @@ mod tests {
                 assert_eq!(SUBMITTED.load(Ordering::SeqCst), count);
                 RELEASED.store(false, Ordering::SeqCst);
                 GATE.open(why);
-                while round % 100 == 0 && SUBMITTED.load(Ordering::SeqCst) == count {
-                    std::thread::yield_now();
+                if round % 100 == 0 {
+                    until(|| SUBMITTED.load(Ordering::SeqCst) > count);
                 }
             }
-            END.store(true, Ordering::SeqCst);
         });
         assert_eq!(threads::submitted(GPU) - before, SUBMITTED.load(Ordering::SeqCst), "each one is counted");
     }

@@ -77,6 +77,14 @@ mod tests {
         assert_eq!(parse(42, b""), None);
     }
 
+    /// Looks for a minute, on a busy machine for longer.
+    fn until<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
+        (0..12_000).find_map(|_| {
+            thread::sleep(Duration::from_millis(5));
+            look()
+        })
+    }
+
     #[test]
     fn a_thread_that_runs_moves_on_and_one_that_sleeps_is_not_listed() {
         static END: AtomicBool = AtomicBool::new(false);
@@ -90,15 +98,9 @@ mod tests {
                 thread::sleep(Duration::from_millis(500))
             }
         });
-        let seen = loop {
-            let seen = on_their_way().expect("/proc is there");
-            if !seen.is_empty() {
-                break seen;
-            }
-        };
-        while !seen.iter().all(Task::has_moved_on) {
-            thread::sleep(Duration::from_millis(5));
-        }
+        let look = || Some(on_their_way().expect("/proc is there")).filter(|seen| !seen.is_empty());
+        let seen = until(look).expect("no thread runs");
+        until(|| seen.iter().all(Task::has_moved_on).then_some(())).expect("they have not moved on");
         END.store(true, Ordering::Relaxed);
         busy.join().unwrap();
         asleep.join().unwrap();
