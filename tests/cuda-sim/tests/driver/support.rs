@@ -8,7 +8,10 @@ use std::{
     path::PathBuf,
     process::{Child, Command, Stdio},
     ptr,
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 const CHILD: &str = "SIM_TEST";
@@ -153,6 +156,30 @@ pub fn read(at: u64) -> u32 {
     let mut value = 0_u32;
     assert_eq!(cu("cuMemcpyDtoH_v2", &[ptr::from_mut(&mut value) as usize, at as usize, 4]), 0);
     value
+}
+
+/// What `spin_until` waits for: a word of mapped host memory.
+pub struct Flag(&'static AtomicU32);
+
+impl Flag {
+    pub fn new() -> Self {
+        let host = get("cuMemHostAlloc", &[4096, 2]);
+        assert_eq!(get("cuMemHostGetDevicePointer_v2", &[host, 0]), host);
+        // SAFETY: aligned memory of zeros, which is never freed and only read and written as a whole, by the GPU too.
+        Self(unsafe { AtomicU32::from_ptr(host as *mut u32) })
+    }
+
+    pub fn at(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    pub fn value(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    pub fn write(&self) {
+        self.0.store(1, Ordering::SeqCst);
+    }
 }
 
 /// `CUmemAllocationProp` for the first GPU, and with it the chunk.

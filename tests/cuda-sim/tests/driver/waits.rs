@@ -52,11 +52,12 @@ fn functions_of_the_program_run_in_stream_order() {
     }
     isolated("waits::functions_of_the_program_run_in_stream_order", &[], || {
         let gpu = Gpu::open();
-        let lane = stream(NON_BLOCKING);
-        assert_eq!(gpu.launch("spin_ns", lane, &[20 * MS]), 0);
+        let (lane, flag) = (stream(NON_BLOCKING), Flag::new());
+        assert_eq!(gpu.launch("spin_until", lane, &[flag.at()]), 0);
         assert_eq!(cu("cuLaunchHostFunc", &[lane, plain as *const () as usize, 0]), 0);
         assert_eq!(cu("cuStreamAddCallback", &[lane, told as *const () as usize, 0, 0]), 0);
         assert_eq!(CALLS.load(Ordering::SeqCst), 0, "not before the kernel ends");
+        flag.write();
         assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
         assert_eq!(CALLS.load(Ordering::SeqCst), 11);
     });
@@ -83,15 +84,17 @@ fn an_event_of_another_process_is_waited_for() {
         let gpu = Gpu::open();
         let lane = stream(NON_BLOCKING);
         if role().is_some() {
-            // Exports an event behind work that takes a while, once it is told to begin.
-            let event = get("cuEventCreate", &[INTERPROCESS]);
+            // Exports an event behind work that ends when it is told so.
+            let (event, flag) = (get("cuEventCreate", &[INTERPROCESS]), Flag::new());
             let mut handle: Handle = [0; 8];
             assert_eq!(cu("cuIpcGetEventHandle", &[handle.as_mut_ptr() as usize, event]), 0);
-            assert_eq!(gpu.launch("spin_ns", lane, &[200 * MS]), 0);
+            assert_eq!(gpu.launch("spin_until", lane, &[flag.at()]), 0);
             assert_eq!(cu("cuEventRecord", &[event, lane]), 0);
             let words = handle.map(|word| word.to_string());
             println!("handle {}", words.join(" "));
             std::io::stdout().flush().expect("a pipe");
+            let _ = std::io::stdin().read_line(&mut String::new());
+            flag.write();
             assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
             // Stays until its parent goes.
             let _ = std::io::stdin().read_line(&mut String::new());
@@ -105,6 +108,7 @@ fn an_event_of_another_process_is_waited_for() {
         assert_eq!(cu("cuEventQuery", &[event]), NOT_READY);
         assert_eq!(cu("cuStreamWaitEvent", &[lane, event, 0]), 0);
         assert_eq!(cu("cuStreamQuery", &[lane]), NOT_READY);
+        writeln!(other.stdin.as_ref().expect("piped")).expect("it reads");
         assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
         assert_eq!(cu("cuEventQuery", &[event]), 0, "the stream waited for it");
         drop(other.stdin.take());
@@ -138,15 +142,18 @@ fn a_green_context_is_waited_for_with_the_primary_one() {
         assert_eq!(answer, green);
         let (at, mark) = (alloc(4), event());
         for wait in ["cuCtxRecordEvent", "cuGreenCtxRecordEvent", "cuCtxSynchronize"] {
-            assert_eq!(gpu.launch("spin_ns", lane, &[30 * MS]), 0);
+            let (flag, all) = (Flag::new(), wait == "cuCtxSynchronize");
+            let kernel = if all { ("spin_ns", 30 * MS) } else { ("spin_until", flag.at()) };
+            assert_eq!(gpu.launch(kernel.0, lane, &[kernel.1]), 0);
             assert_eq!(gpu.launch("fill_u32", lane, &[at, 1, 3]), 0);
             match wait {
                 "cuCtxSynchronize" => assert_eq!(cu(wait, &[]), 0),
                 "cuCtxRecordEvent" => assert_eq!(cu(wait, &[gpu.context, mark]), 0),
                 _ => assert_eq!(cu(wait, &[green, mark]), 0),
             }
-            if wait != "cuCtxSynchronize" {
+            if !all {
                 assert_eq!(cu("cuEventQuery", &[mark]), NOT_READY, "{wait}");
+                flag.write();
                 assert_eq!(cu("cuEventSynchronize", &[mark]), 0);
             }
             assert_eq!(cu("cuStreamQuery", &[lane]), 0, "{wait}");
