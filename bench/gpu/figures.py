@@ -58,7 +58,7 @@ def checked_out():
 
     try:
         commit = git("rev-parse", "--short", "HEAD")
-        changed = git("diff", "--quiet", "HEAD", "--", ".", ":!bench/results.json", ":!bench/RESULTS.md").returncode
+        changed = git("diff", "--quiet", "HEAD", "--", ".", ":!bench/results.json", ":!bench/*.md").returncode
     except OSError:
         return "unknown"
     return commit.stdout.strip() + ("-dirty" if changed else "") if commit.returncode == 0 else "unknown"

@@ -1,6 +1,6 @@
-//! `bench/RESULTS.md` against `bench/results.json`, which benchmarks write, and `bench/figures.toml`, which says what is aimed at.
+//! The pages with figures against `bench/results.json`, which benchmarks write, and `bench/figures.toml`, which has the aims.
 //!
-//! The page links each figure that it takes from there, with the name of its row as the link's title:
+//! A page links each figure that it takes from there, with the name of its row as the link's title:
 //! `[48.6 µs](results.json "handover-daemon-p50")`.
 
 use bench_support::{
@@ -12,7 +12,8 @@ use std::{
     path::Path,
 };
 
-const PAGE: &str = include_str!("../../bench/RESULTS.md");
+const RESULTS: &str = include_str!("../../bench/RESULTS.md");
+const LIST: &str = include_str!("../../bench/FIGURES.md");
 
 /// The number that a text starts with, and how many decimal places it shows.
 fn number(text: &str) -> (f64, usize) {
@@ -22,12 +23,13 @@ fn number(text: &str) -> (f64, usize) {
     (plain[..end].parse().unwrap_or_else(|e| panic!("{text:?} does not start with a number: {e}")), places)
 }
 
-/// The text and the row's name of each linked figure.
-fn linked() -> Vec<(&'static str, &'static str)> {
-    let before_names = PAGE.match_indices("](results.json \"");
+/// The text and the row's name of each figure that a page links.
+fn linked(page: &str) -> Vec<(&str, &str)> {
+    let before_names = page.match_indices("results.json \"");
     let figure = |(at, link): (usize, &str)| {
-        let shown = &PAGE[PAGE[..at].rfind('[').expect("the link's text") + 1..at];
-        (shown, PAGE[at + link.len()..].split('"').next().expect("the row's name"))
+        let end = page[..at].rfind("](").expect("a link");
+        let shown = &page[page[..end].rfind('[').expect("the link's text") + 1..end];
+        (shown, page[at + link.len()..].split('"').next().expect("the row's name"))
     };
     before_names.map(figure).collect()
 }
@@ -36,19 +38,18 @@ fn figures() -> Figures {
     Figures::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("bench"))
 }
 
-/// What was old when the table was made is a question to git, and there may be none.
+/// git knows which measurements are older than their code; there may be none.
 #[test]
-fn results_md_begins_with_all_figures_and_aims() {
-    let figures = figures();
+fn figures_md_lists_all_figures_and_aims() {
     let undated = |page: &str| page.replace(OLDER, "");
     assert!(
-        undated(&figures.page) == undated(&figures.page_with_table()),
-        "the table in RESULTS.md is not of results.json and figures.toml: cargo run -p bench-support --bin figures"
+        undated(LIST) == undated(&figures().list()),
+        "FIGURES.md differs from results.json and figures.toml: cargo run -p bench-support --bin figures"
     );
 }
 
 #[test]
-fn the_charts_of_results_md_show_what_its_tables_say() {
+fn charts_show_the_values_of_the_tables() {
     let charts = figures().charts();
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/charts");
     let files = std::fs::read_dir(&directory).expect("the charts").map(|file| file.expect("a chart").file_name());
@@ -56,9 +57,10 @@ fn the_charts_of_results_md_show_what_its_tables_say() {
     assert_eq!(files.collect::<BTreeSet<_>>(), names.collect::<BTreeSet<_>>());
     for Chart { name, svg } in charts {
         let file = std::fs::read_to_string(directory.join(name)).expect("a chart");
-        assert!(file == svg, "bench/charts/{name} is not of these tables: cargo run -p bench-support --bin figures");
-        roxmltree::Document::parse(&svg).unwrap_or_else(|e| panic!("{name} is no XML: {e}"));
-        assert!(PAGE.contains(&format!("](charts/{name})")), "RESULTS.md does not show {name}");
+        assert!(file == svg, "bench/charts/{name} differs from the tables: cargo run -p bench-support --bin figures");
+        roxmltree::Document::parse(&svg).unwrap_or_else(|e| panic!("{name} is not XML: {e}"));
+        let link = format!("\"charts/{name}\"");
+        assert!([RESULTS, LIST].iter().any(|page| page.contains(&link)), "neither page shows {name}");
     }
 }
 
@@ -89,18 +91,39 @@ fn every_row_is_a_figure_that_figures_toml_describes() {
 }
 
 #[test]
-fn results_md_has_the_figures_of_results_json() {
+fn pages_have_the_values_of_results_json() {
     let rows = figures().rows;
     let values: BTreeMap<&str, f64> = rows.iter().map(|row| (row.name.as_str(), row.value)).collect();
-    let linked = linked();
-    for (shown, name) in &linked {
-        let value = values.get(name).unwrap_or_else(|| panic!("results.json has no row {name:?}"));
-        let (number, places) = number(shown);
-        // Half of the last place shown, and a little for what binary fractions cannot express.
-        let tolerance = 0.5 / 10f64.powi(places as i32) + 1e-9;
-        assert!((number - value).abs() <= tolerance, "{name} is {shown} in RESULTS.md and {value} in results.json");
+    for (page, text) in [("RESULTS.md", RESULTS), ("FIGURES.md", LIST)] {
+        let linked = linked(text);
+        assert!(!linked.is_empty(), "{page} links no figure");
+        for (shown, name) in linked {
+            let value = values.get(name).unwrap_or_else(|| panic!("{page}: results.json has no row {name:?}"));
+            let (number, places) = number(shown);
+            // Half of the last place shown, and a little for what binary fractions cannot express.
+            let tolerance = 0.5 / 10f64.powi(places as i32) + 1e-9;
+            assert!((number - value).abs() <= tolerance, "{page}: {name} is {shown}, and {value} in results.json");
+        }
     }
     for name in values.keys() {
-        assert!(linked.iter().any(|(_, n)| n == name), "RESULTS.md does not show {name}");
+        assert!(linked(LIST).iter().any(|(_, n)| n == name), "FIGURES.md does not show {name}");
+    }
+}
+
+#[test]
+fn results_md_tells_every_miss() {
+    let figures = figures();
+    let (_, rest) = RESULTS.split_once("\n## What falls short\n").expect("the section");
+    let told: BTreeSet<&str> =
+        linked(rest.split("\n## ").next().unwrap_or_default()).into_iter().map(|l| l.1).collect();
+    for row in &figures.rows {
+        let wanted = figures.wanted.iter().find(|wanted| wanted.name == row.name).expect("its aim");
+        match wanted.is_met(row.value) {
+            Some(false) => {
+                assert!(told.contains(&*row.name), "{} misses its aim, and RESULTS.md does not say so", row.name)
+            }
+            Some(true) => assert!(!told.contains(&*row.name), "{} meets its aim, and RESULTS.md denies it", row.name),
+            None => {}
+        }
     }
 }

@@ -1,6 +1,6 @@
-//! The charts beside the tables of `bench/RESULTS.md`: how far each figure is from its aim and from what is known of others, and tables
-//! that compare several ways of doing the same. What they show is read from `figures.toml`, `results.json` and the page's own tables, so
-//! they say nothing else than these. Each is a picture that stands alone, without scripts or fonts.
+//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`: each figure beside its aim, and the tables that compare several ways
+//! to do the same. The values come from `figures.toml`, `results.json` and the tables of the page. Each chart is one SVG file
+//! without scripts or fonts, drawn for light and for dark pages.
 
 use crate::figures::{Figures, Wanted, digits};
 use std::fmt::Write;
@@ -12,9 +12,15 @@ const TOP: f64 = 64.0;
 const ROW: f64 = 20.0;
 const RADIUS: f64 = 5.0;
 
-const STYLE: &str = "text{font:12px sans-serif;fill:#222}.title{font-weight:bold}.quiet{fill:#666}.grid{stroke:#ddd}.aim{stroke:#222}\
-                     .range{stroke:#bbb;stroke-width:2}.met{fill:#2e7d4f}.ours{fill:#2e7d4f;stroke:#fff}.short{fill:#cf5b2e}.other{fill:#fff;stroke:#666}\
-                     .first{fill:#8a94a0}.second{fill:#3271b8}.plain{fill:#c4c8ce}";
+/// What both themes have in common.
+const STYLE: &str =
+    "text{font:13px sans-serif}.title,.our{font-weight:bold}.range{stroke-width:2}.serial{stroke-dasharray:2 3}";
+const LIGHT: &str = ".page{fill:#fff}.ours,.other{stroke:#fff}text{fill:#1f2328}.quiet{fill:#59636e}.grid{stroke:#ddd}\
+                     .aim,.serial{stroke:#59636e}.range{stroke:#bbb}.met,.ours,.our{fill:#1a7f37}.short{fill:#bc4c00}\
+                     .other{fill:#fff;stroke:#666}.first{fill:#8a94a0}.second{fill:#3271b8}.plain{fill:#b6bdc5}";
+const DARK: &str = ".page{fill:#0d1117}.ours,.other{stroke:#0d1117}text{fill:#f0f6fc}.quiet{fill:#9198a1}.grid{stroke:#30363d}\
+                    .aim,.serial{stroke:#9198a1}.range{stroke:#484f58}.met,.ours,.our{fill:#3fb950}.short{fill:#f0883e}\
+                    .other{fill:#0d1117;stroke:#9198a1}.first{fill:#818b98}.second{fill:#58a6ff}.plain{fill:#565e68}";
 
 /// A chart: the name of its file in `bench/charts`, and what is in it.
 #[derive(Debug)]
@@ -24,10 +30,17 @@ pub struct Chart {
 }
 
 impl Figures {
-    /// All charts, as they are to be.
+    /// Draws all charts, each in both themes.
     pub fn charts(&self) -> Vec<Chart> {
-        let chart = |name, svg| Chart { name, svg };
-        vec![chart("aims.svg", self.aims()), chart("peers.svg", self.peers()), chart("pairs.svg", self.pairs())]
+        let drawn = [
+            ("aims.svg", "aims-dark.svg", self.aims()),
+            ("peers.svg", "peers-dark.svg", self.peers()),
+            ("pairs.svg", "pairs-dark.svg", self.pairs()),
+        ];
+        let themes = |(light, dark, svg): (_, _, String)| {
+            [Chart { name: dark, svg: svg.replace(LIGHT, DARK) }, Chart { name: light, svg }]
+        };
+        drawn.into_iter().flat_map(themes).collect()
     }
 
     /// Each figure that has an aim, over that aim; those that are furthest from it first.
@@ -53,7 +66,7 @@ impl Figures {
             let class = if *over <= 1.0 { "met" } else { "short" };
             let shown = |value: f64| format!("{}{}", digits(value, 3).replace('-', "−"), unit(wanted));
             let told = format!("{}, aim {}", shown(*value), wanted.aim());
-            picture.label(&wanted.name);
+            picture.label("", &wanted.name);
             for (other, who) in others(&wanted.elsewhere) {
                 if let Some(over) = wanted.over_aim(other) {
                     picture.mark("other", RADIUS, over, &format!("{}: {who}", shown(other)));
@@ -68,27 +81,41 @@ impl Figures {
         picture.finish(&ticks, Some(1.0))
     }
 
-    /// Programs that share a GPU in several ways, as bars.
+    /// Two programs under each way to share, as bars: two panels for each half of the table, side by side.
     fn peers(&self) -> String {
+        const NAMES: f64 = 160.0;
+        const PANEL: f64 = (WIDTH - RIGHT - NAMES) / 2.0;
+        const VALUES: f64 = 50.0;
         let table = Table::below(&self.page, "How does it compare with other ways to share?");
-        let longest = table.values().fold(0.0, f64::max);
         let mut picture = Picture {
-            left: 170.0,
-            right: 60.0,
-            scale: Scale::Linear { to: longest },
-            ..Picture::new("Two programs in 17 GiB: seconds until both are done")
+            scale: Scale::Linear { to: table.values().fold(0.0, f64::max) },
+            ..Picture::new("Two programs on one GPU: seconds until both are done")
         };
-        picture.legend(&[("ours", "nvshare"), ("plain", "other ways")]);
-        for (name, cells) in &table.rows {
+        let _ = writeln!(
+            picture.body,
+            r#"<text class="quiet" x="{:.0}" y="22" text-anchor="end">shorter is better; dotted: one after the other</text>"#,
+            WIDTH - RIGHT
+        );
+        let half = table.rows.len().div_ceil(2);
+        let height = ROW * (table.columns.len() as f64 + 2.0);
+        for (at, (name, cells)) in table.rows.iter().enumerate() {
+            picture.left = NAMES + PANEL * (at / half) as f64;
+            picture.right = WIDTH - RIGHT - (picture.left + PANEL - VALUES);
+            picture.y = ROW * 2.0 + height * (at % half) as f64;
             picture.heading(name.split(" (commit").next().unwrap_or(name));
+            if let Some(serial) = cells.first().and_then(|cell| number(cell)) {
+                picture.vertical("serial", serial, ROW * table.columns.len() as f64);
+            }
             for (way, cell) in table.columns.iter().zip(cells) {
-                picture.label(way);
-                let class = if way == "nvshare" { "ours" } else { "plain" };
-                picture.bar(class, number(cell), cell);
+                let is_ours = way == "nvshare";
+                if at < half {
+                    picture.label(if is_ours { "our" } else { "" }, way);
+                }
+                picture.bar(if is_ours { "ours" } else { "plain" }, number(cell), cell);
                 picture.next(ROW);
             }
         }
-        picture.finish(&picture.scale.ticks(" s"), None)
+        picture.finish(&[], None)
     }
 
     /// Pairs of loops under three ways of running them, as points.
@@ -106,7 +133,7 @@ impl Figures {
         };
         picture.legend(&ways.map(|(way, class, _)| (class, way)));
         for (name, cells) in &table.rows {
-            picture.label(name);
+            picture.label("", name);
             picture.range(values(cells).into_iter().flatten());
             for ((way, class, radius), value) in ways.into_iter().zip(values(cells)) {
                 if let Some(value) = value {
@@ -273,13 +300,24 @@ impl Picture {
 
     fn heading(&mut self, text: &str) {
         self.next(8.0);
-        let _ = writeln!(self.body, r#"<text class="title" x="8" y="{:.0}">{}</text>"#, self.y + 14.0, escaped(text));
+        let (x, y) = (self.left, self.y + 14.0);
+        let _ = writeln!(self.body, r#"<text class="title" x="{x:.0}" y="{y:.0}">{}</text>"#, escaped(text));
         self.next(ROW);
     }
 
-    fn label(&mut self, text: &str) {
+    fn label(&mut self, class: &str, text: &str) {
         let (x, y) = (self.left - 12.0, self.y + 14.0);
-        let _ = writeln!(self.body, r#"<text x="{x:.0}" y="{y:.0}" text-anchor="end">{}</text>"#, escaped(text));
+        let _ = writeln!(
+            self.body,
+            r#"<text class="{class}" x="{x:.0}" y="{y:.0}" text-anchor="end">{}</text>"#,
+            escaped(text)
+        );
+    }
+
+    /// A line at a value, from here down.
+    fn vertical(&mut self, class: &str, value: f64, height: f64) {
+        let (x, y) = (self.x(value), self.y);
+        let _ = writeln!(self.body, r#"<path class="{class}" d="M{x:.1} {y:.0}v{height:.0}"/>"#);
     }
 
     /// What is said behind the row.
@@ -315,26 +353,28 @@ impl Picture {
         let _ = writeln!(self.body, r#"<path class="range" d="M{from:.1} {y:.0}H{to:.1}"/>"#);
     }
 
-    /// A bar from 0 with its text behind it; only the text if there is no value.
+    /// A bar from 0 with its text behind it; only the text if there is no value. No line crosses the text.
     fn bar(&mut self, class: &str, value: Option<f64>, text: &str) {
         let (left, y) = (self.left, self.y);
         let width = value.map_or(0.0, |value| self.x(value) - left);
-        let quiet = if value.is_some() { "" } else { r#" class="quiet""# };
-        if value.is_some() {
+        let mut rectangle = |class, x, width| {
+            let (y, height) = (y + 3.0, ROW - 6.0);
             let _ = writeln!(
                 self.body,
-                r#"<rect class="{class}" x="{left:.0}" y="{:.0}" width="{width:.1}" height="{:.0}"/>"#,
-                y + 3.0,
-                ROW - 6.0
+                r#"<rect class="{class}" x="{x:.1}" y="{y:.0}" width="{width:.1}" height="{height:.0}"/>"#
             );
+        };
+        rectangle("page", left + width + 2.0, 8.0 * text.len() as f64 + 4.0);
+        if value.is_some() {
+            rectangle(class, left, width);
         }
-        let _ = writeln!(
-            self.body,
-            r#"<text{quiet} x="{:.1}" y="{:.0}">{}</text>"#,
-            left + width + 6.0,
-            y + 14.0,
-            escaped(text)
-        );
+        let class = match value {
+            Some(_) => "",
+            None if text == "out of memory" => "short",
+            None => "quiet",
+        };
+        let (x, y) = (left + width + 6.0, y + 14.0);
+        let _ = writeln!(self.body, r#"<text class="{class}" x="{x:.1}" y="{y:.0}">{}</text>"#, escaped(text));
     }
 
     /// The whole picture, with lines at these values, and one at the aim.
@@ -346,8 +386,8 @@ impl Picture {
             out,
             r#"<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0}" height="{height:.0}" viewBox="0 0 {WIDTH:.0} {height:.0}" role="img">"#
         );
-        let _ = writeln!(out, "<title>{title}</title>\n<style>{STYLE}</style>");
-        let _ = writeln!(out, r##"<rect width="100%" height="100%" fill="#fff"/>"##);
+        let _ = writeln!(out, "<title>{title}</title>\n<style>{STYLE}{LIGHT}</style>");
+        let _ = writeln!(out, r#"<rect class="page" width="100%" height="100%"/>"#);
         let _ = writeln!(out, r#"<text class="title" x="8" y="22">{title}</text>"#);
         for (value, text) in ticks {
             let x = self.x(*value);
@@ -386,7 +426,7 @@ mod tests {
             ["0.344 copies", "2 the original"]
         );
         assert_eq!(
-            of("1 to 2 (the original, P100), 0.33 for 7.9 GiB (e9a5840)"),
+            of("1 to 2 (the original, P100), 0.33 for 7.9 GiB (native)"),
             ["1 the original, P100", "2 the original, P100"]
         );
         assert_eq!(of("91,714 (the original)"), ["91714 the original"]);

@@ -1,5 +1,4 @@
-//! The table of figures and aims at the top of `bench/RESULTS.md`, made of `bench/figures.toml` (what is asked for) and
-//! `bench/results.json` (what was measured).
+//! The page `bench/FIGURES.md`, made of `bench/figures.toml` (what is measured, and the aims) and `bench/results.json` (the values).
 
 use crate::results::{self, Row};
 use serde::Deserialize;
@@ -36,7 +35,7 @@ fn nearly_all() -> Vec<String> {
 
 impl Wanted {
     /// Whether this value meets the aim; `None` without an aim.
-    fn is_met(&self, value: f64) -> Option<bool> {
+    pub fn is_met(&self, value: f64) -> Option<bool> {
         match (self.at_most, self.at_least) {
             (Some(most), _) => Some(value <= most),
             (_, Some(least)) => Some(value >= least),
@@ -50,7 +49,7 @@ impl Wanted {
     }
 }
 
-/// Both files, and the page.
+/// Both files, and the page whose tables are drawn.
 #[derive(Debug)]
 pub struct Figures {
     pub wanted: Vec<Wanted>,
@@ -63,9 +62,21 @@ pub struct Figures {
 /// What the table says of a row whose code has changed since it was measured.
 pub const OLDER: &str = ", *older*";
 
-/// What the table in the page is between.
-const BEGIN: &str = "<!-- figures: made by `cargo run -p bench-support --bin figures` -->\n";
-const END: &str = "<!-- end of figures -->\n";
+/// What is above the table.
+const HEAD: &str = "\
+# All figures
+
+Made by `cargo run -p bench-support --bin figures` from `figures.toml`, which has the aims, and `results.json`, which benchmarks write.
+[RESULTS.md](RESULTS.md) says how each was measured.
+
+The chart has the figures whose aim is not 0, in order of their distance from it. An arrow is a value beyond the scale.
+
+<picture>
+<source media=\"(prefers-color-scheme: dark)\" srcset=\"charts/aims-dark.svg\">
+<img alt=\"Each measured figure divided by its aim, beside what is known from elsewhere\" src=\"charts/aims.svg\">
+</picture>
+
+";
 
 impl Figures {
     /// Reads the files of the project's folder `bench`.
@@ -91,25 +102,19 @@ impl Figures {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    /// The page with a new table.
-    pub fn page_with_table(&self) -> String {
-        let table = self.table();
-        let (before, rest) = self.page.split_once(BEGIN).expect("RESULTS.md has a place for the table");
-        let (_, after) = rest.split_once(END).expect("RESULTS.md has an end of the table");
-        format!("{before}{BEGIN}{table}{END}{after}")
-    }
-
-    /// All figures that have an aim or were measured.
-    fn table(&self) -> String {
+    /// The text of `FIGURES.md`: all figures that have an aim or were measured.
+    pub fn list(&self) -> String {
         let with_rows = || self.wanted.iter().map(|wanted| (wanted, self.row(&wanted.name)));
         let is_met = |(wanted, row): &(&Wanted, Option<&Row>)| row.and_then(|row| wanted.is_met(row.value));
         let has_aim = |(wanted, _): &(&Wanted, Option<&Row>)| !wanted.aim().is_empty();
         let (missed, met) =
             [false, true].map(|verdict| with_rows().filter(|f| is_met(f) == Some(verdict)).count()).into();
         let missing = with_rows().filter(|f| has_aim(f) && f.1.is_none()).count();
-        let mut text = format!(
-            "Of {} figures with an aim, {met} meet it, {missed} fall short, and {missing} are not measured. *Older* says that the code in \
-             question had changed since that commit when this table was made.\n\n",
+        let mut text = HEAD.to_owned();
+        let _ = writeln!(
+            text,
+            "Of {} figures with an aim, {met} meet it, {missed} fall short, and {missing} are not measured. *Older*: commits have \
+             changed the measured code since.\n",
             met + missed + missing
         );
         text += "| figure | what | unit | aim | measured | | commit, date | on | elsewhere |\n";

@@ -95,7 +95,7 @@ fn hardware() -> String {
 /// The commit, with `-dirty` where files that git tracks differ from it, the results aside: then it is not what was measured.
 fn checked_out() -> String {
     let commit = said_by("git", &["rev-parse", "--short", "HEAD"]);
-    let others = ["diff", "--quiet", "HEAD", "--", ":/", ":!/bench/results.json", ":!/bench/RESULTS.md"];
+    let others = ["diff", "--quiet", "HEAD", "--", ":/", ":!/bench/results.json", ":!/bench/*.md"];
     let differs = Command::new("git").args(others).status().is_ok_and(|status| !status.success());
     if differs { commit + "-dirty" } else { commit }
 }

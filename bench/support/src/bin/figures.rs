@@ -1,5 +1,5 @@
-//! Puts the figures of `bench/results.json` and their aims into the first table of `bench/RESULTS.md`, draws the charts of that page,
-//! and prints which figures were measured before their code was changed.
+//! Writes `bench/FIGURES.md` from the figures of `bench/results.json` and their aims, draws the charts, and prints which figures were
+//! measured before their code was changed.
 //!
 //! `cargo run -p bench-support --bin figures`
 
@@ -9,17 +9,9 @@ use std::path::Path;
 fn main() {
     let bench = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the folder bench");
     let figures = Figures::read(bench);
-    let page = figures.page_with_table();
-    if page != figures.page {
-        std::fs::write(bench.join("RESULTS.md"), page).expect("RESULTS.md can be written");
-        println!("RESULTS.md has a new table");
-    }
+    write(&bench.join("FIGURES.md"), &figures.list());
     for Chart { name, svg } in figures.charts() {
-        let file = bench.join("charts").join(name);
-        if std::fs::read_to_string(&file).ok().as_ref() != Some(&svg) {
-            std::fs::write(&file, svg).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
-            println!("{} is new", file.display());
-        }
+        write(&bench.join("charts").join(name), &svg);
     }
     for row in &figures.rows {
         let age = match figures.commits_since(row) {
@@ -28,5 +20,13 @@ fn main() {
             None => "git does not know that commit".into(),
         };
         println!("{:<40} {:<14} {age}", row.name, row.commit);
+    }
+}
+
+/// Leaves a file alone that is as it should be.
+fn write(file: &Path, text: &str) {
+    if std::fs::read_to_string(file).ok().as_deref() != Some(text) {
+        std::fs::write(file, text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        println!("{} is new", file.display());
     }
 }
