@@ -92,25 +92,73 @@ fn org_nvshare_scheduler1_5_has_every_member() {
     }
 }
 
-/// The README and the recipes, with what each says.
+/// The names and texts of the Markdown files in these folders.
+fn pages(folders: &[&str]) -> Vec<(String, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let in_folder = |folder: &&str| {
+        let files = std::fs::read_dir(root.join(folder)).unwrap_or_else(|e| panic!("{folder}: {e}"));
+        let names = files.map(|file| file.expect("a file").file_name().into_string().expect("a name"));
+        let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
+        names.filter(|name| name.ends_with(".md")).map(|name| prefix.clone() + &name).collect::<Vec<_>>()
+    };
+    folders.iter().flat_map(in_folder).map(|name| (name.clone(), read(&name))).collect()
+}
+
 fn pages_for_users() -> Vec<(String, String)> {
-    let recipes = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/recipes")).expect("recipes");
-    let names = recipes.map(|entry| format!("docs/recipes/{}", entry.expect("a recipe").file_name().to_string_lossy()));
-    names.chain(["README.md".to_owned()]).map(|name| (name.clone(), read(&name))).collect()
+    let mut found = pages(&["docs", "docs/recipes"]);
+    found.push(("README.md".to_owned(), read("README.md")));
+    found
 }
 
 #[test]
-fn the_readme_links_every_recipe() {
+fn the_readme_links_every_page_for_users() {
     let readme = read("README.md");
     let pages = pages_for_users();
-    assert!(pages.len() > 5, "{pages:?}");
+    assert!(pages.len() > 8, "{pages:?}");
     for (name, _) in pages.iter().filter(|(name, _)| name != "README.md") {
         assert!(readme.contains(&format!("({name})")), "README.md has no link to {name}");
     }
 }
 
+/// The name by which a page's heading can be linked, as GitHub makes it.
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim().to_lowercase();
+    let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// Targets of a page's links and pictures that are in this repository.
+fn targets(text: &str) -> Vec<&str> {
+    let links = text.split("](").skip(1).filter_map(|rest| rest.split([')', ' ']).next());
+    let sources = ["src=\"", "srcset=\""].into_iter().flat_map(|start| text.split(start).skip(1));
+    let pictures = sources.filter_map(|rest| rest.split('"').next());
+    links.chain(pictures).filter(|target| !target.contains("://")).collect()
+}
+
 #[test]
-fn the_readme_and_the_recipes_name_commands_that_there_are() {
+fn links_lead_to_files_and_headings() {
+    let mut found = 0;
+    for (name, text) in pages(&["", "bench", "bench/gpu", "docs", "docs/recipes", "kubernetes"]) {
+        let folder = Path::new(&name).parent().expect("a folder");
+        for target in targets(&text) {
+            let (file, heading) = target.split_once('#').unwrap_or((target, ""));
+            let file = if file.is_empty() { Path::new(&name).to_owned() } else { folder.join(file) };
+            let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+            assert!(file.exists(), "{name} links {target}, which does not exist");
+            if !heading.is_empty() {
+                let page = std::fs::read_to_string(&file).expect("a page");
+                let mut headings = page.lines().filter(|line| line.starts_with('#'));
+                let is_there = headings.any(|line| anchor(line.trim_start_matches('#')) == heading);
+                assert!(is_there, "{name} links {target}, and there is no such heading");
+            }
+            found += 1;
+        }
+    }
+    assert!(found > 100, "{found}");
+}
+
+#[test]
+fn pages_for_users_name_existing_commands() {
     let command = Arguments::command();
     let in_code = |line: &str| -> Vec<String> {
         let starts = line.match_indices("nvsharectl ").filter(|(at, _)| {
@@ -123,7 +171,7 @@ fn the_readme_and_the_recipes_name_commands_that_there_are() {
     let mut found = 0;
     for (name, text) in pages_for_users() {
         for word in text.lines().flat_map(in_code).filter(|word| !word.starts_with('-')) {
-            assert!(command.find_subcommand(&word).is_some(), "{name} has `nvsharectl {word}`, which there is not");
+            assert!(command.find_subcommand(&word).is_some(), "{name} has `nvsharectl {word}`, which does not exist");
             found += 1;
         }
     }

@@ -12,6 +12,7 @@ use std::{
     path::Path,
 };
 
+const README: &str = include_str!("../../README.md");
 const RESULTS: &str = include_str!("../../bench/RESULTS.md");
 const LIST: &str = include_str!("../../bench/FIGURES.md");
 
@@ -94,7 +95,7 @@ fn every_row_is_a_figure_that_figures_toml_describes() {
 fn pages_have_the_values_of_results_json() {
     let rows = figures().rows;
     let values: BTreeMap<&str, f64> = rows.iter().map(|row| (row.name.as_str(), row.value)).collect();
-    for (page, text) in [("RESULTS.md", RESULTS), ("FIGURES.md", LIST)] {
+    for (page, text) in [("README.md", README), ("RESULTS.md", RESULTS), ("FIGURES.md", LIST)] {
         let linked = linked(text);
         assert!(!linked.is_empty(), "{page} links no figure");
         for (shown, name) in linked {

@@ -5,6 +5,8 @@ use ratatui::backend::TestBackend;
 use ratatui::style::Color;
 use std::collections::HashMap;
 
+mod picture;
+
 const GIB: u64 = 1 << 30;
 
 fn client(id: u64, name: &str, places: (&str, &str), usage: GpuUse) -> Client {
@@ -124,16 +126,30 @@ up/down select  s sort  p pause/resume  m migrate  w why  q quit   by memory
 ";
 
 #[test]
-fn eighty_columns_without_colour_show_all_of_it_and_so_does_the_readme() {
+fn eighty_columns_show_all_without_colour() {
     let shown = lines(&drawn(&ui(false), 80, 21));
     assert_eq!(shown, EXPECTED, "\n{shown}");
-    let readme = include_str!("../../../README.md");
-    assert!(readme.contains(&format!("```\n{EXPECTED}```\n")), "the README has another screen");
     let buffer = drawn(&ui(false), 80, 21);
     assert!(buffer.content().iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
     let coloured = drawn(&ui(true), 80, 21);
     assert_eq!(lines(&coloured), shown, "colour adds nothing that cannot be read");
     assert!(coloured.content().iter().any(|cell| cell.fg == Color::Green));
+}
+
+/// `NVSHARE_DRAW=1 cargo nextest run -p nvshare the_readme_shows_this_screen` draws them again.
+#[test]
+fn the_readme_shows_this_screen() {
+    let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+    for theme in picture::THEMES {
+        let (file, svg) = (docs.join(theme.file), theme.draw(&drawn(&ui(true), 80, 21)));
+        if std::env::var_os("NVSHARE_DRAW").is_some() {
+            std::fs::write(&file, &svg).expect("the picture can be written");
+        }
+        let there = std::fs::read_to_string(&file).unwrap_or_default();
+        assert!(there == svg, "docs/{} shows another screen: run this test with NVSHARE_DRAW=1", theme.file);
+        let readme = include_str!("../../../README.md");
+        assert!(readme.contains(&format!("\"docs/{}\"", theme.file)), "the README does not show docs/{}", theme.file);
+    }
 }
 
 #[test]
