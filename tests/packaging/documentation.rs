@@ -1,6 +1,6 @@
 //! What the man pages and the configuration file say there is, against what there is.
 
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 use clap::CommandFactory;
 use nvshare::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
@@ -50,6 +50,70 @@ fn nvsharectl_1_has_every_command_and_option() {
         let described =
             |item: &String| item.starts_with('-') && item.split(' ').any(|word| names.iter().any(|n| n == word));
         assert!(items.iter().any(described), "--{option} is not in the page: {items:?}");
+    }
+}
+
+/// A line of the SYNOPSIS: the commands that it is about, and its options.
+struct Synopsis {
+    commands: Vec<String>,
+    options: BTreeSet<String>,
+}
+
+/// The lines of nvsharectl(1)'s SYNOPSIS: each begins with `.Nm`.
+fn synopsis() -> Vec<Synopsis> {
+    let text = read("man/nvsharectl.1");
+    let (_, rest) = text.split_once(".Sh SYNOPSIS\n").expect("the section");
+    let entries = rest.split(".Sh ").next().unwrap_or_default().split(".Nm\n").skip(1);
+    entries.map(entry).collect()
+}
+
+fn entry(text: &str) -> Synopsis {
+    let words: Vec<&str> = text.split_whitespace().map(|word| word.trim_start_matches('.')).collect();
+    // `.Cm adopt | release` stands for both, and `.Op Cm status` is a command, too. The next macro begins something else.
+    let begin = match words[..] {
+        ["Cm", ..] => 1,
+        _ => words.windows(2).position(|pair| pair == ["Op", "Cm"]).map_or(words.len(), |at| at + 2),
+    };
+    let is_macro = |word: &str| ["Ar", "Cm", "Fl", "Op"].contains(&word);
+    let command: Vec<&str> = words[begin..].iter().copied().take_while(|word| !is_macro(word)).collect();
+    let commands = command.join(" ").split(" | ").filter(|name| !name.is_empty()).map(str::to_owned).collect();
+    let options = words.windows(2).filter(|pair| pair[0] == "Fl").map(|pair| format!("-{}", pair[1]));
+    Synopsis { commands, options: options.filter(|option| option != "--").collect() }
+}
+
+/// The options that clap knows for a command, but those that every command has.
+fn options(command: &clap::Command) -> BTreeSet<String> {
+    let own = command
+        .get_arguments()
+        .filter(|option| !option.is_global_set() && !option.is_hide_set() && option.get_id() != "help");
+    // An option is known by its letter if the page names only that.
+    own.filter_map(|option| match (option.get_long(), option.get_short()) {
+        (_, Some(letter)) => Some(format!("-{letter}")),
+        (Some(long), None) => Some(format!("--{long}")),
+        (None, None) => None,
+    })
+    .collect()
+}
+
+#[test]
+fn nvsharectl_1_synopsis_has_every_command_with_its_options() {
+    let lines = synopsis();
+    let root = Arguments::command();
+    let mut names = Vec::new();
+    commands(&root, "", &mut names);
+    for name in names {
+        let about: Vec<_> = lines.iter().filter(|line| line.commands.contains(&name)).collect();
+        assert!(!about.is_empty(), "nvsharectl {name} is not in the SYNOPSIS");
+        let command = name.split(' ').fold(&root, |command, word| command.find_subcommand(word).expect("a command"));
+        let shown: BTreeSet<_> = about.iter().flat_map(|line| &line.options).cloned().collect();
+        let global = ["--json", "--control"].map(str::to_owned).into();
+        let shown: BTreeSet<_> = shown.difference(&global).cloned().collect();
+        assert_eq!(shown, options(command), "the options of nvsharectl {name} in the SYNOPSIS, and in the program");
+    }
+    // The other way round.
+    for name in lines.iter().flat_map(|line| &line.commands) {
+        let found = name.split(' ').try_fold(&root, |command, word| command.find_subcommand(word));
+        assert!(found.is_some(), "the SYNOPSIS has nvsharectl {name}, which does not exist");
     }
 }
 
