@@ -172,13 +172,16 @@ rm -r /etc/systemd/system/b.service.d
 clean
 install "$new"
 
-step "purging leaves nothing"
+step "purging leaves nothing but what the administrator made"
 quietly nvsharectl preload enable
 quietly systemctl enable nvshare.service nvshare.socket
 quietly usermod --append --groups nvshare nobody
 quietly gpasswd --delete nobody nvshare
 mkdir -p /var/lib/nvshare /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
+mkdir -p /etc/nvshare/nvshare.toml.d && touch /etc/nvshare/nvshare.toml.d/lab.toml
 quietly dpkg --purge nvshare libnvshare-preload
+is "what is left in /etc/nvshare" "$(find /etc/nvshare -type f)" /etc/nvshare/nvshare.toml.d/lab.toml
+rm -r /etc/nvshare
 everything >"$work/after"
 diff "$work/before" "$work/after" >"$log" || fail "something is left, or missing"
 for file in /var/lib/dpkg/info/*nvshare*; do [ ! -e "$file" ] || fail "dpkg knows $file"; done

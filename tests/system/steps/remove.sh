@@ -12,5 +12,10 @@ says "" /bin/true
 wait $program || fail "a program that ran meanwhile ended with $?"
 [ -e /etc/cdi/nvshare.json ] || fail "the CDI file is gone before it is purged"
 [ -e /etc/nvshare/nvshare.toml ] || fail "the configuration is gone before it is purged"
+mkdir -p /etc/nvshare/nvshare.toml.d
+touch /etc/nvshare/nvshare.toml.d/mine.toml
 apt-get purge -qq -y nvshare libnvshare-preload >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "apt-get purge"; }
+[ ! -e /etc/nvshare/nvshare.toml ] || fail "the configuration is there after it was purged"
+[ -e /etc/nvshare/nvshare.toml.d/mine.toml ] || fail "the administrator's rules are gone"
+rm -r /etc/nvshare
 rm /etc/apt/sources.list.d/nvshare.sources /etc/apt/keyrings/nvshare.gpg
