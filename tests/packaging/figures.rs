@@ -5,7 +5,7 @@
 
 use bench_support::{
     charts::Chart,
-    figures::{Figures, OLDER},
+    figures::{Figures, OLDER, README_LINES},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -127,4 +127,11 @@ fn results_md_tells_every_miss() {
             None => {}
         }
     }
+}
+
+#[test]
+fn the_length_of_the_readme_is_measured() {
+    let lines = README.lines().count() as f64;
+    let row = figures().rows.into_iter().find(|row| row.name == README_LINES).expect("its row");
+    assert_eq!(row.value, lines, "the README has another length now: cargo run -p bench-support --bin figures");
 }

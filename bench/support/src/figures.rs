@@ -62,6 +62,9 @@ pub struct Figures {
 /// What the table says of a row whose code has changed since it was measured.
 pub const OLDER: &str = ", *older*";
 
+/// The name of the figure that is the README's length.
+pub const README_LINES: &str = "readme-lines";
+
 /// What is above the table.
 const HEAD: &str = "\
 # All figures

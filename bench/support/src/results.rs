@@ -42,6 +42,10 @@ impl Results {
         Self { file, figures: Vec::new() }
     }
 
+    pub fn new(file: PathBuf) -> Self {
+        Self { file: Some(file), figures: Vec::new() }
+    }
+
     pub fn add(&mut self, figure: Figure) {
         self.figures.push(figure);
     }

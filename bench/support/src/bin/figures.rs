@@ -1,14 +1,18 @@
 //! Writes `bench/FIGURES.md` from the figures of `bench/results.json` and their aims, draws the charts, and prints which figures were
-//! measured before their code was changed.
+//! measured before their code was changed. The length of the README is a figure, too, which this program measures.
 //!
 //! `cargo run -p bench-support --bin figures`
 
-use bench_support::{charts::Chart, figures::Figures};
+use bench_support::{
+    charts::Chart,
+    figures::{Figures, README_LINES},
+    results::{Figure, Results},
+};
 use std::path::Path;
 
 fn main() {
     let bench = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the folder bench");
-    let figures = Figures::read(bench);
+    let figures = with_readme(bench, Figures::read(bench));
     write(&bench.join("FIGURES.md"), &figures.list());
     for Chart { name, svg } in figures.charts() {
         write(&bench.join("charts").join(name), &svg);
@@ -21,6 +25,19 @@ fn main() {
         };
         println!("{:<40} {:<14} {age}", row.name, row.commit);
     }
+}
+
+/// Measures the README again if it has another length.
+fn with_readme(bench: &Path, figures: Figures) -> Figures {
+    let readme = std::fs::read_to_string(bench.with_file_name("README.md")).expect("README.md can be read");
+    let lines = readme.lines().count() as f64;
+    if figures.row(README_LINES).is_some_and(|row| row.value == lines) {
+        return figures;
+    }
+    let mut results = Results::new(bench.join("results.json"));
+    results.add(Figure { name: README_LINES, value: lines, unit: "count", note: "lines of README.md".into() });
+    results.write();
+    Figures::read(bench)
 }
 
 /// Leaves a file alone that is as it should be.
