@@ -1,16 +1,25 @@
 #!/bin/sh
-# Sees to it that what the project needs is there. Root on Debian has it installed; anybody else is told its name.
+# Installs what the project needs, for root on Debian; otherwise prints the names of the packages and fails.
 #
 #   needs.sh cargo|cc|libc.a|readelf|dbus-daemon|man|dh…
 set -eu
 
-# The oldest cargo that builds the workspace: rust-version in Cargo.toml.
-oldest=$(sed -n 's/^rust-version = "1\.\([0-9]*\).*/\1/p' "$(dirname "$0")/../Cargo.toml")
-packages=
+# The oldest cargo that builds the workspace.
+oldest=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$(dirname "$0")/../Cargo.toml")
+
+# "1.96.0", or nothing without cargo.
+version_of_cargo() { "${CARGO:-cargo}" --version 2>/dev/null | cut -d ' ' -f 2; }
+
+is_recent_cargo() {
+    version=$(version_of_cargo)
+    [ -n "$version" ] && [ "$(printf '%s\n' "$oldest" "$version" | sort -V | head -n 1)" = "$oldest" ]
+}
+
 missing=
-lacks() { # what, the Debian package that has it
-    missing="$missing $1"
-    packages="$packages $2"
+packages=
+lacks() { # what, the Debian packages that have it
+    missing="$missing, $1"
+    packages="$packages, $2"
 }
 
 has_library() { # its file name, where the loader searches
@@ -19,18 +28,9 @@ has_library() { # its file name, where the loader searches
 
 for what; do
     case $what in
-    cargo)
-        if ! version=$("${CARGO:-cargo}" --version 2>/dev/null); then
-            echo "nvshare needs cargo 1.$oldest or newer: https://rustup.rs installs it" >&2
-            exit 1
-        fi
-        minor=${version#cargo 1.}
-        if [ "${minor%%.*}" -lt "$oldest" ]; then
-            echo "nvshare needs cargo 1.$oldest or newer, and this is $version: https://rustup.rs installs a newer one" >&2
-            exit 1
-        fi
-        ;;
-    cc) command -v cc >/dev/null && [ -e /usr/include/stdio.h ] || lacks cc 'gcc libc6-dev' ;;
+    # Debian 12 (from its security updates) and 13 have a current one as cargo-web, later releases as cargo.
+    cargo) is_recent_cargo || lacks "cargo $oldest or newer" "cargo-web (>= $oldest) | cargo (>= $oldest)" ;;
+    cc) command -v cc >/dev/null && [ -e /usr/include/stdio.h ] || lacks cc 'gcc, libc6-dev' ;;
     libc.a) [ -e "$(cc -print-file-name=libc.a 2>/dev/null)" ] || lacks libc.a libc6-dev ;;
     readelf) command -v readelf >/dev/null || lacks readelf binutils ;;
     ip) command -v ip >/dev/null || lacks ip iproute2 ;;
@@ -54,16 +54,25 @@ for what; do
 done
 
 [ -n "$missing" ] || exit 0
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing$packages" >&2
-    # Some lists are older than the packages that they name.
-    # shellcheck disable=SC2086
-    install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages >/dev/null; }
-    install || { apt-get update -qq && install; }
-elif ! command -v apt-get >/dev/null; then
-    echo "these are missing:$missing. (Without libc.a: make build STATIC=)" >&2
-    exit 1
-else
-    echo "these are missing:$missing. As root: apt-get install$packages" >&2
+packages=${packages#, }
+if ! command -v apt-get >/dev/null; then
+    echo "these are missing: ${missing#, }. (Without libc.a: make build STATIC=)" >&2
     exit 1
 fi
+if [ "$(id -u)" != 0 ]; then
+    echo "these are missing: ${missing#, }. As root: apt-get update && apt-get satisfy '$packages'" >&2
+    exit 1
+fi
+echo "installing $packages" >&2
+install() { DEBIAN_FRONTEND=noninteractive apt-get satisfy -qq -y --no-install-recommends "$packages" >/dev/null; }
+# The lists may be older than the packages.
+install 2>/dev/null || { apt-get update -qq && install; }
+case $missing in
+*cargo*)
+    hash -r
+    is_recent_cargo || {
+        echo "${CARGO:-cargo} is $(command -v "${CARGO:-cargo}") still, $(version_of_cargo): it comes before Debian's in PATH" >&2
+        exit 1
+    }
+    ;;
+esac
