@@ -7,6 +7,7 @@ use crate::{
     memory::{self, PIECE, Touch},
 };
 use cuda_sim_gpus::{Config, Engine, EngineKind};
+use cuda_sim_kernels::{Change, Fingerprint};
 use std::{
     ptr,
     sync::atomic::{AtomicU64, Ordering},
@@ -32,22 +33,22 @@ static KERNELS: &[Kernel] = &[
     Kernel {
         name: "fill_u32",
         params: &[8, 8, 4],
-        run: |c, &[at, count, value, _]| each(c, at, count, Pass::Write, |_, _| value as u32),
+        run: |c, &[at, count, value, _]| each(c, at, count, Change::Fill(value as u32)),
     },
     Kernel {
         name: "add_u32",
         params: &[8, 8, 4],
-        run: |c, &[at, count, value, _]| each(c, at, count, Pass::Update, |_, x| x.wrapping_add(value as u32)),
+        run: |c, &[at, count, value, _]| each(c, at, count, Change::Add(value as u32)),
     },
     Kernel {
         name: "mix_u32",
         params: &[8, 8, 4],
-        run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| mix(i, x, seed as u32)),
+        run: |c, &[at, count, seed, _]| each(c, at, count, Change::Mix(seed as u32)),
     },
     Kernel {
         name: "unmix_u32",
         params: &[8, 8, 4],
-        run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| unmix(i, x, seed as u32)),
+        run: |c, &[at, count, seed, _]| each(c, at, count, Change::Unmix(seed as u32)),
     },
     Kernel { name: "sum_u32", params: &[8, 8, 8], run: sum },
     Kernel { name: "nvshare_fingerprint", params: &[8, 8, 8, 4], run: fingerprint },
@@ -135,18 +136,6 @@ impl Kernel {
     }
 }
 
-/// One step of `mix_u32`: order matters, and no value stays as it was.
-fn mix(index: u64, x: u32, seed: u32) -> u32 {
-    let y = (x ^ seed.wrapping_add(index as u32)).wrapping_mul(0x9e37_79b1);
-    y ^ (y >> 15)
-}
-
-/// Undoes [`mix`].
-fn unmix(index: u64, x: u32, seed: u32) -> u32 {
-    let y = (x ^ (x >> 15) ^ (x >> 30)).wrapping_mul(0xe8b2f51);
-    y ^ seed.wrapping_add(index as u32)
-}
-
 /// What a kernel does with the memory that it sweeps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
@@ -155,57 +144,20 @@ enum Pass {
     Update,
 }
 
-/// `count` elements at `at`, each replaced by `f(index, old)`.
-fn each(context: &Context, at: u64, count: u64, pass: Pass, f: impl Fn(u64, u32) -> u32) -> Done {
+/// Changes `count` elements at `at`.
+fn each(context: &Context, at: u64, count: u64, change: Change) -> Done {
+    let pass = if matches!(change, Change::Fill(_)) { Pass::Write } else { Pass::Update };
     sweep(context, at, count, pass, |first, elements, n| {
         // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
-        unsafe { replace(elements, n, first, pass, &f) };
+        unsafe { cuda_sim_kernels::change(elements, n, first, change) };
     })
-}
-
-/// # Safety
-/// There must be `n` elements, which nobody else changes.
-unsafe fn replace(elements: *mut u32, n: u64, first: u64, pass: Pass, f: &impl Fn(u64, u32) -> u32) {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the caller's promise, and what the processor says.
-        return unsafe { replace_eight_at_once(elements, n, first, pass, f) };
-    }
-    // SAFETY: the caller's promise.
-    unsafe { replace_all(elements, n, first, pass, f) };
-}
-
-/// The same, compiled for processors that multiply eight elements at once: kernels are most of what a test of several
-/// programs does.
-///
-/// # Safety
-/// As for [`replace`], and the processor must have AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn replace_eight_at_once(elements: *mut u32, n: u64, first: u64, pass: Pass, f: &impl Fn(u64, u32) -> u32) {
-    // SAFETY: the caller's promise.
-    unsafe { replace_all(elements, n, first, pass, f) };
-}
-
-/// # Safety
-/// As for [`replace`].
-#[inline(always)]
-unsafe fn replace_all(elements: *mut u32, n: u64, first: u64, pass: Pass, f: &impl Fn(u64, u32) -> u32) {
-    for i in 0..n {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let element = elements.add(i as usize);
-            let old = if pass == Pass::Write { 0 } else { element.read() };
-            element.write(f(first + i, old));
-        }
-    }
 }
 
 fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     let mut sum = 0_u64;
     sweep(context, at, count, Pass::Read, |_, elements, n| {
-        // SAFETY: as above.
-        sum = (0..n).fold(sum, |sum, i| sum.wrapping_add(u64::from(unsafe { elements.add(i as usize).read() })));
+        // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
+        sum = sum.wrapping_add(unsafe { cuda_sim_kernels::sum(elements, n) });
     })?;
     if result % 8 != 0 {
         return Err(Error::MISALIGNED_ADDRESS);
@@ -230,29 +182,16 @@ fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS])
         let value = value << 32 | value;
         for part in 0..parts {
             let (begin, end) = ((part * words).min(all_words), ((part + 1) * words).min(all_words));
-            let (mut sums, mut differs) = ([0_u64; 2], 0);
+            let mut print = Fingerprint::default();
             sweep(context, at + 16 * begin, 4 * (end - begin), Pass::Read, |first, elements, n| {
-                for i in 0..n / 4 {
-                    // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
-                    let [a, b] = unsafe { elements.cast::<[u64; 2]>().add(i as usize).read_unaligned() };
-                    differs |= (a ^ value) | (b ^ value);
-                    let key = (begin + first / 4 + i).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed);
-                    let (a, b) = (mixed(a ^ key), mixed(b ^ key.wrapping_add(0xd1b5_4a32_d192_ed03)));
-                    sums[0] = sums[0].wrapping_add(a).wrapping_add(b);
-                    sums[1] = sums[1].wrapping_add(mixed(a.wrapping_add(b.rotate_left(32))));
-                }
+                // SAFETY: `elements` has n elements as long as the sweep holds the table.
+                unsafe { print.add(elements.cast(), n / 4, begin + first / 4, seed, value) };
             })?;
+            let Fingerprint { sums, differs } = print;
             memory::write(out + 32 * (chunk * parts + part), gpu, [sums[0], sums[1], differs, value])?;
         }
     }
     Ok(())
-}
-
-/// The finaliser of MurmurHash3.
-fn mixed(x: u64) -> u64 {
-    let x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
-    let x = (x ^ x >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-    x ^ x >> 33
 }
 
 /// Goes over memory piece by piece and takes the time that the GPU would.
