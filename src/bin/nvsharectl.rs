@@ -3,24 +3,23 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser};
-use nvshare::ctl::arguments::{Arguments, Cdi, Preload, Setting, Verb};
+#[cfg(feature = "cdi")]
+use nvshare::ctl::arguments::Cdi;
+use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
+#[cfg(feature = "cdi")]
+use nvshare::ctl::cdi;
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
+#[cfg(feature = "top")]
+use nvshare::ctl::top;
 use nvshare::ctl::{
-    CtlError, Target, adopt, cdi, debug, driver, games, moves, pause, place, preload, pressure, replay, report, room,
-    rules, run, simulate, timeline, top, why,
+    CtlError, Target, adopt, debug, driver, games, moves, pause, place, preload, pressure, replay, report, room, rules,
+    run, simulate, timeline, why,
 };
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    if arguments.command.is_some() && (arguments.set_tq.is_some() || arguments.anti_thrash.is_some()) {
-        let text = "-T and -S stand alone: they cannot be used with a command";
-        Arguments::command().error(ErrorKind::ArgumentConflict, text).exit();
-    }
-    match carry_out(arguments) {
+    match carry_out(Arguments::of_process()) {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
             eprintln!("nvsharectl: {e}");
@@ -39,6 +38,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
     let done = match arguments.command {
         None if !changes.is_empty() => settings::set(&target, &changes),
         None | Some(Verb::Status) => show(&target, arguments.json),
+        #[cfg(feature = "top")]
         Some(Verb::Top { iterations }) => top::top(&target, iterations),
         Some(Verb::Get) => print(&settings::get(&target)?),
         Some(Verb::Set(Setting::TimeQuantum { value })) => settings::set(&target, &[Change::TimeQuantum(value)]),
@@ -95,18 +95,24 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             };
             print(&timeline::timeline(&source, gpu.as_deref(), since, &output)?)
         }
-        Some(Verb::Cdi(Cdi::Generate(asked))) => {
-            // Standard output is for the file, where that was asked for.
-            cdi::generate(&target, &asked, |text| eprintln!("{text}"))
-        }
-        Some(Verb::Cdi(Cdi::Install(asked))) => cdi::install(&asked, |text| eprintln!("nvsharectl: {text}")),
-        Some(Verb::Cdi(Cdi::MergePreload)) => cdi::merge_preload(std::io::stdin()),
+        #[cfg(feature = "cdi")]
+        Some(Verb::Cdi(command)) => containers(command, &target),
         Some(Verb::Adopt { server, container: true, .. }) => print(&adopt::container(&server)),
         Some(Verb::Adopt { server, library, .. }) => print(&adopt::adopt(&target, &server, library.as_deref())?),
         Some(Verb::Release { server }) => print(&adopt::release(&target, &server)?),
         Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),
     };
     done.map(|()| 0)
+}
+
+#[cfg(feature = "cdi")]
+fn containers(command: Cdi, target: &Target) -> Result<(), CtlError> {
+    match command {
+        // Standard output is for the file, where that was asked for.
+        Cdi::Generate(asked) => cdi::generate(target, &asked, |text| eprintln!("{text}")),
+        Cdi::Install(asked) => cdi::install(&asked, |text| eprintln!("nvsharectl: {text}")),
+        Cdi::MergePreload => cdi::merge_preload(std::io::stdin()),
+    }
 }
 
 fn toggle(command: &Preload, target: &Target, json: bool) -> Result<u8, CtlError> {

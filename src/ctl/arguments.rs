@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{Arg, Command, Parser, Subcommand, ValueHint};
+use clap::error::ErrorKind;
+use clap::{Arg, Command, CommandFactory, Parser, Subcommand, ValueHint};
 
 use nvshare_wire::MAX_SLOTS;
 
+#[cfg(feature = "cdi")]
 use super::cdi::{Generate, Install};
 use super::lock::OnLoss;
 use super::preload::Of;
@@ -50,6 +52,19 @@ pub struct Arguments {
     pub command: Option<Verb>,
 }
 
+impl Arguments {
+    /// Reads the command line of this process. Prints help, the version or an error and exits where
+    /// that is all there is to do.
+    pub fn of_process() -> Self {
+        let arguments = Self::parse();
+        if arguments.command.is_some() && (arguments.set_tq.is_some() || arguments.anti_thrash.is_some()) {
+            let text = "-T and -S stand alone: they cannot be used with a command";
+            Self::command().error(ErrorKind::ArgumentConflict, text).exit();
+        }
+        arguments
+    }
+}
+
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Show GPUs, who holds them, who waits and what memory is where (the default)
@@ -57,6 +72,7 @@ pub enum Verb {
     /// Show GPUs and programs on the whole terminal, each second
     ///
     /// Where standard output is no terminal, it prints the same as text.
+    #[cfg(feature = "top")]
     Top {
         /// End after it was shown so many times
         #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), value_hint = ValueHint::Other)]
@@ -297,10 +313,12 @@ pub enum Verb {
     #[command(subcommand)]
     Preload(Preload),
     /// Bring GPUs and nvshare into containers, by the Container Device Interface (CDI)
+    #[cfg(feature = "cdi")]
     #[command(subcommand)]
     Cdi(Cdi),
 }
 
+#[cfg(feature = "cdi")]
 #[derive(Debug, Subcommand)]
 pub enum Cdi {
     /// Write the CDI file of this machine's GPUs; then `--device nvshare.com/gpu=0` has a container share GPU 0

@@ -8,12 +8,12 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use jiff::Timestamp;
 use zbus::Variant;
 
 use super::{CtlError, Target, block_on, password};
 use crate::bus::BundleFd;
 use crate::config::units;
+use crate::sys::clock;
 
 /// Only its owner reads a bundle: it shows what all users do.
 const MODE: u32 = 0o600;
@@ -72,8 +72,7 @@ fn default_name() -> PathBuf {
 fn name(host: &str, seconds: u64) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
     let host: String = host.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
-    let time = i64::try_from(seconds).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).unwrap_or_default();
-    format!("nvshare-debug-{host}-{}.jsonl", time.strftime("%Y%m%dT%H%M%SZ"))
+    format!("nvshare-debug-{host}-{}.jsonl", clock::utc(seconds))
 }
 
 #[cfg(test)]

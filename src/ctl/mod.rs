@@ -23,6 +23,7 @@
 
 pub mod adopt;
 pub mod arguments;
+#[cfg(feature = "cdi")]
 pub mod cdi;
 mod connect;
 pub mod debug;
@@ -48,6 +49,7 @@ pub mod simulate;
 pub mod status;
 mod table;
 pub mod timeline;
+#[cfg(feature = "top")]
 pub mod top;
 pub mod why;
 

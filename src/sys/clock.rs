@@ -1,4 +1,4 @@
-//! The monotonic clock, and a timer on it.
+//! The monotonic clock, a timer on it, and dates.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,6 +16,17 @@ use super::descriptors;
 pub fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
+}
+
+/// Formats seconds since 1970 as `20261127T043355Z`.
+pub fn utc(seconds: u64) -> String {
+    // SAFETY: a `tm` is numbers and a pointer, for which zero is valid.
+    let mut date: libc::tm = unsafe { std::mem::zeroed() };
+    let seconds = libc::time_t::try_from(seconds).unwrap_or(0);
+    // SAFETY: both are valid for the call. A year that does not fit leaves `date` as it is.
+    unsafe { libc::gmtime_r(&raw const seconds, &raw mut date) };
+    let (year, month) = (i64::from(date.tm_year) + 1900, date.tm_mon + 1);
+    format!("{year}{month:02}{:02}T{:02}{:02}{:02}Z", date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec)
 }
 
 /// A timer on `CLOCK_MONOTONIC` with the kernel's resolution; tokio's own timers have a resolution of one millisecond.

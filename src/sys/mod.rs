@@ -2,7 +2,7 @@
 //!
 //! - [`access`]: whether another user may open a file.
 //! - [`atomic_file`]: replacing a file as a whole.
-//! - [`clock`]: the monotonic clock, and a timer on it.
+//! - [`clock`]: the monotonic clock, a timer on it, and dates.
 //! - [`credentials`]: the identity of a socket's peer.
 //! - [`detached`]: a process that is no child of this one.
 //! - [`descriptors`]: file descriptors: their limit, a spare one, the runtime's view of them.

@@ -165,7 +165,12 @@ impl Core {
         match &self.usage.keeper {
             Some(keeper) => keeper.read(query, reply),
             None => {
-                let _ = reply.send(Err("the scheduler has no directory for its state (StateDirectory=)".into()));
+                let why = if cfg!(feature = "accounting") {
+                    "the scheduler has no directory for its state (StateDirectory=)"
+                } else {
+                    "the scheduler was built without accounting"
+                };
+                let _ = reply.send(Err(why.into()));
             }
         }
     }

@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use tracing::{info, warn};
 
-use super::store::{FILE, Failure, HOUR, MAX_ANSWER, Store, set_aside};
-use super::{Accounts, Answer, HoursUsed, Job, Key, Query, Tenants};
+use super::store::{FILE, Failure, MAX_ANSWER, Store, set_aside};
+use super::{Accounts, Answer, HOUR, HoursUsed, Job, Key, Query, Tenants};
 
 /// Tenants' hours, and those of programs whose rules limit their time, that are kept in memory while they cannot be saved. The oldest
 /// are given up.

@@ -2,22 +2,25 @@
 //! (`StateDirectory=`).
 //!
 //! A thread of its own writes and reads, since a disk can take long: the scheduling loop sends it what was used and never waits.
-//! `store` is the database; `keeper` the thread.
+//! `store` is the database; `keeper` the thread. Without the feature `accounting` there is neither, and nothing is recorded.
 
+#![cfg_attr(not(feature = "accounting"), expect(dead_code))]
+
+#[cfg(feature = "accounting")]
 mod keeper;
+#[cfg(feature = "accounting")]
 mod store;
-
-pub use store::HOUR;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tracing::warn;
 
+/// Seconds.
+pub const HOUR: i64 = 3600;
 /// Accounts of one tenant in one hour. What it uses beyond them is counted together.
 pub const MAX_ACCOUNTS: usize = 100;
 /// The unit under which that is counted, which is no unit's name.
@@ -192,17 +195,23 @@ pub struct Keeper {
 
 impl Keeper {
     /// Starts the thread on the database in that directory. Records are deleted `keep` after they end.
+    #[cfg(feature = "accounting")]
     pub fn start(directory: &Path, keep: Duration) -> Option<Self> {
-        let (jobs, asked) = mpsc::channel();
-        let (end, ended) = mpsc::channel::<()>();
+        let (jobs, asked) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
         let mut keeper = keeper::Records::new(directory, keep);
-        let started = thread::Builder::new().name("usage".into()).spawn(move || {
+        let started = std::thread::Builder::new().name("usage".into()).spawn(move || {
             while let Ok(job) = asked.recv() {
                 keeper.does(job);
             }
             drop(end);
         });
         started.inspect_err(|e| warn!("what programs use is not recorded: {e}")).ok().map(|_| Self { jobs, ended })
+    }
+
+    #[cfg(not(feature = "accounting"))]
+    pub fn start(_directory: &Path, _keep: Duration) -> Option<Self> {
+        None
     }
 
     /// Adds what was used in the hour that begins at that time, seconds since 1970. `hours`: seconds with the lock, of programs whose

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
 
-use super::{Account, Accounts, Amounts, HoursUsed, Key, MAX_ACCOUNTS, Query};
+use super::{Account, Accounts, Amounts, HOUR, HoursUsed, Key, MAX_ACCOUNTS, Query};
 
 pub const FILE: &str = "usage.sqlite";
 /// What follows the name of a database that was set aside.
@@ -44,7 +44,6 @@ const SCHEMA: &str = "
     ) STRICT, WITHOUT ROWID;
     PRAGMA user_version = 1;";
 
-pub const HOUR: i64 = 3600;
 pub const DAY: i64 = 24 * HOUR;
 /// Hours become days after this many seconds: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
