@@ -6,12 +6,10 @@ CARGO ?= cargo
 KUBERNETES = nvshare-device-plugin nvshare-agent
 # What has to be built before a check; tests/check.sh has built it.
 PROGRAMS ?= programs
-# What demo uses: dev or release.
-PROFILE ?= dev
 
 TARGET = $(or $(CARGO_TARGET_DIR),target)
-BUILT = $(TARGET)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
-SIMULATED = $(BUILT)/simulated
+BUILT = $(TARGET)/debug
+QUICK = $(TARGET)/quick
 COMPLETIONS = $(TARGET)/release/completions
 
 # nvsharectl needs no loader, so that it can end a preloading with which no other program starts.
@@ -41,11 +39,12 @@ DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\
 # Where apt-repository puts what it makes of them.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build artifacts programs demo check check-system check-containers check-kubernetes check-compatibility bench install deb apt-repository dist clean
+.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-compatibility bench install deb apt-repository dist clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
 	@echo '                 STATIC=                 nvsharectl linked dynamically, where there is no static C library'
+	@echo 'make quick     the same, hardly optimised and built several times as fast, for trying, in $(TARGET)/quick'
 	@echo 'make demo      two programs share a GPU that is too small for both; on a simulated GPU, or:'
 	@echo '                 GPU=real                the first GPU of this machine'
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
@@ -79,23 +78,40 @@ build:
 	$(CARGO) run --release --locked -p nvshare-completions -- $(COMPLETIONS)
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
 
+# Without shell completions; nvsharectl is linked dynamically.
+quick:
+	@tests/needs.sh cargo cc
+	$(CARGO) build --locked --profile quick -p nvshare -p nvshare-checkpoint
+	$(CARGO) build --locked --profile quick --manifest-path preload/Cargo.toml
+
 # What the tests start.
 artifacts: programs
 	@tests/needs.sh libc.a
-	CARGO='$(CARGO)' tests/static-nvsharectl.sh $(PROFILE) $(BUILT)
+	tests/static-nvsharectl.sh $(BUILT)
 
-# What the tests and the demo start: the scheduler, the library, the simulated GPU, the programs.
+# Of that, what cargo builds in one go.
 programs:
 	@tests/needs.sh cargo cc
-	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES)) --locked --profile $(PROFILE)
-	$(CARGO) build --locked --profile $(PROFILE) --manifest-path preload/Cargo.toml
+	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES)) --locked
+	$(CARGO) build --locked --manifest-path preload/Cargo.toml
 
-demo: programs
+# On a simulated GPU the demo needs no optional feature, and nothing that is optimised.
+demo-programs:
+	@tests/needs.sh cargo cc
 ifeq ($(GPU),real)
-	@$(BUILT)/nvshare-demo --real
+	$(CARGO) build --locked --profile quick -p nvshare -p nvshare-checkpoint -p nvshare-demo -p cuda-programs
+	$(CARGO) build --locked --profile quick --manifest-path preload/Cargo.toml
 else
-	@tests/cuda-sim/install.sh $(SIMULATED) $(BUILT)
-	@$(BUILT)/nvshare-demo --simulated $(SIMULATED)
+	$(CARGO) build --locked --profile quick --no-default-features -p nvshare -p nvshare-demo -p cuda-programs -p cuda-sim -p nvml-sim
+	$(CARGO) build --locked --profile quick --config profile.quick.opt-level=0 --manifest-path preload/Cargo.toml
+endif
+
+demo: demo-programs
+ifeq ($(GPU),real)
+	@$(QUICK)/nvshare-demo --real
+else
+	@tests/cuda-sim/install.sh $(QUICK)/simulated $(QUICK)
+	@$(QUICK)/nvshare-demo --simulated $(QUICK)/simulated
 endif
 
 check:
@@ -111,12 +127,12 @@ check-system: $(PROGRAMS)
 
 check-containers: artifacts
 	@tests/needs.sh podman crun mmdebstrap musl-gcc python3
-	$(CARGO) build --workspace --locked --profile $(PROFILE)
+	$(CARGO) build --workspace --locked
 	CARGO='$(CARGO)' tests/containers/check.sh $(BUILT)
 
 check-kubernetes: artifacts
 	@tests/needs.sh mmdebstrap cc libc.a readelf ip
-	$(CARGO) build --workspace --locked --profile $(PROFILE)
+	$(CARGO) build --workspace --locked
 	tests/kubernetes/check.sh $(BUILT)
 	PATH='$(abspath $(TARGET))/kubernetes/tools':"$$PATH" $(CARGO) test --locked -p nvshare-agent --test agent -- --include-ignored helm manifests
 

@@ -1,13 +1,21 @@
 #!/bin/sh
-# Builds nvsharectl as `make build` does, without need of a loader, and puts it where tests of it look.
+# Links nvsharectl as `make build` does, without need of a loader, and puts it where tests of it look.
 #
-#   static-nvsharectl.sh PROFILE BUILT
+#   static-nvsharectl.sh BUILT
 #
-# BUILT is where cargo puts that profile; this goes to BUILT/static/nvsharectl, and cargo's own build comes afterwards.
+# BUILT is where cargo has built the workspace: target/debug. Only the program is compiled, by rustc:
+# cargo would compile the library again, because it chooses other features for one package than for
+# all of them.
 set -eu
 
-"${CARGO:-cargo}" rustc --locked --profile "$1" -p nvshare --bin nvsharectl -- -C target-feature=+crt-static
-mkdir -p "$2/static"
+cd "$(dirname "$0")/.."
+built=$1
+for feature in $(sed -n 's/^default = \[\(.*\)\]$/\1/p' Cargo.toml | tr -d '",'); do
+    set -- "$@" --cfg "feature=\"$feature\""
+done
+shift
+mkdir -p "$built/static"
+"${RUSTC:-rustc}" --edition 2024 src/bin/nvsharectl.rs -o "$built/static/nvsharectl.new" "$@" \
+    -C target-feature=+crt-static --extern "nvshare=$built/libnvshare.rlib" -L "dependency=$built/deps"
 # In one step, for those who run the one that is there.
-cp "$2/nvsharectl" "$2/static/nvsharectl.new"
-mv "$2/static/nvsharectl.new" "$2/static/nvsharectl"
+mv "$built/static/nvsharectl.new" "$built/static/nvsharectl"
