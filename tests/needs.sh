@@ -29,7 +29,14 @@ has_library() { # its file name, where the loader searches
 for what; do
     case $what in
     # Debian 12 (from its security updates) and 13 have a current one as cargo-web, later releases as cargo.
-    cargo) is_recent_cargo || lacks "cargo $oldest or newer" "cargo-web (>= $oldest) | cargo (>= $oldest)" ;;
+    cargo)
+        if is_recent_cargo; then continue; fi
+        if [ -n "${CARGO:-}" ] && [ "$CARGO" != cargo ]; then
+            echo "CARGO=$CARGO is not cargo $oldest or newer" >&2
+            exit 1
+        fi
+        lacks "cargo $oldest or newer" "cargo-web (>= $oldest) | cargo (>= $oldest)"
+        ;;
     cc) command -v cc >/dev/null && [ -e /usr/include/stdio.h ] || lacks cc 'gcc, libc6-dev' ;;
     libc.a) [ -e "$(cc -print-file-name=libc.a 2>/dev/null)" ] || lacks libc.a libc6-dev ;;
     readelf) command -v readelf >/dev/null || lacks readelf binutils ;;
@@ -71,7 +78,7 @@ case $missing in
 *cargo*)
     hash -r
     is_recent_cargo || {
-        echo "${CARGO:-cargo} is $(command -v "${CARGO:-cargo}") still, $(version_of_cargo): it comes before Debian's in PATH" >&2
+        echo "cargo is still $(command -v cargo), $(version_of_cargo): it comes before Debian's in PATH" >&2
         exit 1
     }
     ;;
