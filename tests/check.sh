@@ -6,10 +6,17 @@ set -u
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
 built=${CARGO_TARGET_DIR:-target}/debug
+started=$(date +%s)
 failed=0
 summary=
+# Results of the steps that run beside the tests.
+scratch=$(mktemp -d)
+beside=
+trap 'kill $beside 2>/dev/null; rm -rf "$scratch"' EXIT
+trap 'exit 130' INT TERM
 
 line() { # verdict, what, seconds or a remark
+    [ "$1" != FAILED ] || failed=1
     summary="$summary$(printf '  %-8s %-44s %s' "$1" "$2" "$3")
 "
 }
@@ -19,26 +26,39 @@ step() { # name, command…
     shift
     printf '\n--- %s\n' "$name"
     began=$(date +%s)
-    if "$@"; then verdict=passed; else
-        verdict=FAILED
-        failed=1
-    fi
+    if "$@"; then verdict=passed; else verdict=FAILED; fi
     line $verdict "$name" "$(($(date +%s) - began)) s"
     [ $verdict = passed ]
 }
 
-lacking() { # name, what would provide it
-    if [ -n "${CI:-}" ]; then
-        failed=1
-        line FAILED "$1" "missing: $2"
-    else
-        line skipped "$1" "missing: $2"
+# A step beside the tests, with the processor time that they leave. Its output is for the end, if it fails.
+quietly() { # name, command…
+    name=$1
+    shift
+    began=$(date +%s)
+    if "$@" >"$scratch/output" 2>&1; then verdict=passed; else
+        verdict=FAILED
+        { printf '\n--- %s\n' "$name" && cat "$scratch/output"; } >>"$scratch/failures"
     fi
+    printf '%s\t%s\t%s s\n' $verdict "$name" "$(($(date +%s) - began))" >>"$scratch/lines"
+}
+
+# Waits for the steps beside the tests.
+collect() {
+    wait "$beside"
+    beside=
+    [ ! -e "$scratch/failures" ] || cat "$scratch/failures"
+    while IFS='	' read -r verdict name time; do line "$verdict" "$name" "$time"; done <"$scratch/lines"
+}
+
+lacking() { # name, what would provide it
+    if [ -n "${CI:-}" ]; then line FAILED "$1" "missing: $2"; else line skipped "$1" "missing: $2"; fi
 }
 
 finish() {
     printf '\n%s' "$summary"
-    if [ $failed = 0 ]; then echo "make check: all right"; else echo "make check: NOT all right"; fi
+    if [ $failed = 0 ]; then verdict='all right'; else verdict='NOT all right'; fi
+    echo "make check: $verdict after $(($(date +%s) - started)) s"
     exit $failed
 }
 
@@ -50,7 +70,6 @@ oldest_cargo() {
     "$oldest" | "$oldest".*) line passed "the oldest cargo" "$version built everything" ;;
     *)
         if [ -n "${CI:-}" ]; then
-            failed=1
             line FAILED "the oldest cargo" "rust-version is $oldest, and $version built everything"
         else
             line skipped "the oldest cargo" "not checked here: this is $version"
@@ -60,11 +79,7 @@ oldest_cargo() {
 }
 
 # libnvshare.so is a workspace of its own.
-preload() {
-    command=$1
-    shift
-    "$cargo" "$command" --manifest-path preload/Cargo.toml "$@"
-}
+preload='--manifest-path preload/Cargo.toml'
 
 man_pages() {
     for page in man/*.[0-9]; do
@@ -82,39 +97,51 @@ all=${NVSHARE_TEST_ALL:+apparmor_parser libeatmydata libjemalloc perl python3 se
 # shellcheck disable=SC2086
 step "what is needed" tests/needs.sh cargo cc libc.a readelf dbus-daemon man $all || finish
 
-if $cargo fmt --version >/dev/null 2>&1; then
+cargo_has() { "$cargo" "$1" --version >/dev/null 2>&1; }
+if cargo_has fmt; then
     step "formatting" "$cargo" fmt --all --check
-    step "formatting of libnvshare.so" preload fmt --check
+    step "formatting of libnvshare.so" "$cargo" fmt $preload --check
 else
     lacking "formatting" "rustup component add rustfmt"
 fi
 
-# First, because tests start what is built here.
-step "build of a static nvsharectl" env CARGO="$cargo" tests/static-nvsharectl.sh dev "$built" || finish
 # With the tests, because what these need has other features: without them, much would be built twice.
 step "build" "$cargo" build --workspace --lib --bins --examples --tests --locked || finish
-step "build of libnvshare.so" preload build --locked || finish
+step "build of libnvshare.so" "$cargo" build $preload --lib --tests --locked || finish
+step "static nvsharectl" tests/static-nvsharectl.sh "$built" || finish
 oldest_cargo
 
-if $cargo nextest --version >/dev/null 2>&1; then
+# Nextest learns here what is built: cargo could not tell it beside the lints, which lock the directory.
+if cargo_has nextest; then
+    "$cargo" metadata --locked --format-version 1 >"$scratch/metadata.json" &&
+        "$cargo" nextest list --workspace --locked --list-type binaries-only --message-format json >"$scratch/binaries.json" || finish
+    step "tests of libnvshare.so" "$cargo" nextest run $preload --locked --no-fail-fast
+fi
+
+cargo_has clippy || lacking "lints" "rustup component add clippy"
+{
+    quietly "man pages" man_pages
+    if cargo_has clippy; then
+        quietly "lints" nice -n 19 "$cargo" clippy --workspace --locked --all-targets --quiet -- -D warnings
+        quietly "lints of libnvshare.so" nice -n 19 "$cargo" clippy $preload --locked --all-targets --quiet -- -D warnings
+    fi
+    quietly "examples in the documentation" nice -n 19 "$cargo" test --workspace --locked --doc
+} &
+beside=$!
+
+if cargo_has nextest; then
+    profile=default
+    [ -z "${CI:-}" ] || profile=ci
     # Most tests wait for other processes most of the time.
-    step "tests" "$cargo" nextest run --workspace --locked --no-fail-fast --test-threads $(($(nproc) * 2)) ${CI:+--profile ci}
-    step "tests of libnvshare.so" preload nextest run --locked --no-fail-fast
+    step "tests" "$cargo" nextest run --cargo-metadata "$scratch/metadata.json" --binaries-metadata "$scratch/binaries.json" \
+        --no-fail-fast --profile "$profile" --test-threads $(($(nproc) * 2))
+    tests/slowest.sh "${built%/*}/nextest/$profile/junit.xml"
 else
     step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
-    step "tests of libnvshare.so" preload test --locked
+    step "tests of libnvshare.so" "$cargo" test $preload --locked
 fi
-step "examples in the documentation" "$cargo" test --workspace --locked --doc
-
-if $cargo clippy --version >/dev/null 2>&1; then
-    step "lints" "$cargo" clippy --workspace --locked --all-targets --quiet -- -D warnings
-    step "lints of libnvshare.so" preload clippy --locked --all-targets --quiet -- -D warnings
-else
-    lacking "lints" "rustup component add clippy"
-fi
-
-step "man pages" man_pages
 step "demo on a simulated GPU" end_to_end
+collect
 
 # Whole systems can be made by root, with tools that few machines have; CI does without.
 have() { for tool; do command -v "$tool" >/dev/null || return; done; }

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Prints the ten tests that took longest, and the time of all tests together, from the report of the last run of nextest.
+#
+#   slowest.sh REPORT   REPORT: …/nextest/PROFILE/junit.xml in cargo's target directory
+set -eu
+
+# One line for each test: its time, the test program, and its name.
+tests=$(sed -n 's/.*<testcase name="\([^"]*\)" classname="\([^"]*\)".* time="\([0-9.]*\)".*/\3 \2 \1/p' "$1")
+echo "the ten slowest tests:"
+printf '%s\n' "$tests" | sort -rn | head -n 10 | while read -r time program name; do
+    printf '  %6.1f s  %s %s\n' "$time" "$program" "$name"
+done
+printf '%s\n' "$tests" | awk '{ sum += $1 } END { printf "%d tests took %.0f s together\n", NR, sum }'
