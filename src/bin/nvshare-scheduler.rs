@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 use nvshare::config::{Config, LogLevel, paths};
@@ -51,6 +52,10 @@ struct Arguments {
     /// The directory for the sockets of Kubernetes' ResourceClaims, of which it has one below it for each
     #[arg(long, value_name = "DIRECTORY")]
     claims: Option<PathBuf>,
+
+    /// For tests: a time quantum in milliseconds instead of that of the configuration, which has whole seconds
+    #[arg(long, value_name = "MILLISECONDS", hide = true, value_parser = clap::value_parser!(u64).range(1..))]
+    time_quantum_ms: Option<u64>,
 }
 
 fn main() -> ExitCode {
@@ -68,6 +73,7 @@ fn main() -> ExitCode {
         no_bus: arguments.no_bus,
         in_pod: arguments.in_pod,
         claims: arguments.claims,
+        time_quantum: arguments.time_quantum_ms.map(Duration::from_millis),
     };
     match daemon::run(options) {
         Ok(()) => ExitCode::SUCCESS,

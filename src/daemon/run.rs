@@ -60,6 +60,8 @@ pub struct Options {
     pub in_pod: bool,
     /// The directory for the sockets of ResourceClaims, one below it for each.
     pub claims: Option<PathBuf>,
+    /// Instead of that of the configuration, until another is set at run time.
+    pub time_quantum: Option<Duration>,
 }
 
 /// A sentence that says why the daemon cannot start.
@@ -119,6 +121,7 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
     systemd::start();
     let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
     let changes = Changes::open(state.as_deref());
+    config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
     changes.apply(&mut config);
     let trace = options.trace.as_deref().map(Trace::create).transpose();
     let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
@@ -133,6 +136,7 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
     let control = Control {
         config: options.config,
         log_level: options.log_level,
+        time_quantum: options.time_quantum,
         log,
         changes,
         loading: Mutex::default(),

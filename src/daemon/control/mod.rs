@@ -37,6 +37,8 @@ pub struct Control {
     pub config: Option<PathBuf>,
     /// The log level, if the command line sets it.
     pub log_level: Option<LogLevel>,
+    /// The time quantum, if the command line sets it.
+    pub time_quantum: Option<Duration>,
     pub log: logging::Control,
     pub changes: Changes,
     /// Held while the configuration is read, so that the last one that was asked for is the last to take effect.
@@ -178,7 +180,9 @@ impl Control {
     async fn load(&self) -> Result<Config, String> {
         let path = self.config.clone();
         let read = spawn_blocking(move || Config::load(path.as_deref()).map_err(|e| e.to_string()));
-        read.await.unwrap_or_else(|e| Err(e.to_string()))
+        let mut config = read.await.unwrap_or_else(|e| Err(e.to_string()))?;
+        config.settings.time_quantum = self.time_quantum.unwrap_or(config.settings.time_quantum);
+        Ok(config)
     }
 
     fn configure(&self, core: &RefCell<Core>, config: Config) {
