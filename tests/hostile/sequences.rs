@@ -12,7 +12,7 @@ use crate::fake::{Fake, judge, machine};
 use crate::nonsense;
 
 /// How many random sequences without `NVSHARE_HOSTILE_SEQUENCES`.
-const SEQUENCES: u64 = 400;
+const SEQUENCES: u64 = 150;
 /// At once: most of them wait.
 const ACTORS: usize = 16;
 
