@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -20,10 +21,12 @@ use test_support::{has_own_process, wait_for};
 
 const NOBODY: u32 = 65534;
 const KEY: Secret = Secret([9; 16]);
-const IDS: [&str; 2] = [
-    "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
-    "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
-];
+
+/// The id of a container that no other test has, in its first twelve digits too, which are what is shown.
+fn container_id() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("{:04x}{:08x}{:052x}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id(), 0)
+}
 
 /// An attached client.
 fn sharing(path: &std::path::Path, gpu: Uuid) -> Client {
@@ -142,12 +145,14 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
     if !is_root() {
         return test_support::skip("root, to create control groups");
     }
-    let Some(outer) = Unit::new(&format!("docker-{}.scope", IDS[0])) else { return };
+    let id = container_id();
+    let Some(outer) = Unit::new(&format!("docker-{id}.scope")) else { return };
     // Its root may call control groups in there anything.
-    let invented = format!("docker-{}.scope/docker-{}.scope", IDS[0], IDS[1]);
+    let invented = format!("docker-{id}.scope/docker-{}.scope", container_id());
     let Some(inner) = Unit::new(&invented) else { return };
     let daemon = limited(5);
-    let refused = "container 0123456789ab has 5 programs connected; max-clients-per-tenant allows no more";
+    let refused =
+        format!("container {} has 5 programs connected; max-clients-per-tenant allows no more", &id[..12]);
     assert_eq!(filled_from(Some(&inner), &daemon), format!("5 welcomed: {refused}"));
     assert_eq!(filled_from(Some(&outer), &daemon), format!("5 welcomed: {refused}"));
     // The host's has more, and has it to itself.
@@ -164,7 +169,7 @@ fn containers_share_no_memory_even_of_the_same_user() {
     if !has_own_process("clients::containers_share_no_memory_even_of_the_same_user", &[]) {
         return;
     }
-    let [Some(one), Some(other)] = IDS.map(|id| Unit::new(&format!("docker-{id}.scope"))) else { return };
+    let [Some(one), Some(other)] = [(); 2].map(|()| Unit::new(&format!("docker-{}.scope", container_id()))) else { return };
     let daemon = Daemon::start();
     let in_unit = |unit: &Unit| {
         let _stay = unit.enter();

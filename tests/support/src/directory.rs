@@ -1,4 +1,5 @@
 use std::fs::{self, Permissions};
+use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,9 +12,16 @@ impl Directory {
     #[expect(clippy::new_without_default, reason = "it creates a directory")]
     pub fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("nvshare-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir_all(&path).expect("a temporary directory");
+        let path = loop {
+            let name = format!("nvshare-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+            let path = std::env::temp_dir().join(name);
+            match fs::create_dir(&path) {
+                Ok(()) => break path,
+                // A test that was killed has left it, and its number has come round.
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+                Err(e) => panic!("{}: {e}", path.display()),
+            }
+        };
         // Helpers that run as another user reach the sockets in it.
         fs::set_permissions(&path, Permissions::from_mode(0o755)).expect("its mode");
         Self(path)
