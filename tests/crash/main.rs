@@ -17,20 +17,16 @@ use test_support::machine::*;
 use watch::{Stand, Watch};
 
 /// Without `NVSHARE_CRASH_SECONDS`.
-const SECONDS: u64 = 30;
-const EPISODE: Duration = Duration::from_secs(10);
+const SECONDS: u64 = 12;
+const EPISODE: Duration = Duration::from_secs(6);
 /// Programs at once.
 const CROWD: usize = 6;
 /// Milliseconds between two blows, at most.
 const PAUSE: u64 = 100;
-/// A client without a scheduler for that long may have gone on without one, and then gets what memory is free.
-const RETURN_PATIENCE: Duration = Duration::from_millis(2900);
-/// A scheduler that came back learns within that time who is here: clients look for it ten times a second, but one that is
-/// stopped or busy comes later, and counts as a stranger until then, whose memory nobody can have.
-const ACQUAINTANCE: Duration = Duration::from_millis(3000);
-
 /// What runs: all of it checks its own results, and is through in a fraction of a second where it runs alone. Nothing that
-/// takes memory which cannot move: nobody can promise room to others beside that.
+/// takes memory which cannot move: nobody can promise room to others beside that. A program that is refused memory asks again:
+/// one that is killed may have the GPU's memory for a moment after its connection ended, one that is slow to come back to a new
+/// scheduler is a stranger to it, and around a restart programs get what is free.
 const PROGRAMS: &[&str] = &[
     "mix --mem 18M --chunks 3 --reps 2 --rounds 6",
     "mix --mem 12M --chunks 2 --reps 2 --rounds 8 --cpu-ms 5",
@@ -43,47 +39,26 @@ const PROGRAMS: &[&str] = &[
     "forks --mem 8M --rounds 2",
 ];
 
-/// Out of memory where nothing that is known explains it. A process that is killed may have the GPU's memory for a moment
-/// after its connection ended, and one that is slow to come back to a new scheduler is a stranger to it: whoever asks in
-/// that moment is refused, which is an answer that a program can get anywhere. Tolerated while it is rare.
-const REFUSED: &str = "refused memory";
-
 /// How often what happened.
 type Counts = BTreeMap<&'static str, u32>;
 
 struct Guest {
     program: Program,
     since: Instant,
+    /// When its trace last grew, and to what length.
+    last: (Instant, u64),
     /// The signal that is meant to end it, and whom that hits.
     harm: Option<(i32, &'static str)>,
     /// Stopped until then.
     stopped: Option<Instant>,
-    /// There was a time when nobody could make room for it: it may be refused memory.
-    alone: bool,
 }
 
 impl Guest {
-    /// As `alone` says, or because it came while there was no scheduler.
-    fn may_be_refused(&self) -> bool {
-        let said = self.program.stderr();
-        let before_attached = said.split("← Attached").next().unwrap_or_default();
-        self.alone || ["no scheduler", "lost the scheduler"].iter().any(|words| before_attached.contains(words))
-    }
-
-    /// It was told that there is no memory, by a call that asked for some: an allocation, or a context.
-    fn was_refused(&self) -> bool {
-        let said = self.program.stdout();
-        let asked = ["cuMemAlloc", "cuDevicePrimaryCtxRetain", "cuCtxCreate"].iter().any(|call| said.contains(call));
-        asked && said.contains("CUDA_ERROR_OUT_OF_MEMORY")
-    }
-
     /// It has ended: was that right? Says how it ended.
     fn judge(&mut self, counts: &mut Counts, slowest: &mut Duration) {
         let status = self.program.wait();
         let what = match (status.signal(), self.harm) {
             (Some(signal), Some((sent, whom))) if signal == sent => whom,
-            _ if self.was_refused() && self.may_be_refused() => "refused memory around a restart",
-            _ if self.was_refused() => REFUSED,
             _ => {
                 self.program.finish();
                 *slowest = self.since.elapsed().max(*slowest);
@@ -98,7 +73,7 @@ impl Guest {
 enum Scheduler {
     Runs,
     Stopped { until: Instant },
-    Away { since: Instant, until: Instant },
+    Away { until: Instant },
 }
 
 struct Episode {
@@ -108,7 +83,6 @@ struct Episode {
     dice: Dice,
     scheduler: Scheduler,
     schedulers: u32,
-    scheduler_since: Instant,
     watch: Watch,
     counts: Counts,
     /// The longest life of a program that finished.
@@ -125,7 +99,6 @@ impl Episode {
             memory: dice.pick(&[48, 64, 128]) * MIB,
             reserve: 2 * MIB,
             context: 2 * MIB,
-            time_quantum: 1,
             anti_thrash: dice.pick(&["auto", "auto", "on", "off"]),
             swap_max: if has_files { "32M" } else { "80%" },
             file_max: has_files.then_some("8G"),
@@ -138,8 +111,7 @@ impl Episode {
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.path("trace-1"));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
-        let (scheduler, scheduler_since) = (Scheduler::Runs, Instant::now());
-        Self { machine, dice, guests, scheduler, schedulers: 1, scheduler_since, watch, counts, slowest }
+        Self { machine, dice, guests, scheduler: Scheduler::Runs, schedulers: 1, watch, counts, slowest }
     }
 
     fn run(mut self) -> Counts {
@@ -175,16 +147,14 @@ impl Episode {
     }
 
     fn invite(&mut self) {
-        let mut launch = self.machine.program(self.dice.pick(PROGRAMS));
+        let mut launch = self.machine.program(self.dice.pick(PROGRAMS)).env("CUDA_PATIENT", "1");
         // Not with anti-thrash off: see `off_lets_a_program_of_the_engine_managed_run`.
         let managed = self.dice.one_in(8) && self.machine.setup.anti_thrash != "off";
         if managed {
             launch = launch.env("NVSHARE_ENGINE", "managed");
         }
         let (program, since) = (launch.start(), Instant::now());
-        // See `who_starts_right_after_the_scheduler_is_back_gets_room`.
-        let alone = self.schedulers > 1 && since - self.scheduler_since < ACQUAINTANCE;
-        self.guests.push(Guest { program, since, harm: None, stopped: None, alone });
+        self.guests.push(Guest { program, since, last: (since, 0), harm: None, stopped: None });
     }
 
     /// Lets go on what was stopped for long enough, brings the scheduler back, and looks at those that ended.
@@ -195,22 +165,15 @@ impl Episode {
                 kill(self.machine.scheduler_pid(), libc::SIGCONT);
                 self.scheduler = Scheduler::Runs;
             }
-            Scheduler::Away { since, until } if now >= until => {
-                let all = since.elapsed() >= RETURN_PATIENCE;
-                self.guests.iter_mut().for_each(|guest| guest.alone |= all);
+            Scheduler::Away { until } if now >= until => {
                 self.machine.start_scheduler();
-                (self.schedulers, self.scheduler_since) = (self.schedulers + 1, Instant::now());
+                self.schedulers += 1;
                 self.watch = Watch::new(&self.machine.path(&format!("trace-{}", self.schedulers)));
                 self.scheduler = Scheduler::Runs;
             }
             _ => {}
         }
-        let away = match self.scheduler {
-            Scheduler::Away { since, .. } => since.elapsed(),
-            _ => Duration::ZERO,
-        };
         for mut guest in std::mem::take(&mut self.guests) {
-            guest.alone |= away >= RETURN_PATIENCE;
             if guest.program.poll().is_some() {
                 guest.judge(&mut self.counts, &mut self.slowest);
                 continue;
@@ -219,8 +182,12 @@ impl Episode {
                 guest.program.signal(libc::SIGCONT);
                 guest.stopped = None;
             }
-            let (age, name) = (guest.since.elapsed(), &guest.program.name);
-            assert!(age < PATIENCE, "`{name}` (pid {}) has been here for {age:?}", guest.program.pid());
+            let said = guest.program.trace_len();
+            if said > guest.last.1 {
+                guest.last = (now, said);
+            }
+            let (silent, name) = (now - guest.last.0, &guest.program.name);
+            assert!(silent < PATIENCE, "`{name}` (pid {}): nothing happens for {silent:?}", guest.program.pid());
             self.guests.push(guest);
         }
     }
@@ -273,12 +240,12 @@ impl Episode {
         match self.dice.below(6) {
             0..3 => {
                 self.machine.kill_scheduler();
-                self.scheduler = Scheduler::Away { since: now, until };
+                self.scheduler = Scheduler::Away { until };
                 self.count("scheduler killed");
             }
             3..5 => {
                 self.tell_scheduler_to_end();
-                self.scheduler = Scheduler::Away { since: now, until };
+                self.scheduler = Scheduler::Away { until };
                 self.count("scheduler told to end");
             }
             _ => {
@@ -323,23 +290,20 @@ fn whoever_is_killed_the_others_are_right_and_nobody_waits_for_ever() {
     let seconds = std::env::var("NVSHARE_CRASH_SECONDS").map_or(SECONDS, |text| text.parse().expect("seconds"));
     let (begin, seed) = (Instant::now(), Dice::seed());
     let mut counts = Counts::new();
+    // Enough of each that passing means something; on a busy machine that takes longer.
+    let few = (seconds as u32 / 20).max(1);
+    let is_enough = |counts: &Counts| {
+        let all = ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"];
+        all.iter().all(|what| counts.get(what).is_some_and(|count| *count >= few))
+    };
     for episode in 0.. {
         for (what, n) in Episode::new(seed + episode).run() {
             *counts.entry(what).or_default() += n;
         }
         eprintln!("{:.0} s: {counts:?}", begin.elapsed().as_secs_f64());
-        if begin.elapsed() >= Duration::from_secs(seconds) {
+        if begin.elapsed() >= Duration::from_secs(seconds) && is_enough(&counts) {
             break;
         }
-    }
-    let count = |what: &str| counts.get(what).copied().unwrap_or(0);
-    let kills: u32 = counts.iter().filter(|(what, _)| what.ends_with("killed")).map(|(_, n)| n).sum();
-    eprintln!("{kills} kills, {} programs finished", count("finished"));
-    assert!(count(REFUSED) <= 4 + kills / 50, "memory was refused {} times", count(REFUSED));
-    // Enough of each that passing means something.
-    let few = seconds as u32 / 20;
-    for what in ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"] {
-        assert!(count(what) >= few, "too little happened: {what} {} times", count(what));
     }
 }
 

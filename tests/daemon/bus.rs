@@ -8,7 +8,6 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
 
 use crate::private_bus::*;
 use nvshare::bus::{NAME, PATH, SchedulerProxy};
@@ -255,9 +254,12 @@ fn helper_timeline() {
     block_on(async {
         let connection = Builder::address(address.as_str()).build().await.expect("the bus");
         // Its request has come, and then its end.
-        while scheduler(&connection).await.list_gpus().await.expect("an answer")[0].queue.len() < 2 {}
+        let scheduler = scheduler(&connection).await;
+        let queued = async || scheduler.list_gpus().await.expect("an answer")[0].queue.len();
+        eventually("both requests", async || (queued().await == 2).then_some(())).await;
         drop(ended);
-        while scheduler(&connection).await.list_clients().await.expect("an answer").len() > 2 {}
+        let clients = async || scheduler.list_clients().await.expect("an answer").len();
+        eventually("its end", async || (clients().await == 2).then_some(())).await;
         let own = format!("(PID {})", std::process::id());
         let seen = timeline(&connection).await;
         let [first, second, third] = &seen[..] else { panic!("{seen:?}") };
@@ -352,9 +354,8 @@ fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
         std::fs::write(&config, "").expect("a file");
         let before = daemon.log.count("the configuration was reloaded");
         daemon.signal(libc::SIGHUP);
-        while daemon.log.count("the configuration was reloaded") == before {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let reloaded = || daemon.log.count("the configuration was reloaded");
+        eventually("it to be reloaded", async || (reloaded() > before).then_some(())).await;
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 30, "what is not in the file is its default");
     });
 }
@@ -447,22 +448,19 @@ fn pressure_is_the_time_in_which_somebody_waits() {
             client.request();
         }
         holder.until_granted();
-        let stalled = async |least: f64| loop {
+        let look = async || {
             let groups = scheduler.list_pressure().await.expect("an answer");
             let gpu = groups.iter().find(|group| group.kind == "gpu").expect("the GPU").clone();
             let tenant = groups.iter().find(|group| group.kind == "tenant").expect("the tenant");
             // Both are of one tenant.
             assert!((tenant.some_total - gpu.some_total).abs() < 1e-3, "{groups:?}");
-            if gpu.some_total > least {
-                return gpu;
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            gpu
         };
-        let waits = stalled(0.05).await;
+        let waits = eventually("50 ms", async || Some(look().await).filter(|gpu| gpu.some_total > 0.05)).await;
         assert!(waits.some_avg10 > waits.some_avg300 && waits.full_total < waits.some_total, "{waits:?}");
         holder.release();
         waiter.until_granted();
-        let (once, again) = (stalled(0.05).await, stalled(0.05).await);
+        let (once, again) = (look().await, look().await);
         assert_eq!((once.some_total, once.full_total), (again.some_total, again.full_total), "nobody waits");
         assert!(again.some_avg10 <= once.some_avg10 && again.some_avg10 > 0.0, "{once:?} {again:?}");
     });
@@ -501,13 +499,11 @@ fn a_program_is_told_what_it_waits_for() {
 
 /// The second client, once it is in that state.
 async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
-    loop {
+    let look = async || {
         let seen = scheduler.list_clients().await.expect("clients");
-        if let Some(client) = seen.get(1).filter(|client| client.gpus.iter().any(|gpu| gpu.state == state)) {
-            return client.clone();
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+        seen.get(1).filter(|client| client.gpus.iter().any(|gpu| gpu.state == state)).cloned()
+    };
+    eventually(&format!("the second client to be {state}"), look).await
 }
 
 #[test]
@@ -544,13 +540,8 @@ fn a_lock_needs_no_room_on_the_gpu() {
         full.attach();
         // All but less than a context, as far as that is known.
         full.report((14 << 30) + (900 << 20), 0);
-        let status = loop {
-            let status = scheduler.list_gpus().await.expect("GPUs");
-            if status[0].demand > 0 {
-                break status;
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        };
+        let look = async || scheduler.list_gpus().await.expect("GPUs");
+        let status = eventually("a demand", async || Some(look().await).filter(|gpus| gpus[0].demand > 0)).await;
         assert!(status[0].capacity - status[0].demand < 600 << 20, "{status:?}");
         let lock = scheduler.acquire_lock("", "somebody", "something", HashMap::new()).await.expect("a lock");
         assert_eq!(next_line(&mut lines(lock)), "granted");
@@ -633,13 +624,11 @@ fn obedient(daemon: &Daemon, bytes: u64) -> std::thread::JoinHandle<()> {
 }
 
 async fn rooms_once(scheduler: &SchedulerProxy<'_>, count: usize) -> nvshare::bus::Gpu {
-    loop {
-        let mut gpus = scheduler.list_gpus().await.expect("GPUs");
-        if gpus[0].rooms.as_ref().is_some_and(|rooms| rooms.len() == count) {
-            return gpus.remove(0);
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let look = async || {
+        let gpu = scheduler.list_gpus().await.expect("GPUs").remove(0);
+        gpu.rooms.as_ref().is_some_and(|rooms| rooms.len() == count).then_some(gpu)
+    };
+    eventually(&format!("{count} rooms"), look).await
 }
 
 #[test]
@@ -669,9 +658,8 @@ fn a_room_is_vacated_shown_and_over_when_it_is_closed() {
 
 /// Waits until clients have so much on the GPU.
 async fn second_resident(scheduler: &SchedulerProxy<'_>, bytes: u64) {
-    while scheduler.list_gpus().await.expect("GPUs")[0].resident < bytes {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let resident = async || scheduler.list_gpus().await.expect("GPUs")[0].resident;
+    eventually(&format!("{bytes} resident bytes"), async || (resident().await >= bytes).then_some(())).await;
 }
 
 #[test]
@@ -691,13 +679,10 @@ fn a_room_ends_with_its_time_and_is_renewed_by_a_byte() {
         rooms_once(&scheduler, 0).await;
         let long = make(60).await;
         let left = async || rooms_once(&scheduler, 1).await.rooms.expect("rooms")[0].ends_in;
-        while left().await > 59.8 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        eventually("time to pass", async || (left().await < 59.8).then_some(())).await;
+        let before = left().await;
         std::io::Write::write_all(&mut &long, b".").expect("room in the socket");
-        while left().await < 59.8 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        eventually("it to be renewed", async || (left().await > before).then_some(())).await;
     });
 }
 
@@ -728,10 +713,11 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
         client.send(pinned(12 << 30));
         client.request();
         client.until_granted();
-        while scheduler.list_gpus().await.expect("GPUs")[0].resident < 12 << 30 {
+        let look = async || {
             client.send(pinned(12 << 30));
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+            (scheduler.list_gpus().await.expect("GPUs")[0].resident >= 12 << 30).then_some(())
+        };
+        eventually("it to be resident", look).await;
         let (name, text) = ask("", 8 << 30, HashMap::new()).await;
         assert_eq!(name, "org.freedesktop.DBus.Error.Failed", "{text}");
         assert!(text.contains("cannot leave GPU-") && text.contains("12 GiB of its memory is pinned"), "{text}");

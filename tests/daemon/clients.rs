@@ -64,7 +64,7 @@ fn a_first_message_that_is_not_hello_ends_the_connection() {
 
 #[test]
 fn what_breaks_the_protocol_ends_its_own_connection_only() {
-    let daemon = Daemon::start();
+    let (began, daemon) = (Instant::now(), Daemon::start());
     let bystander = daemon.client();
     bystander.attach();
     bystander.request();
@@ -107,17 +107,15 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
             daemon.log.wait(reason);
         }
     }
-    // The same mistakes again in one go: the log must not grow with them.
+    // The same mistakes again: the log must not grow with them.
     for _ in 0..50 {
         let client = daemon.client();
         client.send_raw(b"junk");
         client.until_end();
     }
-    assert!(
-        daemon.log.count("is disconnected after a protocol violation") <= 12,
-        "{}",
-        daemon.log.count("is disconnected after a protocol violation")
-    );
+    let (lines, windows) =
+        (daemon.log.count("is disconnected after a protocol violation"), 1 + began.elapsed().as_secs() / 10);
+    assert!(lines as u64 <= 12 * windows, "{lines} lines in {windows} times ten seconds");
     bystander.release();
     bystander.request();
     bystander.until_granted();
@@ -224,11 +222,11 @@ fn one_user_can_have_so_many_clients_and_no_more() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     daemon.log.wait("has 5 programs connected");
     // Nobody else is affected.
-    let many: Vec<Client> = (0..10).map(|_| daemon.client()).collect();
-    drop(many);
     if !is_root() {
         test_support::skip("root, to act as another user");
     }
+    let many: Vec<Client> = (0..10).map(|_| daemon.client()).collect();
+    drop(many);
 }
 
 /// A client that says it is in a gang.
@@ -302,17 +300,20 @@ fn helper_hold() {
 }
 
 #[test]
-fn a_killed_holder_frees_the_lock_at_once_even_if_a_child_has_its_socket() {
-    let daemon = Daemon::start();
+fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
+    // By nothing but its end: turns last an hour.
+    let daemon = Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        std::fs::write(&config, "time-quantum = 3600\nanti-thrash = \"on\"\n").expect("a file");
+        command.arg("--config").arg(config);
+    });
     let mut holder = holder(&daemon);
     let waiter = daemon.client();
     waiter.attach();
     waiter.request();
     daemon.log.wait("contended");
-    let killed = Instant::now();
     holder.kill().expect("it runs");
     waiter.until_granted();
-    assert!(killed.elapsed() < Duration::from_secs(1), "{:?}", killed.elapsed());
     daemon.log.wait("has ended");
     end(&mut holder);
 }

@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use zbus::connection::Builder;
 use zbus::{Connection, OwnedVariant};
 
-use crate::private_bus::Bus;
+use crate::private_bus::{Bus, eventually};
 
 /// What it answers.
 #[derive(Debug, Clone, Copy, Default)]
@@ -101,7 +100,8 @@ impl Polkit {
 
     /// The same, once it is so much.
     pub async fn asked_times(&self, times: usize) -> Vec<Asked> {
-        until(|| self.book.lock().expect("the book").asked.len() >= times).await;
+        let so_far = || self.book.lock().expect("the book").asked.len();
+        eventually(&format!("{times} questions"), async || (so_far() >= times).then_some(())).await;
         self.asked()
     }
 
@@ -110,12 +110,7 @@ impl Polkit {
     }
 
     pub async fn is_cancelled(&self, asked: &Asked) {
-        until(|| self.book.lock().expect("the book").cancelled.contains(&asked.id)).await;
-    }
-}
-
-pub async fn until(is_so: impl Fn() -> bool) {
-    while !is_so() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        let is_so = async || self.book.lock().expect("the book").cancelled.contains(&asked.id).then_some(());
+        eventually("the question to be cancelled", is_so).await;
     }
 }

@@ -3,7 +3,6 @@
 use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::time::Duration;
 
 use test_support::daemon::*;
 use zbus::Connection;
@@ -75,9 +74,8 @@ fn memory_is_kept_free_while_games_run() {
         let connection = on_control(&daemon.control()).await;
         let scheduler = scheduler(&connection).await;
         let kept = async |bytes: u64| {
-            while scheduler.list_gpus().await.expect("GPUs")[0].kept != Some(bytes) {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
+            let is_kept = async || scheduler.list_gpus().await.expect("GPUs")[0].kept == Some(bytes);
+            eventually(&format!("{bytes} bytes to be kept"), async || is_kept().await.then_some(())).await;
         };
         let mut following = follow(&daemon, &session);
         // GameMode comes with a game that runs already.

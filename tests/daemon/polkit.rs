@@ -347,7 +347,7 @@ fn command_lines_of_others_are_shown_where_polkit_says_so_at_once() {
 
         let _client = daemon.client();
         // Again where this machine was too slow to answer at once.
-        while !sees_command(&scheduler).await {}
+        eventually("an answer in time", async || sees_command(&scheduler).await.then_some(())).await;
         let flags = MethodFlags::ALLOW_INTERACTIVE_AUTH;
         let listed: zbus::Result<Option<Vec<nvshare::bus::Client>>> =
             scheduler.inner().call_with_flags("ListClients", flags, &()).await;
@@ -441,9 +441,9 @@ fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
         set_quantum(&on_bus(bus).await, 47).await.expect("root's");
         let [first, _, third] = crowd;
         first.close().await.expect("it leaves");
-        until(|| polkit.cancelled() == 16).await;
+        eventually("16 questions to be cancelled", async || (polkit.cancelled() == 16).then_some(())).await;
         // The last message to polkit comes before the last place is free.
-        while set_quantum(&third, 48).await.is_err() {}
+        eventually("a free place", async || set_quantum(&third, 48).await.ok()).await;
         assert_eq!(quantum(&third).await, 48);
     });
 }

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use nvshare::bus::SchedulerProxy;
 use zbus::Connection;
@@ -92,7 +93,20 @@ impl Drop for Bus {
 /// Runs a test on a runtime of its own.
 pub fn block_on<T>(work: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, work).await.expect("in time") })
+    // Some of its steps wait that long each.
+    runtime.block_on(async { tokio::time::timeout(2 * PATIENCE, work).await.expect("in time") })
+}
+
+/// Looks until there is an answer.
+pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(answer) = look().await {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "waited {PATIENCE:?} in vain for {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 pub async fn on_bus(bus: &Bus) -> Connection {

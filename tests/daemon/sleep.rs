@@ -68,9 +68,7 @@ impl Logind {
     }
 
     async fn until(&self, held: usize) {
-        while self.held() != held {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
+        eventually(&format!("{held} inhibitors"), async || (self.held() == held).then_some(())).await;
     }
 }
 

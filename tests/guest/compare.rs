@@ -43,7 +43,7 @@ impl Host {
 
     /// With a scheduler and a program that keeps the GPU until it is killed: others wait at the gate.
     pub fn occupied() -> (Self, impl FnMut()) {
-        let host = Self(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: 3600, ..Setup::default() }));
+        let host = Self(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() }));
         // A kernel that runs all the time: its program is never idle.
         let mut holder = host.0.program("persistent --seconds 3600").start();
         host.0.wait_for_grants(&holder, 1);
@@ -221,9 +221,6 @@ impl Case<'_> {
 
 #[track_caller]
 pub fn end(program: &mut Program) -> Ended {
-    let status = wait_within(HANG, &format!("the end of `{}`", program.name), || program.poll());
+    let status = program.wait();
     Ended { status: (status.code(), status.signal()), stdout: program.stdout(), stderr: program.stderr() }
 }
-
-/// What takes longer hangs: everything here is done in a second or two on an idle machine.
-const HANG: std::time::Duration = std::time::Duration::from_secs(40);

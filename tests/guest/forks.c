@@ -86,13 +86,13 @@ int main(int count, char **words) {
     } else if (is(how, "storm")) {
         pthread_t threads[4];
         for (int i = 0; i < 4; i++) EXPECT(pthread_create(&threads[i], NULL, busy, NULL) == 0);
-        for (int i = 0; i < 1000; i++) {
+        for (int i = 0; i < 400; i++) {
             int ended = child(stormed);
             if (ended != 0) FAIL("child %d ended with %d", i, ended);
         }
         end = 1;
         for (int i = 0; i < 4; i++) EXPECT(pthread_join(threads[i], NULL) == 0);
-        puts("1000 children");
+        puts("400 children");
         return 0;
     } else {
         for (int i = 0; i < 10; i++) {

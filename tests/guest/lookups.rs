@@ -117,9 +117,7 @@ fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     let mut program = host.case(&program, &[&plugin.to_string_lossy()]).start();
     host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
     // Beside a thread that waits under the loader's lock, others allocate, free and ask.
-    test_support::machine::wait_within(std::time::Duration::from_secs(10), "the other thread", || {
-        program.stdout().contains("allocated").then_some(())
-    });
+    test_support::wait_for("the other thread", || program.stdout().contains("allocated").then_some(()));
     assert_eq!(program.poll(), None);
     free();
     assert_eq!(end(&mut program).stdout, "allocated\nconstructed\nworked\n");

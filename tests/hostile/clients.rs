@@ -151,8 +151,7 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
     let invented = format!("docker-{id}.scope/docker-{}.scope", container_id());
     let Some(inner) = Unit::new(&invented) else { return };
     let daemon = limited(5);
-    let refused =
-        format!("container {} has 5 programs connected; max-clients-per-tenant allows no more", &id[..12]);
+    let refused = format!("container {} has 5 programs connected; max-clients-per-tenant allows no more", &id[..12]);
     assert_eq!(filled_from(Some(&inner), &daemon), format!("5 welcomed: {refused}"));
     assert_eq!(filled_from(Some(&outer), &daemon), format!("5 welcomed: {refused}"));
     // The host's has more, and has it to itself.
@@ -169,7 +168,9 @@ fn containers_share_no_memory_even_of_the_same_user() {
     if !has_own_process("clients::containers_share_no_memory_even_of_the_same_user", &[]) {
         return;
     }
-    let [Some(one), Some(other)] = [(); 2].map(|()| Unit::new(&format!("docker-{}.scope", container_id()))) else { return };
+    let [Some(one), Some(other)] = [(); 2].map(|()| Unit::new(&format!("docker-{}.scope", container_id()))) else {
+        return;
+    };
     let daemon = Daemon::start();
     let in_unit = |unit: &Unit| {
         let _stay = unit.enter();

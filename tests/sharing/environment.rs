@@ -24,9 +24,11 @@ fn client(machine: &Machine, program: &Program) -> Value {
     })
 }
 
+/// For how many seconds a program has had the lock, and waited for it.
 #[track_caller]
-fn lock_time(machine: &Machine, program: &Program) -> f64 {
-    client(machine, program)["gpus"][0]["lock-time"].as_f64().expect("seconds")
+fn times(machine: &Machine, program: &Program) -> [f64; 2] {
+    let client = client(machine, program);
+    ["lock-time", "wait-time"].map(|key| client["gpus"][0][key].as_f64().expect("seconds"))
 }
 
 #[track_caller]
@@ -62,7 +64,7 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
 
 #[test]
 fn what_is_idle_by_its_own_environment_waits_for_all_others() {
-    let machine = ruled(Setup { time_quantum: 600, anti_thrash: "on", ..Setup::default() }, "weight = 500");
+    let machine = ruled(Setup { time_quantum: HOUR, anti_thrash: "on", ..Setup::default() }, "weight = 500");
     let mut idle = machine.program(WORK).env("NVSHARE_WEIGHT", "idle").start();
     machine.wait_for_grants(&idle, 1);
     // It would wait for ten minutes else.
@@ -81,9 +83,9 @@ fn a_program_of_a_low_weight_has_a_small_part_of_the_time() {
     machine.wait_for_grants(&low, 1);
     let mut other = machine.program(WORK).start();
     machine.wait_for_grants(&other, 1);
-    let before = [&low, &other].map(|program| lock_time(&machine, program));
+    let before = [&low, &other].map(|program| times(&machine, program)[0]);
     machine.wait_for_grants(&low, 3);
-    let after = [&low, &other].map(|program| lock_time(&machine, program));
+    let after = [&low, &other].map(|program| times(&machine, program)[0]);
     let [own, others] = [after[0] - before[0], after[1] - before[1]];
     assert!(others > 4.0 * own, "{own} s, and {others} s of the other");
     low.kill();

@@ -2,8 +2,11 @@
 //! was, or the program is told that it is lost.
 
 use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 use test_support::artifact;
 use test_support::cgroup::Limited;
@@ -46,12 +49,17 @@ fn file_of(machine: &Machine, program: &Program) -> File {
     OpenOptions::new().read(true).write(true).open(path).expect("the file")
 }
 
-/// A program with memory in its file, which does nothing for as long as another runs, and that other one.
+/// A program that does nothing from its second round on, until it is told to end.
+fn idle(machine: &Machine) -> Program {
+    let idle = machine.program(&format!("{} --cpu-ms 600000", mix(2))).start();
+    idle.wait_to_say("round 0 is over");
+    idle
+}
+
+/// An idle program with memory in its file, and another that needs the GPU. Both do something until they are told to end.
 fn one_in_its_file(machine: &Machine) -> (Program, Program) {
-    let idle = machine.program(&format!("{} --cpu-ms 4000", mix(2))).start();
-    idle.wait_to_say("bytes came back in");
-    // Which takes its time: on a busy machine, too, there is a while in which the idle one has memory there.
-    let other = machine.program(&format!("{} --cpu-ms 1200", mix(4))).start();
+    let idle = idle(machine);
+    let other = machine.program(&format!("{} --cpu-ms 500", mix(100_000))).start();
     (idle, other)
 }
 
@@ -61,8 +69,9 @@ fn memory_in_files_comes_back_as_it_was() {
     let (mut idle, mut other) = one_in_its_file(&machine);
     drop(file_of(&machine, &idle));
     let mut third = machine.program(&mix(4)).start();
-    for program in [&mut idle, &mut other, &mut third] {
-        program.finish();
+    third.finish();
+    for program in [&mut idle, &mut other] {
+        program.end();
     }
     assert!(idle.stderr().contains(" 0 bytes are in a file"), "it has come back");
     assert_one_holder(&machine.trace());
@@ -79,7 +88,7 @@ fn memory_in_files_comes_back_at_the_speed_of_the_link() {
     let (mut idle, mut other) = one_in_its_file(&machine);
     drop(file_of(&machine, &idle));
     for program in [&mut idle, &mut other] {
-        program.finish();
+        program.end();
     }
     machine.wait_until_empty();
 }
@@ -87,7 +96,7 @@ fn memory_in_files_comes_back_at_the_speed_of_the_link() {
 #[test]
 fn programs_that_allocate_write_and_free_at_random_find_what_they_wrote() {
     let machine = Machine::with_scheduler(tight());
-    let churn = |seed| machine.program(&format!("churn --mem {SHARE} --seconds 3 --seed {seed}")).start();
+    let churn = |seed| machine.program(&format!("churn --mem {SHARE} --seconds 2 --seed {seed}")).start();
     let mut programs: Vec<Program> = (1..=3).map(churn).collect();
     programs.iter_mut().for_each(|program| drop(program.finish()));
     let has_used_it = |program: &Program| program.stderr().contains("bytes are in a file");
@@ -138,8 +147,18 @@ fn a_program_that_is_killed_leaves_no_file() {
         let open = fs::read_dir(format!("/proc/{}/fd", machine.scheduler_pid())).expect("its descriptors");
         (!open.flatten().any(|entry| has_it(entry.path()))).then_some(())
     });
-    other.finish();
+    other.end();
     machine.wait_until_empty();
+}
+
+/// It is told to end, and the driver tells it that its memory is lost.
+#[track_caller]
+fn loses(program: &mut Program) {
+    program.signal(libc::SIGUSR1);
+    let is_right = program.wait().success();
+    let said = program.stdout();
+    assert!(!is_right && (said.contains("214") || said.contains("ECC")), "it has lost memory: {said}");
+    program.wait_to_say("memory that was on the disk is lost");
 }
 
 /// The program must not get results that were computed from other contents.
@@ -147,11 +166,8 @@ fn loses_its_memory(spoil: impl FnOnce(&File)) {
     let machine = Machine::with_scheduler(tight());
     let (mut idle, mut other) = one_in_its_file(&machine);
     spoil(&file_of(&machine, &idle));
-    assert!(!idle.wait().success(), "it has lost memory: {}", idle.stdout());
-    let said = idle.stdout();
-    assert!(said.contains("214") || said.contains("ECC"), "{said}");
-    idle.wait_to_say("memory that was on the disk is lost");
-    other.finish();
+    loses(&mut idle);
+    other.end();
     machine.wait_until_empty();
 }
 
@@ -181,8 +197,8 @@ fn memory_in_a_file_outlives_the_scheduler() {
     drop(file_of(&machine, &idle));
     machine.kill_scheduler();
     machine.start_scheduler();
-    idle.finish();
-    other.finish();
+    idle.end();
+    other.end();
     machine.wait_until_empty();
 }
 
@@ -199,11 +215,11 @@ fn memory_on_a_disk_that_cannot_be_read_is_lost_and_the_program_is_told() {
     let (mut idle, mut other) = one_in_its_file(&machine);
     drop(file_of(&machine, &idle));
     disk.lose().expect("a smaller image");
-    assert!(!idle.wait().success(), "it has lost memory: {}", idle.stdout());
-    let said = idle.stdout();
-    assert!(said.contains("214") || said.contains("ECC"), "{said}");
-    idle.wait_to_say("memory that was on the disk is lost");
+    loses(&mut idle);
     // What the other one had there may be lost as well. It never finds anything wrong.
+    if other.poll().is_none() {
+        other.signal(libc::SIGUSR1);
+    }
     let is_right = other.wait().success();
     let said = other.stdout();
     assert!(is_right || said.contains("214") || said.contains("ECC"), "{said}");
@@ -234,38 +250,48 @@ fn copies_make_room_for_what_else_is_in_their_control_group() {
     const LIMIT: u64 = 800 * MIB;
     const STEP: u64 = 16 * MIB;
     let Some(group) = Limited::new(&format!("nvshare-hog-{}", std::process::id()), LIMIT) else { return };
-    let machine = Machine::with_scheduler(Setup { swap_max: "2G", file_max: Some("2G"), ..Setup::default() });
+    // With turns that are longer than moving the memory of a program.
+    let time_quantum = Duration::from_secs(1);
+    let setup = Setup { swap_max: "2G", file_max: Some("2G"), time_quantum, ..Setup::default() };
+    let machine = Machine::with_scheduler(setup);
     let mix = |rounds: u32, pause: u32| {
         let words = format!("mix --mem {EACH} --chunks 4 --reps 3 --rounds {rounds} --cpu-ms {pause}");
         machine.program_in(&group.procs(), &words).start()
     };
     let mut idle = [(); 2].map(|()| {
-        let program = mix(2, 15_000);
-        program.wait_to_say("bytes came back in");
+        let program = mix(2, 600_000);
+        program.wait_to_say("round 0 is over");
         program
     });
-    let mut runs = mix(60, 20);
+    let mut runs = mix(100_000, 20);
     let swapped = || machine.status()["gpus"][0]["swapped"].as_u64().unwrap_or(0);
-    wait_for("two programs to be off the GPU", || (swapped() >= 2 * EACH).then_some(()));
+    wait_for("most of two programs to be off the GPU", || (swapped() >= EACH + EACH / 2).then_some(()));
     assert_eq!(idle.iter().filter_map(|program| in_file(&machine, program)).sum::<u64>(), 0, "there is room for them");
-    // More than there is room for beside the copies, and less than beside a whole simulated GPU, which is in the group as well; at a rate
-    // that can be followed.
-    let before = group.used();
-    let steps = (LIMIT - before + EACH / 2) / STEP;
+    // More than there is room for beside the copies, and less than beside a whole simulated GPU, which is in the group as well.
+    let steps = (LIMIT - group.used() + EACH / 2) / STEP;
+    let orders = machine.path("orders");
+    assert!(Command::new("mkfifo").arg(&orders).status().is_ok_and(|status| status.success()));
     let script = format!(
-        "echo $$ > {}; (for i in $(seq {steps}); do head -c {STEP} /dev/zero; sleep 0.2; done; echo all >&2; sleep 600) | tail -c {}",
+        "echo $$ > {}; (while read step; do head -c {STEP} /dev/zero; echo \"did $step.\" >&2; done < {}) | tail -c {} >/dev/null",
         group.procs().display(),
+        orders.display(),
         steps * STEP
     );
-    let hog = machine.command(Path::new("/bin/sh"), &["-c", &script]).without_nvshare().start();
-    wait_for("the other one to have it", || {
+    let mut hog = machine.command(Path::new("/bin/sh"), &["-c", &script]).without_nvshare().start();
+    let mut orders = OpenOptions::new().write(true).open(orders).expect("the pipe");
+    let has_room = || (group.used() + 2 * STEP <= LIMIT).then_some(());
+    for step in 0..steps {
+        wait_for("room for more", has_room);
+        writeln!(orders, "{step}").expect("the pipe");
+        hog.wait_to_say(&format!("did {step}."));
         assert_eq!(group.kills(), 0, "copies could have left: {:?}", group.used());
-        hog.stderr().contains("all").then_some(())
-    });
+    }
     assert!(idle.iter().any(|program| in_file(&machine, program).is_some()), "some are in files");
-    runs.finish();
-    idle.iter_mut().for_each(|program| drop(program.finish()));
-    assert_eq!(group.kills(), 0);
+    // The memory of the simulated GPU is the programs' own, and has no room beside it.
+    drop(orders);
+    assert!(hog.wait().success());
+    runs.end();
+    idle.iter_mut().for_each(|program| drop(program.end()));
 }
 
 /// Limits how large files may be that a program writes: an error of the disk that needs no disk.
@@ -280,13 +306,10 @@ fn limit_files(program: &Program, bytes: u64) {
 #[test]
 fn what_cannot_be_written_stays_in_host_memory() {
     let machine = Machine::with_scheduler(tight());
-    let mut idle = machine.program(&format!("{} --cpu-ms 2000", mix(2))).start();
-    idle.wait_to_say("bytes came back in");
+    let mut idle = idle(&machine);
     limit_files(&idle, SHARE / 2);
-    let mut other = machine.program(&mix(4)).start();
-    for program in [&mut idle, &mut other] {
-        program.finish();
-    }
+    machine.program(&mix(4)).start().finish();
+    idle.end();
     machine.wait_until_empty();
 }
 
@@ -294,10 +317,10 @@ fn what_cannot_be_written_stays_in_host_memory() {
 fn what_has_not_changed_is_not_written_again() {
     let machine = Machine::with_scheduler(tight());
     let mut reads =
-        machine.program(&format!("weights --mem {SHARE} --reserve 4M --state 4M --rounds 4 --pause-ms 1500")).start();
-    let mut other = machine.program(&format!("{} --cpu-ms 500", mix(8))).start();
+        machine.program(&format!("weights --mem {SHARE} --reserve 4M --state 4M --rounds 4 --pause-ms 500")).start();
+    let mut other = machine.program(&format!("{} --cpu-ms 150", mix(100_000))).start();
     reads.finish();
-    other.finish();
+    other.end();
     // Its weights are written twice in all, since they change once, however often they leave.
     let written: u64 = bytes_written(&reads);
     assert!(written < 3 * SHARE, "{written} bytes were written");

@@ -70,13 +70,13 @@ const PREPARED: &str = "buffers are allocated ahead: true";
 fn memory_at_rest_has_its_buffers_before_it_has_to_leave() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mix = |cpu_ms: u32| format!("mix --mem 90M --chunks 4 --reps 3 --rounds 2 --cpu-ms {cpu_ms}");
-    let mut idle = machine.program(&mix(6000)).start();
+    let mut idle = machine.program(&mix(600_000)).start();
     wait_for("it to prepare", || idle.stderr().contains(PREPARED).then_some(()));
     let mut other = machine.program(&mix(0)).start();
     other.finish();
     assert!(!other.stderr().contains(PREPARED), "it has not been there for long enough");
     machine.wait_for_move(0, "the idle one to make room", |m| m.what == "freed");
-    idle.finish();
+    idle.end();
     machine.wait_until_empty();
 }
 
@@ -84,7 +84,7 @@ fn memory_at_rest_has_its_buffers_before_it_has_to_leave() {
 fn buffers_made_ahead_are_given_back_when_their_control_group_needs_the_memory() {
     let Some(group) = group(4 << 30) else { return };
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 2 --cpu-ms 15000");
+    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");
     let mut idle = machine.program_in(&group.procs(), &words).start();
     wait_for("it to be asked", || idle.stderr().contains("\u{2190} Prepare").then_some(()));
     let before = group.used();

@@ -93,13 +93,13 @@ fn drivers_handles_are_the_drivers() {
 #[test]
 fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
     let machine = Machine::with_scheduler(pressed());
-    let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 56M --rounds 12"));
-    let mut third = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 14").start();
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 56M --rounds 8"));
+    let mut third = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 100000").start();
     let mut exporter = pair.exporter(&machine, "").start();
     let mut importer = pair.importer(&machine, "").start();
-    for program in [&mut exporter, &mut importer, &mut third] {
-        program.finish();
-    }
+    importer.finish();
+    exporter.finish();
+    third.end();
     let trace = machine.trace();
     for program in [&exporter, &importer] {
         let freed: u64 = trace.iter().filter(|m| m.pid == program.pid() && m.what == "freed").map(|m| m.bytes).sum();
@@ -138,15 +138,17 @@ fn a_thousand_handles() {
 fn what_was_swapped_out_comes_back_to_be_exported() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 40M --rounds 2"));
-    // It sleeps with its memory filled, which another takes off the GPU meanwhile.
-    let mut exporter = pair.exporter(&machine, "--pause-ms 1500").start();
-    machine.wait_for_grants(&exporter, 1);
-    let mut other = machine.program("mix --mem 100M --chunks 4 --reps 3 --rounds 20").start();
+    // It waits with its memory filled, which another takes off the GPU meanwhile.
+    let export = mark(&machine, "export");
+    let mut exporter = pair.exporter(&machine, &format!("--filled {export}")).start();
+    reached(&export);
+    let mut other = machine.program("mix --mem 100M --chunks 4 --reps 3 --rounds 100000").start();
     machine.wait_for_move(0, "an eviction", |m| m.pid == exporter.pid() && m.what == "freed");
+    make(&export);
     let mut importer = pair.importer(&machine, "--private 4M").start();
     exporter.finish();
     importer.finish();
-    other.finish();
+    other.end();
     machine.wait_until_empty();
 }
 
@@ -184,8 +186,7 @@ fn an_exporter_that_is_stopped_is_not_waited_for_without_end() {
     let mut exporter = pair.exporter(&machine, "").start();
     pair.wait_until_exported();
     machine.stop_beside_work(&exporter);
-    let report = pair.importer(&machine, "--expect 205").start().finish();
-    assert!(report.number("ms") < 30_000);
+    pair.importer(&machine, "--expect 205").start().finish();
     exporter.signal(libc::SIGCONT);
     pair.importer(&machine, "").start().finish();
     exporter.finish();

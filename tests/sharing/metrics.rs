@@ -60,11 +60,12 @@ fn told(programs: &[Program]) -> (u64, u64) {
 fn what_moves_is_counted_to_the_byte() {
     for engine in ["swap", "managed"] {
         let machine = served(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-        let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 14");
+        let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 100000");
         let mut programs: Vec<Program> =
             (0..2).map(|_| machine.program(&words).env("NVSHARE_ENGINE", engine).start()).collect();
+        machine.wait_for_exchange(&programs);
         for program in &mut programs {
-            program.finish();
+            program.end();
         }
         let said = at_the_end(&machine);
         let count = |name: &str| said[name] as u64;
@@ -89,7 +90,7 @@ fn what_moves_is_counted_to_the_byte() {
 #[test]
 fn memory_that_fits_is_not_counted_as_moved() {
     let machine = served(Setup::default());
-    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 6", 40 * MIB);
+    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 4", 40 * MIB);
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     for program in &mut programs {
         program.finish();

@@ -101,7 +101,7 @@ fn it_takes_turns_with_those_that_are_there() {
     for to in [1, 0, 1, 0, 1] {
         migrate(&machine, &program, &both[to]);
         assert_eq!(places(&machine, &program), both[to..=to]);
-        thread::sleep(Duration::from_millis(500));
+        goes_on(&machine, &program);
     }
     ends_on(&machine, program, 1);
     for (gpu, other) in others.into_iter().enumerate() {
@@ -253,12 +253,12 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     let mut managed =
-        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 600 --cpu-ms 5 --kind managed").start();
+        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed").start();
     machine.wait_for_grants(&managed, 1);
     let said = machine.ctl_fails(&["drain", "0"]);
     assert!(said.contains("programs stay on the GPU") && said.contains("it has managed memory"), "{said}");
     assert!(said.contains("These programs sleep") && said.contains(&format!("pid {}", program.pid())), "{said}");
-    managed.finish();
+    managed.end();
     machine.ctl(&["drain", "0"]);
     assert_eq!(machine.free(), machine.setup.memory);
     resume(&machine, &program);
@@ -368,7 +368,7 @@ fn helpers_that_are_killed_leave_programs_on_one_gpu() {
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     let mut random = Dice::seeded();
     let mut killed = 0;
-    for _ in 0..20 {
+    for _ in 0..10 {
         let from = is_somewhere(&machine, &program);
         let mut order = machine.order(&format!("migrate {} --to {}", program.pid(), both[1 - from])).start();
         let end = std::time::Instant::now() + random.milliseconds(400);

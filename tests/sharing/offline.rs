@@ -7,17 +7,12 @@ use test_support::machine::*;
 
 /// A GPU on which one of the two programs has room, and not both.
 fn pressed() -> Setup {
-    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+    Setup { memory: 64 * MIB, anti_thrash: "on", ..Setup::default() }
 }
 
+/// Until it is told to end.
 fn work(memory: &str) -> String {
-    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds 16")
-}
-
-/// Longer than a few turns, which last eight times as long as the memory takes to come.
-fn long_work(memory: &str) -> String {
-    let rounds = 16 * Card::of_environment().slowness();
-    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds {rounds}")
+    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds 100000")
 }
 
 /// Two programs of so much memory each, whose scheduler was killed, socket and all.
@@ -37,6 +32,11 @@ fn abandoned_at<const N: usize>(programs: [String; N]) -> (Machine, [Program; N]
     (machine, programs)
 }
 
+#[track_caller]
+fn takes_a_turn(program: &Program) {
+    wait_for("a turn", || (turns(program) > 0).then_some(()));
+}
+
 /// How often that program has taken the turn.
 fn turns(program: &Program) -> usize {
     program.stderr().matches("takes the turn").count()
@@ -44,45 +44,47 @@ fn turns(program: &Program) -> usize {
 
 #[test]
 fn two_programs_that_want_twice_the_gpu_both_end() {
-    let (_machine, mut programs) = abandoned_at([long_work("90M"), long_work("90M")]);
-    programs.iter_mut().for_each(|program| drop(program.finish()));
-    let taken: usize = programs.iter().map(turns).sum();
-    assert!(taken >= 2, "the turn was taken {taken} times");
+    let (_machine, mut programs) = abandoned("44M");
+    programs.iter().for_each(takes_a_turn);
+    programs.iter_mut().for_each(|program| drop(program.end()));
 }
 
 #[test]
 fn a_small_program_ends_beside_two_that_take_turns() {
-    let (_machine, mut programs) = abandoned_at([work("90M"), work("20M"), work("90M")]);
-    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let small = "mix --mem 10M --chunks 4 --reps 6 --rounds 12".to_owned();
+    let (_machine, [mut one, mut small, mut other]) = abandoned_at([work("44M"), small, work("44M")]);
+    small.finish();
+    [&one, &other].into_iter().for_each(takes_a_turn);
+    [&mut one, &mut other].into_iter().for_each(|program| drop(program.end()));
 }
 
 #[test]
 fn a_program_that_is_idle_gives_the_turn_up() {
-    let pauses = "mix --mem 90M --chunks 4 --reps 3 --rounds 6 --cpu-ms 1500".to_owned();
+    let pauses = format!("{} --cpu-ms 1500", work("44M"));
     let (_machine, mut programs) = abandoned_at([pauses.clone(), pauses]);
-    programs.iter_mut().for_each(|program| drop(program.finish()));
-    let given_up: usize = programs.iter().map(|p| p.stderr().matches("gives up the turn (idle)").count()).sum();
-    assert!(given_up > 0, "no turn ended early");
+    let gives_up = |program: &Program| program.stderr().contains("gives up the turn (idle)");
+    wait_for("a turn to end early", || programs.iter().any(gives_up).then_some(()));
+    programs.iter_mut().for_each(|program| drop(program.end()));
 }
 
 #[test]
 fn programs_that_begin_after_the_scheduler_is_gone_both_end_too() {
     let (machine, [mut early]) = abandoned_at([work("20M")]);
-    early.finish();
-    let mut first = machine.program(&work("90M")).start();
+    early.end();
+    let mut first = machine.program(&work("44M")).start();
     first.wait_to_say("allocate");
-    let mut second = machine.program("churn --mem 80M --seconds 3").start();
+    let mut second = machine.program("churn --mem 40M --seconds 2").start();
     second.finish();
-    first.finish();
+    first.end();
 }
 
 #[test]
 fn allocations_fail_as_without_nvshare_where_no_scheduler_has_ever_run() {
     const REFUSED: i32 = 3;
     let machine = Machine::new(pressed());
-    let mut first = machine.program("stranger --mem 90M --seconds 5").start();
+    let mut first = machine.program("stranger --mem 44M --seconds 5").start();
     first.wait_to_say("allocate");
-    let mut second = machine.program("grow --mem 90M").start();
+    let mut second = machine.program("grow --mem 44M").start();
     assert_eq!(second.wait().code(), Some(REFUSED));
     first.finish();
     assert_eq!(turns(&first) + turns(&second), 0);
@@ -90,39 +92,41 @@ fn allocations_fail_as_without_nvshare_where_no_scheduler_has_ever_run() {
 
 #[test]
 fn programs_that_fit_run_on_and_take_no_turns() {
-    let (_machine, mut programs) = abandoned("40M");
+    let words = "mix --mem 20M --chunks 4 --reps 6 --rounds 12".to_owned();
+    let (_machine, mut programs) = abandoned_at([words.clone(), words]);
     programs.iter_mut().for_each(|program| drop(program.finish()));
     assert_eq!(programs.iter().map(turns).sum::<usize>(), 0);
 }
 
 #[test]
 fn one_that_is_killed_with_the_turn_leaves_it_to_the_other() {
-    let (_machine, mut programs) = abandoned("90M");
+    let (_machine, mut programs) = abandoned("44M");
     let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     programs[holder].kill();
-    programs[1 - holder].finish();
+    programs[1 - holder].end();
 }
 
 #[test]
 fn one_that_is_stopped_while_it_runs_does_not_hang_the_other_for_ever() {
-    let (machine, mut programs) = abandoned("90M");
+    let (machine, mut programs) = abandoned("44M");
     let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     programs[holder].wait_to_say("all memory is here");
     machine.stop_beside_work(&programs[holder]);
     std::thread::sleep(Duration::from_secs(3));
     programs[holder].signal(libc::SIGCONT);
-    programs.iter_mut().for_each(|program| drop(program.finish()));
+    programs.iter_mut().for_each(|program| drop(program.end()));
 }
 
 #[test]
 fn a_scheduler_that_comes_back_takes_over() {
-    let (mut machine, mut programs) = abandoned("90M");
+    let (mut machine, mut programs) = abandoned("44M");
     wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     machine.start_scheduler();
     let skip = machine.trace().iter().filter(|m| m.run == 1).count();
     machine.wait_for_move(skip, "a grant of the new scheduler", |m| m.run == 2 && m.what == "grant");
     let before: usize = programs.iter().map(turns).sum();
-    programs.iter_mut().for_each(|program| drop(program.finish()));
+    programs.iter().for_each(|program| machine.wait_for_grants(program, 3));
+    programs.iter_mut().for_each(|program| drop(program.end()));
     assert_eq!(programs.iter().map(turns).sum::<usize>(), before, "nobody takes turns beside a scheduler");
     machine.wait_until_empty();
 }
@@ -132,9 +136,9 @@ fn a_program_of_two_gpus_ends_beside_programs_that_never_do() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let mut machine = Machine::with_scheduler(Setup { simulator, ..pressed() });
     let neighbours = [0, 1].map(|gpu| {
-        machine.program(&format!("mix --mem 90M --chunks 4 --reps 6 --rounds 100000 --device {gpu}")).start()
+        machine.program(&format!("mix --mem 44M --chunks 4 --reps 6 --rounds 100000 --device {gpu}")).start()
     });
-    let mut program = machine.program("across --mem 40M --rounds 12 --pause-ms 50").start();
+    let mut program = machine.program("across --mem 20M --rounds 6 --pause-ms 50").start();
     for each in neighbours.iter().chain([&program]) {
         machine.wait_for_grants(each, 1);
     }

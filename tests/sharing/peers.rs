@@ -21,9 +21,9 @@ fn words(how: &str, rounds: u32) -> String {
 #[track_caller]
 fn reach_while_taking_turns(how: &str) {
     let machine = Machine::with_scheduler(two_gpus());
-    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(how, 16)).start()).collect();
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(how, 8)).start()).collect();
     // On each GPU, somebody else who wants most of it.
-    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     for program in &mut programs {
         program.finish();
@@ -69,9 +69,9 @@ fn cross(how: &str, simulator: &[(&'static str, &str)]) {
     let mut setup = two_gpus();
     setup.simulator.extend(simulator.iter().map(|(name, value)| (*name, (*value).to_owned())));
     let machine = Machine::with_scheduler(setup);
-    let words = format!("cross --mem {SHARE} --pause-ms 50 --rounds 12 --how {how}");
+    let words = format!("cross --mem {SHARE} --pause-ms 50 --rounds 6 --how {how}");
     let mut programs = vec![machine.program(&words).start()];
-    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     for program in &mut programs {
         program.finish();
@@ -156,10 +156,15 @@ fn cross_after_pauses(hows: &[&str]) {
     machine.wait_until_empty();
 }
 
+// Each kind of work is the first once.
+
 #[test]
 fn work_for_a_stream_of_another_gpu_finds_its_memory() {
-    // Each kind of work is the first once.
     cross_after_pauses(&["streams --first 0", "streams --first 3"]);
+}
+
+#[test]
+fn other_work_for_a_stream_of_another_gpu_finds_its_memory() {
     cross_after_pauses(&["streams --first 1", "streams --first 2"]);
 }
 
@@ -180,9 +185,8 @@ fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
     setup.simulator.push(("CUDA_SIM_EXCLUSIVE", alone.to_owned()));
     let machine = Machine::with_scheduler(setup);
     for how in hows {
-        let mut program =
-            machine.program(&format!("cross --mem {SHARE} --how {how} --rounds 12 --pause-ms 50")).start();
-        let words = format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {other}");
+        let mut program = machine.program(&format!("cross --mem {SHARE} --how {how} --rounds 6 --pause-ms 50")).start();
+        let words = format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {other}");
         let mut other = machine.program(&words).start();
         program.finish();
         other.finish();

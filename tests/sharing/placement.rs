@@ -1,7 +1,5 @@
 //! Programs on a machine with two GPUs, of which the scheduler gives them one, or its rules leave them some.
 
-use std::time::Duration;
-
 use serde_json::Value;
 use test_support::machine::*;
 
@@ -151,7 +149,7 @@ fn a_rule_says_which_gpus_programs_may_see() {
         machine.wait_for_log("allows none of its GPUs");
         let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
         assert_eq!(refused.wait().code(), Some(1));
-        assert!(refused.stderr().contains("nvshare.toml:10 allows none of its GPUs"), "{}", refused.stderr());
+        assert!(refused.stderr().contains("nvshare.toml:9 allows none of its GPUs"), "{}", refused.stderr());
     }
 }
 
@@ -210,7 +208,7 @@ fn a_scheduler_that_does_not_answer_holds_nobody_up_for_long() {
     let machine = two_gpus("spread", "");
     kill(machine.scheduler_pid(), libc::SIGSTOP);
     let mut program = machine.program("info").start();
-    wait_within(Duration::from_secs(30), "its end", || program.poll());
+    wait_for("its end", || program.poll());
     kill(machine.scheduler_pid(), libc::SIGCONT);
     assert_eq!(program.finish().number("gpus"), 2);
 }

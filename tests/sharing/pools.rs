@@ -24,7 +24,7 @@ fn assert_moved(machine: &Machine, programs: &[Program]) {
 #[test]
 fn memory_of_pools_leaves_and_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());
-    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 14 --kind async", 64 * MIB);
+    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 100000 --kind async", 64 * MIB);
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     wait_for("both to be known, with nothing pinned", || {
         let status = machine.status();
@@ -35,7 +35,8 @@ fn memory_of_pools_leaves_and_comes_back_as_it_was() {
         };
         (clients.len() == 2 && clients.iter().all(gpu)).then_some(())
     });
-    programs.iter_mut().for_each(|program| drop(program.finish()));
+    machine.wait_for_exchange(&programs);
+    programs.iter_mut().for_each(|program| drop(program.end()));
     assert_moved(&machine, &programs);
     machine.wait_until_empty();
 }
@@ -45,7 +46,7 @@ fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
     for seed in [1, 2] {
         let machine = Machine::with_scheduler(pressed());
         let program = |number: u64| {
-            let words = format!("pools --mem 96M --seconds 5 --pause-ms 3 --seed {}", seed * 10 + number);
+            let words = format!("pools --mem 96M --seconds 2.5 --pause-ms 3 --seed {}", seed * 10 + number);
             machine.program(&words).start()
         };
         let mut programs: Vec<Program> = (0..2).map(program).collect();
@@ -130,10 +131,10 @@ fn what_pools_keep_unused_is_not_moved_but_released() {
 fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
-    let words = format!("across --mem {} --how pool --rounds 16", 24 * MIB);
+    let words = format!("across --mem {} --how pool --rounds 8", 24 * MIB);
     machine.program(&words).without_nvshare().start().finish();
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
-    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     programs.iter_mut().for_each(|program| drop(program.finish()));
     assert!(evicted(&machine.trace()) > 0, "nothing had to leave");

@@ -8,8 +8,6 @@ use std::time::{Duration, Instant};
 use cuda_sim_gpus::trouble::{self, Refusal, Stranger};
 use test_support::machine::*;
 
-/// A program that is neither done nor refused memory after this time stands still.
-const STANDSTILL: Duration = Duration::from_secs(30);
 /// Programs allocate in multiples of this, the granularity of the GPU, so that they use exactly what they say.
 const STEP: u64 = 2 * MIB;
 /// The exit status of `grow` where memory is refused.
@@ -27,7 +25,7 @@ enum End {
 /// Waits until each program has ended in one of these ways, and says in which.
 #[track_caller]
 fn ends(programs: &mut [Program]) -> Vec<End> {
-    wait_within(STANDSTILL, "all programs to be done or refused memory", || {
+    wait_for("all programs to be done or refused memory", || {
         let ended = programs.iter_mut().filter_map(|program| program.poll()).count();
         (ended == programs.len()).then_some(())
     });
@@ -244,7 +242,7 @@ fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
     let [refused, mut other] = gpu.pair();
     refused.wait_to_say("built");
     gpu.refuse(Some(Refusal { pid: Some(refused.pid()), lasts: None }));
-    wait_within(STANDSTILL, "the other program to be done", || other.poll());
+    wait_for("the other program to be done", || other.poll());
     gpu.refuse(None);
     all_finish(&mut [refused, other]);
     gpu.machine.wait_until_empty();
@@ -324,7 +322,7 @@ fn nvml_that_is_late_keeps_no_program_waiting() {
 // ---- all of it --------------------------------------------------------------------------------------------------------
 
 /// How long there is trouble: `NVSHARE_TEST_SECONDS`, or this.
-const TROUBLED: u64 = 10;
+const TROUBLED: u64 = 5;
 
 /// Three programs at any time, and trouble that changes several times a second and always leaves each program room to run
 /// alone. When it ends, all programs come to an end.

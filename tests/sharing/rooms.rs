@@ -10,9 +10,10 @@ fn machine() -> Machine {
     Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() })
 }
 
-fn fill(machine: &Machine, rounds: u64) -> [Program; 2] {
+/// Two programs that work until they are told to end.
+fn fill(machine: &Machine) -> [Program; 2] {
     assert!(2 * SHARE <= machine.setup.capacity(2) && SHARE + ROOM <= machine.setup.capacity(2));
-    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}");
+    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 100000");
     let programs = [(); 2].map(|()| machine.program(&words).start());
     wait_for("both to have their memory", || {
         let status = machine.status();
@@ -34,7 +35,7 @@ fn is_ready(machine: &Machine) -> Option<()> {
 #[test]
 fn a_room_stays_free_while_programs_go_on() {
     let machine = machine();
-    let mut programs = fill(&machine, 100_000);
+    let mut programs = fill(&machine);
     let mut room = machine.order(&format!("make-room {ROOM}")).start();
     wait_for("the room to be free", || is_ready(&machine));
     assert_eq!(rooms(&machine)[0]["bytes"], ROOM);
@@ -64,20 +65,20 @@ fn a_room_stays_free_while_programs_go_on() {
 #[test]
 fn programs_that_made_room_have_right_results() {
     let machine = machine();
-    let mut programs = fill(&machine, 20);
+    let mut programs = fill(&machine);
     // At any moment.
     for _ in 0..5 {
         let done = machine.ctl_output(&["make-room", "56M", "--", "/bin/sh", "-c", "sleep 0.1; exit 7"]);
         assert_eq!(done.status.code(), Some(7), "{}", String::from_utf8_lossy(&done.stderr));
     }
-    programs.iter_mut().for_each(|program| drop(program.finish()));
+    programs.iter_mut().for_each(|program| drop(program.end()));
     assert_eq!(rooms(&machine), [] as [serde_json::Value; 0]);
 }
 
 #[test]
 fn what_does_not_fit_beside_a_room_waits_and_is_told_so() {
     let machine = machine();
-    let mut program = machine.program(&format!("mix --mem {} --chunks 4 --reps 3 --rounds 40", 80 * MIB)).start();
+    let mut program = machine.program(&format!("mix --mem {} --chunks 4 --reps 3 --rounds 100000", 80 * MIB)).start();
     machine.wait_for_grants(&program, 1);
     let mut room = machine.order("make-room 56M --for 600s").start();
     wait_for("the room to be free", || is_ready(&machine));
@@ -87,7 +88,7 @@ fn what_does_not_fit_beside_a_room_waits_and_is_told_so() {
     });
     assert!(machine.free() >= ROOM);
     room.kill();
-    program.finish();
+    program.end();
 }
 
 #[test]

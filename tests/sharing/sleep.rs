@@ -39,8 +39,7 @@ fn naps(machine: &Machine, memory: &str, pause: u32) -> Program {
 
 /// It ends soon, with right results.
 pub fn ends(mut program: Program) -> Report {
-    program.signal(libc::SIGUSR1);
-    program.finish()
+    program.end()
 }
 
 #[test]
@@ -91,7 +90,7 @@ fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut program = fails.start();
     machine.wait_for_grants(&program, 1);
-    thread::sleep(Duration::from_secs(1)); // what it writes must not be all one value, which would not be copied
+    program.wait_to_say("round 0 is over"); // what it writes must not be all one value, which would not be copied
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep-obstacle", "it has memory that cannot leave the GPU");
     let attempts = program.stderr().matches("eviction stopped").count();
@@ -127,14 +126,14 @@ fn a_process_that_is_no_program_cannot_be_paused() {
 fn one_that_cannot_sleep_is_held_off_and_says_why() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program =
-        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 400 --cpu-ms 5 --kind managed").start();
+        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed").start();
     machine.wait_for_grants(&program, 1);
     pause(&machine, &program);
     let shown = wait_until(&machine, &program, "sleep-obstacle", "it has managed memory");
     assert_eq!((&shown["sleep"], &shown["paused"]), (&"awake".into(), &true.into()));
     assert!(machine.ctl(&["status"]).contains("it has managed memory"));
     resume(&machine, &program);
-    program.finish();
+    program.end();
 }
 
 /// A program that is paused stays where it is, and `status` says why. Others have its memory's place meanwhile.
@@ -153,15 +152,15 @@ fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
 #[test]
 fn one_that_shares_memory_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() });
-    let words = format!("--file {} --private 32M --rounds 300", machine.path("meeting").display());
+    let words = format!("--file {} --private 32M --rounds 100000", machine.path("meeting").display());
     let mut exporter = machine.program(&format!("share --role export {words}")).start();
     let mut importer = machine.program(&format!("share --role import {words}")).start();
     for program in [&exporter, &importer] {
         machine.wait_for_grants(program, 2);
         cannot_sleep(&machine, program, "it shares memory with other processes");
     }
+    exporter.end();
     importer.finish();
-    exporter.finish();
     machine.wait_until_empty();
 }
 
@@ -169,16 +168,16 @@ fn one_that_shares_memory_cannot_sleep() {
 fn one_whose_gpus_reach_each_other_cannot_sleep() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
-    let mut program = machine.program("across --mem 16M --how kernel --rounds 300").start();
+    let mut program = machine.program("across --mem 16M --how kernel --rounds 100000").start();
     machine.wait_for_grants(&program, 1);
     cannot_sleep(&machine, &program, "its GPUs reach each other's memory");
-    program.finish();
+    program.end();
 }
 
 #[test]
 fn one_that_captures_a_stream_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
-    let mut program = machine.program("captures --mem 16M --rounds 3 --capture-ms 4000 --mode relaxed").start();
+    let mut program = machine.program("captures --mem 16M --rounds 1000 --capture-ms 4000 --mode relaxed").start();
     machine.wait_for_grants(&program, 1);
     // Before its first capture it can.
     let captures = || {
@@ -191,9 +190,9 @@ fn one_that_captures_a_stream_cannot_sleep() {
         wait_until(&machine, &program, "paused", false);
         shown["sleep"] != "sleeping"
     };
-    while !captures() {}
+    wait_for("a capture", || captures().then_some(()));
     cannot_sleep(&machine, &program, "it captures a stream");
-    program.finish();
+    program.end();
 }
 
 /// What passed no gate is waited for before its memory leaves.
@@ -271,7 +270,7 @@ fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     let setup = Setup { sleep_after: "1s", context: 40 * MIB, ..Setup::default() };
     let machine = Machine::with_scheduler(setup);
     let idle = naps(&machine, "8M", 6000);
-    let mut busy = machine.program("mix --mem 160M --chunks 4 --reps 1 --rounds 60 --cpu-ms 100").start();
+    let mut busy = machine.program("mix --mem 160M --chunks 4 --reps 1 --rounds 100000 --cpu-ms 100").start();
     machine.wait_for_grants(&busy, 1);
     thread::sleep(Duration::from_millis(1500));
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
@@ -279,7 +278,7 @@ fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     let slept = |m: &Move| m.what == "prepare-sleep" && m.pid == idle.pid();
     assert!(machine.trace().iter().any(slept), "the newcomer had no room");
     ends(idle);
-    busy.finish();
+    busy.end();
 }
 
 /// The processes that a scheduler has started.

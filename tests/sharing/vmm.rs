@@ -1,8 +1,6 @@
 //! Programs that map their memory themselves (`cuMemCreate`, `cuMemMap`): it moves like any other, at all the addresses
 //! where they have mapped it.
 
-use std::time::Duration;
-
 use test_support::machine::*;
 
 /// A GPU on which two programs of 64 MiB have no room at once.
@@ -49,7 +47,7 @@ fn memory_is_bound_to_objects_as_without_nvshare() {
 fn whatever_programs_map_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());
     let mut random = Dice::seeded();
-    let words = |seed: u64| format!("maps --mem 80M --seconds 8 --strict 1 --seed {seed}");
+    let words = |seed: u64| format!("maps --mem 80M --seconds 4 --strict 1 --seed {seed}");
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(random.below(1 << 30))).start()).collect();
     for program in &mut programs {
         let report = program.finish();
@@ -66,7 +64,7 @@ fn whatever_programs_map_comes_back_as_it_was() {
 #[test]
 fn a_program_that_maps_all_its_memory_takes_turns() {
     let machine = Machine::with_scheduler(pressed());
-    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 14 --kind vmm";
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 100000 --kind vmm";
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).start()).collect();
     wait_for("both to be there", || {
         let status = machine.status();
@@ -74,8 +72,9 @@ fn a_program_that_maps_all_its_memory_takes_turns() {
         let clients = status["clients"].as_array()?;
         (clients.len() == 2 && clients.iter().all(|c| pinned(c) == Some(0))).then_some(())
     });
+    machine.wait_for_exchange(&programs);
     for program in &mut programs {
-        program.finish();
+        program.end();
         assert!(came_back(program) > 0, "nothing of {} came back", program.pid());
     }
     machine.wait_until_empty();
@@ -83,12 +82,11 @@ fn a_program_that_maps_all_its_memory_takes_turns() {
 
 #[test]
 fn mapping_waits_for_nobody() {
-    let machine = Machine::with_scheduler(Setup { time_quantum: 3600, ..pressed() });
+    let machine = Machine::with_scheduler(Setup { time_quantum: HOUR, ..pressed() });
     // It has the GPU all the time, and most of its memory.
     let mut holder = machine.program("persistent --mem 80M --seconds 3600").start();
     machine.wait_for_grants(&holder, 1);
     let mut other = machine.program("maps --mem 80M --seconds 1 --unused 1").start();
-    wait_within(Duration::from_secs(30), "it to end without the GPU", || other.poll());
     other.finish();
     holder.kill();
 }
@@ -97,16 +95,16 @@ fn mapping_waits_for_nobody() {
 #[track_caller]
 fn given_to_others(words: &str, pinned: u64) {
     let machine = Machine::with_scheduler(pressed());
-    let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 4 {words}")).start();
+    let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 600 {words}")).start();
     program.wait_to_say("holding");
-    let mut other = machine.program("mix --mem 60M --chunks 4 --reps 3 --rounds 10").start();
+    let mut other = machine.program("mix --mem 60M --chunks 4 --reps 3 --rounds 100000").start();
     machine.wait_for_move(0, "some of it to leave", |m| m.what == "freed" && m.pid == program.pid());
     let status = machine.status();
     let clients = status["clients"].as_array().expect("clients");
     let client = clients.iter().find(|c| c["pid"] == program.pid()).expect("the program");
     assert_eq!(number(&client["gpus"][0]["pinned"]), pinned, "{status:#}");
-    program.finish();
-    other.finish();
+    program.end();
+    other.end();
     machine.wait_until_empty();
     assert_eq!(machine.free(), machine.setup.memory);
 }

@@ -68,9 +68,7 @@ fn nothing_is_served_unless_it_is_asked_for() {
         tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok()).collect()
     };
     // A thread names itself once it runs.
-    while !threads().iter().any(|name| name == "dbus\n") {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    test_support::wait_for("the D-Bus thread", || threads().iter().any(|name| name == "dbus\n").then_some(()));
     assert!(!threads().iter().any(|name| name == "metrics\n"), "{:?}", threads());
     assert_eq!(daemon.log.count("metrics are at"), 0);
 }

@@ -8,11 +8,13 @@ mod args;
 mod cuda;
 mod programs;
 mod report;
+mod signal;
 
 use report::Report;
 use std::{env, process::ExitCode, time::Instant};
 
 fn main() -> ExitCode {
+    signal::listen();
     let mut words = env::args().skip(1);
     let name = words.next().unwrap_or_default();
     let Some(program) = programs::find(&name) else {

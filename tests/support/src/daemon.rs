@@ -14,10 +14,7 @@ use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Text, Uuid,
 
 use crate::artifact;
 use crate::manager::Manager;
-pub use crate::{Directory, kill};
-
-/// Long enough for a loaded machine; nothing waits this long unless it fails.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub use crate::{Directory, PATIENCE, kill};
 
 pub const GIB: u64 = 1 << 30;
 pub const GPU: Uuid = Uuid([7; 16]);
@@ -326,12 +323,13 @@ impl Client {
     /// Reads on until a message is the one.
     #[track_caller]
     pub fn until(&self, is_it: impl Fn(&SchedulerMessage) -> bool) -> SchedulerMessage {
+        let deadline = Instant::now() + PATIENCE;
         loop {
-            match self.receive() {
-                Some(message) if is_it(&message) => return message,
-                Some(_) => {}
-                None => panic!("the daemon has hung up"),
+            let message = self.receive().expect("the daemon has hung up");
+            if is_it(&message) {
+                return message;
             }
+            assert!(Instant::now() < deadline, "only other messages came, the last of which was {message:?}");
         }
     }
 
@@ -343,7 +341,10 @@ impl Client {
     /// Reads on until the end of the connection.
     #[track_caller]
     pub fn until_end(&self) {
-        while self.receive().is_some() {}
+        let deadline = Instant::now() + PATIENCE;
+        while let Some(message) = self.receive() {
+            assert!(Instant::now() < deadline, "the connection did not end, and the last message was {message:?}");
+        }
     }
 
     /// Attaches the GPU as slot 0 and waits to be let in.

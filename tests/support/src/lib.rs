@@ -22,7 +22,7 @@ pub use own_process::has_own_process;
 pub const MIB: u64 = 1 << 20;
 
 /// Long enough for a loaded machine; nothing waits this long unless it fails.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(5);
 
 /// A directory with some of another version's artifacts, which are tested instead: `make check-compatibility`.

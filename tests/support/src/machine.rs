@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::AtomicU32;
 use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -30,8 +31,7 @@ pub struct Setup {
     pub memory: u64,
     pub reserve: u64,
     pub context: u64,
-    /// Seconds.
-    pub time_quantum: u32,
+    pub time_quantum: Duration,
     pub anti_thrash: &'static str,
     /// What its speeds, its host and NVML are like, unless the settings of the simulator say otherwise.
     pub card: Card,
@@ -52,6 +52,9 @@ pub struct Setup {
     pub without: &'static str,
 }
 
+/// A time quantum that outlasts every test.
+pub const HOUR: Duration = Duration::from_secs(3600);
+
 /// As the scheduler's own default; a card may have less.
 const ANY_SWAP: &str = "80%";
 
@@ -61,7 +64,7 @@ impl Default for Setup {
             memory: 256 * MIB,
             reserve: 8 * MIB,
             context: 4 * MIB,
-            time_quantum: 1,
+            time_quantum: Duration::from_millis(250),
             anti_thrash: "auto",
             card: Card::of_environment(),
             swap_max: ANY_SWAP,
@@ -113,8 +116,7 @@ impl Machine {
             assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
         }
         let config = format!(
-            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\nsleep-after = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}{}",
-            setup.time_quantum,
+            "anti-thrash = \"{}\"\nplacement = \"{}\"\nsleep-after = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}{}",
             setup.anti_thrash,
             setup.placement,
             setup.sleep_after,
@@ -172,6 +174,7 @@ impl Machine {
         command.arg("--control-socket").arg(self.path("control/control.sock"));
         command.arg("--config").arg(self.path("nvshare.toml"));
         command.arg("--trace").arg(self.path(&format!("trace-{}", self.runs)));
+        command.arg("--time-quantum-ms").arg(self.setup.time_quantum.as_millis().to_string());
         command.args(["--no-bus", "--log-level", "debug"]);
         command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
         self.simulate(&mut command);
@@ -280,6 +283,19 @@ impl Machine {
     pub fn wait_for_grants(&self, program: &Program, count: usize) {
         let what = format!("grant {count} of {}", program.name);
         wait_for(&what, || (grants(&self.trace(), program.pid()) >= count).then_some(()));
+    }
+
+    /// Waits until memory of each of these programs has left the GPU and come back.
+    #[track_caller]
+    pub fn wait_for_exchange(&self, programs: &[Program]) {
+        for program in programs {
+            let what = format!("memory of `{}` (pid {}) to leave and come back", program.name, program.pid());
+            wait_for(&what, || {
+                let trace = self.trace();
+                let mut own = trace.iter().filter(|m| m.pid == program.pid());
+                (own.any(|m| m.what == "freed" && m.bytes > 0) && own.any(|m| m.what == "mapped")).then_some(())
+            });
+        }
     }
 
     pub fn scheduler_log(&self) -> String {

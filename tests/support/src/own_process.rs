@@ -20,7 +20,7 @@ pub fn has_own_process(test: &str, environment: &[(&str, String)]) -> bool {
     let simulated = Directory::new();
     symlink(artifact("libnvidia_ml.so"), simulated.0.join("libnvidia-ml.so.1")).expect("a link to NVML");
     let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(NAME, test);
+    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]).env(NAME, test);
     command.env("CUDA_SIM_DIR", simulated.0.join("gpu")).env("LD_LIBRARY_PATH", &simulated.0);
     let output = command.envs(environment.iter().map(|(name, value)| (name, value))).stdin(Stdio::null()).output();
     let output = output.expect("this program starts");

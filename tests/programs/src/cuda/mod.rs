@@ -10,6 +10,8 @@ use std::{
     ffi::{CStr, CString, c_void},
     fmt, ptr,
     sync::Arc,
+    thread,
+    time::{Duration, Instant},
 };
 
 /// A call that did not succeed.
@@ -83,7 +85,7 @@ impl Gpu {
         cu!(cuInit(0))?;
         let (mut device, mut context) = (0, 0);
         cu!(cuDeviceGet(&mut device, ordinal))?;
-        cu!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+        patiently(|| cu!(cuDevicePrimaryCtxRetain(&mut context, device)))?;
         cu!(cuCtxSetCurrent(context))?;
         Gpu::in_current(device, context)
     }
@@ -233,6 +235,27 @@ impl Gpu {
     }
 }
 
+/// How long [`patiently`] makes a call again.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Makes a call again for which the driver finds no memory, if `CUDA_PATIENT` is set: memory of a process that was killed, or
+/// is about to move, may be free in a moment.
+fn patiently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
+    let begin = Instant::now();
+    loop {
+        match call() {
+            Err(error)
+                if error.code == Error::OUT_OF_MEMORY
+                    && std::env::var_os("CUDA_PATIENT").is_some()
+                    && begin.elapsed() < PATIENCE =>
+            {
+                thread::sleep(Duration::from_millis(20));
+            }
+            result => return result,
+        }
+    }
+}
+
 /// One element, on the host.
 pub fn read(at: u64) -> Result<u32> {
     let mut value = 0_u32;
@@ -277,7 +300,7 @@ impl Buffer {
     pub fn new(kind: Kind, len: usize) -> Result<Buffer> {
         let mut at = 0;
         match kind {
-            Kind::Alloc => cu!(cuMemAlloc_v2(&mut at, len))?,
+            Kind::Alloc => patiently(|| cu!(cuMemAlloc_v2(&mut at, len)))?,
             Kind::Managed => cu!(cuMemAllocManaged(&mut at, len, 1))?,
             Kind::Async => cu!(cuMemAllocAsync(&mut at, len, 0))?,
             Kind::Vmm => return Buffer::mapped(len.next_multiple_of(GRANULARITY)),

@@ -1,4 +1,4 @@
-//! Two GPUs of one process that reach into each other's memory: by copies, by kernels, by mappings.
+//! Two GPUs of one process that reach into each other's memory until SIGUSR1 comes: by copies, by kernels, by mappings.
 
 use super::{Outcome, expect};
 use crate::{
@@ -8,6 +8,7 @@ use crate::{
         late::{self, late_cu},
     },
     report::Report,
+    signal,
 };
 use std::{sync::Arc, thread};
 
@@ -34,7 +35,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     if how == "kernel" {
         late_cu!(cuCtxEnablePeerAccess(pair.far.context, 0))?;
     }
-    for round in 0..rounds as u32 {
+    for round in (0..rounds as u32).take_while(|_| !signal::has_come()) {
         total = total.wrapping_add(2 * round + 3);
         pair.near.enter()?;
         match how {

@@ -1,10 +1,12 @@
-//! One capture after another, each of which takes its time, while another thread gives the GPU work that is not captured.
+//! One capture after another until SIGUSR1 comes, each of which takes its time, while another thread gives the GPU work that
+//! is not captured.
 
 use super::{Outcome, expect};
 use crate::{
     args::Args,
     cuda::{self, Buffer, Gpu, Kind, Stream, cu},
     report::Report,
+    signal,
 };
 use std::{
     sync::{
@@ -39,24 +41,26 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         let (gpu, done) = (gpu.clone(), done.clone());
         thread::spawn(move || work(&gpu, &stream, &beside, &done).map_err(|e| e.to_string()))
     };
-    let result = capture(&gpu, &buffer, &modes, rounds, pause);
+    let captures = capture(&gpu, &buffer, &modes, rounds, pause);
     done.store(true, Ordering::SeqCst);
     let steps = other.join().map_err(|_| "a thread panicked")??;
-    result?;
-    expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (1 + rounds * u64::from(LAUNCHES)))?;
-    report.integer("captures", rounds);
+    let captures = captures?;
+    expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (1 + captures * u64::from(LAUNCHES)))?;
+    report.integer("captures", captures);
     report.integer("steps", steps);
     Ok(())
 }
 
-fn capture(gpu: &Gpu, buffer: &Buffer, modes: &[u32], rounds: u64, pause: Duration) -> cuda::Result<()> {
+/// Returns how many captures were made.
+fn capture(gpu: &Gpu, buffer: &Buffer, modes: &[u32], rounds: u64, pause: Duration) -> cuda::Result<u64> {
     let stream = Stream::new()?;
-    for round in 0..rounds {
+    let mut captures = 0;
+    for round in (0..rounds).take_while(|_| !signal::has_come()) {
         let (mut graph, mut exec) = (0, 0);
         cu!(cuStreamBeginCapture_v2(stream.0, modes[round as usize % modes.len()]))?;
         for _ in 0..LAUNCHES {
             gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
-            thread::sleep(pause / LAUNCHES);
+            signal::pause(pause / LAUNCHES);
         }
         cu!(cuStreamEndCapture(stream.0, &mut graph))?;
         cu!(cuGraphInstantiateWithFlags(&mut exec, graph, 0))?;
@@ -64,8 +68,9 @@ fn capture(gpu: &Gpu, buffer: &Buffer, modes: &[u32], rounds: u64, pause: Durati
         cu!(cuGraphLaunch(exec, stream.0))?;
         stream.synchronise()?;
         cu!(cuGraphExecDestroy(exec))?;
+        captures += 1;
     }
-    Ok(())
+    Ok(captures)
 }
 
 /// Launches and asynchronous copies on a stream of its own: what a capture beside it allows in every mode.

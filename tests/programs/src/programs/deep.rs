@@ -1,21 +1,30 @@
-//! Deep queues: kernels as fast as the driver takes them, in one stream or in many, one by one or in graphs.
+//! Deep queues: kernels as fast as the driver takes them, in one stream or in many, one by one or in graphs. Reports the
+//! longest queue: the GPU time of all that was queued when a launch returned. The simulated GPU runs one kernel at a time.
 
 use super::{Outcome, expect};
 use crate::{
     args::Args,
-    cuda::{self, Buffer, Gpu, Kind, Stream, cu},
+    cuda::{self, Buffer, Gpu, Kind, Mapped, Stream, cu},
     report::Report,
 };
 
 /// Elements of a lane.
 const COUNT: u64 = 256;
-/// Every so many kernels, one that leaves a trace.
+/// Kernels that are so long together are followed by one that counts them, at most so many.
+const STEP_NS: u64 = 2_000_000;
 const STEP: u64 = 8;
 
 struct Lane {
     stream: Stream,
     at: u64,
+    /// Counters of steps: on the GPU, and what the host has launched.
+    count: Mapped,
     added: u64,
+}
+
+/// Steps that were launched and have not ended.
+fn queued(lanes: &[Lane]) -> u64 {
+    lanes.iter().map(|lane| lane.added - u64::from(lane.count.get())).sum()
 }
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -27,22 +36,26 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let buffer = Buffer::new(Kind::Alloc, (streams * apart) as usize)?;
     gpu.fill(buffer.at, buffer.count(), 0, 0)?;
     gpu.synchronise()?;
-    let lane = |i| Ok(Lane { stream: Stream::new()?, at: buffer.at + i * apart, added: 0 });
+    let lane = |i| Ok(Lane { stream: Stream::new()?, at: buffer.at + i * apart, count: Mapped::new(4)?, added: 0 });
     let mut lanes = (0..streams).map(lane).collect::<cuda::Result<Vec<_>>>()?;
+    let mut longest = 0;
     if let Some(graphs) = launches.checked_div(per_graph) {
         let execs = lanes.iter().map(|lane| graph(&gpu, lane, per_graph, ns)).collect::<cuda::Result<Vec<_>>>()?;
         for i in 0..graphs {
             let at = (i % streams) as usize;
             cu!(cuGraphLaunch(execs[at], lanes[at].stream.0))?;
             lanes[at].added += 1;
+            longest = longest.max(queued(&lanes) * per_graph * ns);
         }
     } else {
+        let step = (STEP_NS / ns).clamp(1, STEP);
         for i in 0..launches {
             let lane = &mut lanes[(i % streams) as usize];
             gpu.spin(ns, lane.stream.0)?;
-            if (i / streams) % STEP == 0 {
-                gpu.add(lane.at, COUNT, 1, lane.stream.0)?;
+            if (i / streams) % step == step - 1 {
+                count(&gpu, lane)?;
                 lane.added += 1;
+                longest = longest.max(queued(&lanes) * step * ns);
             }
         }
     }
@@ -51,7 +64,14 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         expect("sum", gpu.sum(lane.at, COUNT)?, COUNT * lane.added)?;
     }
     report.integer("launches", launches);
+    report.integer("longest_queue_ns", longest);
     Ok(())
+}
+
+/// Leaves a trace of a step.
+fn count(gpu: &Gpu, lane: &Lane) -> cuda::Result<()> {
+    gpu.add(lane.at, COUNT, 1, lane.stream.0)?;
+    gpu.add(lane.count.at, 1, 1, lane.stream.0)
 }
 
 /// So many kernels, and one that leaves a trace.
@@ -62,7 +82,7 @@ fn graph(gpu: &Gpu, lane: &Lane, kernels: u64, ns: u64) -> cuda::Result<usize> {
     for _ in 0..kernels {
         gpu.spin(ns, lane.stream.0)?;
     }
-    gpu.add(lane.at, COUNT, 1, lane.stream.0)?;
+    count(gpu, lane)?;
     cu!(cuStreamEndCapture(lane.stream.0, &mut graph))?;
     cu!(cuGraphInstantiateWithFlags(&mut exec, graph, 0))?;
     cu!(cuGraphDestroy(graph))?;

@@ -1,4 +1,4 @@
-//! A kernel, or a graph, that runs until the host ends it. The program makes no call meanwhile, so nothing shows whether it
+//! A kernel, or a graph, that runs until the host ends it, after some time or when SIGUSR1 comes. The program makes no call meanwhile, so nothing shows whether it
 //! will ever end.
 
 use super::{Outcome, expect};
@@ -6,8 +6,9 @@ use crate::{
     args::Args,
     cuda::{Buffer, Gpu, Kind, Mapped, Stream, cu},
     report::Report,
+    signal,
 };
-use std::{thread, time::Duration};
+use std::time::Duration;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     const GLOBAL: u32 = 0;
@@ -29,7 +30,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         cu!(cuGraphLaunch(exec, stream.0))?;
     }
     eprintln!("running");
-    thread::sleep(time);
+    signal::pause(time);
     flag.set(1);
     stream.synchronise()?;
     expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * 2)?;

@@ -8,8 +8,9 @@ use crate::{
         late::{MulticastProperties, late_cu},
     },
     report::Report,
+    signal,
 };
-use std::{os::fd::FromRawFd, os::fd::OwnedFd, thread, time::Duration};
+use std::{os::fd::FromRawFd, os::fd::OwnedFd, time::Duration};
 
 const SYNC_MEMOPS: u32 = 6;
 const DMA_BUF: u32 = 1;
@@ -41,7 +42,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     others.iter().try_for_each(|other| gpu.fill(other.at, other.count(), 6, 0))?;
     gpu.synchronise()?;
     eprintln!("holding");
-    thread::sleep(Duration::from_secs_f64(args.number("seconds", "5")));
+    signal::pause(Duration::from_secs_f64(args.number("seconds", "5")));
     expect("sum", gpu.sum(at, count)?, count * 5)?;
     for other in others {
         expect("sum beside", gpu.sum(other.at, other.count())?, other.count() * 6)?;

@@ -1,16 +1,14 @@
-//! Work in rounds on all of its memory. Every round can be undone exactly, so that at the end every element is checked,
-//! and a lost, repeated or reordered launch shows.
+//! Work in rounds on all of its memory, until SIGUSR1 comes. Every round can be undone exactly, so that at the end every
+//! element is checked, and a lost, repeated or reordered launch shows.
 
 use super::{Outcome, Random, expect};
 use crate::{
     args::Args,
     cuda::{self, Buffer, Gpu, Kind, cu},
     report::Report,
+    signal,
 };
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 /// Elements that are copied out and compared one by one, in each chunk.
 const SAMPLES: u64 = 64;
@@ -35,7 +33,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut passes = if args.given("reps") { args.size("reps", "1") } else { 1 };
     let mut done = Vec::new();
     let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
-    for round in 0..rounds {
+    for round in (0..rounds).take_while(|_| !signal::has_come()) {
         let (seed, value) = (random.next() as u32, random.next() as u32);
         if args.given("no-device") {
             let (ordinal, mut context) = (args.size("no-device", "1") as i32, 0);
@@ -60,6 +58,9 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             let pass = took.as_secs_f64() / (passes + 1) as f64;
             passes = (gpu_time.as_secs_f64() / pass.max(1e-6)).clamp(1.0, 1e5) as u64;
         }
+        if cpu_time >= Duration::from_secs(1) {
+            eprintln!("round {round} is over");
+        }
         think(cpu_time, args.text("cpu", "sleep") == "burn");
     }
 
@@ -76,7 +77,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         }
     }
     report.integer("mem", memory);
-    report.integer("rounds", rounds);
+    report.integer("rounds", done.len() as u64);
     report.integer("passes", passes);
     report.number("gpu_seconds", busy.as_secs_f64());
     report.number("longest_round", longest.as_secs_f64());
@@ -87,8 +88,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 /// Time on the CPU, asleep or busy.
 fn think(time: Duration, burn: bool) {
     if !burn {
-        thread::sleep(time);
-        return;
+        return signal::pause(time);
     }
     let start = Instant::now();
     while start.elapsed() < time {

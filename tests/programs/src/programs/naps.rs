@@ -9,6 +9,7 @@ use crate::{
         nvml::{Lookup, Nvml},
     },
     report::Report,
+    signal,
 };
 use std::{
     sync::{
@@ -25,8 +26,6 @@ type Work = fn(&Gpu, usize, Duration, Instant) -> Outcome;
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, pause) = (args.size("mem", "16M") as usize, args.milliseconds("pause-ms", "20"));
     let end = Instant::now() + Duration::from_secs_f64(args.number("seconds", "5"));
-    // SAFETY: the handler only sets a flag.
-    unsafe { libc::signal(libc::SIGUSR1, told as extern "C" fn(i32) as usize) };
     if args.given("exit") {
         let code = args.number("exit", "0") as i32;
         thread::spawn(move || {
@@ -51,7 +50,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let threads: Vec<_> = all.map(start).collect();
     report.integer("threads", threads.len() as u64);
     if args.given("later") {
-        // SAFETY: as before.
+        // SAFETY: the handler only sets a flag.
         unsafe { libc::signal(libc::SIGUSR2, told_of_another as extern "C" fn(i32) as usize) };
         while !(TOLD_OF_ANOTHER.load(Ordering::SeqCst) || has_ended(end)) {
             thread::sleep(Duration::from_millis(5));
@@ -70,12 +69,6 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-static TOLD: AtomicBool = AtomicBool::new(false);
-
-extern "C" fn told(_: i32) {
-    TOLD.store(true, Ordering::SeqCst);
-}
-
 static TOLD_OF_ANOTHER: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn told_of_another(_: i32) {
@@ -84,7 +77,7 @@ extern "C" fn told_of_another(_: i32) {
 
 /// Whether the time is over, or a signal has come.
 fn has_ended(end: Instant) -> bool {
-    TOLD.load(Ordering::SeqCst) || Instant::now() >= end
+    signal::has_come() || Instant::now() >= end
 }
 
 fn launch(gpu: &Gpu, memory: usize, pause: Duration, end: Instant) -> Outcome {
@@ -96,7 +89,7 @@ fn launch(gpu: &Gpu, memory: usize, pause: Duration, end: Instant) -> Outcome {
         rounds += 1;
         stream.synchronise()?;
         expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * rounds)?;
-        thread::sleep(pause);
+        signal::pause(pause);
     }
     Ok(())
 }
@@ -110,7 +103,7 @@ fn ask(_: &Gpu, _: usize, pause: Duration, end: Instant) -> Outcome {
         cu!(cuEventRecord(event, 0))?;
         cu!(cuDeviceGetName(name.as_mut_ptr(), 64, 0))?;
         cu!(cuEventSynchronize(event))?;
-        thread::sleep(pause * 2);
+        signal::pause(pause * 2);
     }
     cu!(cuEventDestroy_v2(event))?;
     Ok(())
@@ -130,7 +123,7 @@ fn allocate(gpu: &Gpu, memory: usize, pause: Duration, end: Instant) -> Outcome 
             expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * u64::from(value))?;
             buffer.free()?;
         }
-        thread::sleep(pause * 3);
+        signal::pause(pause * 3);
     }
     Ok(())
 }

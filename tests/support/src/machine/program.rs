@@ -101,6 +101,11 @@ impl Program {
         fs::read_to_string(&self.stderr).unwrap_or_default()
     }
 
+    /// How much it has said on stderr, in bytes: its trace grows as long as something happens.
+    pub fn trace_len(&self) -> u64 {
+        fs::metadata(&self.stderr).map_or(0, |found| found.len())
+    }
+
     /// Its end, if it has come.
     pub fn poll(&mut self) -> Option<ExitStatus> {
         let status = self.child.try_wait().expect("a child");
@@ -121,6 +126,14 @@ impl Program {
         let stdout = self.stdout();
         assert!(status.success(), "`{}` (pid {}): {status}: {}", self.name, self.pid(), stdout.trim_end());
         Report(serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("`{}` said {stdout:?}: {e}", self.name)))
+    }
+
+    /// Tells a program of these tests that it has done enough, and waits for its end as [`Self::finish`] does. It must have
+    /// begun: before, the signal kills it.
+    #[track_caller]
+    pub fn end(&mut self) -> Report {
+        self.signal(libc::SIGUSR1);
+        self.finish()
     }
 
     pub fn kill(&mut self) {
