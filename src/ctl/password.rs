@@ -1,12 +1,16 @@
 //! Calls that need authorization. On a terminal, polkit may ask for a password; a script is refused at once.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Read};
+use std::process::{Child, Command, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
 use zbus::proxy::{CacheProperties, MethodFlags};
 use zbus::wire::{DynamicDeserialize, DynamicType};
 use zbus::{Proxy, Variant};
 
 use crate::bus::{NAME, SchedulerProxy};
+
+const PASSWORD_NEEDED: &str = "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired";
 
 /// Calls a method.
 pub(super) async fn call<R>(
@@ -37,7 +41,47 @@ async fn call_at<R>(proxy: &Proxy<'_>, method: &str, body: &(impl serde::Seriali
 where
     R: for<'d> DynamicDeserialize<'d>,
 {
-    let flags = if std::io::stdin().is_terminal() { MethodFlags::ALLOW_INTERACTIVE_AUTH } else { MethodFlags::empty() };
-    let reply = proxy.call_with_flags(method, flags, body).await?;
+    let reply = match proxy.call_with_flags(method, MethodFlags::empty(), body).await {
+        Err(e) if needs_password(&e) && std::io::stdin().is_terminal() => {
+            let _agent = Agent::start();
+            proxy.call_with_flags(method, MethodFlags::ALLOW_INTERACTIVE_AUTH, body).await?
+        }
+        reply => reply?,
+    };
     reply.ok_or_else(|| zbus::Error::Failure("no reply was waited for".into()))
+}
+
+fn needs_password(error: &zbus::Error) -> bool {
+    match error {
+        zbus::Error::MethodError(name, ..) => *name == PASSWORD_NEEDED,
+        zbus::Error::FDO(error) => matches!(**error, zbus::fdo::Error::InteractiveAuthorizationRequired(_)),
+        _ => false,
+    }
+}
+
+/// polkit's agent for terminals, which asks for passwords until this is dropped.
+struct Agent(Child);
+
+impl Agent {
+    /// Starts one and waits until it is registered. Without it, only the agent of a desktop can ask.
+    fn start() -> Option<Self> {
+        let mut command = Command::new("pkttyagent");
+        // It talks to the terminal itself, and closes that descriptor when polkit knows it. As a fallback it leaves
+        // the asking to a desktop's agent.
+        command.args(["--notify-fd", "1", "--fallback"]).stdout(Stdio::piped());
+        let mut child = command.spawn().ok()?;
+        let registered = child.stdout.take().map(|mut end| end.read_to_end(&mut Vec::new()));
+        debug_assert!(registered.is_some_and(|read| read.is_ok()));
+        Some(Self(child))
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        // It gives the terminal back as it was, so it is not killed.
+        if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        let _ = self.0.wait();
+    }
 }

@@ -1,7 +1,9 @@
 //! Who may do what on the bus: root everything, others what polkit says, whatever polkit does.
 
 use std::collections::HashMap;
+use std::fs::{self, Permissions};
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
@@ -494,9 +496,18 @@ fn terminal() -> (OwnedFd, OwnedFd) {
 
 #[test]
 fn nvsharectl_says_what_to_do() {
+    // In the place of polkit's own, which has nobody to register with here.
+    let directory = Directory::new();
+    fs::set_permissions(&directory.0, Permissions::from_mode(0o777)).expect("its mode");
+    let (program, agent) = (directory.0.join("pkttyagent"), directory.0.join("said"));
+    let script = "#!/bin/sh\nexec 2>${0%/*}/said\necho \"$@\" >&2\ntrap 'echo ended >&2; exit' TERM\nexec >&-\nwhile :; do sleep 0.01; done\n";
+    fs::write(&program, script).expect("a script");
+    fs::set_permissions(&program, Permissions::from_mode(0o755)).expect("its mode");
+    let path = format!("{}:{}", directory.0.display(), std::env::var("PATH").unwrap_or_default());
     with_polkit(async |bus, _, polkit| {
         let run = async |stdin: Stdio| {
             let mut command = ctl();
+            command.env("PATH", &path);
             command.args(["set", "time-quantum", "45"]).env("DBUS_SYSTEM_BUS_ADDRESS", &bus.address);
             command.uid(NOBODY).gid(NOBODY).stdin(stdin);
             let output = tokio::task::spawn_blocking(move || command.output().expect("it starts")).await;
@@ -517,11 +528,20 @@ fn nvsharectl_says_what_to_do() {
         assert!(text.ends_with("does not allow (run nvsharectl on a terminal, or with sudo)\n"), "{text}");
         assert!(polkit.asked().iter().all(|question| question.flags == 0));
 
+        let on_a_terminal = async || {
+            let (seen, _keeper) = terminal();
+            run(seen.into()).await
+        };
         polkit.say(Says::Yes);
-        let (seen, _keeper) = terminal();
-        let (code, text) = run(seen.into()).await;
-        assert_eq!((code, text.as_str()), (Some(0), ""));
-        let [question] = polkit.asked().try_into().expect("one question");
-        assert_eq!(question.flags, 1, "on a terminal a password can be asked for");
+        assert_eq!(on_a_terminal().await, (Some(0), String::new()));
+        assert!(!agent.exists(), "nobody has to be asked");
+        polkit.say(Says::Challenge);
+        let (code, text) = on_a_terminal().await;
+        assert_eq!(code, Some(1));
+        assert!(text.ends_with("there is no polkit agent to ask for a password (try it with sudo)\n"), "{text}");
+        let flags: Vec<u32> = polkit.asked().iter().map(|question| question.flags).collect();
+        assert_eq!(flags, [0, 0, 1], "a password can be asked for where one is needed");
+        let said = fs::read_to_string(&agent).expect("it was started");
+        assert_eq!(said, "--notify-fd 1 --fallback\nended\n");
     });
 }
