@@ -18,8 +18,9 @@ use zbus::Variant;
 
 use super::{CtlError, Target, block_on, password};
 use crate::bus::LockFd;
+use crate::config::units;
 
-/// The exit code where the lock was lost while the command ran.
+/// The exit code where the command ran, or ended, without the lock.
 pub const LOST: u8 = 5;
 
 /// Time between attempts to acquire a lock again that was lost.
@@ -52,6 +53,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(1);
 /// What a thread notices.
 enum Notice {
     Granted,
+    /// The lock's turn is over. The scheduler gives it back in time.
+    Revoked,
     /// The other end of the lock's socket was closed.
     Lost,
     /// The command has ended.
@@ -79,21 +82,40 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
     let child = Command::new(program).args(arguments).spawn();
     let child = child.map_err(|error| CtlError::CannotRun { command: name.clone().into_owned(), error })?;
     let mut command = Running::start(child, &sender);
-    let mut is_lost = false;
+    let mut lost_at: Option<Instant> = None;
+    let mut was_beside_others = false;
     let mut is_told = false;
     loop {
-        match notices.recv() {
-            Ok(Notice::Granted) if std::mem::take(&mut is_lost) && request.on_loss == OnLoss::Pause => {
-                eprintln!("nvsharectl: the lock is held again: {name} goes on");
-                command.signal(Signal::CONT);
-            }
-            Ok(Notice::Granted) => {}
-            Ok(Notice::Lost) => {
-                (is_lost, is_told) = (true, false);
-                let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock;";
+        let notice = notices.recv();
+        match notice {
+            Ok(Notice::Granted) => {
+                let Some(since) = lost_at.take() else { continue };
+                let after = units::duration(since.elapsed());
                 match request.on_loss {
-                    OnLoss::Continue => eprintln!("{lost} {name} goes on beside other programs"),
+                    OnLoss::Pause => {
+                        eprintln!("nvsharectl: the lock is held again after {after}: {name} goes on");
+                        command.signal(Signal::CONT);
+                    }
+                    OnLoss::Continue | OnLoss::Terminate => {
+                        eprintln!("nvsharectl: the lock is held again after {after}");
+                    }
+                }
+            }
+            Ok(Notice::Revoked | Notice::Lost) => {
+                let is_over = matches!(notice, Ok(Notice::Revoked));
+                let why = match is_over {
+                    true => "the turn is over and other programs wait",
+                    false => "the scheduler ended, or an administrator ended the lock",
+                };
+                let lost = format!("nvsharectl: the lock was lost: {why};");
+                (lost_at, is_told) = (Some(Instant::now()), false);
+                match request.on_loss {
+                    OnLoss::Continue => {
+                        was_beside_others = true;
+                        eprintln!("{lost} {name} goes on beside other programs");
+                    }
                     OnLoss::Terminate => {
+                        was_beside_others = true;
                         eprintln!("{lost} {name} is terminated");
                         command.signal(Signal::TERM);
                     }
@@ -101,7 +123,9 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                         // First, since other programs may run already.
                         command.signal(Signal::STOP);
                         eprintln!("{lost} {name} is paused until it is held again");
-                        acquire_again(target.clone(), request.clone(), sender.clone());
+                        if !is_over {
+                            acquire_again(target.clone(), request.clone(), sender.clone());
+                        }
                     }
                 }
             }
@@ -111,7 +135,10 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                 }
             }
             // The threads never drop their ends before the command has ended.
-            Ok(Notice::Ended) | Err(_) => return Ok(if is_lost { LOST } else { command.exit_code() }),
+            Ok(Notice::Ended) | Err(_) => {
+                let is_lost = was_beside_others || lost_at.is_some();
+                return Ok(if is_lost { LOST } else { command.exit_code() });
+            }
         }
     }
 }
@@ -145,9 +172,12 @@ fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) 
 fn follow(lock: LockFd, notices: Sender<Notice>) {
     thread::spawn(move || {
         for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {
-            if line == "granted" {
-                let _ = notices.send(Notice::Granted);
-            }
+            let notice = match line.as_str() {
+                "granted" => Notice::Granted,
+                "revoked" => Notice::Revoked,
+                _ => continue,
+            };
+            let _ = notices.send(notice);
         }
         let _ = notices.send(Notice::Lost);
     });

@@ -312,7 +312,45 @@ fn a_command_can_pause_until_a_lost_lock_is_held_again() {
     daemon.log.wait("sh connected");
     assert_eq!(states_below(pid), ['T', 'T'], "it waits for the lock");
     other.release();
-    assert_eq!(next_message(&mut stderr), "nvsharectl: the lock is held again: sh goes on");
+    assert_held_again(&next_message(&mut stderr), ": sh goes on");
+    drop(child.stdin.take());
+    assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
+}
+
+#[track_caller]
+fn assert_held_again(message: &str, end: &str) {
+    let begin = "nvsharectl: the lock is held again after ";
+    assert!(message.starts_with(begin) && message.ends_with(&format!("s{end}")), "{message}");
+}
+
+#[test]
+fn a_lock_whose_turn_is_over_while_the_command_runs_is_reported() {
+    let begin = |options: &[&str]| {
+        let daemon = Daemon::start_with(|command, _| {
+            command.args(["--time-quantum-ms", "100"]);
+        });
+        let other = daemon.client();
+        other.attach();
+        let mut child = locked(&daemon, options);
+        other.request();
+        other.until_granted();
+        let stderr = BufReader::new(child.stderr.take().expect("its stderr"));
+        (daemon, child, other, stderr)
+    };
+    let lost = "nvsharectl: the lock was lost: the turn is over and other programs wait; sh";
+
+    let (_daemon, mut child, other, mut stderr) = begin(&[]);
+    assert_eq!(next_message(&mut stderr), format!("{lost} goes on beside other programs"));
+    other.release();
+    assert_held_again(&next_message(&mut stderr), "");
+    drop(child.stdin.take());
+    assert_eq!(wait(&mut child).code(), Some(5), "it was not alone all the time");
+
+    let (_daemon, mut child, other, mut stderr) = begin(&["--on-loss=pause"]);
+    assert_eq!(next_message(&mut stderr), format!("{lost} is paused until it is held again"));
+    assert_eq!(states_below(child.id()), ['T', 'T'], "the script and its child");
+    other.release();
+    assert_held_again(&next_message(&mut stderr), ": sh goes on");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
