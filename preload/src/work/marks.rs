@@ -35,6 +35,9 @@ const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
 
 const MAX_HALVINGS: u32 = 20;
 
+/// A queue has about 1,020 entries. So many are left for what a thread submits between two marks.
+const MANY_ENTRIES: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
+
 /// Work that ends this soon after a submission may have needed it.
 const PROMPTLY: Duration = Duration::from_millis(20);
 
@@ -47,6 +50,8 @@ pub(super) struct Mark {
     pub(super) since: Instant,
     /// Submissions since the previous mark.
     pub(super) weight: u32,
+    /// Entries of queues that these took, at most.
+    pub(super) entries: u32,
     /// Submissions that were outstanding when it was recorded, including its own.
     pub(super) ahead: u32,
 }
@@ -82,10 +87,13 @@ impl Work {
 
     /// Records a mark behind all that this thread has submitted since its last one.
     pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
-        let unmarked = slot.between_marks.get().abs_diff(slot.unmarked_left.get());
-        slot.unmarked_left.set(slot.between_marks.get());
+        let between = slot.between_marks.get();
+        let unmarked = between.abs_diff(slot.unmarked_left.get());
+        // Only the last can have been heavy.
+        let entries = unmarked.min(between.unsigned_abs() + 1);
+        slot.unmarked_left.set(between);
         self.renew_marks(slot);
-        crate::sys::errno::preserved(|| self.mark(unmarked, stream));
+        crate::sys::errno::preserved(|| self.mark(unmarked, entries, stream));
     }
 
     /// Has this thread record marks as often as is right now. What it has submitted since the last one counts.
@@ -96,19 +104,15 @@ impl Work {
     }
 
     #[cold]
-    pub(super) fn mark(&self, weight: u32, stream: CUstream) {
+    pub(super) fn mark(&self, weight: u32, entries: u32, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
+        let Some(point) = self.point_of_mark(Stream::of(stream, context)) else { return };
         let mut inner = self.inner.lock();
-        let stream = Stream::of(stream, context);
-        if !inner.has(stream.context) {
-            return; // a stream of another GPU
-        }
-        let Some(point) = inner.point_of_mark(stream) else { return };
         self.collect(&mut inner, false);
         let ahead = inner.outstanding.saturating_add(weight);
         inner.outstanding = ahead;
         let since = Instant::now();
-        inner.marks.push_back(Mark { point, since, weight, ahead });
+        inner.marks.push_back(Mark { point, since, weight, entries, ahead });
         self.update_full(&mut inner, since);
     }
 
@@ -227,6 +231,13 @@ impl Work {
         }
     }
 
+    /// Notes marks that are done, if the queues of streams may be full otherwise.
+    pub(super) fn find_room(&self, inner: &mut Inner) {
+        if !inner.has_room() {
+            self.collect(inner, false);
+        }
+    }
+
     /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it took;
     /// otherwise it took no longer than that, so the window may grow but not shrink.
     pub(super) fn collect(&self, inner: &mut Inner, waited: bool) {
@@ -262,6 +273,14 @@ impl Work {
     pub fn progress(&self) -> u64 {
         self.collect(&mut self.inner.lock(), false);
         self.done.load(Ordering::Relaxed)
+    }
+}
+
+impl Inner {
+    /// Whether any thread may record a point in any stream and waits for nothing: the queues have room, also for what was submitted
+    /// since the newest mark.
+    pub(super) fn has_room(&self) -> bool {
+        self.marks.iter().map(|mark| mark.entries + 1).sum::<u32>() < MANY_ENTRIES
     }
 }
 

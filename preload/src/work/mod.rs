@@ -24,6 +24,7 @@ mod streams;
 
 pub use contexts::{are_several as contexts_are_several, is_there as context_is_there};
 pub use fence::Fence;
+pub use idle::Passing;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
 use crate::{
@@ -35,10 +36,11 @@ use alloc::{
     sync::Arc,
     vec::Vec,
 };
+use contexts::Dying;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD};
 use point::{Context, Point};
-use streams::{MIN_PRUNE_THRESHOLD, Stream, StreamState};
+use streams::{MIN_PRUNE_THRESHOLD, Recording, Stream, StreamState};
 
 #[derive(Debug)]
 pub struct Work {
@@ -59,16 +61,18 @@ pub struct Work {
     peers: AtomicU64,
     /// Returns the work of another GPU: the table of GPUs is in a layer above.
     of_gpu: fn(u32) -> Option<&'static Work>,
-    /// Held while a thread waits for a context, which is not destroyed meanwhile. Locked before `inner`.
-    synchronizing: Mutex<()>,
     inner: Mutex<Inner>,
 }
 
 #[derive(Debug)]
 struct Inner {
     contexts: Vec<Context>,
+    /// Contexts that the program is destroying.
+    dying: Vec<Dying>,
     /// Streams that were given work and have not been seen idle since.
     streams: BTreeMap<Stream, StreamState>,
+    /// Points that threads are recording.
+    recording: Vec<Recording>,
     /// The last points of streams that were destroyed, whose work may still run.
     closed_streams: Vec<Arc<Point>>,
     marks: VecDeque<Mark>,
@@ -99,12 +103,13 @@ impl Work {
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
             peers: AtomicU64::new(0),
-            synchronizing: Mutex::new(Rank::Synchronizing, ()),
             inner: Mutex::new(
                 Rank::Work,
                 Inner {
                     contexts: Vec::new(),
+                    dying: Vec::new(),
                     streams: BTreeMap::new(),
+                    recording: Vec::new(),
                     closed_streams: Vec::new(),
                     marks: VecDeque::new(),
                     outstanding: 0,
@@ -121,8 +126,8 @@ impl Work {
     /// Notes a submission to this stream.
     pub fn note(&self, handle: CUstream) {
         let Some(context) = context_of(handle) else { return };
-        let mut inner = self.inner.lock();
         let stream = Stream::of(handle, context);
+        let mut inner = self.inner.lock();
         let is_known = inner.has(stream.context);
         if !is_known {
             contexts::is_there(context);
@@ -130,8 +135,10 @@ impl Work {
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
-        if inner.needs_points_at_once(stream) {
-            inner.point_in_its_context(stream);
+        let needs_point = inner.needs_points_at_once(stream);
+        drop(inner);
+        if needs_point {
+            self.point_in(stream);
         }
     }
 
