@@ -11,6 +11,7 @@ mod faults;
 mod files;
 mod guest;
 mod host;
+mod host_steps;
 mod ipc;
 mod limits;
 mod memory;

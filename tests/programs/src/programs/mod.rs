@@ -4,6 +4,7 @@ mod account;
 mod across;
 mod binds;
 mod bursts;
+mod capture_allocs;
 mod captures;
 mod checkpoints;
 mod churn;
@@ -18,6 +19,7 @@ mod frees;
 mod graph;
 mod green;
 mod grow;
+mod host_step;
 mod host_waits;
 mod info;
 mod jax;
@@ -66,6 +68,16 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "contexts",
         contexts::run,
         "--mem 16M --rounds 8 --pause-ms 50: retain and release the primary context, go on in another, verify",
+    ),
+    (
+        "capture-allocs",
+        capture_allocs::run,
+        "--mem 40M --rounds 10 --how captured|named --pause-ms 0: allocate while a stream is captured, use it at once, verify",
+    ),
+    (
+        "host-step",
+        host_step::run,
+        "--how allocate|destroy|fill --mem 60M --before-ms 3000 --pause-ms 2000: work waits for a step of the host that needs the library",
     ),
     (
         "checkpoints",

@@ -1,0 +1,126 @@
+//! Work that waits for a step of the host, which another thread takes through the library: nothing in the library waits for that work
+//! while the thread needs it.
+
+use std::{fs, os::unix::net::UnixListener, thread, time::Duration};
+
+use test_support::cgroup::Limited;
+use test_support::machine::*;
+
+/// A GPU on which two programs of 60 MiB have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+/// Longer than any of these programs takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[track_caller]
+fn ends(program: &mut Program) {
+    let what = format!("`{}` to end", program.name);
+    wait_within(PATIENCE, &what, || program.poll());
+    program.finish();
+}
+
+#[test]
+fn a_context_is_destroyed_while_its_work_waits_for_another_turn() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut worker = machine.program("mix --mem 60M --reps 4 --rounds 100000").start();
+    machine.wait_for_grants(&worker, 1);
+    let mut program = machine.program("host-step --how destroy --mem 60M").start();
+    ends(&mut program);
+    assert!(worker.poll().is_none());
+    worker.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn launches_that_wait_for_a_full_queue_hold_nothing() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = machine.program("host-step --how fill").start();
+    ends(&mut program);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
+    let Some(group) = Limited::new(&format!("nvshare-steps-{}", std::process::id()), 4 << 30) else { return };
+    let machine = Machine::with_scheduler(pressed());
+    let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
+    let mut program = machine.program_in(&group.procs(), words).start();
+    machine.wait_for_grants(&program, 1);
+    // Its memory leaves and comes back, and copies of it stay in the host.
+    let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
+    other.finish();
+    machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
+    program.wait_to_say("the kernel runs");
+    group.set_limit(group.used() + 2 * MIB);
+    thread::sleep(Duration::from_millis(1500));
+    group.set_limit(4 << 30);
+    ends(&mut program);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_is_there_that_is_allocated_beside_a_capture() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() });
+    for how in ["captured", "named"] {
+        machine.program(&format!("capture-allocs --mem 40M --rounds 20 --how {how}")).start().finish();
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_beside_a_capture_comes_from_clients_that_run() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut holder = machine.program("mix --mem 90M --reps 4 --rounds 100000").start();
+    machine.wait_for_grants(&holder, 1);
+    machine.program("capture-allocs --mem 60M --rounds 10 --how captured --pause-ms 100").start().finish();
+    machine.program("capture-allocs --mem 60M --rounds 5 --how named --pause-ms 100").start().finish();
+    assert!(holder.poll().is_none());
+    holder.kill();
+    machine.wait_until_empty();
+}
+
+/// Before 12.5 a thread waits for a context, as often as the scheduler asks for the memory of a program whose work is not seen.
+#[test]
+fn an_old_driver_has_one_thread_wait_for_a_context() {
+    let machine = Machine::with_scheduler(Setup { without: "cuCtxRecordEvent", ..pressed() });
+    let mut program = machine.program("unseen --mem 60M --rounds 1 --ms 12000 --pause-ms 100").start();
+    machine.wait_for_grants(&program, 1);
+    let mut other = machine.program("mix --mem 90M --reps 2 --rounds 2").start();
+    machine.wait_for_move(0, "its memory to be asked for", |m| m.pid == program.pid() && m.what == "stuck");
+    let waiting = |pid: u32| {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+        let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+        tasks
+            .flatten()
+            .filter(|task| task.path().exists())
+            .map(name)
+            .filter(|name| name.trim() == "nvshare-idle")
+            .count()
+    };
+    let most = (0..60).map(|_| {
+        thread::sleep(Duration::from_millis(100));
+        if program.poll().is_none() { waiting(program.pid()) } else { 0 }
+    });
+    assert_eq!(most.max(), Some(1));
+    program.finish();
+    other.finish();
+    machine.wait_until_empty();
+}
+
+/// A daemon that accepts connections and never answers.
+#[test]
+fn a_daemon_that_does_not_answer_does_not_stop_the_clients_thread() {
+    let mut machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 60M --reps 3 --rounds 12";
+    let mut programs = [machine.program(words).start(), machine.program(words).start()];
+    wait_for("memory to have moved", || (evicted(&machine.trace()) > 0).then_some(()));
+    machine.kill_scheduler();
+    let _ = fs::remove_file(machine.socket());
+    let listener = UnixListener::bind(machine.socket()).expect("a socket");
+    for program in &mut programs {
+        ends(program);
+    }
+    drop(listener);
+}
