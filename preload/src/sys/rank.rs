@@ -42,6 +42,8 @@ pub enum Rank {
     CaptureStart,
     /// The captures.
     Captures,
+    /// A context's events that are not in use.
+    FreeEvents,
     /// Host buffers that are being allocated.
     StagingBuffers,
     /// What a swap file holds, and what its threads have to do.

@@ -1,7 +1,7 @@
 //! The program's contexts on one GPU.
 
 use super::point::Context;
-use super::{Inner, Work};
+use super::{Inner, Work, marks::Unmarked};
 use crate::{
     driver::{context::with_current, types::*},
     gate::epoch,
@@ -133,6 +133,7 @@ impl Inner {
         self.streams.retain(|stream, _| stream.context != context);
         self.closed_streams.retain(|point| point.context != context);
         self.marks.retain(|mark| mark.point.context != context);
+        self.unmarked = Unmarked::NONE;
         self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
         epoch::end();
     }

@@ -42,7 +42,7 @@ impl Work {
     pub(super) fn fence_of_own(&self) -> Option<Fence> {
         let mut inner = self.inner.lock();
         inner.closed_streams.retain(|point| !point.is_done());
-        let mut fence = Fence::of(inner.closed_streams.clone());
+        let mut fence = Fence::of(inner.closed_streams.iter().cloned().collect());
         inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
         for stream in dirty {

@@ -36,7 +36,7 @@ use alloc::{
     vec::Vec,
 };
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD};
+use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD, Unmarked};
 use point::{Context, Point};
 use streams::{MIN_PRUNE_THRESHOLD, Stream, StreamState};
 
@@ -70,9 +70,10 @@ struct Inner {
     /// Streams that were given work and have not been seen idle since.
     streams: BTreeMap<Stream, StreamState>,
     /// The last points of streams that were destroyed, whose work may still run.
-    closed_streams: Vec<Arc<Point>>,
+    closed_streams: VecDeque<Arc<Point>>,
     marks: VecDeque<Mark>,
-    /// Submissions before marks that are not done.
+    unmarked: Unmarked,
+    /// Submissions before marks that are not done, and those behind the newest.
     outstanding: u32,
     /// Submissions that may be outstanding when another is made.
     window: u32,
@@ -105,8 +106,9 @@ impl Work {
                 Inner {
                     contexts: Vec::new(),
                     streams: BTreeMap::new(),
-                    closed_streams: Vec::new(),
+                    closed_streams: VecDeque::new(),
                     marks: VecDeque::new(),
+                    unmarked: Unmarked::NONE,
                     outstanding: 0,
                     window: FIRST_WINDOW,
                     longest: 0,

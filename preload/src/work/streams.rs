@@ -93,31 +93,58 @@ impl Work {
 
     /// The program begins to capture this stream: the last moment to record a point behind its work.
     pub fn mark_stream(&self, stream: CUstream) {
-        self.with_marked(stream, |_, _| {});
+        self.with_stream(stream, Inner::mark_if_dirty);
     }
 
     /// The program destroys this stream, whose work goes on.
     pub fn forget_stream(&self, stream: CUstream) {
-        self.with_marked(stream, |inner, stream| {
-            if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream) {
-                inner.closed_streams.push(point);
+        let is_idle = is_idle(stream);
+        let mark = |inner: &mut Inner, stream| {
+            if !is_idle {
+                inner.mark_if_dirty(stream);
+            }
+            if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream)
+                && !is_idle
+            {
+                inner.keep_closed(point);
             }
             epoch::end();
-        });
+        };
+        self.with_stream(stream, mark);
     }
 
-    pub(super) fn with_marked(&self, stream: CUstream, then: impl FnOnce(&mut Inner, Stream)) {
+    pub(super) fn with_stream(&self, stream: CUstream, then: impl FnOnce(&mut Inner, Stream)) {
         let Some(context) = context_of(stream) else { return };
-        let stream = Stream::of(stream, context);
-        let mut inner = self.inner.lock();
-        if inner.streams.get(&stream).is_some_and(|state| state.dirty) {
-            let _ = with_current(stream.context, || inner.point_in(stream));
-        }
-        then(&mut inner, stream);
+        then(&mut self.inner.lock(), Stream::of(stream, context));
     }
 }
 
+/// Whether all work of this stream is done, as far as the driver says so.
+pub(super) fn is_idle(stream: CUstream) -> bool {
+    // SAFETY: the program uses this stream. A stream that captures is never asked.
+    capture::beside(|capturing| {
+        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
+    })
+}
+
 impl Inner {
+    fn mark_if_dirty(&mut self, stream: Stream) {
+        if self.streams.get(&stream).is_some_and(|state| state.dirty) {
+            let _ = with_current(stream.context, || self.point_in(stream));
+        }
+    }
+
+    /// Keeps the last point of a stream that is destroyed. For each that is added, two are asked: so those that are done do not
+    /// pile up, whichever of them are done first.
+    fn keep_closed(&mut self, point: Arc<Point>) {
+        for _ in 0..2 {
+            if let Some(oldest) = self.closed_streams.pop_front().filter(|oldest| !oldest.is_done()) {
+                self.closed_streams.push_back(oldest);
+            }
+        }
+        self.closed_streams.push_back(point);
+    }
+
     /// Removes idle streams before there are too many: short-lived threads leave many behind.
     pub(super) fn prune_streams(&mut self, stream: Stream) {
         if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
