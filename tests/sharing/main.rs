@@ -3,6 +3,7 @@
 mod accounting;
 mod claims;
 mod consumer_card;
+mod costs;
 mod crowd;
 mod drain;
 mod engine;

@@ -161,24 +161,25 @@ impl Queue {
                 };
                 job
             };
-            if let Err(job) = self.carry_out(job, &mut passing) {
-                self.state.lock().jobs.push_back(job);
-                time::sleep(RETRY_INTERVAL);
-            } else {
-                connection::wake();
+            match self.carry_out(job, &mut passing) {
+                None => connection::wake(),
+                Some(job) => {
+                    self.state.lock().jobs.push_back(job);
+                    time::sleep(RETRY_INTERVAL);
+                }
             }
         }
         connection::wake();
     }
 
-    /// Carries out a job, or gives it back if that has to wait.
-    fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Result<(), Job> {
+    /// Carries out a job, or returns it if that has to wait.
+    fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
         match job {
             Job::Unregister(mut copy, back_to) => {
                 if let Some(context) = copy.buffer.registered_with() {
                     let has_passed = self.has_passed(context, passing);
                     if !has_passed || self.work.enter(context, || copy.buffer.unregister()).is_none() {
-                        return Err(Job::Unregister(copy, back_to));
+                        return Some(Job::Unregister(copy, back_to));
                     }
                 }
                 match back_to {
@@ -193,12 +194,12 @@ impl Queue {
             Job::Load(context) => {
                 let load = || self.work.enter(context, || Fingerprinter::new(context));
                 let Some(made) = self.has_passed(context, passing).then(load).flatten() else {
-                    return Err(Job::Load(context));
+                    return Some(Job::Load(context));
                 };
                 self.state.lock().loaded.push((context, made.ok()));
             }
         }
-        Ok(())
+        None
     }
 
     /// Whether what this context had been given when that was first asked is done.

@@ -41,6 +41,8 @@ pub enum Rank {
     CaptureStart,
     /// The captures.
     Captures,
+    /// A context's events that are not in use.
+    FreeEvents,
     /// Host buffers that are being allocated.
     StagingBuffers,
     /// Calls that a thread which holds nothing is to make.

@@ -2,7 +2,7 @@
 
 use super::point::{Context, Point};
 use super::streams::{Stream, StreamState};
-use super::{Inner, Work};
+use super::{Inner, Work, marks::Unmarked};
 use crate::{
     driver::{
         context::{is_broken_in, with_current},
@@ -245,6 +245,7 @@ impl Inner {
 
     fn forget_marks(&mut self, context: usize) {
         self.marks.retain(|mark| mark.point.context != context);
+        self.unmarked = Unmarked::NONE;
         self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
     }
 }

@@ -42,7 +42,7 @@ impl Work {
     pub(super) fn fence_of_own(&self) -> Option<Fence> {
         let mut inner = self.inner.lock();
         inner.closed_streams.retain(|point| !point.is_done());
-        let mut fence = Fence::of(inner.closed_streams.clone());
+        let mut fence = Fence::of(inner.closed_streams.iter().cloned().collect());
         fence.points.extend(inner.dying.iter().map(|dying| dying.end.clone()));
         inner.streams.retain(|_, state| state.is_in_use());
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();

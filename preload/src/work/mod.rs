@@ -38,7 +38,7 @@ use alloc::{
 };
 use contexts::Dying;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD};
+use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD, Unmarked};
 use point::{Context, Point};
 use streams::{MIN_PRUNE_THRESHOLD, Recording, Stream, StreamState};
 
@@ -74,9 +74,10 @@ struct Inner {
     /// Points that threads are recording.
     recording: Vec<Recording>,
     /// The last points of streams that were destroyed, whose work may still run.
-    closed_streams: Vec<Arc<Point>>,
+    closed_streams: VecDeque<Arc<Point>>,
     marks: VecDeque<Mark>,
-    /// Submissions before marks that are not done.
+    unmarked: Unmarked,
+    /// Submissions before marks that are not done, and those behind the newest.
     outstanding: u32,
     /// Submissions that may be outstanding when another is made.
     window: u32,
@@ -110,8 +111,9 @@ impl Work {
                     dying: Vec::new(),
                     streams: BTreeMap::new(),
                     recording: Vec::new(),
-                    closed_streams: Vec::new(),
+                    closed_streams: VecDeque::new(),
                     marks: VecDeque::new(),
+                    unmarked: Unmarked::NONE,
                     outstanding: 0,
                     window: FIRST_WINDOW,
                     longest: 0,

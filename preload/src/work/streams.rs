@@ -118,11 +118,16 @@ impl Work {
     /// The program destroys this stream, whose work goes on.
     pub fn forget_stream(&self, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
+        let is_idle = is_idle(stream);
         let stream = Stream::of(stream, context);
-        self.mark_if_dirty(stream);
+        if !is_idle {
+            self.mark_if_dirty(stream);
+        }
         let mut inner = self.inner.lock();
-        if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream) {
-            inner.closed_streams.push(point);
+        if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream)
+            && !is_idle
+        {
+            inner.keep_closed(point);
         }
         epoch::end();
     }
@@ -172,7 +177,7 @@ impl Work {
                 Ok(event) => event,
                 Err(error) => return Some(Err(error)),
             };
-            let recorded = point::record(event, stream.handle());
+            let recorded = point::record(&event, stream.handle());
             Some(self.inner.lock().context(stream.context)?.keep(event, recorded))
         };
         if current_or_null() as usize == stream.context {
@@ -182,7 +187,26 @@ impl Work {
     }
 }
 
+/// Whether all work of this stream is done, as far as the driver says so.
+pub(super) fn is_idle(stream: CUstream) -> bool {
+    // SAFETY: the program uses this stream. A stream that captures is never asked.
+    capture::beside(|capturing| {
+        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
+    })
+}
+
 impl Inner {
+    /// Keeps the last point of a stream that is destroyed. For each that is added, two are asked: so those that are done do not
+    /// pile up, whichever of them are done first.
+    fn keep_closed(&mut self, point: Arc<Point>) {
+        for _ in 0..2 {
+            if let Some(oldest) = self.closed_streams.pop_front().filter(|oldest| !oldest.is_done()) {
+                self.closed_streams.push_back(oldest);
+            }
+        }
+        self.closed_streams.push_back(point);
+    }
+
     /// Removes idle streams before there are too many: short-lived threads leave many behind.
     pub(super) fn prune_streams(&mut self, stream: Stream) {
         if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
@@ -231,13 +255,15 @@ impl Inner {
         let Some(state) = self.streams.get_mut(&stream) else {
             // Another thread has destroyed the stream, or found that there is none.
             let point = recorded?.ok()?;
-            self.closed_streams.push(point.clone());
+            self.keep_closed(point.clone());
             return Some(point);
         };
         match recorded {
             Some(Ok(point)) => {
                 let before = state.last.replace(point.clone());
-                self.closed_streams.extend(before.filter(|_| overlaps));
+                if let Some(before) = before.filter(|_| overlaps) {
+                    self.keep_closed(before);
+                }
                 Some(point)
             }
             // Nothing runs there any more, or there is no such stream and the program's call failed.

@@ -2,6 +2,7 @@
 
 mod account;
 mod across;
+mod aliases;
 mod binds;
 mod bursts;
 mod capture_allocs;
@@ -10,6 +11,7 @@ mod checkpoints;
 mod churn;
 mod contexts;
 mod cross;
+mod cycles;
 mod deep;
 mod endless;
 mod escapes;
@@ -41,6 +43,7 @@ mod pool_latency;
 mod pool_rules;
 mod pools;
 mod proxy;
+mod queued;
 mod share;
 mod starts;
 mod story;
@@ -229,6 +232,21 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("pool_keeper", pool_keeper::run, "--mem 96M --live 8M --seconds 5: a pool that keeps what it no longer uses"),
     ("pool_latency", pool_latency::run, "--pairs 1000000 --size 1M: the cost of allocating from a pool and freeing"),
     ("pool_rules", pool_rules::run, "| --reserve 160M: what memory pools promise, call by call"),
+    (
+        "aliases",
+        aliases::run,
+        "--count 32768 --remapped 1000: one chunk at many addresses, and how long mapping took, verify",
+    ),
+    (
+        "queued",
+        queued::run,
+        "--streams 16 --each 970 --held 970: launches behind a kernel that the host ends once so many are queued, and how long they took",
+    ),
+    (
+        "cycles",
+        cycles::run,
+        "--streams 40000 --busy 0: a stream for each piece of work, and how long the first and the last of them took",
+    ),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];
 
