@@ -1,7 +1,16 @@
 //! Work that waits for a step of the host, which another thread takes through the library: nothing in the library waits for that work
 //! while the thread needs it.
 
-use std::{fs, os::unix::net::UnixListener, thread, time::Duration};
+use std::{
+    fs,
+    os::{
+        fd::{FromRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+    thread,
+    time::Duration,
+};
 
 use test_support::cgroup::Limited;
 use test_support::machine::*;
@@ -10,6 +19,9 @@ use test_support::machine::*;
 fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
 }
+
+/// Memory comes back so often in 12 s at least.
+const MOVES: usize = 4;
 
 /// Longer than any of these programs takes.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -109,18 +121,41 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// A daemon that accepts connections and never answers.
+/// A socket at this path that accepts connections, as the kernel does for it, and never answers.
+fn silent_daemon(path: &Path) -> OwnedFd {
+    let bytes = path.as_os_str().as_bytes();
+    // SAFETY: plain old data; the calls read a valid address, and the socket is new.
+    unsafe {
+        let mut address: libc::sockaddr_un = std::mem::zeroed();
+        address.sun_family = libc::AF_UNIX as _;
+        address.sun_path.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from as _);
+        let socket = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
+        assert_eq!(libc::bind(socket, (&raw const address).cast(), size_of_val(&address) as u32), 0);
+        assert_eq!(libc::listen(socket, 64), 0);
+        OwnedFd::from_raw_fd(socket)
+    }
+}
+
+/// Without a scheduler, memory comes and goes in many steps of the client's thread.
 #[test]
-fn a_daemon_that_does_not_answer_does_not_stop_the_clients_thread() {
+fn a_daemon_that_does_not_answer_does_not_slow_down_what_the_clients_thread_does() {
     let mut machine = Machine::with_scheduler(pressed());
-    let words = "mix --mem 60M --reps 3 --rounds 12";
+    let words = "mix --mem 60M --reps 3 --rounds 1000000";
     let mut programs = [machine.program(words).start(), machine.program(words).start()];
     wait_for("memory to have moved", || (evicted(&machine.trace()) > 0).then_some(()));
     machine.kill_scheduler();
     let _ = fs::remove_file(machine.socket());
-    let listener = UnixListener::bind(machine.socket()).expect("a socket");
-    for program in &mut programs {
-        ends(program);
-    }
-    drop(listener);
+    let _daemon = silent_daemon(&machine.socket());
+    let moves = |programs: &[Program]| -> usize {
+        programs.iter().map(|program| program.stderr().matches(" bytes came back in ").count()).sum()
+    };
+    wait_for("both to find a daemon that does not answer", || {
+        programs.iter().all(|program| program.stderr().contains("it does not answer")).then_some(())
+    });
+    let before = moves(&programs);
+    thread::sleep(Duration::from_secs(12));
+    let after = moves(&programs);
+    eprintln!("{} moves", after - before);
+    assert!(after - before >= MOVES, "memory came back {} times", after - before);
+    programs.iter_mut().for_each(Program::kill);
 }
