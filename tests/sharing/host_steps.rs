@@ -121,6 +121,26 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
     machine.wait_until_empty();
 }
 
+/// The kernel for fingerprints for which there is no memory when its context is made is loaded when memory leaves, by a thread that may
+/// wait.
+#[test]
+fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
+    const LOADED: &str = "fingerprints can be computed in context";
+    let machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 60M --reps 3 --rounds 12";
+    let mut program = machine.program(words).env("CUDA_SIM_FAIL", "cuFuncLoad:1").start();
+    machine.wait_for_grants(&program, 1);
+    assert!(!program.stderr().contains(LOADED));
+    let mut other = machine.program(words).start();
+    wait_for("memory to leave, and the kernel to be loaded", || {
+        let said = program.stderr();
+        (said.contains(" bytes left in ") && said.contains(LOADED)).then_some(())
+    });
+    program.finish();
+    other.finish();
+    machine.wait_until_empty();
+}
+
 /// A socket at this path that accepts connections, as the kernel does for it, and never answers.
 fn silent_daemon(path: &Path) -> OwnedFd {
     let bytes = path.as_os_str().as_bytes();

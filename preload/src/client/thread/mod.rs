@@ -1,7 +1,7 @@
 //! The client's thread: it owns the connection to the scheduler, receives messages and carries them out.
 //!
-//! It never blocks while something depends on it: drains and idleness are looked at in short steps ([`Turn`]), and moving
-//! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
+//! It makes no call that waits for running work, which debug builds check: drains, idleness and handshakes are looked at in short steps
+//! ([`Turn`]), and moving memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
 //!
 //! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory;
 //!   `idle_check`: not before the driver confirms that nothing runs. `files`: what host memory has no room for. `sleep`: being taken off the GPUs.
