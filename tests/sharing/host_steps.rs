@@ -93,6 +93,28 @@ fn memory_beside_a_capture_comes_from_clients_that_run() {
     machine.wait_until_empty();
 }
 
+/// It has a device open by which a network card reaches memory of GPUs: its memory is there although it launches nothing.
+#[test]
+fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
+    // SAFETY: a plain call.
+    if unsafe { libc::geteuid() } != 0 {
+        return test_support::skip("root, to mount device files");
+    }
+    const DEVICES: &str = "mkdir \"$1\" && mount --rbind /dev \"$1\" && mount -t tmpfs none /dev && mkdir /dev/infiniband /dev/shm && \
+                           : > /dev/infiniband/uverbs0 && ln -s \"$1/null\" /dev/null && shift && exec \"$@\" 9< /dev/infiniband/uverbs0";
+    let machine = Machine::with_scheduler(pressed());
+    let mut holder = machine.program("mix --mem 90M --reps 4 --rounds 100000").start();
+    machine.wait_for_grants(&holder, 1);
+    let (devices, program) = (machine.path("dev"), test_support::artifact("cuda-program"));
+    let (devices, program) = (devices.display().to_string(), program.display().to_string());
+    let script = ["--mount", "--propagation", "private", "sh", "-ec", DEVICES, "sh", &devices, &program];
+    let words = ["capture-allocs", "--how", "reached", "--mem", "60M", "--rounds", "3", "--pause-ms", "100"];
+    machine.command("unshare".as_ref(), &[&script[..], &words[..]].concat()).start().finish();
+    assert!(holder.poll().is_none());
+    holder.kill();
+    machine.wait_until_empty();
+}
+
 /// Before 12.5 a thread waits for a context, as often as the scheduler asks for the memory of a program whose work is not seen.
 #[test]
 fn an_old_driver_has_one_thread_wait_for_a_context() {

@@ -1,7 +1,7 @@
 //! Memory that is allocated while a stream is captured, and used at once: by what is captured, as PyTorch's allocator does for graphs,
-//! or by calls that name it, while another thread captures.
+//! or by calls that name it, while another thread captures. And memory that another device reads, which only the driver knows of.
 
-use super::{Outcome, expect};
+use super::{Outcome, expect, unseen::address_of};
 use crate::{
     args::Args,
     cuda::{
@@ -11,7 +11,7 @@ use crate::{
     },
     report::Report,
 };
-use std::{sync::mpsc, thread};
+use std::{ffi::c_void, mem, sync::mpsc, thread};
 
 /// The mode in which memory may be allocated.
 const RELAXED: u32 = 2;
@@ -31,7 +31,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         match args.text("how", "captured") {
             "captured" => captured(memory, &source, round)?,
             "named" => named(&gpu, memory)?,
-            _ => return Err("--how: want captured or named".into()),
+            "reached" => reached(memory)?,
+            _ => return Err("--how: want captured, named or reached".into()),
         }
         thread::sleep(pause);
     }
@@ -90,4 +91,18 @@ fn named(gpu: &Gpu, memory: usize) -> Outcome {
         buffer.free()?;
         Ok(())
     })
+}
+
+/// New memory is looked up in the driver, past every hook, as it is for a network card that is to read it.
+fn reached(memory: usize) -> Outcome {
+    type Ask = unsafe extern "C" fn(*mut c_void, i32, u64) -> u32;
+    const MEMORY_TYPE: i32 = 2;
+    let buffer = Buffer::new(Kind::Alloc, memory)?;
+    let ask = address_of("cuPointerGetAttribute")?;
+    let mut kind = 0u32;
+    // SAFETY: the driver's function of this name, and a valid place.
+    let code = unsafe { mem::transmute::<usize, Ask>(ask)((&raw mut kind).cast(), MEMORY_TYPE, buffer.at) };
+    expect("what the driver says of the memory", code, 0)?;
+    buffer.free()?;
+    Ok(())
 }

@@ -75,7 +75,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "capture-allocs",
         capture_allocs::run,
-        "--mem 40M --rounds 10 --how captured|named --pause-ms 0: allocate while a stream is captured, use it at once, verify",
+        "--mem 40M --rounds 10 --how captured|named|reached --pause-ms 0: allocate while a stream is captured, use it at once, verify",
     ),
     (
         "host-step",
