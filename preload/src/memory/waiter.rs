@@ -131,17 +131,10 @@ impl Waiter {
         Finished { freed: core::mem::take(&mut state.freed), returned: core::mem::take(&mut state.returned) }
     }
 
-    /// A context is gone, with its registrations and its code.
+    /// A context is gone, and the code that was loaded into it. Jobs find out by themselves.
     pub fn forget_context(&self, context: usize) {
-        let mut state = self.0.state.lock();
-        state.jobs.retain(|job| !matches!(job, Job::Load(other) if *other == context));
-        for job in &mut state.jobs {
-            if let Job::Unregister(copy, _) = job {
-                copy.buffer.forget_context(context);
-            }
-        }
-        let loaded = state.loaded.extract_if(.., |(other, _)| *other == context).collect::<Vec<_>>();
-        drop(state);
+        let of_context = |(other, _): &mut (usize, _)| *other == context;
+        let loaded: Vec<_> = self.0.state.lock().loaded.extract_if(.., of_context).collect();
         loaded.into_iter().filter_map(|(_, loaded)| loaded).for_each(|loaded| loaded.forget_context(context));
     }
 }
@@ -176,6 +169,10 @@ impl Queue {
     fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
         match job {
             Job::Unregister(mut copy, back_to) => {
+                // A registration goes with its context.
+                copy.buffer.registered_with().filter(|context| !self.work.knows(*context)).inspect(|context| {
+                    copy.buffer.forget_context(*context);
+                });
                 if let Some(context) = copy.buffer.registered_with() {
                     let has_passed = self.has_passed(context, passing);
                     if !has_passed || self.work.enter(context, || copy.buffer.unregister()).is_none() {
@@ -192,11 +189,15 @@ impl Queue {
                 }
             }
             Job::Load(context) => {
-                let load = || self.work.enter(context, || Fingerprinter::new(context));
-                let Some(made) = self.has_passed(context, passing).then(load).flatten() else {
-                    return Some(Job::Load(context));
+                let load = || {
+                    let loaded = Fingerprinter::new(context).ok();
+                    // In the context, so that it is not destroyed before this is known of.
+                    self.state.lock().loaded.push((context, loaded));
                 };
-                self.state.lock().loaded.push((context, made.ok()));
+                let has_passed = self.has_passed(context, passing);
+                if (!has_passed || self.work.enter(context, load).is_none()) && self.work.knows(context) {
+                    return Some(Job::Load(context));
+                }
             }
         }
         None

@@ -81,6 +81,11 @@ impl Work {
         self.inner.lock().is_dying(context as usize)
     }
 
+    /// Whether the program has this context, or is destroying it.
+    pub fn knows(&self, context: usize) -> bool {
+        self.inner.lock().known(context).is_some()
+    }
+
     /// Runs `f` in a context of the program, which is not destroyed meanwhile, on a thread that holds no lock. `None` if the context
     /// cannot be entered.
     pub fn enter<R>(&self, context: usize, f: impl FnOnce() -> R) -> Option<R> {
@@ -192,7 +197,7 @@ impl Work {
     /// Whether all work that may touch memory of this GPU is in this context.
     pub fn is_all_in(&self, context: CUcontext) -> bool {
         let inner = self.inner.lock();
-        self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1
+        self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1 && inner.dying.is_empty()
     }
 
     /// Whether there are contexts, and all of them are broken.

@@ -66,7 +66,9 @@ impl HostTier {
     /// What of it is more than allowed, or than this process's control groups have room for.
     fn excess(&self) -> u64 {
         let held = self.held();
-        held.saturating_sub(self.ram).max(self.headroom().lacking.min(held))
+        let releasing = gpu::attached().filter_map(Gpu::account).map(|account| account.releasing).sum();
+        let lacking = self.headroom().lacking.saturating_sub(releasing);
+        held.saturating_sub(self.ram).max(lacking.min(held))
     }
 
     /// Looks what the kernel says, unless that was a moment ago.
