@@ -51,6 +51,7 @@ mod stranger;
 mod streams;
 mod told;
 mod unseen;
+mod waits;
 mod weights;
 
 use crate::{args::Args, report::Report};
@@ -174,6 +175,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         share::run,
         "--role export|import --file F --mem 16M --count 1 --private 16M --rounds 10: use the same memory in two processes",
     ),
+    ("waits", waits::run, "which calls of the driver wait for a kernel that runs"),
     (
         "weights",
         weights::run,
