@@ -290,3 +290,15 @@ fn learn_who_has_what(mut machine: Machine) {
     importer.finish();
     machine.wait_until_empty();
 }
+
+/// A context's end closes what was opened in it, and nothing that work of another context uses.
+#[test]
+fn memory_that_was_closed_stays_while_work_uses_it_and_another_context_ends() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let pair = Pair::new(&machine, "--mem 8M --rounds 2");
+    let mut exporter = pair.exporter(&machine, "").start();
+    let mut importer = pair.importer(&machine, "--other-context 1").start();
+    assert_eq!(importer.finish().number("imported"), 1);
+    exporter.finish();
+    machine.wait_until_empty();
+}

@@ -3,6 +3,7 @@
 mod accounting;
 mod claims;
 mod consumer_card;
+mod costs;
 mod crowd;
 mod drain;
 mod engine;
@@ -11,6 +12,7 @@ mod faults;
 mod files;
 mod guest;
 mod host;
+mod host_steps;
 mod ipc;
 mod limits;
 mod memory;

@@ -12,17 +12,20 @@ use rustix::net::SocketAddrUnix;
 /// A socket, the protocol version that both sides speak, and the id that the scheduler gave this client.
 pub type Connected = (Socket, u16, u64);
 
-/// Connects, shakes hands, and announces the limits of the environment.
+/// Connects, waits for the answer to the handshake, and announces the limits of the environment.
 ///
 /// # Errors
 /// The reason why there is no connection, in words for the user.
 pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
-    let connected = shake_hands(settings::get().socket, hello)?;
-    let (socket, version, _) = &connected;
-    if !announce_limits(socket, *version) {
-        return Err("it does not read".into());
+    let mut attempt = Attempt::begin(hello)?;
+    loop {
+        attempt = match attempt.look() {
+            Look::Pending(attempt) => attempt,
+            Look::Over(outcome) => return outcome,
+        };
+        // A signal handler of the program may end a wait early.
+        wait([Some(&attempt.socket), None], ANSWER_TIMEOUT.saturating_sub(attempt.since.elapsed()));
     }
-    Ok(connected)
 }
 
 /// Tells the scheduler the limits that the program's environment sets. `false` if they could not be sent.
@@ -31,32 +34,72 @@ pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     messages.all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
 }
 
-/// Connects and shakes hands. Returns the socket, the agreed version and this client's id.
-fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64), String> {
-    let address = SocketAddrUnix::new(path).map_err(|_| "the path is too long for a socket")?;
-    let socket = new_socket().map_err(words)?;
-    rustix::net::connect(&socket, &address).map_err(words)?;
-    let socket = Socket::new(socket).ok_or("it cannot be told from others")?;
-    if !socket.send(hello.encode(0).as_bytes()) {
-        return Err("it does not listen".into());
+/// A handshake whose answer is awaited.
+#[derive(Debug)]
+pub struct Attempt {
+    socket: Socket,
+    since: Instant,
+}
+
+/// What has become of an [`Attempt`].
+#[derive(Debug)]
+pub enum Look {
+    Pending(Attempt),
+    Over(Result<Connected, String>),
+}
+
+impl Attempt {
+    /// Connects and introduces this process, and waits for nothing.
+    ///
+    /// # Errors
+    /// As [`connect`].
+    pub fn begin(hello: &ClientMessage) -> Result<Self, String> {
+        let address = SocketAddrUnix::new(settings::get().socket).map_err(|_| "the path is too long for a socket")?;
+        let socket = new_socket().map_err(words)?;
+        rustix::net::connect(&socket, &address).map_err(words)?;
+        let socket = Socket::new(socket).ok_or("it cannot be told from others")?;
+        if !socket.send(hello.encode(0).as_bytes()) {
+            return Err("it does not listen".into());
+        }
+        Ok(Self { socket, since: Instant::now() })
     }
-    // A signal handler of the program may end a wait early.
-    let begin = Instant::now();
-    while !wait([Some(&socket), None], ANSWER_TIMEOUT.saturating_sub(begin.elapsed()))[0]
-        && begin.elapsed() < ANSWER_TIMEOUT
-    {}
-    match socket.receive(0)?.map(|(message, _)| message) {
-        Some(SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client }) => {
-            Ok((socket, version, client))
+
+    /// The socket, which is readable when there is an answer.
+    pub fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    /// Takes the answer, if it is there, and announces the limits of the environment.
+    pub fn look(self) -> Look {
+        match self.answer() {
+            None if self.since.elapsed() < ANSWER_TIMEOUT => Look::Pending(self),
+            None => Look::Over(Err("it does not answer".into())),
+            Some(Err(why)) => Look::Over(Err(why)),
+            Some(Ok((version, _))) if !announce_limits(&self.socket, version) => {
+                Look::Over(Err("it does not read".into()))
+            }
+            Some(Ok((version, client))) => Look::Over(Ok((self.socket, version, client))),
         }
-        Some(SchedulerMessage::Welcome { version, .. }) => {
-            Err(format!("it speaks protocol {version}, which was not offered"))
-        }
-        Some(SchedulerMessage::Refused { text, .. }) => {
-            let text: String = text.as_str().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-            Err(format!("it refuses: {text}"))
-        }
-        Some(_) => Err("it answers with something else".into()),
-        None => Err("it does not answer".into()),
+    }
+
+    /// The agreed version and this client's id, if there is an answer.
+    fn answer(&self) -> Option<Result<(u16, u64), String>> {
+        let message = match self.socket.receive(0) {
+            Ok(message) => message?.0,
+            Err(why) => return Some(Err(why)),
+        };
+        Some(match message {
+            SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client } => {
+                Ok((version, client))
+            }
+            SchedulerMessage::Welcome { version, .. } => {
+                Err(format!("it speaks protocol {version}, which was not offered"))
+            }
+            SchedulerMessage::Refused { text, .. } => {
+                let text: String = text.as_str().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+                Err(format!("it refuses: {text}"))
+            }
+            _ => Err("it answers with something else".into()),
+        })
     }
 }

@@ -6,6 +6,8 @@
 //! [`entry`]: each way into the driver, which is shut while [`presence`] says that the process is off its GPUs.
 //!
 //! [`redirect`] leads those to the hooks who would find the driver's functions themselves.
+//!
+//! [`waiting`]: which calls may wait for running work, and where none of these may be made.
 
 pub mod context;
 pub mod entry;
@@ -13,6 +15,7 @@ pub mod library;
 pub mod presence;
 pub mod redirect;
 pub mod types;
+pub mod waiting;
 
 use crate::{
     driver::{entry::Entry, library::Library, types::*},
@@ -179,8 +182,10 @@ macro_rules! functions {
             /// The real function of this name. Pointers are passed on unchanged: the caller must satisfy the driver's
             /// requirements.
             #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
+            #[cfg_attr(debug_assertions, track_caller)]
             #[inline]
             pub unsafe fn $name($($arg: $type),*) -> CUresult {
+                waiting::check(&address::$name);
                 match address::$name.address() {
                     // SAFETY: the driver's export of this name has this signature.
                     Some(address) => unsafe {

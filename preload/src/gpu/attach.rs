@@ -7,11 +7,11 @@ use crate::{
     driver::{self, types::*},
     env::trace::trace,
     gate::{self, closed},
-    memory::space::Space,
+    memory::{mover::Mover, space::Space},
     sys::{
         futex,
         sync::{Mutex, Rank, waiting_for_client_thread},
-        time::Instant,
+        time::{self, Instant},
     },
     work::capture,
 };
@@ -33,6 +33,9 @@ mod admission {
 }
 /// The longest wait for an answer. After that the program creates its context all the same.
 const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The interval between looks whether a thread has destroyed a context.
+const DYING_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Whether the driver has a GPU of that ordinal.
 fn exists(device: CUdevice) -> bool {
@@ -56,7 +59,7 @@ impl Gpu {
         gpu.attached.get_or_init(|| {
             first = true;
             if let Some(engine) = info.engine {
-                let mut space = Space::new(device, engine, info.total, info.env_max);
+                let mut space = Space::new(device, engine, info.total, info.env_max, &gpu.work);
                 space.account.max = memory_limits::of(info.identity.get());
                 let _ = gpu.space.set(Mutex::new(Rank::Space, space));
             }
@@ -137,14 +140,18 @@ impl Gpu {
     /// The program has created a context, or has retained it once more. What moving memory needs is made in it before any other
     /// thread of this library knows of the context, and before the program has it.
     pub fn add_context(&self, context: CUcontext) {
-        if let Some(space) = self.space()
-            && !self.work.has_context(context)
-        {
-            let copies = space.lock().engine().copies();
-            // Another thread may be capturing. If one has retained the same context in this moment, this one waits for it.
-            capture::relaxed(|| self.moving.lock().make_ready(context, copies));
+        if self.work.use_context(context) {
+            return;
         }
-        self.work.add_context(context);
+        // A handle is used again once the driver has destroyed its context, perhaps before the thread knows that destroys it.
+        while self.work.is_dying(context) {
+            time::sleep(DYING_POLL_INTERVAL);
+        }
+        let add = || self.work.add_context(context);
+        let Some(space) = self.space() else { return add() };
+        let copies = space.lock().engine().copies();
+        // Another thread may be capturing.
+        capture::relaxed(|| Mover::make_ready(&self.moving, context, copies, add));
     }
 
     /// The properties of this GPU; `None` if this library does not support it. Needs no context.

@@ -9,8 +9,15 @@ use crate::{
     env::trace::trace,
     gate::epoch,
     gpu::{self, Gpu},
-    sys::sync::{Mutex, Rank},
+    sys::{
+        sync::{Mutex, Rank},
+        time,
+    },
 };
+use core::time::Duration;
+
+/// The interval between looks whether transfers are done.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Makes both GPUs, and the peers of either, peers of each other.
 pub fn couple(a: &'static Gpu, b: &'static Gpu) {
@@ -24,12 +31,20 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     }
     // Moving chunks would come back with the rights that they left with, so moves end first.
     let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
-    let mut movers = [(first, first.moving.lock()), (second, second.moving.lock_beside())];
-    for (gpu, mover) in &mut movers {
-        if let Some(space) = gpu.space() {
-            mover.rest(space, &|account| gpu.report(account));
+    [first, second].iter().for_each(|gpu| gpu.moving.lock().pause());
+    let mut movers = loop {
+        let mut movers = [(first, first.moving.lock()), (second, second.moving.lock_beside())];
+        let mut rest = true;
+        for (gpu, mover) in &mut movers {
+            rest &= gpu.space().is_none_or(|space| mover.rest(space, &|account| gpu.report(account)));
         }
-    }
+        if rest {
+            break movers;
+        }
+        drop(movers);
+        time::sleep(POLL_INTERVAL);
+    };
+    movers.iter_mut().for_each(|(_, mover)| mover.resume());
     let together =
         [a, b].iter().flat_map(|gpu| gpu.peers()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
     for gpu in gpu::attached().filter(|g| together >> g.index & 1 == 1) {

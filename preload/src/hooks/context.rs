@@ -6,6 +6,7 @@ use crate::{
     gate,
     gpu::{self, Gpu, peers::couple, reservation},
     hooks::{self, deepbind, gated, hooks, lookup, peer_access},
+    memory::mover::Mover,
     registry::{pinned, pools, shared},
     sys::{
         sync::{Mutex, Rank},
@@ -69,27 +70,45 @@ fn destroying(
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
     let Some(gpu) = gpu.filter(|_| gate::is_active()) else { return real() };
-    let mut mover = gpu.moving.lock();
-    if let Some(space) = gpu.space() {
-        mover.leave(context, space, &|account| gpu.report(account));
-    }
-    let (result, last) = gpu.work.destroying_context(context, || {
-        let result = real();
-        (result, result == SUCCESS && is_gone())
+    let begun = crate::sys::errno::preserved(|| {
+        let leave = |space| Mover::leave(&gpu.moving, context, space, &|account| gpu.report(account));
+        gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
     });
-    if let Some(last) = last {
-        capture::end_all_in(context);
-        pinned::drop_context(gpu, context, last);
-        shared::drop_context(gpu, context, last);
-    }
-    if let (Some(last), Some(space)) = (last, gpu.space()) {
+    let Some(left) = begun else { return real() };
+    // The driver waits for work that may need the host, so nothing is held.
+    let result = real();
+    crate::sys::errno::preserved(|| {
+        let is_gone = result == SUCCESS && is_gone();
+        // No thread adds a context of this handle before all of the old one is forgotten.
+        let mut mover = gpu.moving.lock();
+        if is_gone {
+            forget(gpu, context);
+        }
+        match left {
+            Some(left) if is_gone => left.forget(),
+            Some(left) => mover.come_back(left),
+            None => {}
+        }
+        gpu.work.end_of_destroying(context, is_gone, result);
+        drop(mover);
+        connection::wake();
+    });
+    result
+}
+
+/// Forgets all that belonged to a context that is gone.
+fn forget(gpu: &Gpu, context: CUcontext) {
+    let is_last = gpu.work.is_last(context);
+    capture::end_all_in(context);
+    pinned::drop_context(gpu, context, is_last);
+    shared::drop_context(gpu, context, is_last);
+    if let Some(space) = gpu.space() {
         let mut guard = space.lock();
         let before = guard.account;
-        guard.drop_context(context as usize, last);
+        guard.drop_context(context as usize, is_last);
         let after = guard.account;
         gpu.account_changed(&before, &after);
     }
-    result
 }
 
 /// The GPU of a known context.

@@ -13,6 +13,7 @@ use crate::{
     },
     hooks::{
         hooks,
+        memory::wait_beside_capture,
         peer_access::Route,
         shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
     },
@@ -71,7 +72,7 @@ unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn()
 }
 
 /// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up. Beside a
-/// capture memory is there, and stays.
+/// capture memory stays, and what is allocated comes at once.
 #[inline]
 pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(NULL, call)
@@ -79,12 +80,22 @@ pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
 
 /// The same for memory of the GPU of this stream.
 pub(super) fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
-    if capture::any() { call() } else { pass_anyhow(stream, NOTHING, closed::MEMORY, call) }
+    if capture::any() {
+        gpu::of_stream(stream).inspect(|gpu| errno::preserved(|| wait_beside_capture(gpu)));
+        call()
+    } else {
+        pass_anyhow(stream, NOTHING, closed::MEMORY, call)
+    }
 }
 
 /// The same for memory of this GPU, whichever context is current.
 pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
-    if capture::any() { call() } else { inside(gpu, closed::MEMORY, call) }
+    if capture::any() {
+        errno::preserved(|| wait_beside_capture(gpu));
+        call()
+    } else {
+        inside(gpu, closed::MEMORY, call)
+    }
 }
 
 /// Makes a call inside the gate of this GPU, which must be done when it returns: its work is not counted.

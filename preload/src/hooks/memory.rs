@@ -1,6 +1,6 @@
 //! Allocations, frees, and queries about addresses. An allocation by a program that holds the GPU lock waits until its memory
 //! is on the GPU. One by another program only reserves addresses, unless the driver refuses memory that the scheduler has
-//! allowed: then it waits, too. Other calls do not wait.
+//! allowed, a stream is captured, or another device may reach memory: then it waits, too. Other calls do not wait.
 
 use crate::{
     connection,
@@ -18,7 +18,7 @@ use crate::{
     hooks::{address_info, gated, hooks, pinned, vmm},
     memory::{
         engine::{self, GRANULE},
-        slab,
+        foreign_devices, slab,
         space::{Allocated, Allocation, Backing, Space},
     },
     registry::{self, pinned::Kind},
@@ -41,8 +41,7 @@ const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
 const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
 /// The longest wait of an allocation for freed memory that work may still use.
 const FREED_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest wait of an allocation for which the driver has no room, until other clients have made some or the scheduler says
-/// that they cannot.
+/// The longest wait of an allocation for its memory, until other clients have made room or the scheduler says that they cannot.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of an allocation for memory of programs outside nvshare, one of which may just have ended.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
@@ -80,8 +79,8 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
 }
 
 /// Waits until new memory is on the GPU, as it would be without nvshare: if the program may run now, so that its next launch
-/// would wait; or if the driver had no room although the allowance did, so that the allocation fails and not a launch. `false`
-/// if no room can be made; the allocation is undone then.
+/// would wait; if the driver had no room although the allowance did, so that the allocation fails and not a launch; or if what uses it
+/// passes no gate: what is captured, and another device. `false` if no room can be made; the allocation is undone then.
 pub(super) fn is_backed_in_time(
     gpu: &'static Gpu,
     space: &Mutex<Space>,
@@ -94,12 +93,15 @@ pub(super) fn is_backed_in_time(
         return true;
     }
     let begin = Instant::now();
-    while begin.elapsed() < BACKING_TIMEOUT && connection::is_connected() && !capture::any() {
+    let is_reached_by_others = foreign_devices::may_reach_memory();
+    while connection::is_connected() {
         let account = space.lock().account;
         if account.can_run() || account.is_lost {
             return true;
         }
-        if gpu.is_mapping_denied() {
+        let must_be_there = is_reached_by_others || capture::any();
+        let is_late = begin.elapsed() >= BACKING_TIMEOUT;
+        if gpu.is_mapping_denied() || (is_late && must_be_there) {
             let mut guard = space.lock();
             let before = guard.account;
             undo(&mut guard);
@@ -111,12 +113,30 @@ pub(super) fn is_backed_in_time(
         }
         let has_turn = !gpu.gate.is_closed_for(closed::LOCK);
         // An open gate although memory is lacking: no context works any more, as the next call will say.
-        if !gpu.gate.is_closed_for(closed::MEMORY) || (backing == Backing::Later && !has_turn) {
+        if !gpu.gate.is_closed_for(closed::MEMORY) || is_late {
             break;
         }
-        gpu.wait_to_allocate();
+        match must_be_there {
+            // With the lock comes the memory, of clients that run now, too. Running work may wait for this thread.
+            true => gpu.wait(closed::MEMORY),
+            false if backing == Backing::Later && !has_turn => break,
+            false => gpu.wait_to_allocate(),
+        }
     }
     true // it comes later, as for a program without the lock
+}
+
+/// Waits for memory that another thread is allocating, before a call beside a capture that names memory: such a call passes no gate.
+pub(super) fn wait_beside_capture(gpu: &Gpu) {
+    let begin = Instant::now();
+    while gpu.gate.is_closed_for(closed::MEMORY)
+        && capture::any()
+        && gate::is_active()
+        && threads::mine().is_outside()
+        && begin.elapsed() < BACKING_TIMEOUT
+    {
+        gpu.wait(closed::MEMORY);
+    }
 }
 
 /// `cuMemAllocManaged`: all but small allocations are moved by prefetching, so they count as demand like other memory.

@@ -203,6 +203,7 @@ macro_rules! hook {
             }
             #[allow(unused_variables)]
             let $real = move || {
+                $crate::driver::waiting::check(&$name::REAL);
                 // Two calls, each of which takes the arguments, so that none has to outlast another.
                 // SAFETY: the arguments are the program's own.
                 match $name::REAL.known().map(function) {

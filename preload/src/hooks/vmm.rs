@@ -126,10 +126,13 @@ fn release(handle: Handle) -> CUresult {
 fn escaping(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
-        // Again: it may have been released meanwhile.
-        let table = TABLE.lock();
-        let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
-        changing(&memory, |space| space.pin_chunk(memory.base)).flatten().map_or(ERROR_NOT_SUPPORTED, call)
+        let pinned = {
+            // Again: it may have been released meanwhile.
+            let table = TABLE.lock();
+            let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
+            changing(&memory, |space| space.pin_chunk(memory.base)).flatten()
+        };
+        pinned.map_or(ERROR_NOT_SUPPORTED, call)
     })
 }
 
@@ -138,10 +141,12 @@ pub(super) fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() 
     let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
     naming_on(memory.gpu, || {
-        let table = TABLE.lock();
-        for mapping in table.overlapping(address, size as u64) {
-            if let Some(memory) = table.behind(&mapping) {
-                changing(&memory, |space| space.pin(memory.base));
+        {
+            let table = TABLE.lock();
+            for mapping in table.overlapping(address, size as u64) {
+                if let Some(memory) = table.behind(&mapping) {
+                    changing(&memory, |space| space.pin(memory.base));
+                }
             }
         }
         call()

@@ -30,6 +30,8 @@ pub struct Account {
     /// Host buffers that are free or hold copies of chunks on the GPU; and the most that the scheduler lets this client keep.
     pub host_cache: u64,
     pub host_cache_max: u64,
+    /// Host buffers that are being given back: the driver may have to wait for running work first.
+    pub releasing: u64,
     /// Copies go into a swap file, and are behind: nothing more leaves the GPU meanwhile.
     pub is_file_behind: bool,
     /// Contents were lost on the way to a disk and back. Nothing can use memory here any more.
@@ -53,7 +55,7 @@ pub struct Account {
 impl Account {
     /// Bytes of host memory that are held.
     pub fn host(&self) -> u64 {
-        self.swapped - self.in_file + self.host_cache
+        self.swapped - self.in_file + self.host_cache + self.releasing
     }
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand

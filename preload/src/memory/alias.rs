@@ -2,83 +2,63 @@
 //! on the GPU are *shown* at every alias; before a chunk leaves, it is hidden at all of them.
 
 use crate::driver::{self, check, context::is_dead, types::*};
-use alloc::vec::Vec;
+use alloc::{collections::BTreeMap, vec::Vec};
 
-/// The aliases of one range.
+/// The aliases of one range, by address. A program may have tens of thousands: kvcached maps one chunk wherever it has no page.
 #[derive(Debug, Default)]
-pub struct Aliases {
-    list: Vec<Alias>,
-    /// The chunks that are mapped now.
-    shown: Vec<Shown>,
-}
+pub struct Aliases(BTreeMap<u64, Alias>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Alias {
-    at: u64,
     /// One entry for each location that has access.
     access: Vec<AccessDesc>,
-}
-
-/// A chunk that is mapped at one alias.
-#[derive(Debug)]
-struct Shown {
-    alias: u64,
-    offset: u64,
-    len: u64,
+    /// Offset and length of each chunk that is mapped now.
+    shown: BTreeMap<u64, u64>,
 }
 
 impl Aliases {
     /// Adds an alias, which has no chunks until they are [shown](Self::show).
     pub fn add(&mut self, at: u64) {
-        self.list.push(Alias { at, access: Vec::new() });
+        self.0.insert(at, Alias::default());
     }
 
     /// Removes an alias and unmaps its chunks.
     pub fn remove(&mut self, at: u64) {
-        self.hide_those(|shown| shown.alias == at);
-        self.list.retain(|alias| alias.at != at);
+        for (offset, len) in self.0.remove(&at).into_iter().flat_map(|alias| alias.shown) {
+            unmap(at + offset, len);
+        }
     }
 
     /// Maps the chunk at this offset at every alias where it is not mapped yet.
     pub fn show(&mut self, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
-        for alias in &self.list {
-            if !self.shown.iter().any(|s| s.alias == alias.at && s.offset == offset) {
-                alias.map(offset, len, handle)?;
-                self.shown.push(Shown { alias: alias.at, offset, len });
-            }
-        }
-        Ok(())
+        self.0.iter_mut().try_for_each(|(at, alias)| alias.show(*at, offset, len, handle))
+    }
+
+    /// The same at one alias.
+    pub fn show_at(&mut self, at: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
+        self.0.get_mut(&at).map_or(Ok(()), |alias| alias.show(at, offset, len, handle))
     }
 
     /// Unmaps the chunk at this offset. No work that touches it may be running.
     pub fn hide(&mut self, offset: u64) {
-        self.hide_those(|shown| shown.offset == offset);
-    }
-
-    fn hide_those(&mut self, which: impl Fn(&Shown) -> bool) {
-        self.shown.retain(|shown| {
-            let goes = which(shown);
-            if goes {
-                // SAFETY: mapped by `show`; the caller knows that nothing that touches it runs, as with the driver.
-                unsafe { driver::cuMemUnmap(shown.alias + shown.offset, shown.len as usize) };
+        for (at, alias) in &mut self.0 {
+            if let Some(len) = alias.shown.remove(&offset) {
+                unmap(at + offset, len);
             }
-            !goes
-        });
+        }
     }
 
     /// Sets access rights at one alias, for the chunks that are shown now and later.
     pub fn set_access(&mut self, at: u64, wanted: &[AccessDesc]) -> Result<(), CUresult> {
-        for shown in self.shown.iter().filter(|s| s.alias == at) {
-            let (piece, len) = (at + shown.offset, shown.len as usize);
+        let Some(alias) = self.0.get_mut(&at) else { return Ok(()) };
+        for (offset, len) in &alias.shown {
             // SAFETY: mapped by `show`; as many entries as said.
-            check(unsafe { driver::cuMemSetAccess(piece, len, wanted.as_ptr(), wanted.len()) })?;
+            check(unsafe { driver::cuMemSetAccess(at + offset, *len as usize, wanted.as_ptr(), wanted.len()) })?;
         }
-        if let Some(alias) = self.list.iter_mut().find(|alias| alias.at == at) {
-            for desc in wanted {
-                alias.access.retain(|known| known.location != desc.location);
-                if desc.flags != 0 {
-                    alias.access.push(*desc);
-                }
+        for desc in wanted {
+            alias.access.retain(|known| known.location != desc.location);
+            if desc.flags != 0 {
+                alias.access.push(*desc);
             }
         }
         Ok(())
@@ -86,14 +66,26 @@ impl Aliases {
 
     /// The access rights of one location at one alias.
     pub fn access(&self, at: u64, location: Location) -> i32 {
-        let alias = self.list.iter().find(|alias| alias.at == at);
-        alias.and_then(|a| a.access.iter().find(|desc| desc.location == location)).map_or(0, |desc| desc.flags)
+        let access = self.0.get(&at).map_or(&[][..], |alias| &alias.access);
+        access.iter().find(|desc| desc.location == location).map_or(0, |desc| desc.flags)
     }
 }
 
+fn unmap(at: u64, len: u64) {
+    // SAFETY: mapped by `Alias::map`; the caller knows that nothing that touches it runs, as with the driver.
+    unsafe { driver::cuMemUnmap(at, len as usize) };
+}
+
 impl Alias {
-    fn map(&self, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
-        let (at, len) = (self.at + offset, len as usize);
+    fn show(&mut self, at: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
+        if !self.shown.contains_key(&offset) {
+            self.map(at + offset, len as usize, handle)?;
+            self.shown.insert(offset, len);
+        }
+        Ok(())
+    }
+
+    fn map(&self, at: u64, len: usize, handle: Handle) -> Result<(), CUresult> {
         // SAFETY: a chunk of ours, mapped whole where the program wants it; the driver says whether it can be.
         unsafe {
             check(driver::cuMemMap(at, len, 0, handle, 0))?;

@@ -55,8 +55,11 @@ pub struct Fingerprinter {
     seed: u64,
 }
 
+// SAFETY: its pointers are the driver's handles, which any thread may use.
+unsafe impl Send for Fingerprinter {}
+
 impl Fingerprinter {
-    /// Loads the kernel, so that nothing is left to do when it is launched.
+    /// Loads the kernel, so that nothing is left to do when it is launched. The driver may wait for running work.
     ///
     /// # Errors
     /// `ERROR_OUT_OF_MEMORY` for lack of memory; others if this GPU or driver cannot do it.
@@ -70,17 +73,22 @@ impl Fingerprinter {
             table_on_gpu: 0,
             seed: seed(),
         };
-        // SAFETY: a valid place, and a buffer that stays registered.
-        check(unsafe {
-            driver::cuMemHostGetDevicePointer_v2(&mut fingerprinter.table_on_gpu, fingerprinter.table.address(), 0)
-        })?;
-        fingerprinter.module = load()?;
-        if let Err(error) = fingerprinter.find() {
-            fingerprinter.close();
+        if let Err(error) = fingerprinter.load() {
+            fingerprinter.table.unregister();
             return Err(error);
         }
         trace!("fingerprints can be computed in context {context:#x}");
         Ok(fingerprinter)
+    }
+
+    fn load(&mut self) -> Result<(), CUresult> {
+        // SAFETY: a valid place, and a buffer that stays registered.
+        check(unsafe { driver::cuMemHostGetDevicePointer_v2(&mut self.table_on_gpu, self.table.address(), 0) })?;
+        self.module = load()?;
+        self.find().inspect_err(|_| {
+            // SAFETY: nothing of the module runs.
+            unsafe { driver::cuModuleUnload(self.module) };
+        })
     }
 
     fn find(&mut self) -> Result<(), CUresult> {
@@ -96,9 +104,14 @@ impl Fingerprinter {
         }
     }
 
-    pub fn close(self) {
-        // SAFETY: nothing of the module runs.
-        unsafe { driver::cuModuleUnload(self.module) };
+    /// Its context is broken. What is left is the buffer, to be unregistered.
+    pub fn into_buffer(self) -> Buffer {
+        self.table
+    }
+
+    /// Its context is gone, with the module and the registration.
+    pub fn forget_context(mut self, context: usize) {
+        self.table.forget_context(context);
     }
 
     /// The fingerprints of chunks (address and size), which nothing writes to meanwhile; `None` after an error.

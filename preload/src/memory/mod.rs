@@ -9,6 +9,7 @@
 //! - [`staging`]: buffers in host memory. [`headroom`]: how much host memory this process may take.
 //! - [`file`]: swap files, where host memory has no room.
 //! - [`fingerprint`]: recognising contents without copying them.
+//! - `waiter`: calls of the driver that may wait for running work.
 //! - [`foreign_devices`]: other devices that may access GPU memory.
 
 pub mod account;
@@ -24,3 +25,4 @@ pub mod pool;
 pub mod slab;
 pub mod space;
 pub mod staging;
+mod waiter;

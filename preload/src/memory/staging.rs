@@ -7,13 +7,13 @@
 
 use super::headroom::Claim;
 use crate::{
-    driver::{self, context::with_current, types::SUCCESS},
+    driver::{self, context::current_or_null, types::SUCCESS},
     gate::threads,
     sys::{
         sync::{Mutex, Rank},
         thread,
     },
-    work::capture,
+    work::{Work, capture},
 };
 use alloc::{sync::Arc, vec::Vec};
 use core::{
@@ -33,7 +33,7 @@ const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
-/// The host buffer of one chunk. Dropping it frees the memory.
+/// The host buffer of one chunk. Dropping it frees the memory. One that is registered goes to the [`waiter`](super::waiter) instead.
 #[derive(Debug)]
 pub struct Buffer {
     address: usize,
@@ -113,12 +113,18 @@ impl Buffer {
         }
     }
 
-    /// Lets the kernel page it out again. Needs a current context, as dropping it does.
+    /// Lets the kernel page it out again. The context with which it is registered is current, no capture may be broken, and the
+    /// driver may wait for running work.
     pub fn unregister(&mut self) {
         if core::mem::take(&mut self.registered) != 0 {
             // SAFETY: registered, and nothing copies to it or from it.
-            capture::beside(|_| unsafe { driver::cuMemHostUnregister(self.address as *mut c_void) });
+            unsafe { driver::cuMemHostUnregister(self.address as *mut c_void) };
         }
+    }
+
+    /// The context with which it is registered.
+    pub fn registered_with(&self) -> Option<usize> {
+        (self.registered != 0).then_some(self.registered)
     }
 
     /// The context is gone, and the registration with it.
@@ -126,10 +132,6 @@ impl Buffer {
         if self.registered == context {
             self.registered = 0;
         }
-    }
-
-    pub fn is_registered(&self) -> bool {
-        self.registered != 0
     }
 
     pub fn address(&self) -> *mut c_void {
@@ -155,7 +157,10 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        self.unregister();
+        debug_assert!(self.registered == 0, "a buffer is dropped that the driver knows");
+        if self.registered != 0 {
+            return; // the driver would copy to what is at its address then
+        }
         // SAFETY: nothing copies to it any more: buffers are dropped after their copies are done.
         let _ = unsafe { munmap(self.address as *mut c_void, self.len) };
     }
@@ -182,6 +187,9 @@ pub enum Taken {
 #[derive(Debug)]
 struct Queue {
     context: usize,
+    work: &'static Work,
+    /// Threads that have not ended.
+    workers: AtomicU32,
     state: Mutex<State>,
 }
 
@@ -194,27 +202,20 @@ struct State {
     filled: Vec<Buffer>,
 }
 
-/// Threads that have not ended, of all GPUs.
-static WORKERS: AtomicU32 = AtomicU32::new(0);
-
-/// Whether no thread will use a context any more with which buffers were to be allocated.
-pub fn workers_have_ended() -> bool {
-    WORKERS.load(Ordering::SeqCst) == 0
-}
-
 impl StagingAllocator {
     /// Allocates buffers of these sizes, registered with that context, as far as the host has room, on at most `workers`
     /// threads.
-    pub fn start(sizes: &[u64], context: usize, workers: usize) -> Self {
+    pub fn start(sizes: &[u64], context: usize, work: &'static Work, workers: usize) -> Self {
         let mut unfilled = Buffer::reserve(sizes).unwrap_or_default();
         unfilled.reverse();
         let state = State { unfilled, filling: 0, filled: Vec::new() };
-        let queue = Arc::new(Queue { context, state: Mutex::new(Rank::StagingBuffers, state) });
+        let state = Mutex::new(Rank::StagingBuffers, state);
+        let queue = Arc::new(Queue { context, work, workers: AtomicU32::new(0), state });
         for _ in 0..thread::cpus().min(workers).min(sizes.len()) {
-            WORKERS.fetch_add(1, Ordering::SeqCst);
+            queue.workers.fetch_add(1, Ordering::SeqCst);
             let worker = queue.clone();
             if !threads::spawn(c"nvshare-host", move || worker.run()) {
-                WORKERS.fetch_sub(1, Ordering::SeqCst);
+                queue.workers.fetch_sub(1, Ordering::SeqCst);
             }
         }
         Self(queue)
@@ -238,7 +239,7 @@ impl StagingAllocator {
     /// Whether threads allocate no more: all buffers are finished, the host has no room, or no thread could allocate.
     pub fn is_done(&self) -> bool {
         let state = self.0.state.lock();
-        workers_have_ended() || (state.unfilled.is_empty() && state.filling == 0)
+        self.0.workers.load(Ordering::SeqCst) == 0 || (state.unfilled.is_empty() && state.filling == 0)
     }
 
     /// Allocates no more than what has been started.
@@ -254,18 +255,19 @@ impl StagingAllocator {
 
 impl Queue {
     fn run(&self) {
-        let _ = with_current(self.context, || {
-            while let Some(mut buffer) = self.next() {
-                let filled = self.fill(&buffer);
-                if filled {
-                    buffer.register(self.context);
-                }
-                let mut state = self.state.lock();
-                state.filling -= 1;
-                state.filled.extend(filled.then_some(buffer));
+        // Whatever a first call waits for, no buffer does, and no context.
+        let _ = current_or_null();
+        while let Some(mut buffer) = self.next() {
+            let filled = self.fill(&buffer);
+            if filled {
+                // One that is being destroyed takes no more.
+                let _ = self.work.enter(self.context, || buffer.register(self.context));
             }
-        });
-        WORKERS.fetch_sub(1, Ordering::SeqCst);
+            let mut state = self.state.lock();
+            state.filling -= 1;
+            state.filled.extend(filled.then_some(buffer));
+        }
+        self.workers.fetch_sub(1, Ordering::SeqCst);
     }
 
     fn next(&self) -> Option<Buffer> {

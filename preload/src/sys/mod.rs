@@ -14,7 +14,7 @@ pub mod file;
 pub mod futex;
 pub mod lock_file;
 pub mod once;
-mod rank;
+pub mod rank;
 pub mod sync;
 pub mod tasks;
 pub mod thread;

@@ -10,7 +10,8 @@ pub enum Rank {
     GreenContexts,
     /// One thread at a time opens memory of another process, which takes as long as that one takes to answer.
     Opening,
-    /// No lock: waiting at a gate, or for an answer, for which the client's thread must act. It takes none of those before.
+    /// No lock: waiting at a gate, or for an answer, for which the client's thread must act. It takes none of those before, and holds
+    /// this rank itself.
     ClientThread,
     /// The memory that the program maps itself: calls that change what a handle or an address means.
     VirtualMemory,
@@ -34,16 +35,18 @@ pub enum Rank {
     Space,
     /// What kind of GPU it is.
     GpuInfo,
-    /// A thread waits for a context, which is not destroyed meanwhile.
-    Synchronizing,
-    /// A GPU's contexts, streams and marks. Points are recorded under it, in contexts that are not destroyed meanwhile.
+    /// A GPU's contexts, streams and marks. Contexts that are entered under it are not destroyed meanwhile.
     Work,
     /// No capture begins or ends while it is read.
     CaptureStart,
     /// The captures.
     Captures,
+    /// A context's events that are not in use.
+    FreeEvents,
     /// Host buffers that are being allocated.
     StagingBuffers,
+    /// Calls that a thread which holds nothing is to make.
+    WaitingCalls,
     /// What a swap file holds, and what its threads have to do.
     SwapFile,
     /// One thread at a time asks for the lock of GPUs.
@@ -77,9 +80,9 @@ pub enum Rank {
 }
 
 #[cfg(debug_assertions)]
-pub use checked::{Held, Ranked};
+pub use checked::{Held, Ranked, has_room, held, holds_any, with_room};
 #[cfg(not(debug_assertions))]
-pub use unchecked::{Held, Ranked};
+pub use unchecked::{Held, Ranked, with_room};
 
 /// Release builds: nothing is kept and nothing is done.
 #[cfg(not(debug_assertions))]
@@ -89,6 +92,11 @@ mod unchecked {
 
     #[derive(Debug)]
     pub struct Held;
+
+    #[inline(always)]
+    pub fn with_room() -> Held {
+        Held
+    }
 
     impl Ranked {
         pub const fn new(_: super::Rank) -> Self {
@@ -143,13 +151,37 @@ mod checked {
 
         fn take_within(&self, forbidden: u64) -> Held {
             let held = thread::ranks();
-            if held & forbidden != 0 {
+            if held & forbidden & !ROOM != 0 {
                 violation(self.0, held);
             }
             let bit = 1 << self.0 as u32 & !held;
             thread::set_ranks(held | bit);
             Held { bit }
         }
+    }
+
+    /// Not a rank: what the thread submits has room in its stream's queue.
+    const ROOM: u64 = 1 << 63;
+
+    /// Until the result is dropped, what the calling thread submits has room in its stream's queue.
+    pub fn with_room() -> Held {
+        let held = thread::ranks();
+        thread::set_ranks(held | ROOM);
+        Held { bit: ROOM & !held }
+    }
+
+    /// The ranks that the calling thread holds, as bits.
+    pub fn held() -> u64 {
+        thread::ranks() & !ROOM
+    }
+
+    /// Whether the calling thread holds any lock, or is the client's thread.
+    pub fn holds_any() -> bool {
+        held() != 0
+    }
+
+    pub fn has_room() -> bool {
+        thread::ranks() & ROOM != 0
     }
 
     impl Drop for Held {

@@ -56,6 +56,11 @@ pub fn waiting_for_client_thread() -> Held {
     RANK.take()
 }
 
+/// The calling thread is the client's thread until the result is dropped.
+pub fn on_client_thread() -> Held {
+    waiting_for_client_thread()
+}
+
 impl<T> Mutex<T> {
     pub const fn new(rank: Rank, value: T) -> Self {
         Self { rank: Ranked::new(rank), inner: futex::Mutex::new(value) }

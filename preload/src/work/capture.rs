@@ -7,14 +7,23 @@ use super::streams::context_of;
 use crate::{
     driver::{self, types::*},
     gate::{self, epoch, threads},
-    sys::sync::{Mutex, Rank, RwLock},
+    sys::{
+        sync::{Mutex, Rank, RwLock},
+        time,
+    },
 };
 use alloc::{vec, vec::Vec};
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::{
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
 /// The number of captures in this process. Changed under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(Rank::CaptureStart, ());
+/// The number of threads that are in [`synchronizing`], and the time after which each has begun its call.
+static SYNCHRONIZING: AtomicUsize = AtomicUsize::new(0);
+const SYNCHRONIZING_BEGINS: Duration = Duration::from_millis(1);
 static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Rank::Captures, Vec::new());
 
 /// A stream that captures, and its context.
@@ -81,6 +90,20 @@ pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
+/// Makes a call that waits for a whole context, which breaks any capture if it begins beside one. `None` if one is under way.
+pub fn synchronizing<R>(call: impl FnOnce() -> R) -> Option<R> {
+    {
+        let _no_start = STARTING.read();
+        if any() {
+            return None;
+        }
+        SYNCHRONIZING.fetch_add(1, Ordering::SeqCst);
+    }
+    let result = call();
+    SYNCHRONIZING.fetch_sub(1, Ordering::SeqCst);
+    Some(result)
+}
+
 /// `cuStreamBeginCapture` in any of its versions.
 pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if !gate::is_active() {
@@ -89,6 +112,9 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     // Before it captures.
     let context = context_of(stream).unwrap_or(core::ptr::null_mut());
     let _start = STARTING.write();
+    if SYNCHRONIZING.load(Ordering::SeqCst) > 0 {
+        time::sleep(SYNCHRONIZING_BEGINS);
+    }
     let result = call();
     if result == SUCCESS {
         let mut captures = CAPTURES.lock();

@@ -1,13 +1,21 @@
 //! The program's contexts on one GPU.
 
-use super::point::Context;
-use super::{Inner, Work};
+use super::point::{Context, Point};
+use super::streams::{Stream, StreamState};
+use super::{Inner, Work, marks::Unmarked};
 use crate::{
-    driver::{context::with_current, types::*},
+    driver::{
+        context::{is_broken_in, with_current},
+        types::*,
+    },
     gate::epoch,
+    sys::time,
 };
-use alloc::vec::Vec;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use alloc::{collections::BTreeMap, sync::Arc, vec::Vec};
+use core::{
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
 /// The only context that the program has had so far; 0 before the first, [`SEVERAL`] from the second on.
 static ONLY: AtomicUsize = AtomicUsize::new(0);
@@ -36,8 +44,28 @@ pub fn are_several() {
     }
 }
 
+/// The interval between looks whether threads have left a context, or another thread has destroyed it.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// A context that the program is destroying. The driver waits for its work, and the client's thread, the gates and this thread's locks
+/// must not: nothing of ours is held meanwhile, and nothing enters the context.
+#[derive(Debug)]
+pub(super) struct Dying {
+    context: Context,
+    streams: BTreeMap<Stream, StreamState>,
+    /// Done when the context is gone, and its work with it.
+    pub(super) end: Arc<Point>,
+}
+
 impl Work {
-    /// A context was created, or retained or attached once more.
+    /// A context that is known was retained or attached once more. `false` if it is not known.
+    pub fn use_context(&self, context: CUcontext) -> bool {
+        let mut inner = self.inner.lock();
+        let known = inner.context(context as usize);
+        known.map(|context| context.uses += 1).is_some()
+    }
+
+    /// A context was created, or retained or attached once more. The program is not destroying it.
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
@@ -48,39 +76,99 @@ impl Work {
         }
     }
 
-    /// Makes a call that ends one use of a context, if others are left: the context stays then. The count and the driver's change
-    /// together, or of two threads, one could end the last use while the other still believes in its own.
+    /// Whether the program is destroying a context of this handle.
+    pub fn is_dying(&self, context: CUcontext) -> bool {
+        self.inner.lock().is_dying(context as usize)
+    }
+
+    /// Whether the program has this context, or is destroying it.
+    pub fn knows(&self, context: usize) -> bool {
+        self.inner.lock().known(context).is_some()
+    }
+
+    /// Runs `f` in a context of the program, which is not destroyed meanwhile, on a thread that holds no lock. `None` if the context
+    /// cannot be entered.
+    pub fn enter<R>(&self, context: usize, f: impl FnOnce() -> R) -> Option<R> {
+        {
+            let mut inner = self.inner.lock();
+            inner.context(context).filter(|context| !context.foreign)?.users += 1;
+        }
+        let result = with_current(context, f).ok();
+        self.inner.lock().leave(context);
+        result
+    }
+
+    /// Makes a call that ends one use of a context, if others are left: the context stays then. The last use is not ended before the
+    /// call has returned, or of two threads, one could end the last use while the other still believes in its own.
     pub fn releasing_context(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
-        let mut inner = self.inner.lock();
-        let context = inner.context(context as usize).filter(|context| context.uses > 1)?;
+        {
+            let mut inner = self.inner.lock();
+            let context = inner.context(context as usize).filter(|context| context.uses > 1)?;
+            (context.uses, context.users) = (context.uses - 1, context.users + 1);
+        }
         let result = call();
-        if result == SUCCESS {
-            context.uses -= 1;
+        let mut inner = self.inner.lock();
+        inner.leave(context as usize);
+        if result != SUCCESS
+            && let Some(context) = inner.known(context as usize)
+        {
+            context.uses += 1;
         }
         Some(result)
     }
 
-    /// Makes a call that may destroy a context, while nothing of ours uses it. The call returns its result and whether the
-    /// context is gone. Returns the result and, if a known context is gone, whether it was the last on this GPU.
-    pub fn destroying_context(
-        &self,
-        context: CUcontext,
-        call: impl FnOnce() -> (CUresult, bool),
-    ) -> (CUresult, Option<bool>) {
-        let _not_synchronizing = self.synchronizing.lock();
+    /// The program is about to make a call that may destroy a context: nothing of ours enters it from here on, and all that was there
+    /// has left. `false` if the context is not known; otherwise [`end_of_destroying`](Self::end_of_destroying) follows.
+    pub fn begin_destroying(&self, context: CUcontext) -> bool {
+        let handle = context as usize;
+        {
+            let mut inner = self.inner.lock();
+            // One that another thread is destroying.
+            while inner.is_dying(handle) {
+                drop(inner);
+                time::sleep(POLL_INTERVAL);
+                inner = self.inner.lock();
+            }
+            // A stream made from now on may have the handle of one that goes with the context.
+            epoch::end();
+            let Some(at) = inner.contexts.iter().position(|context| context.handle == handle) else { return false };
+            let context = inner.contexts.swap_remove(at);
+            context.begin_to_end();
+            let of_others = core::mem::take(&mut inner.streams);
+            let (streams, of_others) = of_others.into_iter().partition(|(stream, _)| stream.context == handle);
+            inner.streams = of_others;
+            inner.forget_marks(handle);
+            inner.dying.push(Dying { context, streams, end: Arc::new(Point::without_event(handle)) });
+        }
+        while self.inner.lock().known(handle).is_some_and(|context| context.users > 0) {
+            time::sleep(POLL_INTERVAL);
+        }
+        true
+    }
+
+    /// Whether a context that is being destroyed is the last on this GPU.
+    pub fn is_last(&self, context: CUcontext) -> bool {
+        let inner = self.inner.lock();
+        let others = inner.dying.iter().map(|dying| &dying.context).chain(&inner.contexts);
+        others.filter(|other| other.handle != context as usize).all(|other| other.foreign)
+    }
+
+    /// The call has returned: the context is gone, or stays. It stays with one use less where another thread has retained it in this
+    /// moment: then the call has succeeded.
+    pub fn end_of_destroying(&self, context: CUcontext, is_gone: bool, result: CUresult) {
         let mut inner = self.inner.lock();
-        let known = inner.has(context as usize);
-        // A stream made from now on may have the handle of one that goes with the context.
-        epoch::end();
-        let (result, gone) = call();
-        if let (SUCCESS, false, Some(context)) = (result, gone, inner.context(context as usize)) {
-            context.uses = context.uses.saturating_sub(1); // another thread has retained it in this moment
+        let Some(at) = inner.dying.iter().position(|dying| dying.context.handle == context as usize) else { return };
+        let Dying { mut context, streams, end } = inner.dying.swap_remove(at);
+        end.set_done();
+        if is_gone {
+            context.end();
+            inner.forget_context(context.handle);
+            return;
         }
-        if !gone || !known {
-            return (result, None);
-        }
-        inner.forget_context(context as usize);
-        (result, Some(inner.contexts.iter().all(|c| c.foreign)))
+        context.stay();
+        context.uses = context.uses.saturating_sub(u32::from(result == SUCCESS));
+        inner.contexts.push(context);
+        inner.streams.extend(streams);
     }
 
     /// Uses each new context once on the client's thread, before other threads depend on that: on first use the driver sets up
@@ -109,7 +197,14 @@ impl Work {
     /// Whether all work that may touch memory of this GPU is in this context.
     pub fn is_all_in(&self, context: CUcontext) -> bool {
         let inner = self.inner.lock();
-        self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1
+        self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1 && inner.dying.is_empty()
+    }
+
+    /// Whether there are contexts, and all of them are broken.
+    pub fn are_all_broken(&self) -> bool {
+        let inner = self.inner.lock();
+        let mut own = inner.contexts.iter().filter(|c| !c.foreign).peekable();
+        own.peek().is_some() && own.all(|context| is_broken_in(context.handle))
     }
 
     /// The program's contexts on this GPU that memory can be copied with.
@@ -127,13 +222,35 @@ impl Inner {
         self.contexts.iter_mut().find(|c| c.handle == context)
     }
 
+    fn is_dying(&self, context: usize) -> bool {
+        self.dying.iter().any(|dying| dying.context.handle == context)
+    }
+
+    /// The same also for one that is being destroyed.
+    fn known(&mut self, context: usize) -> Option<&mut Context> {
+        let dying = self.dying.iter_mut().map(|dying| &mut dying.context);
+        self.contexts.iter_mut().chain(dying).find(|c| c.handle == context)
+    }
+
+    /// A thread that was in a context has left it.
+    pub(super) fn leave(&mut self, context: usize) {
+        if let Some(context) = self.known(context) {
+            context.users -= 1;
+        }
+    }
+
     pub(super) fn forget_context(&mut self, context: usize) {
         self.contexts.iter().filter(|c| c.handle == context).for_each(Context::end);
         self.contexts.retain(|c| c.handle != context);
         self.streams.retain(|stream, _| stream.context != context);
         self.closed_streams.retain(|point| point.context != context);
-        self.marks.retain(|mark| mark.point.context != context);
-        self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
+        self.forget_marks(context);
         epoch::end();
+    }
+
+    fn forget_marks(&mut self, context: usize) {
+        self.marks.retain(|mark| mark.point.context != context);
+        self.unmarked = Unmarked::NONE;
+        self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
     }
 }

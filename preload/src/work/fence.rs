@@ -42,13 +42,21 @@ impl Work {
     pub(super) fn fence_of_own(&self) -> Option<Fence> {
         let mut inner = self.inner.lock();
         inner.closed_streams.retain(|point| !point.is_done());
-        let mut fence = Fence::of(inner.closed_streams.clone());
-        inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
+        let mut fence = Fence::of(inner.closed_streams.iter().cloned().collect());
+        fence.points.extend(inner.dying.iter().map(|dying| dying.end.clone()));
+        inner.streams.retain(|_, state| state.is_in_use());
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
+        if !dirty.is_empty() {
+            self.find_room(&mut inner);
+        }
+        if !inner.recording.is_empty() {
+            return None; // and in a moment there is a point
+        }
         for stream in dirty {
-            // Only its own thread can record a point there, and is about to.
+            // Only its own thread can record a point there, and is about to. Where the queue may be full, points come as it empties.
             let made = !inner.is_foreign(stream)
-                && with_current(stream.context, || inner.point_in(stream).is_some()) == Ok(true);
+                && inner.has_room()
+                && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true);
             if !made && inner.streams.contains_key(&stream) {
                 return None;
             }

@@ -16,6 +16,10 @@ use crate::{
 };
 use alloc::{sync::Arc, vec::Vec};
 
+/// The point behind what a context had been given.
+#[derive(Debug, Default)]
+pub struct Passing(Option<Arc<Point>>);
+
 impl Work {
     /// A fence behind everything that the contexts of this GPU and its peers have been given, by whatever call. `None` if the
     /// driver cannot be asked at the moment.
@@ -48,8 +52,13 @@ impl Work {
     }
 
     fn record_contexts(&self) -> Result<Vec<Arc<Point>>, CUresult> {
-        let mut points = Vec::new();
-        for context in self.inner.lock().contexts.iter_mut().filter(|context| !context.foreign) {
+        let mut inner = self.inner.lock();
+        self.find_room(&mut inner);
+        if !inner.has_room() {
+            return Err(ERROR_NOT_READY);
+        }
+        let mut points: Vec<_> = inner.dying.iter().map(|dying| dying.end.clone()).collect();
+        for context in inner.contexts.iter_mut().filter(|context| !context.foreign) {
             match with_current(context.handle, || context.record_all()).flatten() {
                 Ok(point) => points.push(point),
                 Err(error) if is_dead_in(context.handle, error) => {} // nothing runs there any more
@@ -59,32 +68,69 @@ impl Work {
         Ok(points)
     }
 
-    /// The same where the driver has no events of contexts (before 12.5): threads wait for the contexts.
+    /// Whether what a context had been given when that was first asked is done. Where the driver has no events of contexts (before 12.5),
+    /// it is not known, and counts as done.
+    pub fn has_passed(&self, context: usize, passing: &mut Passing) -> bool {
+        let mut inner = self.inner.lock();
+        if let Some(point) = &passing.0 {
+            return point.is_done();
+        }
+        self.find_room(&mut inner);
+        if !inner.has_room() {
+            return false;
+        }
+        let Some(known) = inner.context(context) else { return false };
+        match with_current(context, || known.record_all()).flatten() {
+            Ok(point) => passing.0.insert(point).is_done(),
+            Err(error) => error == ERROR_NOT_FOUND || is_dead_in(context, error),
+        }
+    }
+
+    /// The same where the driver has no events of contexts (before 12.5): threads wait for the contexts. `None` while one still waits
+    /// for a context: it knows nothing of what was submitted since.
     fn synchronize_contexts(&'static self) -> Option<Vec<Arc<Point>>> {
-        let wait_for = |context: CUcontext| {
-            let point = Arc::new(Point::without_event(context as usize));
-            let its = point.clone();
-            threads::spawn(c"nvshare-idle", move || self.synchronize(&its)).then_some(point)
+        let contexts: Vec<usize> = {
+            let mut inner = self.inner.lock();
+            if !inner.dying.is_empty() || inner.contexts.iter().any(|context| context.is_awaited) {
+                return None;
+            }
+            let own = inner.contexts.iter_mut().filter(|context| !context.foreign);
+            own.map(|context| {
+                context.is_awaited = true;
+                context.handle
+            })
+            .collect()
         };
-        self.contexts().into_iter().map(wait_for).collect()
+        let wait_for = |context: usize| {
+            let point = Arc::new(Point::without_event(context));
+            let its = point.clone();
+            let is_started = threads::spawn(c"nvshare-idle", move || self.synchronize(&its));
+            if !is_started {
+                self.is_not_awaited(context);
+            }
+            is_started.then_some(point)
+        };
+        let points: Vec<_> = contexts.into_iter().map(wait_for).collect();
+        points.into_iter().collect()
     }
 
     /// Waits until all work of the point's context is done. If that cannot be found out, the point is never done.
     fn synchronize(&self, point: &Point) {
-        // The context is not destroyed meanwhile.
-        let _synchronizing = self.synchronizing.lock();
-        if !self.has_context(point.context as CUcontext) {
-            return;
-        }
-        let result = with_current(point.context, || {
-            capture::beside(|capturing| match capturing {
-                true => ERROR_NOT_READY,
-                // SAFETY: no arguments.
-                false => unsafe { driver::cuCtxSynchronize() },
-            })
+        // SAFETY: no arguments.
+        let synchronize = || capture::synchronizing(|| unsafe { driver::cuCtxSynchronize() });
+        let result = self.enter(point.context, || {
+            let result = synchronize()?;
+            Some(result == SUCCESS || is_dead_in(point.context, result))
         });
-        if result.is_ok_and(|result| result == SUCCESS || is_dead_in(point.context, result)) {
+        if result.flatten() == Some(true) {
             point.set_done();
+        }
+        self.is_not_awaited(point.context);
+    }
+
+    fn is_not_awaited(&self, context: usize) {
+        if let Some(context) = self.inner.lock().context(context) {
+            context.is_awaited = false;
         }
     }
 }

@@ -1,9 +1,12 @@
 //! Marks: they limit how much work is queued ahead of the GPU.
 
 use super::point::Point;
-use super::{Inner, Work, capture, context_of, streams::Stream};
+use super::{
+    Inner, Work, context_of,
+    streams::{Stream, is_idle},
+};
 use crate::{
-    driver::{self, types::*},
+    driver::types::*,
     gate::{epoch, threads},
     sys::time::{self, Instant},
 };
@@ -27,13 +30,31 @@ const MAX_WINDOW: u32 = 4096;
 /// little where the window is large, for small kernels.
 const MARKS_PER_WINDOW: u32 = 8;
 
+/// While no more marks than this are pending, each that is due is recorded; normally there are never more. Each takes a place in the
+/// driver's queue, which has about a thousand: behind work that does not end, the submissions between two marks double with every
+/// `MARKS_PER_DOUBLING`, so that a thousand launches take 40 marks, and a million 70.
+const FEW_MARKS: usize = 16;
+
+const MARKS_PER_DOUBLING: usize = 3;
+
 /// The longest wait of a thread for a mark at first. It is longer where recent work took longer, and half as long after each wait
 /// in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
 const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
 
-const MAX_HALVINGS: u32 = 20;
+/// After so many waits for one mark in vain, threads no longer wait for it: each would be shorter than a sleep.
+const MAX_HALVINGS: u32 = 15;
+
+/// A thread that waits asks at first without pause, then at this interval, then at this part of the time that it has waited.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
+
+const POLL_PART: u32 = 64;
+
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// A queue has about 1,020 entries. So many are left for what a thread submits before a mark is due.
+const MANY_ENTRIES: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
 
 /// Work that ends this soon after a submission may have needed it.
 const PROMPTLY: Duration = Duration::from_millis(20);
@@ -44,11 +65,26 @@ const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(super) struct Mark {
     pub(super) point: Arc<Point>,
+    pub(super) stream: Stream,
     pub(super) since: Instant,
     /// Submissions since the previous mark.
     pub(super) weight: u32,
+    /// Entries of queues that these took, at most.
+    pub(super) entries: u32,
     /// Submissions that were outstanding when it was recorded, including its own.
     pub(super) ahead: u32,
+}
+
+/// Submissions since the newest mark, and how often a mark behind them was due.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Unmarked {
+    weight: u32,
+    entries: u32,
+    due: u32,
+}
+
+impl Unmarked {
+    pub(super) const NONE: Self = Self { weight: 0, entries: 0, due: 0 };
 }
 
 #[derive(Debug)]
@@ -82,10 +118,13 @@ impl Work {
 
     /// Records a mark behind all that this thread has submitted since its last one.
     pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
-        let unmarked = slot.between_marks.get().abs_diff(slot.unmarked_left.get());
-        slot.unmarked_left.set(slot.between_marks.get());
+        let between = slot.between_marks.get();
+        let unmarked = between.abs_diff(slot.unmarked_left.get());
+        // Only the last can have been heavy.
+        let entries = unmarked.min(between.unsigned_abs() + 1);
+        slot.unmarked_left.set(between);
         self.renew_marks(slot);
-        crate::sys::errno::preserved(|| self.mark(unmarked, stream));
+        crate::sys::errno::preserved(|| self.mark(unmarked, entries, stream));
     }
 
     /// Has this thread record marks as often as is right now. What it has submitted since the last one counts.
@@ -96,27 +135,40 @@ impl Work {
     }
 
     #[cold]
-    pub(super) fn mark(&self, weight: u32, stream: CUstream) {
+    pub(super) fn mark(&self, weight: u32, entries: u32, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);
         if !inner.has(stream.context) {
             return; // a stream of another GPU
         }
-        let Some(point) = inner.point_of_mark(stream) else { return };
-        self.collect(&mut inner, false);
-        let ahead = inner.outstanding.saturating_add(weight);
-        inner.outstanding = ahead;
-        let since = Instant::now();
-        inner.marks.push_back(Mark { point, since, weight, ahead });
-        self.update_full(&mut inner, since);
+        inner.unmarked.due += 1;
+        let is_due = inner.unmarked.due >= spacing(inner.marks.len());
+        if is_due || inner.is_oldest_done() {
+            self.collect(&mut inner, false);
+        }
+        inner.outstanding = inner.outstanding.saturating_add(weight);
+        inner.unmarked.weight = inner.unmarked.weight.saturating_add(weight);
+        inner.unmarked.entries = inner.unmarked.entries.saturating_add(entries);
+        if is_due {
+            drop(inner);
+            let point = self.point_of_mark(stream);
+            inner = self.inner.lock();
+            if let Some(point) = point {
+                let Unmarked { weight, entries, .. } = core::mem::replace(&mut inner.unmarked, Unmarked::NONE);
+                let ahead = inner.outstanding;
+                inner.marks.push_back(Mark { point, stream, since: Instant::now(), weight, entries, ahead });
+            }
+        }
+        inner.forget_unmarked();
+        self.update_full(&mut inner, Instant::now());
     }
 
     /// Sets `full` if too much is outstanding now: more than the window, or for longer than the window was meant to last.
     pub(super) fn update_full(&self, inner: &mut Inner, now: Instant) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| now - oldest.since > run_ahead);
-        let full = old || inner.outstanding > inner.window;
+        let full = (old || inner.outstanding > inner.window) && !inner.is_given_up();
         if full && !self.full.swap(true, Ordering::Relaxed) {
             epoch::end();
         } else if !full {
@@ -150,11 +202,13 @@ impl Work {
         loop {
             let waited = begin.elapsed();
             // Tiny kernels end within microseconds; for others a sleep is short compared with the window.
-            if waited > Duration::from_micros(50) {
-                time::sleep(Duration::from_micros(50));
+            if waited > POLL_INTERVAL {
+                time::sleep((waited / POLL_PART).clamp(POLL_INTERVAL, MAX_POLL_INTERVAL));
             }
             let mut inner = self.inner.lock();
-            self.collect(&mut inner, true);
+            if inner.is_oldest_done() {
+                self.collect(&mut inner, true);
+            }
             if inner.marks.front().is_none_or(|m| m.since != oldest) {
                 self.update_full(&mut inner, Instant::now());
                 return true;
@@ -227,21 +281,38 @@ impl Work {
         }
     }
 
+    /// Notes marks that are done, if the queues of streams may be full otherwise.
+    pub(super) fn find_room(&self, inner: &mut Inner) {
+        if !inner.has_room() {
+            self.collect(inner, false);
+        }
+    }
+
     /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it took;
     /// otherwise it took no longer than that, so the window may grow but not shrink.
     pub(super) fn collect(&self, inner: &mut Inner, waited: bool) {
         let mut newest = None;
         let mut weight = 0;
+        // Marks of one stream become done in their order, so only the oldest is asked. There are too few for a search to matter.
+        let mut pending: [Option<Stream>; FEW_MARKS] = [None; FEW_MARKS];
+        let mut count = 0;
         inner.marks.retain(|mark| {
+            if pending.contains(&Some(mark.stream)) {
+                return true;
+            }
             let done = mark.point.is_done();
             if done {
                 newest = Some((mark.since, mark.ahead));
                 weight += mark.weight;
                 self.done.fetch_add(1, Ordering::Relaxed);
+            } else if let Some(place) = pending.get_mut(count) {
+                *place = Some(mark.stream);
+                count += 1;
             }
             !done
         });
         inner.outstanding = inner.outstanding.saturating_sub(weight);
+        inner.forget_unmarked();
         if let Some(abandoned) = &inner.abandoned
             && inner.marks.front().is_none_or(|m| m.since != abandoned.mark)
         {
@@ -270,10 +341,59 @@ fn decaying_max(known: u64, seen: u64) -> u64 {
     seen.max(known - known / 8)
 }
 
-/// Whether all work of this stream of the current context is done.
-fn is_idle(stream: CUstream) -> bool {
-    // SAFETY: the program has just submitted to this stream. A stream that captures is never asked.
-    capture::beside(|capturing| {
-        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
-    })
+/// How often a mark must be due before one is recorded, while so many are pending.
+fn spacing(pending: usize) -> u32 {
+    1 << (pending.saturating_sub(FEW_MARKS) / MARKS_PER_DOUBLING).min(31)
+}
+
+impl Inner {
+    /// Whether any thread may record a point in any stream and waits for nothing: the queues have room, also for what threads have
+    /// submitted since a mark was last due.
+    pub(super) fn has_room(&self) -> bool {
+        self.marks.iter().map(|mark| mark.entries.saturating_add(1)).fold(self.unmarked.entries, u32::saturating_add)
+            < MANY_ENTRIES
+    }
+
+    fn is_oldest_done(&self) -> bool {
+        self.marks.front().is_some_and(|oldest| oldest.point.is_done())
+    }
+
+    /// Without a pending mark none tells when the submissions behind the newest are done, so they count no longer.
+    fn forget_unmarked(&mut self) {
+        if self.marks.is_empty() {
+            (self.outstanding, self.unmarked) = (0, Unmarked::NONE);
+        }
+    }
+
+    /// Whether no thread waits any more for the oldest mark, which is behind work that may need the program to go on.
+    fn is_given_up(&self) -> bool {
+        let waits = |abandoned: &AbandonedWait| self.futile_waits + abandoned.times;
+        let oldest = self.marks.front().map(|mark| mark.since);
+        self.abandoned.as_ref().is_some_and(|g| Some(g.mark) == oldest && waits(g) >= MAX_HALVINGS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_take_a_small_part_of_the_driver_queue() {
+        let (mut marks, mut due) = (0, 0);
+        for launches in 1.. {
+            due += 1;
+            if due >= spacing(marks) {
+                (marks, due) = (marks + 1, 0);
+            }
+            match launches {
+                16 => assert_eq!(marks, 16),
+                970 => assert_eq!(marks, 40, "launches and marks are no more than the queue takes"),
+                1_000_000 => {
+                    assert!(marks < 72);
+                    break;
+                }
+                _ => {}
+            }
+        }
+    }
 }

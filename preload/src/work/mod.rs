@@ -24,6 +24,7 @@ mod streams;
 
 pub use contexts::{are_several as contexts_are_several, is_there as context_is_there};
 pub use fence::Fence;
+pub use idle::Passing;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
 use crate::{
@@ -35,10 +36,11 @@ use alloc::{
     sync::Arc,
     vec::Vec,
 };
+use contexts::Dying;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD};
+use marks::{AbandonedWait, FIRST_WINDOW, Mark, RUN_AHEAD, Unmarked};
 use point::{Context, Point};
-use streams::{MIN_PRUNE_THRESHOLD, Stream, StreamState};
+use streams::{MIN_PRUNE_THRESHOLD, Recording, Stream, StreamState};
 
 #[derive(Debug)]
 pub struct Work {
@@ -59,20 +61,23 @@ pub struct Work {
     peers: AtomicU64,
     /// Returns the work of another GPU: the table of GPUs is in a layer above.
     of_gpu: fn(u32) -> Option<&'static Work>,
-    /// Held while a thread waits for a context, which is not destroyed meanwhile. Locked before `inner`.
-    synchronizing: Mutex<()>,
     inner: Mutex<Inner>,
 }
 
 #[derive(Debug)]
 struct Inner {
     contexts: Vec<Context>,
+    /// Contexts that the program is destroying.
+    dying: Vec<Dying>,
     /// Streams that were given work and have not been seen idle since.
     streams: BTreeMap<Stream, StreamState>,
+    /// Points that threads are recording.
+    recording: Vec<Recording>,
     /// The last points of streams that were destroyed, whose work may still run.
-    closed_streams: Vec<Arc<Point>>,
+    closed_streams: VecDeque<Arc<Point>>,
     marks: VecDeque<Mark>,
-    /// Submissions before marks that are not done.
+    unmarked: Unmarked,
+    /// Submissions before marks that are not done, and those behind the newest.
     outstanding: u32,
     /// Submissions that may be outstanding when another is made.
     window: u32,
@@ -99,14 +104,16 @@ impl Work {
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
             peers: AtomicU64::new(0),
-            synchronizing: Mutex::new(Rank::Synchronizing, ()),
             inner: Mutex::new(
                 Rank::Work,
                 Inner {
                     contexts: Vec::new(),
+                    dying: Vec::new(),
                     streams: BTreeMap::new(),
-                    closed_streams: Vec::new(),
+                    recording: Vec::new(),
+                    closed_streams: VecDeque::new(),
                     marks: VecDeque::new(),
+                    unmarked: Unmarked::NONE,
                     outstanding: 0,
                     window: FIRST_WINDOW,
                     longest: 0,
@@ -121,8 +128,8 @@ impl Work {
     /// Notes a submission to this stream.
     pub fn note(&self, handle: CUstream) {
         let Some(context) = context_of(handle) else { return };
-        let mut inner = self.inner.lock();
         let stream = Stream::of(handle, context);
+        let mut inner = self.inner.lock();
         let is_known = inner.has(stream.context);
         if !is_known {
             contexts::is_there(context);
@@ -130,8 +137,10 @@ impl Work {
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
-        if inner.needs_points_at_once(stream) {
-            inner.point_in_its_context(stream);
+        let needs_point = inner.needs_points_at_once(stream);
+        drop(inner);
+        if needs_point {
+            self.point_in(stream);
         }
     }
 

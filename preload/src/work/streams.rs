@@ -1,6 +1,6 @@
 //! The streams that were given work, and recording points in them.
 
-use super::point::{Point, is_legacy};
+use super::point::{self, Point, is_legacy};
 use super::{Inner, Work, capture, contexts};
 use crate::{
     driver::{
@@ -33,6 +33,21 @@ pub(super) struct StreamState {
     /// It may have been given work after its last point.
     pub(super) dirty: bool,
     pub(super) last: Option<Arc<Point>>,
+}
+
+/// A thread records the last point of a stream.
+#[derive(Debug)]
+pub(super) struct Recording {
+    stream: Stream,
+    /// Another thread has done so at the same time: which point is the last is not known.
+    overlaps: bool,
+}
+
+impl StreamState {
+    /// Whether it may have work that is not done.
+    pub(super) fn is_in_use(&self) -> bool {
+        self.dirty || self.last.as_ref().is_some_and(|point| !point.is_done())
+    }
 }
 
 impl Stream {
@@ -72,70 +87,131 @@ impl Work {
         let unmarked =
             |(stream, state): (&Stream, &StreamState)| (state.dirty && is_legacy(stream.handle())).then_some(*stream);
         let unmarked: Vec<_> = inner.streams.iter().filter_map(unmarked).collect();
+        self.find_room(&mut inner);
         for stream in unmarked {
-            inner.point_in_its_context(stream);
+            if inner.has(stream.context) && inner.has_room() {
+                let _ = with_current(stream.context, || inner.point_with_room(stream));
+            }
         }
     }
 
     /// Has whatever is submitted from now on to streams that wait for the legacy stream wait for what all of them have been given.
     /// `stream` is the legacy stream of the current context. `false` if that is not possible now, for instance because of a
-    /// capture.
+    /// capture, or because the queues of streams may be full.
     pub fn order_blocking_streams(&self, stream: CUstream) -> bool {
         let Some(context) = context_of(stream) else { return false };
-        let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);
-        if !inner.has(stream.context) {
-            return false;
-        }
+        let mut inner = self.inner.lock();
+        self.find_room(&mut inner);
         // An event in the legacy stream is work like any other there.
-        inner.point_in_its_context(stream).is_some()
+        let is_possible = inner.has(stream.context) && inner.has_room();
+        is_possible && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true)
     }
 
     /// The program begins to capture this stream: the last moment to record a point behind its work.
     pub fn mark_stream(&self, stream: CUstream) {
-        self.with_marked(stream, |_, _| {});
+        if let Some(context) = context_of(stream) {
+            self.mark_if_dirty(Stream::of(stream, context));
+        }
     }
 
     /// The program destroys this stream, whose work goes on.
     pub fn forget_stream(&self, stream: CUstream) {
-        self.with_marked(stream, |inner, stream| {
-            if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream) {
-                inner.closed_streams.push(point);
-            }
-            epoch::end();
-        });
-    }
-
-    pub(super) fn with_marked(&self, stream: CUstream, then: impl FnOnce(&mut Inner, Stream)) {
         let Some(context) = context_of(stream) else { return };
+        let is_idle = is_idle(stream);
         let stream = Stream::of(stream, context);
-        let mut inner = self.inner.lock();
-        if inner.streams.get(&stream).is_some_and(|state| state.dirty) {
-            let _ = with_current(stream.context, || inner.point_in(stream));
+        if !is_idle {
+            self.mark_if_dirty(stream);
         }
-        then(&mut inner, stream);
+        let mut inner = self.inner.lock();
+        if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream)
+            && !is_idle
+        {
+            inner.keep_closed(point);
+        }
+        epoch::end();
     }
-}
 
-impl Inner {
-    /// Removes idle streams before there are too many: short-lived threads leave many behind.
-    pub(super) fn prune_streams(&mut self, stream: Stream) {
-        if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
-            self.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
-            self.prune_threshold = MIN_PRUNE_THRESHOLD.max(self.streams.len() * 2);
+    fn mark_if_dirty(&self, stream: Stream) {
+        let is_dirty = self.inner.lock().streams.get(&stream).is_some_and(|state| state.dirty);
+        if is_dirty {
+            self.point_in(stream);
         }
     }
 
     /// A point for a mark, behind everything that this stream was given so far. The calling thread can use the stream.
-    pub(super) fn point_of_mark(&mut self, stream: Stream) -> Option<Arc<Point>> {
-        match self.streams.get(&stream) {
-            Some(StreamState { dirty: false, last: Some(point) }) => Some(point.clone()),
-            // More will follow, so the stream stays dirty. Were it clean, the epoch would have to end, and the next launch would
-            // have to note the stream again.
-            Some(StreamState { dirty: true, .. }) if !self.needs_points_at_once(stream) => {
-                self.in_its_context(stream, |inner| inner.record(stream)?.ok())
+    pub(super) fn point_of_mark(&self, stream: Stream) -> Option<Arc<Point>> {
+        let is_kept_dirty = {
+            let inner = self.inner.lock();
+            match inner.streams.get(&stream) {
+                Some(StreamState { dirty: false, last: Some(point) }) if !inner.is_recording(stream) => {
+                    return Some(point.clone());
+                }
+                Some(StreamState { dirty: true, .. }) => !inner.needs_points_at_once(stream),
+                _ => false,
             }
-            _ => self.point_in_its_context(stream),
+        };
+        // More will follow, so the stream stays dirty. Were it clean, the epoch would have to end, and the next launch would have to note
+        // the stream again.
+        if is_kept_dirty { self.record(stream)?.ok() } else { self.point_in(stream) }
+    }
+
+    /// Records a point in a stream that the calling thread can use, which has no work behind it then.
+    pub(super) fn point_in(&self, stream: Stream) -> Option<Arc<Point>> {
+        {
+            let mut inner = self.inner.lock();
+            if !inner.has(stream.context) {
+                return None;
+            }
+            inner.begin_recording(stream);
+        }
+        let recorded = self.record(stream);
+        self.inner.lock().has_recorded(stream, recorded)
+    }
+
+    /// Records an event in a stream that the calling thread can use; `None` if the context is not known. The driver waits where the
+    /// stream's queue is full, so no lock is held.
+    fn record(&self, stream: Stream) -> Option<Result<Arc<Point>, CUresult>> {
+        let record = || {
+            let event = match self.inner.lock().context(stream.context)?.event() {
+                Ok(event) => event,
+                Err(error) => return Some(Err(error)),
+            };
+            let recorded = point::record(&event, stream.handle());
+            Some(self.inner.lock().context(stream.context)?.keep(event, recorded))
+        };
+        if current_or_null() as usize == stream.context {
+            return record();
+        }
+        with_current(stream.context, record).ok().flatten()
+    }
+}
+
+/// Whether all work of this stream is done, as far as the driver says so.
+pub(super) fn is_idle(stream: CUstream) -> bool {
+    // SAFETY: the program uses this stream. A stream that captures is never asked.
+    capture::beside(|capturing| {
+        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
+    })
+}
+
+impl Inner {
+    /// Keeps the last point of a stream that is destroyed. For each that is added, two are asked: so those that are done do not
+    /// pile up, whichever of them are done first.
+    fn keep_closed(&mut self, point: Arc<Point>) {
+        for _ in 0..2 {
+            if let Some(oldest) = self.closed_streams.pop_front().filter(|oldest| !oldest.is_done()) {
+                self.closed_streams.push_back(oldest);
+            }
+        }
+        self.closed_streams.push_back(point);
+    }
+
+    /// Removes idle streams before there are too many: short-lived threads leave many behind.
+    pub(super) fn prune_streams(&mut self, stream: Stream) {
+        if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
+            self.streams.retain(|_, state| state.is_in_use());
+            self.prune_threshold = MIN_PRUNE_THRESHOLD.max(self.streams.len() * 2);
         }
     }
 
@@ -149,41 +225,57 @@ impl Inner {
         self.is_foreign(stream) || is_marked_at_once(stream.handle())
     }
 
-    /// Records a point in a stream that the calling thread can use, in any current context.
-    pub(super) fn point_in_its_context(&mut self, stream: Stream) -> Option<Arc<Point>> {
-        self.in_its_context(stream, |inner| inner.point_in(stream))
+    /// Records a point in a stream whose context is current, and whose queue has room.
+    pub(super) fn point_with_room(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        self.begin_recording(stream);
+        let recorded = self.context(stream.context).map(|context| context.record(stream.handle()));
+        self.has_recorded(stream, recorded)
     }
 
-    fn in_its_context<R>(&mut self, stream: Stream, f: impl FnOnce(&mut Self) -> Option<R>) -> Option<R> {
-        if current_or_null() as usize == stream.context {
-            return f(self);
-        }
-        with_current(stream.context, || f(self)).ok().flatten()
+    fn is_recording(&self, stream: Stream) -> bool {
+        self.recording.iter().any(|recording| recording.stream == stream)
     }
 
-    /// Records a point in a stream whose context is current.
-    pub(super) fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
-        // Before the point: a thread that reads the old epoch has submitted before the point; one that reads the new epoch
-        // notes the stream again, after this.
+    /// A thread is about to record a point behind all that this stream was given. Until it has, the stream has work that no point is
+    /// behind.
+    fn begin_recording(&mut self, stream: Stream) {
+        // Before the point: a thread that reads the old epoch has submitted before the point; one that reads the new epoch notes the
+        // stream again, which is dirty from then on.
         epoch::end();
-        match self.record(stream)? {
-            Ok(point) => {
-                self.streams.insert(stream, StreamState { dirty: false, last: Some(point.clone()) });
+        self.streams.entry(stream).or_default().dirty = false;
+        let overlaps = self.is_recording(stream);
+        self.recording.iter_mut().filter(|other| other.stream == stream).for_each(|other| other.overlaps = true);
+        self.recording.push(Recording { stream, overlaps });
+    }
+
+    /// The end of recording a point in a stream: it is the stream's last, or it could not be recorded.
+    fn has_recorded(&mut self, stream: Stream, recorded: Option<Result<Arc<Point>, CUresult>>) -> Option<Arc<Point>> {
+        let at = self.recording.iter().position(|recording| recording.stream == stream)?;
+        let overlaps = self.recording.swap_remove(at).overlaps;
+        let Some(state) = self.streams.get_mut(&stream) else {
+            // Another thread has destroyed the stream, or found that there is none.
+            let point = recorded?.ok()?;
+            self.keep_closed(point.clone());
+            return Some(point);
+        };
+        match recorded {
+            Some(Ok(point)) => {
+                let before = state.last.replace(point.clone());
+                if let Some(before) = before.filter(|_| overlaps) {
+                    self.keep_closed(before);
+                }
                 Some(point)
             }
-            Err(error) => {
-                // Nothing runs there any more, or there is no such stream and the program's call failed.
-                if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) {
-                    self.streams.remove(&stream);
-                }
+            // Nothing runs there any more, or there is no such stream and the program's call failed.
+            Some(Err(error)) if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) => {
+                self.streams.remove(&stream);
+                None
+            }
+            _ => {
+                state.dirty = true;
                 None
             }
         }
-    }
-
-    /// Records an event in a stream whose context is current; `None` if the context is not known.
-    fn record(&mut self, stream: Stream) -> Option<Result<Arc<Point>, CUresult>> {
-        Some(self.context(stream.context)?.record(stream.handle()))
     }
 }
 

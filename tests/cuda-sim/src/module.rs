@@ -130,6 +130,7 @@ pub fn forget_context(context: &Arc<Context>) {
 /// `cuModuleLoadData`
 pub fn load(module: *mut usize, image: *const c_char) -> Done {
     let context = context::healthy()?;
+    context.wait();
     context.grow()?;
     out(module, MODULES.add(load_text(image, Some(context.handle()))?))
 }

@@ -18,7 +18,7 @@ use std::{
     thread,
 };
 
-/// How many launches, copies and fills a stream takes before the next one blocks.
+/// How many launches, copies, fills and events a stream takes before the next one blocks.
 pub const DEPTH: usize = 1021;
 /// Priorities go from 0, the least, to this.
 pub const GREATEST_PRIORITY: i32 = -5;
@@ -63,7 +63,7 @@ pub struct Stream {
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<Op>,
-    /// Launches, copies and fills among what is not done.
+    /// Launches, copies, fills and events among what is not done.
     heavy: usize,
     worker: bool,
     closed: bool,

@@ -68,7 +68,10 @@ pub enum Work {
 impl Work {
     /// True for what counts against the depth of a stream.
     pub fn heavy(&self) -> bool {
-        matches!(self, Work::Kernel(_) | Work::Copy(_) | Work::Fill(_) | Work::Graph(_))
+        matches!(
+            self,
+            Work::Kernel(_) | Work::Copy(_) | Work::Fill(_) | Work::Graph(_) | Work::Record(_) | Work::Reach(..)
+        )
     }
 
     /// True for what takes no time, so that an idle stream need not wake its thread for it.

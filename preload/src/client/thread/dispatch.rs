@@ -67,8 +67,8 @@ impl ClientThread {
                     if guard.account.ack == seq {
                         gpu.report(&guard.account); // no chunk has to leave first
                     }
+                    self.on(gpu).restore_at = None;
                 }
-                self.restore_at = None;
             }
             SchedulerMessage::Grant { gpus } => self.for_each_turn(gpus, |turn, gpu| turn.begin(gpu)),
             SchedulerMessage::Revoke { gpus } => self.for_each_turn(gpus, |turn, gpu| turn.revoke(gpu)),

@@ -1,10 +1,9 @@
 //! The part of the thread that keeps the host memory of this client within what the scheduler allows: copies go into the swap file,
 //! and come back before their chunks do.
 
-use super::{CHORE_INTERVAL, ClientThread, memory::trim_host_cache};
+use super::{CHORE_INTERVAL, ClientThread, memory::release_surplus};
 use crate::{
     connection,
-    driver::context::with_current,
     env::trace::trace,
     gpu::{self, Gpu},
     memory::{
@@ -56,17 +55,20 @@ impl HostTier {
         self.ram == u64::MAX && self.files.is_empty() && self.held() == 0
     }
 
-    /// Bytes of host memory that all GPUs' memory takes, without what is being written.
+    /// Bytes of host memory that all GPUs' memory takes, without what is being written or given back.
     fn held(&self) -> u64 {
+        let kept = |account: Account| account.host() - account.releasing;
         let held =
-            gpu::attached().filter_map(Gpu::account).fold(0u64, |sum, account| sum.saturating_add(account.host()));
+            gpu::attached().filter_map(Gpu::account).fold(0u64, |sum, account| sum.saturating_add(kept(account)));
         held.saturating_sub(self.files.iter().map(SwapFile::writing).sum())
     }
 
     /// What of it is more than allowed, or than this process's control groups have room for.
     fn excess(&self) -> u64 {
         let held = self.held();
-        held.saturating_sub(self.ram).max(self.headroom().lacking.min(held))
+        let releasing = gpu::attached().filter_map(Gpu::account).map(|account| account.releasing).sum();
+        let lacking = self.headroom().lacking.saturating_sub(releasing);
+        held.saturating_sub(self.ram).max(lacking.min(held))
     }
 
     /// Looks what the kernel says, unless that was a moment ago.
@@ -149,11 +151,6 @@ impl ClientThread {
             return Duration::MAX;
         }
         self.tier.look();
-        let context = gpu.moving.lock().context().map(|context| context as usize);
-        let in_context = |f: &mut dyn FnMut()| match context {
-            Some(context) => with_current(context, f).is_ok(),
-            None => false,
-        };
         for file in &self.tier.files {
             file.close_in_program();
             let mut guard = space.lock();
@@ -173,13 +170,13 @@ impl ClientThread {
         };
         let (excess, most) = (self.tier.excess(), if comes_back { Self::needed_to_read(&account) } else { 0 });
         if excess > 0 && account.host_cache > most {
-            trim_host_cache(gpu, space, account.host_cache.saturating_sub(excess).max(most));
+            release_surplus(gpu, space, account.host_cache.saturating_sub(excess).max(most));
         }
         if comes_back {
             space.lock().account.is_file_behind = false;
             return self.read_some(space);
         }
-        self.write_some(gpu, space, &in_context)
+        self.write_some(gpu, space)
     }
 
     /// Bytes of host buffers that are kept while memory comes back from a file, whatever is allowed: what is on the GPU again leaves
@@ -206,27 +203,19 @@ impl ClientThread {
 
     /// Has copies written, as long as there are more than allowed, or than an eviction leaves room for. Before the process sleeps, too:
     /// then nothing can be written, since freeing a buffer may need the driver.
-    fn write_some(
-        &mut self,
-        gpu: &Gpu,
-        space: &Mutex<Space>,
-        in_context: &dyn Fn(&mut dyn FnMut()) -> bool,
-    ) -> Duration {
+    fn write_some(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Duration {
+        let is_full = self.on(gpu).host_full.is_some() && !self.is_writing();
         let excess = self.tier.excess();
         let Some(file) = &self.tier.current else {
             space.lock().account.is_file_behind = false;
             self.tier.is_pageable = excess > 0;
             return self.tier.next_look();
         };
-        let is_full = self.host_full.is_some() && !self.is_writing();
         let in_file = space.lock().account.in_file;
         let mut wanted = if is_full { excess.max(1) } else { excess };
         let mut jobs = file.jobs();
         while wanted > 0 && jobs < MAX_JOBS {
-            let written = Space::write_one(space, file, |buffer| {
-                !buffer.is_registered() || in_context(&mut || buffer.unregister())
-            });
-            let Some(bytes) = written else { break };
+            let Some(bytes) = space.lock().write_one(file) else { break };
             wanted = wanted.saturating_sub(bytes);
             jobs += 1;
         }

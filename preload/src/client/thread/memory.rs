@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     connection::{self},
-    driver::{context::with_current, redirect},
+    driver::redirect,
     env::trace::trace,
     gate::closed,
     gpu::Gpu,
@@ -42,6 +42,9 @@ impl ClientThread {
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = self.step_files(gpu, space);
         let mut guard = space.lock();
+        if guard.collect_released() {
+            gpu.report(&guard.account);
+        }
         if guard.has_freed() || guard.has_dying_pools() {
             let before = guard.account;
             guard.reclaim(&gpu.work);
@@ -63,7 +66,7 @@ impl ClientThread {
         drop(guard);
         let most = account.host_cache_max.max(if can_restore { Self::needed_to_read(&account) } else { 0 });
         if account.host_cache > most {
-            trim_host_cache(gpu, space, most);
+            release_surplus(gpu, space, most);
         }
         let (goal, again) = self.goal(gpu, space, &account, can_restore);
         wait.min(again).min(self.move_memory(gpu, space, goal))
@@ -94,7 +97,7 @@ impl ClientThread {
         }
         *self.idle_check(gpu) = IdleCheck::default();
         let now = Instant::now();
-        match self.restore_at.filter(|at| now < *at) {
+        match self.on(gpu).restore_at.filter(|at| now < *at) {
             _ if !can_restore || self.is_preparing_sleep() => (Goal::Idle, Duration::MAX),
             Some(at) => (Goal::Idle, at - now),
             None => (Goal::Restore, Duration::MAX),
@@ -144,27 +147,29 @@ impl ClientThread {
             return Duration::ZERO;
         }
         let step = mover.step(space, &contexts, goal, &|account| gpu.report(account));
-        let context = mover.context();
+        if let (Step::Done { moved: true }, Some(context)) = (step, mover.context()) {
+            self.on(gpu).host_full = None;
+            // The context is not destroyed while the mover is locked.
+            gpu.report_measured(&space.lock().account, context);
+            return Duration::ZERO;
+        }
         drop(mover);
         match step {
             Step::Busy(after) => return after,
-            Step::Done { moved } => {
-                self.host_full = None;
-                if let (true, Some(context)) = (moved, context) {
-                    gpu.report_measured(&space.lock().account, context);
-                    return Duration::ZERO;
-                }
+            Step::Done { .. } => {
+                self.on(gpu).host_full = None;
                 // Chunks that were planned and did not move kept the gate closed.
                 let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
                 return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }
             Step::Stopped(Stop::HostFull)
-                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT || self.is_writing() =>
+                if self.on(gpu).host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT
+                    || self.is_writing() =>
             {
                 return CHORE_INTERVAL; // memory that returns to the GPU, or goes into a file, frees host memory
             }
             Step::Stopped(stop) if goal != Goal::Restore => {
-                self.host_full = None;
+                self.on(gpu).host_full = None;
                 trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
                 let is_full = stop == Stop::HostFull;
                 self.stop_eviction(gpu, space, if is_full { StuckReason::HostFull } else { StuckReason::Broken });
@@ -172,15 +177,15 @@ impl ClientThread {
             }
             Step::Stopped(Stop::GpuFull) => {
                 self.turn(gpu).no_memory(gpu);
-                if let Some(offline) = self.offline.get_mut(gpu.index as usize).filter(|_| self.ungated) {
-                    offline.gpu_is_full();
+                if self.ungated {
+                    self.on(gpu).offline.gpu_is_full();
                 }
             }
             // No context works any more. The program's next call returns the error.
             Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
         }
         trace!("GPU {}: {step:?}", gpu.index);
-        self.restore_at = Some(Instant::now() + RESTORE_RETRY);
+        self.on(gpu).restore_at = Some(Instant::now() + RESTORE_RETRY);
         RESTORE_RETRY
     }
 
@@ -203,12 +208,9 @@ fn report_stuck(gpu: &Gpu, reason: StuckReason) {
     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
 }
 
-/// Frees host memory that holds nothing of use, beyond `most` bytes.
-pub(super) fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
-    let mover = gpu.moving.lock();
-    let surplus = space.lock().take_surplus(most);
-    if let Some(context) = mover.context() {
-        let _ = with_current(context as usize, || drop(surplus));
-    }
-    gpu.report(&space.lock().account);
+/// Gives back host memory that holds nothing of use, beyond `most` bytes.
+pub(super) fn release_surplus(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
+    let mut guard = space.lock();
+    guard.release_surplus(most);
+    gpu.report(&guard.account);
 }

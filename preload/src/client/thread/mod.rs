@@ -1,7 +1,7 @@
 //! The client's thread: it owns the connection to the scheduler, receives messages and carries them out.
 //!
-//! It never blocks while something depends on it: drains and idleness are looked at in short steps ([`Turn`]), and moving
-//! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
+//! It makes no call that waits for running work, which debug builds check: drains, idleness and handshakes are looked at in short steps
+//! ([`Turn`]), and moving memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
 //!
 //! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory;
 //!   `idle_check`: not before the driver confirms that nothing runs. `files`: what host memory has no room for. `sleep`: being taken off the GPUs.
@@ -21,7 +21,9 @@ use crate::{
         turn::Turn,
     },
     connection::{
-        self, outbox,
+        self,
+        handshake::Attempt,
+        outbox,
         socket::{self, Socket},
         wakeup,
     },
@@ -30,7 +32,7 @@ use crate::{
     gate::{closed, threads},
     gpu::{self, Gpu},
     registry::shared,
-    sys::time::Instant,
+    sys::{sync::on_client_thread, time::Instant},
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
 use core::{sync::atomic::AtomicU64, time::Duration};
@@ -84,11 +86,8 @@ pub enum Start {
 
 #[derive(Debug)]
 struct ClientThread {
-    turns: Vec<Turn>,
-    /// Indexed by GPU, like `turns`.
-    idle_checks: Vec<IdleCheck>,
-    /// Takes the scheduler's place while there is none. Indexed by GPU, like `turns`.
-    offline: Vec<Offline>,
+    /// Indexed by GPU.
+    gpus: Vec<PerGpu>,
     socket: Option<Arc<Socket>>,
     /// The protocol version in use.
     version: u16,
@@ -97,14 +96,12 @@ struct ClientThread {
     /// When the current connection was made, and since when there had been none before.
     connected_at: (Instant, Instant),
     next_try: Instant,
+    /// A handshake that has begun.
+    attempt: Option<Attempt>,
     ungated: bool,
     /// Why there is no scheduler, and whether the user has been told, which happens once per process.
     offline_reason: String,
     reported: bool,
-    /// When to try again to restore memory for which the GPU had no room.
-    restore_at: Option<Instant>,
-    /// Since when an eviction has waited for host memory.
-    host_full: Option<Instant>,
     /// Host memory, and the files for what exceeds it.
     tier: HostTier,
     sleep: Sleep,
@@ -112,23 +109,33 @@ struct ClientThread {
     shut_driver: fn(bool),
 }
 
+/// The thread's state for one GPU.
+#[derive(Debug, Default)]
+struct PerGpu {
+    turn: Turn,
+    idle_check: IdleCheck,
+    /// Takes the scheduler's place while there is none.
+    offline: Offline,
+    /// When to try again to restore memory for which the GPU had no room.
+    restore_at: Option<Instant>,
+    /// Since when an eviction has waited for host memory.
+    host_full: Option<Instant>,
+}
+
 impl ClientThread {
     fn new(shut_driver: fn(bool)) -> Self {
         let now = Instant::now();
         Self {
-            turns: Vec::new(),
-            idle_checks: Vec::new(),
-            offline: Vec::new(),
+            gpus: Vec::new(),
             socket: None,
             version: 0,
             disconnected_since: Some(now),
             connected_at: (now, now),
             next_try: now,
+            attempt: None,
             ungated: false,
             offline_reason: String::new(),
             reported: false,
-            restore_at: None,
-            host_full: None,
             tier: HostTier::new(),
             sleep: Sleep::default(),
             shut_driver,
@@ -136,6 +143,7 @@ impl ClientThread {
     }
 
     fn run(mut self) {
+        let _here = on_client_thread();
         let mut mode = STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
@@ -145,7 +153,8 @@ impl ClientThread {
             if woken.is_none() {
                 timeout = timeout.min(CHORE_INTERVAL);
             }
-            if let [_, true] = socket::wait([self.socket.as_deref(), woken], timeout) {
+            let socket = self.socket.as_deref().or(self.attempt.as_ref().map(Attempt::socket));
+            if let [_, true] = socket::wait([socket, woken], timeout) {
                 woken.inspect(|receiver| receiver.drain());
             }
             for _ in 0..MESSAGES_AT_ONCE {
@@ -170,10 +179,9 @@ impl ClientThread {
         }
         let mut wait = Duration::from_secs(3600);
         if let Some(since) = self.disconnected_since {
-            let now = Instant::now();
-            if now >= self.next_try {
-                self.connect();
-                self.next_try = now + if since.elapsed() < 4 * RETURN_TIMEOUT { RETRY_SOON } else { RETRY_LATE };
+            if self.step_connecting() {
+                let after = if since.elapsed() < 4 * RETURN_TIMEOUT { RETRY_SOON } else { RETRY_LATE };
+                self.next_try = Instant::now() + after;
             }
             if self.disconnected_since.is_some() && !self.ungated && since.elapsed() >= RETURN_TIMEOUT {
                 self.run_ungated();
@@ -197,41 +205,35 @@ impl ClientThread {
         wait.min(self.step_preparation())
     }
 
-    fn turn(&mut self, gpu: &Gpu) -> &mut Turn {
+    fn on(&mut self, gpu: &Gpu) -> &mut PerGpu {
         let at = gpu.index as usize;
-        if self.turns.len() <= at {
-            self.turns.resize_with(at + 1, Turn::default);
+        if self.gpus.len() <= at {
+            self.gpus.resize_with(at + 1, PerGpu::default);
         }
-        &mut self.turns[at]
+        &mut self.gpus[at]
+    }
+
+    fn turn(&mut self, gpu: &Gpu) -> &mut Turn {
+        &mut self.on(gpu).turn
     }
 
     fn idle_check(&mut self, gpu: &Gpu) -> &mut IdleCheck {
-        let at = gpu.index as usize;
-        if self.idle_checks.len() <= at {
-            self.idle_checks.resize_with(at + 1, IdleCheck::default);
-        }
-        &mut self.idle_checks[at]
+        &mut self.on(gpu).idle_check
     }
 
     fn step_offline(&mut self, gpu: &'static Gpu) -> Duration {
-        let at = gpu.index as usize;
-        if self.offline.len() <= at {
-            self.offline.resize_with(at + 1, Offline::default);
-        }
         let turn = self.turn(gpu);
         if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
             turn.run_ungated(gpu); // it was attached while there was no scheduler
         }
         let mut others = OtherGpus::default();
         for other in gpu::attached().filter(|other| other.index != gpu.index) {
-            let Some(there) = self.offline.get(other.index as usize) else { continue };
+            let Some(PerGpu { offline: there, .. }) = self.gpus.get(other.index as usize) else { continue };
             others.before |= there.waits() && other.uuid() < gpu.uuid();
             others.after |= there.waits() && other.uuid() > gpu.uuid();
             others.stopped |= there.is_stopped() && gpu.is_peer_of(other);
         }
-        match (self.offline.get_mut(at), self.turns.get_mut(at)) {
-            (Some(offline), Some(turn)) => offline.step(gpu, turn, others),
-            _ => Duration::MAX,
-        }
+        let PerGpu { offline, turn, .. } = self.on(gpu);
+        offline.step(gpu, turn, others)
     }
 }

@@ -3,7 +3,12 @@
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
     client::placement,
-    connection::{self, Connection, handshake, outbox, socket::Socket},
+    connection::{
+        self, Connection,
+        handshake::{self, Attempt, Connected, Look},
+        outbox,
+        socket::Socket,
+    },
     driver::presence,
     env::{
         settings,
@@ -13,7 +18,10 @@ use crate::{
     registry::shared,
     sys::time::Instant,
 };
-use alloc::{string::ToString, sync::Arc};
+use alloc::{
+    string::{String, ToString},
+    sync::Arc,
+};
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
@@ -27,10 +35,32 @@ impl ClientThread {
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
     }
 
+    /// Makes the first connection, for which the program waits.
     pub(super) fn connect(&mut self) {
         let connected = placement::take_connection();
-        let connected = connected.unwrap_or_else(|| handshake::connect(&hello()));
-        match connected {
+        self.has_tried(connected.unwrap_or_else(|| handshake::connect(&hello())));
+    }
+
+    /// Goes on with the handshake of a later connection, or begins one if it is time. Returns whether an attempt has ended.
+    pub(super) fn step_connecting(&mut self) -> bool {
+        let begun = match self.attempt.take() {
+            Some(attempt) => Ok(attempt),
+            None if Instant::now() < self.next_try => return false,
+            None => Attempt::begin(&hello()),
+        };
+        match begun.map(Attempt::look) {
+            Ok(Look::Pending(attempt)) => {
+                self.attempt = Some(attempt);
+                return false;
+            }
+            Ok(Look::Over(outcome)) => self.has_tried(outcome),
+            Err(why) => self.has_tried(Err(why)),
+        }
+        true
+    }
+
+    fn has_tried(&mut self, outcome: Result<Connected, String>) {
+        match outcome {
             Ok((socket, version, id)) => self.connected(Arc::new(socket), version, id, 0),
             Err(why) => {
                 trace!("no scheduler: {why}");
@@ -49,11 +79,10 @@ impl ClientThread {
         self.forget_host_memory();
         let now = Instant::now();
         self.connected_at = (now, self.disconnected_since.filter(|_| !is_first).unwrap_or(now));
-        (self.version, self.disconnected_since, self.ungated, self.restore_at) = (version, None, false, None);
+        (self.version, self.disconnected_since, self.ungated) = (version, None, false);
+        self.gpus.iter_mut().for_each(|gpu| gpu.restore_at = None);
         for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
-            if let Some(offline) = self.offline.get_mut(gpu.index as usize) {
-                offline.end(gpu);
-            }
+            self.on(gpu).offline.end(gpu);
             // This scheduler has granted no lock: running work is drained, and threads that have work ask anew.
             gpu.request_is_over();
             self.turn(gpu).abandon(gpu);
@@ -102,7 +131,7 @@ impl ClientThread {
             gpu.request_is_over();
             gpu.limit_answers.changed();
         }
-        self.restore_at = None;
+        self.gpus.iter_mut().for_each(|gpu| gpu.restore_at = None);
         connection::begin_generation();
     }
 

@@ -9,7 +9,7 @@ use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::{exit, placement},
     connection::{self, Connection, handshake, socket::Socket},
-    driver::{self, context::is_broken_in, presence, redirect, types::CUcontext},
+    driver::{self, presence, redirect, types::CUcontext},
     env::{settings, trace::trace},
     gate::{barrier, threads},
     gpu::{self, Gpu},
@@ -148,6 +148,7 @@ impl ClientThread {
             && gpu.is_drained()
             && gpu.account().is_none_or(is_empty)
             && !gpu.is_unreported()
+            && gpu.space().is_none_or(|space| !space.lock().is_releasing())
             && gpu.moving.lock().is_idle()
     }
 
@@ -317,11 +318,7 @@ impl ClientThread {
             _ => Prepared::default(),
         };
         self.undo();
-        let is_lost = |gpu: &Gpu| {
-            let contexts = gpu.work.contexts();
-            !contexts.is_empty() && contexts.iter().all(|context| is_broken_in(*context as usize))
-        };
-        for gpu in gpu::attached().filter(|gpu| is_lost(gpu)) {
+        for gpu in gpu::attached().filter(|gpu| gpu.work.are_all_broken()) {
             trace!("GPU {}: the driver could not put the process back", gpu.index);
             // It goes on to the driver's error, which each of its calls returns from now on.
             if let Some(space) = gpu.space() {

@@ -126,7 +126,7 @@ pub(in crate::memory) struct Done {
 
 #[derive(Debug)]
 pub(in crate::memory) enum Outcome {
-    Written(FileCopy),
+    Written(FileCopy, Buffer),
     /// The disk has refused it: the copy stays in host memory.
     NotWritten(HostCopy),
     /// The contents are still in the file as well.
@@ -371,7 +371,7 @@ mod tests {
     fn written(file: &SwapFile, seed: u8) -> FileCopy {
         assert!(file.write(CHUNK, copy(seed)).is_ok());
         match next(file) {
-            Outcome::Written(copy) => copy,
+            Outcome::Written(copy, _) => copy,
             other => panic!("{other:?}"),
         }
     }

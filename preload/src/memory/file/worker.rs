@@ -120,7 +120,7 @@ fn work(file: &SwapFile, number: RawFd) {
             state.in_progress -= 1;
             state.writing -= written;
             match outcome {
-                Outcome::Written(_) => state.written += written,
+                Outcome::Written(..) => state.written += written,
                 Outcome::NotWritten(_) => state.status = Status::ReadOnly,
                 _ => {}
             }
@@ -142,7 +142,7 @@ fn write(file: BorrowedFd<'_>, copy: HostCopy, mut to: FileCopy) -> Outcome {
         }
         bytes = rest;
     }
-    Outcome::Written(to) // and the buffer is freed
+    Outcome::Written(to, copy.buffer)
 }
 
 fn write_part(file: BorrowedFd<'_>, mut bytes: &[u8], Extent { mut offset, .. }: Extent) -> Result<(), Errno> {

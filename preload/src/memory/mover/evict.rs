@@ -18,6 +18,9 @@ use crate::{
 use alloc::vec::Vec;
 use core::time::Duration;
 
+/// The longest wait of an eviction for the kernel for fingerprints.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(1);
+
 impl Mover {
     /// Starts as many evictions as may be in flight. Returns when to look again for those that could not start yet.
     pub(super) fn evict_some(
@@ -49,7 +52,7 @@ impl Mover {
             if self.plan.is_empty() {
                 drop(guard);
                 // Buffers ordered for the previous plan must arrive first.
-                if !self.stop_staging(space) {
+                if !self.stop_staging(space) || !self.has_kernel(space) {
                     return Ok(Some(RETRY_INTERVAL));
                 }
                 self.plan = space.lock().take_leaving(excess).into();
@@ -181,6 +184,12 @@ impl Mover {
                 guard.put(base, chunk.offset, chunk.residency);
             }
         }
+    }
+
+    /// Whether the kernel for fingerprints is loaded in the mover's context, as far as it will be.
+    fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
+        let has = !space.lock().engine().copies() || self.ready.first_mut().is_none_or(|ready| ready.has_kernel(space));
+        has || self.loading_since.get_or_insert_with(Instant::now).elapsed() > LOAD_TIMEOUT
     }
 
     /// Computes the fingerprints of the chunks of the plan.

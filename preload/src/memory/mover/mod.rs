@@ -3,7 +3,7 @@
 //! Nothing waits for a copy. Each step starts what it can and completes what has arrived, so that messages are read between
 //! steps and new allowances are used as they come. (Steps do wait for fingerprints, which takes milliseconds.) Many copies are
 //! in flight at once, and the account is reported after each, so that other clients can use freed bytes while the rest still
-//! leaves. The space is locked only between driver calls, never during one.
+//! leaves. No step makes a call of the driver that may wait for running work: the [`waiter`](super::waiter) does.
 //!
 //! Chunks that need no copy are not copied, see [`fingerprint`](super::fingerprint).
 //!
@@ -21,18 +21,15 @@ use crate::{
     driver::{
         context::{is_dead_in, with_current},
         types::*,
+        waiting,
     },
     env::trace::trace,
-    memory::{
-        account::Account,
-        chunk::Leaving,
-        space::Space,
-        staging::{StagingAllocator, workers_have_ended},
-    },
+    memory::{account::Account, chunk::Leaving, space::Space, staging::StagingAllocator},
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
+    work::capture,
 };
 use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
@@ -46,7 +43,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 /// After this time without a move, the kernel may page out the host buffers, and free ones are released.
 const REST: Duration = Duration::from_secs(180);
 
-/// The number of buffers that are tidied up at a time.
+/// The number of buffers that are unregistered at a time.
 const TIDY_BATCH: usize = 4;
 
 /// Where memory should go.
@@ -102,6 +99,12 @@ pub struct Mover {
     full_since: Option<Instant>,
     /// A chunk that came back could not be mapped at all its aliases.
     refused: bool,
+    /// Threads for which nothing new begins to move: of the program, which leave a context or make GPUs peers.
+    pauses: u32,
+    /// Contexts in which a thread makes what moving memory needs.
+    in_the_making: Vec<usize>,
+    /// Since when the kernel for fingerprints has been loaded during an eviction.
+    loading_since: Option<Instant>,
     /// When something last moved, until host memory has been tidied up since.
     untidy_since: Option<Instant>,
     /// Counts for the trace.
@@ -120,6 +123,19 @@ struct Stats {
     uncopied: u64,
 }
 
+/// What the mover had in a context that is being destroyed.
+#[derive(Debug)]
+pub struct Left(Option<CopyContext>);
+
+impl Left {
+    /// The context is gone.
+    pub fn forget(self) {
+        if let Some(ready) = self.0 {
+            ready.forget();
+        }
+    }
+}
+
 impl Mover {
     pub const fn new() -> Self {
         Self {
@@ -132,6 +148,9 @@ impl Mover {
             preparing: false,
             full_since: None,
             refused: false,
+            pauses: 0,
+            in_the_making: Vec::new(),
+            loading_since: None,
             untidy_since: None,
             stats: Stats { since: None, out: 0, back: 0, uncopied: 0 },
         }
@@ -145,6 +164,7 @@ impl Mover {
         goal: Goal,
         report: &dyn Fn(&Account),
     ) -> Step {
+        let goal = if self.pauses > 0 { Goal::Idle } else { goal };
         if goal == Goal::Idle && self.is_idle() {
             return Step::Done { moved: false };
         }
@@ -162,7 +182,9 @@ impl Mover {
                     };
                 }
             };
-            let step = match with_current(context, || self.step_here(space, goal, report)) {
+            // At most `MAX_COPIES` are in the queue of the mover's stream.
+            let step = || waiting::with_room(|| self.step_here(space, goal, report));
+            let step = match with_current(context, step) {
                 Ok(step) => step,
                 Err(error) if is_dead_in(context, error) => Step::Stopped(Stop::Broken),
                 Err(_) => return Step::Busy(RETRY_INTERVAL), // only that call has failed
@@ -171,7 +193,9 @@ impl Mover {
                 Step::Stopped(Stop::Broken) => {
                     // Chunks in flight have lost their contents. The program's own next call returns the error.
                     self.complete_all(space, report);
-                    self.ready.retain(|ready| ready.context != context);
+                    if let Some(at) = self.ready.iter().position(|ready| ready.context == context) {
+                        space.lock().release_buffers(self.ready.remove(at).into_buffers());
+                    }
                     self.broken.push(context);
                 }
                 Step::Busy(after) => return Step::Busy(after),
@@ -196,47 +220,48 @@ impl Mover {
 
     /// Tidies up host memory when nothing has moved for a while, or at once if the host lacks memory. Returns when to call again.
     pub fn tidy(&mut self, space: &Mutex<Space>, is_host_short: bool) -> Duration {
-        let (Some(since), Some(context)) = (self.untidy_since, self.context()) else { return Duration::MAX };
+        let Some(since) = self.untidy_since else { return Duration::MAX };
         let rest = since.elapsed();
         if rest < REST && !is_host_short {
             return REST - rest;
         }
-        let spare = space.lock().take_free_buffers(TIDY_BATCH);
-        let more = with_current(context as usize, || {
-            let mut tidied = spare.len();
-            drop(spare);
-            let mut guard = space.lock();
-            let registered = guard.buffers().filter(|buffer| buffer.is_registered()).take(TIDY_BATCH - tidied);
-            registered.for_each(|buffer| {
-                buffer.unregister();
-                tidied += 1;
-            });
-            tidied > 0
-        });
-        if more == Ok(true) {
-            return RETRY_INTERVAL;
+        let mut guard = space.lock();
+        if guard.is_releasing() || guard.tidy_buffers(TIDY_BATCH) {
+            return Duration::MAX; // the waiter wakes this thread
         }
         trace!("idle host memory may be paged out");
         self.untidy_since = None;
         Duration::MAX
     }
 
-    /// Makes all that moving memory needs in a new context, so that an eviction finds everything loaded and allocated. Nothing
-    /// works in the context yet: loading code may wait for running work, which may wait for the calling thread. That work has
-    /// ended in an eviction, too, so the kernel for which there is no memory now is loaded then.
-    pub fn make_ready(&mut self, context: CUcontext, copies: bool) {
-        let context = context as usize;
-        if self.ready.iter().any(|ready| ready.context == context) {
-            return;
+    /// Makes all that moving memory needs in a new context, so that an eviction finds everything loaded and allocated. The caller is
+    /// a thread of the program that holds nothing: loading code may wait for running work. The program does not have the context yet,
+    /// and `add` tells the library of it. If there is no memory for the kernel, an eviction has it loaded.
+    pub fn make_ready(mover: &Mutex<Self>, context: CUcontext, copies: bool, add: impl FnOnce()) {
+        let handle = context as usize;
+        loop {
+            let mut mover = mover.lock();
+            if mover.ready.iter().any(|ready| ready.context == handle) {
+                return add();
+            }
+            if !mover.in_the_making.contains(&handle) {
+                mover.in_the_making.push(handle);
+                break;
+            }
+            drop(mover);
+            time::sleep(RETRY_INTERVAL); // another thread has retained the same context
         }
-        let made = with_current(context, || {
-            let mut ready = CopyContext::new(context)?;
+        let made = with_current(handle, || {
+            let mut ready = CopyContext::new(handle)?;
             if copies {
                 ready.load_kernel();
             }
             Ok(ready)
         });
-        self.ready.extend(made.flatten());
+        let mut mover = mover.lock();
+        mover.in_the_making.retain(|other| *other != handle);
+        mover.ready.extend(made.flatten());
+        add();
     }
 
     /// Chooses one of these contexts to work in, unless there is one, and returns it. Best done early, while there is memory
@@ -259,33 +284,45 @@ impl Mover {
         Err(stop)
     }
 
-    /// Stops using a context that is about to be destroyed.
-    pub fn leave(&mut self, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
-        // Buffers are registered with the mover's context, or with an earlier one that has failed, and threads that have not begun to
-        // allocate will make it current.
-        while !self.stop_staging(space) || !workers_have_ended() {
+    /// Stops using a context that is about to be destroyed. The caller holds nothing.
+    pub fn leave(mover: &Mutex<Self>, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> Left {
+        let mut guard = mover.lock();
+        guard.pause();
+        // Buffers are registered with the mover's context, or with an earlier one that has failed.
+        while !(guard.stop_staging(space) && guard.rest(space, report)) {
+            drop(guard);
             time::sleep(RETRY_INTERVAL);
+            guard = mover.lock();
         }
-        let is_used = self.context() == Some(context);
-        let Some(at) = self.ready.iter().position(|ready| ready.context == context as usize) else { return };
-        let _ = with_current(context as usize, || {
-            if is_used {
-                self.complete_all(space, report);
-            }
-            self.ready.remove(at).close();
-        });
-        self.ready.retain(|ready| ready.context != context as usize);
-        if is_used {
-            self.unplan(space);
-        }
+        guard.resume();
+        let at = guard.ready.iter().position(|ready| ready.context == context as usize);
+        Left(at.map(|at| guard.ready.remove(at)))
     }
 
-    /// Completes or undoes everything that is under way.
-    pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
+    /// The context stays after all.
+    pub fn come_back(&mut self, Left(ready): Left) {
+        self.ready.extend(ready);
+    }
+
+    /// Nothing new begins to move until [`resume`](Self::resume).
+    pub fn pause(&mut self) {
+        self.pauses += 1;
+    }
+
+    pub fn resume(&mut self) {
+        self.pauses -= 1;
+    }
+
+    /// Completes or undoes what is under way. Returns whether nothing is any more.
+    pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> bool {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
-            let _ = with_current(context as usize, || self.complete_all(space, report));
+            let complete = || capture::relaxed(|| self.complete(space, report));
+            if with_current(context as usize, complete).is_err_and(|error| is_dead_in(context as usize, error)) {
+                self.complete_all(space, report);
+            }
         }
         self.unplan(space);
+        self.transfers.is_empty()
     }
 
     fn step_here(&mut self, space: &Mutex<Space>, goal: Goal, report: &dyn Fn(&Account)) -> Step {
@@ -316,6 +353,7 @@ impl Mover {
     fn end(&mut self, space: &Mutex<Space>, goal: Goal) -> bool {
         self.unplan(space);
         self.lacking.clear();
+        self.loading_since = None;
         let Stats { since, out, back, uncopied } = core::mem::take(&mut self.stats);
         let moved = out + back > 0;
         if let Some(since) = since.filter(|_| moved) {

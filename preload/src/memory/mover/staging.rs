@@ -17,7 +17,7 @@ const WORKERS_AHEAD: usize = 2;
 impl Mover {
     /// Has buffers allocated for an eviction of so many bytes that is likely to come.
     pub fn prepare(&mut self, space: &Mutex<Space>, contexts: &[CUcontext], bytes: u64) {
-        if !self.is_idle() || self.settle(contexts).is_err() {
+        if self.pauses > 0 || !self.is_idle() || self.settle(contexts).is_err() {
             return;
         }
         let guard = space.lock();
@@ -40,7 +40,10 @@ impl Mover {
     }
 
     pub(super) fn start_staging(&mut self, space: &Mutex<Space>, mut lengths: Vec<u64>, workers: usize) {
-        let mut spare = space.lock().free_buffer_lengths();
+        let (mut spare, work) = {
+            let guard = space.lock();
+            (guard.free_buffer_lengths(), guard.waiter().work())
+        };
         lengths.retain(|len| match spare.iter().position(|spare| spare == len) {
             Some(at) => {
                 spare.swap_remove(at);
@@ -49,7 +52,7 @@ impl Mover {
             None => true,
         });
         if let (false, Some(context)) = (lengths.is_empty(), self.context()) {
-            self.staging = Some(StagingAllocator::start(&lengths, context as usize, workers));
+            self.staging = Some(StagingAllocator::start(&lengths, context as usize, work, workers));
         }
     }
 

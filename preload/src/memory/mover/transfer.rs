@@ -10,9 +10,9 @@ use crate::{
         engine::{CHUNK, Engine},
         fingerprint::{Fingerprint, Fingerprinter},
         space::Space,
+        staging::Buffer,
     },
     sys::sync::Mutex,
-    work::capture,
 };
 use alloc::vec::Vec;
 
@@ -47,7 +47,7 @@ impl CopyContext {
         Ok(Self { context, stream, events, fingerprinter: None })
     }
 
-    /// Loads the kernel for fingerprints, unless there is no memory for it now.
+    /// Loads the kernel for fingerprints, unless there is no memory for it now. The driver may wait for running work.
     pub(super) fn load_kernel(&mut self) {
         self.fingerprinter = match Fingerprinter::new(self.context) {
             Err(ERROR_OUT_OF_MEMORY) => None,
@@ -57,22 +57,30 @@ impl CopyContext {
 
     /// The fingerprints of chunks (address and size), which nothing writes to meanwhile.
     pub(super) fn fingerprints(&mut self, chunks: &[(u64, u64)]) -> Option<Vec<Fingerprint>> {
-        let context = self.context;
-        let fingerprinter = self.fingerprinter.get_or_insert_with(|| Fingerprinter::new(context).ok());
-        fingerprinter.as_mut()?.fingerprints(chunks, self.stream)
+        self.fingerprinter.as_mut()?.as_mut()?.fingerprints(chunks, self.stream)
     }
 
-    /// Nothing of it is in use any more, and its context is current.
-    pub(super) fn close(self) {
-        // SAFETY: the mover's own.
-        unsafe {
-            for event in self.events {
-                driver::cuEventDestroy_v2(event);
+    /// Whether the kernel for fingerprints has been loaded, or cannot be. Otherwise it is being loaded from here on.
+    pub(super) fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
+        if self.fingerprinter.is_none() {
+            let guard = space.lock();
+            self.fingerprinter = guard.waiter().take_loaded(self.context);
+            if self.fingerprinter.is_none() {
+                guard.waiter().load(self.context);
             }
-            driver::cuStreamDestroy_v2(self.stream);
         }
+        self.fingerprinter.is_some()
+    }
+
+    /// Its context is broken. What is left are buffers, to be unregistered.
+    pub(super) fn into_buffers(self) -> Option<Buffer> {
+        Some(self.fingerprinter??.into_buffer())
+    }
+
+    /// Its context is gone, with all that the driver had of it.
+    pub(super) fn forget(self) {
         if let Some(fingerprinter) = self.fingerprinter.flatten() {
-            fingerprinter.close();
+            fingerprinter.forget_context(self.context);
         }
     }
 }
@@ -146,10 +154,8 @@ impl Mover {
         }
     }
 
+    /// Completes all transfers in a context that is broken, where none runs any more.
     pub(super) fn complete_all(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
-        // This may be a thread of the program, beside a capture of another thread.
-        // SAFETY: the mover's own stream.
-        capture::relaxed(|| unsafe { driver::cuStreamSynchronize(self.stream()) });
         while let Some(transfer) = self.transfers.pop_front() {
             self.complete_one(transfer, space, report);
         }

@@ -2,8 +2,9 @@
 
 use super::Space;
 use crate::memory::{
-    chunk::{Chunk, Kept, Residency},
+    chunk::{Chunk, HostCopy, Kept, Residency},
     staging::Buffer,
+    waiter::{Finished, Place, Waiter},
 };
 use alloc::vec::Vec;
 
@@ -23,21 +24,106 @@ impl Space {
         Some(self.free_buffers.swap_remove(at))
     }
 
-    /// The last `count` free buffers.
-    pub(in crate::memory) fn take_free_buffers(&mut self, count: usize) -> Vec<Buffer> {
-        let taken = self.free_buffers.split_off(self.free_buffers.len().saturating_sub(count));
-        self.account.host_cache -= taken.iter().map(Buffer::len).sum::<u64>();
-        taken
+    /// Any free buffer.
+    fn pop_free_buffer(&mut self) -> Option<Buffer> {
+        let taken = self.free_buffers.pop()?;
+        self.account.host_cache -= taken.len();
+        Some(taken)
     }
 
-    /// Buffers beyond `most` bytes: first free ones, then copies of chunks on the GPU.
-    pub fn take_surplus(&mut self, most: u64) -> Vec<Buffer> {
-        let mut surplus = Vec::new();
+    pub(in crate::memory) fn waiter(&self) -> &Waiter {
+        &self.waiter
+    }
+
+    /// The same for several.
+    pub(in crate::memory) fn release_buffers(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
+        buffers.into_iter().for_each(|buffer| self.release_buffer(buffer));
+    }
+
+    /// Has a buffer unregistered and freed, which nothing copies to or from.
+    pub(in crate::memory) fn release_buffer(&mut self, buffer: Buffer) {
+        self.account.releasing += buffer.len();
+        self.waiter.unregister(HostCopy { buffer, fingerprint: None, file: None }, None);
+    }
+
+    /// Releases buffers beyond `most` bytes: first free ones, then copies of chunks on the GPU.
+    pub fn release_surplus(&mut self, most: u64) {
         while self.account.host_cache > most {
-            let Some(buffer) = self.take_free_buffers(1).pop().or_else(|| self.take_copy_if(|_| true)) else { break };
-            surplus.push(buffer);
+            let Some(buffer) = self.pop_free_buffer().or_else(|| self.take_copy_if(|_| true)) else { break };
+            self.release_buffer(buffer);
         }
-        surplus
+    }
+
+    /// Releases free buffers, and has the kernel able to page out the others: a few at a time, since a program whose memory comes back
+    /// waits for those of chunks that are away. Returns whether there may be more.
+    pub(in crate::memory) fn tidy_buffers(&mut self, count: usize) -> bool {
+        self.release_surplus(self.account.host_cache - self.free_buffers.iter().map(Buffer::len).sum::<u64>());
+        for _ in 0..count {
+            let Some((place, copy)) = self.take_registered() else { break };
+            self.waiter.unregister(copy, Some(place));
+        }
+        self.waiter.is_busy()
+    }
+
+    /// Takes a copy whose buffer is registered. Its bytes are in flight, or releasing if the chunk is on the GPU.
+    fn take_registered(&mut self) -> Option<(Place, HostCopy)> {
+        let is_registered = |copy: &HostCopy| copy.buffer.registered_with().is_some();
+        let is_kept = |kept: &Option<Kept>| matches!(kept, Some(Kept::Host(copy)) if is_registered(copy));
+        for (base, range) in &mut self.ranges {
+            for chunk in &mut range.chunks {
+                let (base, offset) = (*base, chunk.offset);
+                match &mut chunk.residency {
+                    Residency::Host(Some(copy)) if is_registered(copy) => {
+                        if let Residency::Host(Some(copy)) = chunk.take().residency {
+                            self.account.in_flight += chunk.len;
+                            return Some((Place { base, offset, is_away: true }, copy));
+                        }
+                    }
+                    Residency::Gpu { copy: kept, .. } if is_kept(kept) => {
+                        if let Some(Kept::Host(copy)) = kept.take() {
+                            self.account.host_cache -= copy.buffer.len();
+                            self.account.releasing += copy.buffer.len();
+                            return Some((Place { base, offset, is_away: false }, copy));
+                        }
+                    }
+                    _ => {}
+                }
+            }
+        }
+        None
+    }
+
+    /// Notes what the thread has done that unregisters buffers. Returns whether that was anything.
+    pub fn collect_released(&mut self) -> bool {
+        self.waiter.start(); // in case there was no thread for it
+        let Finished { freed, returned } = self.waiter.take_finished();
+        let any = freed > 0 || !returned.is_empty();
+        self.account.releasing -= freed;
+        for (Place { base, offset, is_away }, copy) in returned {
+            if is_away {
+                self.put(base, offset, Residency::Host(Some(copy)));
+                continue;
+            }
+            let range = self.ranges.get_mut(&base);
+            let chunk = range.and_then(|range| range.chunks.iter_mut().find(|chunk| chunk.offset == offset));
+            match chunk.map(|chunk| &mut chunk.residency) {
+                Some(Residency::Gpu { copy: kept @ None, .. }) => {
+                    self.account.releasing -= copy.buffer.len();
+                    self.account.host_cache += copy.buffer.len();
+                    *kept = Some(Kept::Host(copy));
+                }
+                _ => {
+                    self.account.releasing -= copy.buffer.len();
+                    self.release_buffer(copy.buffer);
+                }
+            }
+        }
+        any
+    }
+
+    /// Whether buffers are being unregistered.
+    pub fn is_releasing(&self) -> bool {
+        self.waiter.is_busy()
     }
 
     /// The buffer of a copy whose chunk is on the GPU.

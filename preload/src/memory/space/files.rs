@@ -1,13 +1,9 @@
 //! Chunks on their way into a swap file or out of it. Meanwhile they are in flight, so the program does not run.
 
 use super::Space;
-use crate::{
-    memory::{
-        chunk::{HostCopy, Kept, Residency},
-        file::{ChunkName, Done, FileCopy, Outcome, SwapFile},
-        staging::Buffer,
-    },
-    sys::sync::Mutex,
+use crate::memory::{
+    chunk::{HostCopy, Kept, Residency},
+    file::{ChunkName, Done, FileCopy, Outcome, SwapFile},
 };
 
 impl Space {
@@ -43,37 +39,26 @@ impl Space {
         }
     }
 
-    /// Has one more copy leave host memory, whose buffer `unregister` makes fit to be freed without the driver: it is written, unless
-    /// it is in a file already. Returns its size; `None` if there is none that fits.
-    pub fn write_one(
-        space: &Mutex<Space>,
-        file: &SwapFile,
-        unregister: impl FnOnce(&mut Buffer) -> bool,
-    ) -> Option<u64> {
-        let taken = {
-            let mut guard = space.lock();
-            guard.take_for_file(file.room()).or_else(|| {
-                // What is kept of chunks on the GPU is in the way.
-                if guard.bytes_in_host_buffers() > 0 && file.jobs() == 0 {
-                    guard.forget_places();
-                }
-                guard.take_for_file(file.room())
-            })
-        };
-        let (chunk, mut copy) = taken?;
-        let is_free = unregister(&mut copy.buffer);
-        if is_free && let Some(place) = copy.file.take() {
-            drop(copy);
-            let mut guard = space.lock();
-            guard.account.in_file += chunk.len;
-            guard.put(chunk.base, chunk.offset, Residency::File(place));
+    /// Has one more copy leave host memory: it is written, unless it is in a file already. Returns its size; `None` if there is none
+    /// that fits.
+    pub fn write_one(&mut self, file: &SwapFile) -> Option<u64> {
+        let (chunk, mut copy) = self.take_for_file(file.room()).or_else(|| {
+            // What is kept of chunks on the GPU is in the way.
+            if self.bytes_in_host_buffers() > 0 && file.jobs() == 0 {
+                self.forget_places();
+            }
+            self.take_for_file(file.room())
+        })?;
+        if let Some(place) = copy.file.take() {
+            self.release_buffer(copy.buffer);
+            self.account.in_file += chunk.len;
+            self.put(chunk.base, chunk.offset, Residency::File(place));
             return Some(chunk.len);
         }
-        let written = if is_free { file.write(chunk, copy) } else { Err(copy) };
-        match written {
+        match file.write(chunk, copy) {
             Ok(()) => Some(chunk.len),
             Err(copy) => {
-                space.lock().put(chunk.base, chunk.offset, Residency::Host(Some(copy)));
+                self.put(chunk.base, chunk.offset, Residency::Host(Some(copy)));
                 None
             }
         }
@@ -121,7 +106,8 @@ impl Space {
         let any = !done.is_empty();
         for Done { chunk: ChunkName { base, offset, len, .. }, outcome } in done {
             let residency = match outcome {
-                Outcome::Written(copy) => {
+                Outcome::Written(copy, buffer) => {
+                    self.release_buffer(buffer);
                     self.account.in_file += len;
                     Residency::File(copy)
                 }

@@ -35,7 +35,8 @@ impl Space {
         range.aliases.add(at);
         for chunk in &range.chunks {
             if let Residency::Gpu { handle, .. } = chunk.residency {
-                range.aliases.show(chunk.offset, chunk.len, handle).inspect_err(|_| range.aliases.remove(at))?;
+                let shown = range.aliases.show_at(at, chunk.offset, chunk.len, handle);
+                shown.inspect_err(|_| range.aliases.remove(at))?;
             }
         }
         Ok(())

@@ -29,6 +29,7 @@ use crate::{
         engine::{self, CHUNK, Engine, Flags, GRANULE},
         slab::{self, Slab},
         staging::Buffer,
+        waiter::Waiter,
     },
     work::{Fence, Work},
 };
@@ -56,6 +57,7 @@ pub struct Space {
     flags: Flags,
     /// Host buffers that are not in use.
     free_buffers: Vec<Buffer>,
+    waiter: Waiter,
     /// Managed memory that is accounted for as freed, and that a thread of the program must give back to the driver.
     unfreed: Vec<u64>,
     pools: Pools,
@@ -151,7 +153,7 @@ impl Range {
 
 impl Space {
     /// `total` is the size of the GPU in bytes.
-    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64) -> Self {
+    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64, work: &'static Work) -> Self {
         let demand_paged = !engine.copies();
         let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
@@ -172,6 +174,7 @@ impl Space {
             pending: VecDeque::new(),
             flags: Flags { rdma: u8::from(can_rdma), exportable: true, ..Flags::default() },
             free_buffers: Vec::new(),
+            waiter: Waiter::new(work),
             unfreed: Vec::new(),
             pools: Pools::default(),
             account,
@@ -439,6 +442,7 @@ impl Space {
         }
         self.unfreed.clear(); // some of it may be gone with the context, and its addresses in use again
         self.buffers().for_each(|buffer| buffer.forget_context(context));
+        self.waiter.forget_context(context);
         if last {
             for freed in core::mem::take(&mut self.freed) {
                 self.account.freeing -= self.room_of(&freed.allocation);

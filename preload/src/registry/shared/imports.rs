@@ -217,8 +217,10 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut registry = REGISTRY.lock();
     let mut gone = Vec::new();
     for (name, import) in registry.imports.iter_mut().filter(|(_, i)| core::ptr::eq(i.user, gpu)) {
+        // One that the program has closed may be used by work in another context: it goes when that is done.
+        let was_open = !import.opens.is_empty();
         import.opens.retain(|open| !last && open.context != context as usize);
-        if import.opens.is_empty() {
+        if last || (was_open && import.opens.is_empty()) {
             gone.push(*name);
         }
     }

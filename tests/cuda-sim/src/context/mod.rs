@@ -14,7 +14,7 @@ use crate::{
 use cuda_sim_gpus::{Account, Config, MAX_GPUS};
 use std::{
     cell::RefCell,
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -55,6 +55,8 @@ enum Kind {
 }
 
 static CONTEXTS: Registry<Context> = Registry::new();
+/// The handles of contexts that were destroyed. One may have been given to another since.
+static DESTROYED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 
 #[derive(Debug)]
 struct Primary {
@@ -193,23 +195,28 @@ impl Context {
         self.family().iter().flat_map(points).collect()
     }
 
-    /// Waits for all work.
-    pub fn synchronise(self: &Arc<Self>) -> Done {
+    /// Waits for all work, whatever becomes of it.
+    pub fn wait(self: &Arc<Self>) {
         for point in self.points() {
             point.wait();
         }
+    }
+
+    /// Waits for all work.
+    pub fn synchronise(self: &Arc<Self>) -> Done {
+        self.wait();
         self.error()
     }
 
-    /// Ends the context: its work is given up, its memory is free.
+    /// Ends the context once its work is done; its memory is free.
     pub fn destroy(self: &Arc<Self>) {
+        self.wait();
         if self.destroyed.swap(true, Ordering::AcqRel) {
             return;
         }
+        lock(&DESTROYED).insert(self.handle());
         self.fail(Error::CONTEXT_IS_DESTROYED);
-        for point in self.points() {
-            point.wait();
-        }
+        self.wait();
         crate::capture::forget(self);
         let streams = std::mem::take(&mut *lock(&self.streams));
         lock(&self.of_threads).clear();
@@ -348,9 +355,14 @@ pub fn attach(context: *mut usize, _flags: u32) -> Done {
     out(context, current()?.handle())
 }
 
-/// `cuCtxPushCurrent`
+/// `cuCtxPushCurrent`. One of a destroyed context succeeds on a GPU and corrupts the driver's memory, so the process ends here.
 pub fn push(context: usize) -> Done {
-    push_current(of(context)?);
+    let known = of(context);
+    if known.is_err() && lock(&DESTROYED).contains(&context) {
+        eprintln!("cuda-sim: cuCtxPushCurrent of a context that was destroyed");
+        std::process::abort();
+    }
+    push_current(known?);
     Ok(())
 }
 

@@ -204,6 +204,18 @@ pub struct LockArgs {
     pub reserved: [u32; 15],
 }
 
+/// `CUDA_MEMSET_NODE_PARAMS`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct FillNode {
+    pub at: u64,
+    pub pitch: usize,
+    pub value: u32,
+    pub element: u32,
+    pub width: usize,
+    pub height: usize,
+}
+
 /// `CUcheckpointRestoreArgs`, with pairs of UUIDs: for each GPU the one to restore what was there on.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -261,6 +273,7 @@ late! {
     cuMemcpyWithAttributesAsync(to: u64, from: u64, len: usize, attributes: *const CopyAttributes, stream: usize);
     cuMemcpy3DWithAttributesAsync(copy: *const BatchCopy3D, flags: u64, stream: usize);
     cuGraphCreate(graph: *mut usize, flags: u32);
+    cuGraphAddMemsetNode(node: *mut usize, graph: usize, after: *const usize, count: usize, params: *const FillNode, context: usize);
     cuGraphAddMemcpyNode(node: *mut usize, graph: usize, after: *const usize, count: usize, copy: *const Copy3D, context: usize);
     cuGraphAddNode(node: *mut usize, graph: usize, after: *const usize, count: usize, params: *const CopyNode);
     cuGraphMemcpyNodeSetParams(node: usize, copy: *const Copy3D);

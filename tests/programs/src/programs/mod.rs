@@ -2,13 +2,16 @@
 
 mod account;
 mod across;
+mod aliases;
 mod binds;
 mod bursts;
+mod capture_allocs;
 mod captures;
 mod checkpoints;
 mod churn;
 mod contexts;
 mod cross;
+mod cycles;
 mod deep;
 mod endless;
 mod escapes;
@@ -18,6 +21,7 @@ mod frees;
 mod graph;
 mod green;
 mod grow;
+mod host_step;
 mod host_waits;
 mod info;
 mod jax;
@@ -39,6 +43,7 @@ mod pool_latency;
 mod pool_rules;
 mod pools;
 mod proxy;
+mod queued;
 mod share;
 mod starts;
 mod story;
@@ -46,6 +51,7 @@ mod stranger;
 mod streams;
 mod told;
 mod unseen;
+mod waits;
 mod weights;
 
 use crate::{args::Args, report::Report};
@@ -66,6 +72,16 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "contexts",
         contexts::run,
         "--mem 16M --rounds 8 --pause-ms 50: retain and release the primary context, go on in another, verify",
+    ),
+    (
+        "capture-allocs",
+        capture_allocs::run,
+        "--mem 40M --rounds 10 --how captured|named|reached --pause-ms 0: allocate while a stream is captured, use it at once, verify",
+    ),
+    (
+        "host-step",
+        host_step::run,
+        "--how allocate|destroy|fill --mem 60M --before-ms 3000 --pause-ms 2000: work waits for a step of the host that needs the library",
     ),
     (
         "checkpoints",
@@ -159,6 +175,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         share::run,
         "--role export|import --file F --mem 16M --count 1 --private 16M --rounds 10: use the same memory in two processes",
     ),
+    ("waits", waits::run, "which calls of the driver wait for a kernel that runs"),
     (
         "weights",
         weights::run,
@@ -217,6 +234,21 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("pool_keeper", pool_keeper::run, "--mem 96M --live 8M --seconds 5: a pool that keeps what it no longer uses"),
     ("pool_latency", pool_latency::run, "--pairs 1000000 --size 1M: the cost of allocating from a pool and freeing"),
     ("pool_rules", pool_rules::run, "| --reserve 160M: what memory pools promise, call by call"),
+    (
+        "aliases",
+        aliases::run,
+        "--count 32768 --remapped 1000: one chunk at many addresses, and how long mapping took, verify",
+    ),
+    (
+        "queued",
+        queued::run,
+        "--streams 16 --each 970 --held 970: launches behind a kernel that the host ends once so many are queued, and how long they took",
+    ),
+    (
+        "cycles",
+        cycles::run,
+        "--streams 40000 --busy 0: a stream for each piece of work, and how long the first and the last of them took",
+    ),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];
 

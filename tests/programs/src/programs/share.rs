@@ -5,7 +5,7 @@ use super::{Outcome, expect};
 use crate::{
     args::Args,
     cuda::{
-        Buffer, Error, Gpu, Kind, cu,
+        Buffer, Error, Gpu, Kind, Stream, cu,
         late::{MemHandle, late_cu},
     },
     report::Report,
@@ -205,7 +205,20 @@ fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
             expect("the sum of what the exporter left", gpu.sum(*at, elements)?, want)?;
         }
     }
+    let stream = Stream::new()?;
+    if args.given("other-context") {
+        // Closed while it is used, and another context ends meanwhile.
+        gpu.spin(500_000_000, stream.0)?;
+        gpu.add(opened[0], elements, 0, stream.0)?;
+    }
     opened.iter().try_for_each(|at| late_cu!(cuIpcCloseMemHandle(*at)))?;
+    if args.given("other-context") {
+        let mut context = 0;
+        late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;
+        late_cu!(cuCtxDestroy_v2(context))?;
+        gpu.enter()?;
+    }
+    stream.synchronise()?;
     expect("closing once more", late_cu!(cuIpcCloseMemHandle(opened[0])).err().map_or(0, |e| e.code), 1)?;
     wait_for_file(args, "stay")?;
     Ok(rounds)

@@ -35,7 +35,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 }
 
 /// Where the driver's function is, by the driver's own symbol table.
-fn address_of(name: &str) -> Result<usize, Box<dyn std::error::Error>> {
+pub(super) fn address_of(name: &str) -> Result<usize, Box<dyn std::error::Error>> {
     let maps = fs::read_to_string("/proc/self/maps")?;
     let line = maps.lines().find(|line| line.contains("/libcuda.so")).ok_or("libcuda.so is not loaded")?;
     let base = usize::from_str_radix(line.split('-').next().unwrap_or_default(), 16)?;

@@ -1,0 +1,159 @@
+//! Which calls of the driver may wait for running work. None of these is made by the client's thread, or by a thread that holds a lock
+//! of this library: the work may wait for what the program does next, which may need that thread or that lock.
+//!
+//! `coverage/waiting.tsv` classes the functions. Debug builds check each call and abort; other builds know nothing of it.
+
+pub use checks::check;
+
+/// Runs `f`, whose submissions to streams find room in the streams' queues, so that they wait for nothing.
+pub fn with_room<R>(f: impl FnOnce() -> R) -> R {
+    let _room = crate::sys::rank::with_room();
+    f()
+}
+
+#[cfg(not(debug_assertions))]
+mod checks {
+    #[inline(always)]
+    pub fn check(_: &super::super::Function) {}
+}
+
+#[cfg(debug_assertions)]
+mod checks {
+    use super::super::Function;
+    use crate::sys::{c::environment, rank};
+    use core::{ffi::CStr, fmt::Write as _, panic::Location};
+    use rustix::fs::{Mode, OFlags};
+
+    static TABLE: &str = include_str!("../../coverage/waiting.tsv");
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum Class {
+        Never,
+        Queues,
+        Waits,
+    }
+
+    /// The class of a function, if it is known.
+    fn known_class_of(name: &str) -> Option<Class> {
+        let name = ["_ptsz", "_ptds"].iter().find_map(|flavour| name.strip_suffix(flavour)).unwrap_or(name);
+        let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split('\t'));
+        let class = lines.find_map(|mut line| (line.next() == Some(name)).then(|| line.next())?)?;
+        Some(match class {
+            "never" => Class::Never,
+            "queues" => Class::Queues,
+            _ => Class::Waits,
+        })
+    }
+
+    /// Aborts if this function is about to be called where no thread may wait. If a file is named to count such calls in, it gets a line
+    /// instead, and another for each place that calls a function which waits.
+    #[track_caller]
+    pub fn check(function: &Function) {
+        let counted = environment(c"LIBNVSHARE_WAITING_CALLS");
+        let is_wrong = rank::holds_any();
+        if !is_wrong && counted.is_none() {
+            return;
+        }
+        let name = function.name().to_str().unwrap_or("");
+        let waits = match known_class_of(name) {
+            Some(Class::Never) => false,
+            Some(Class::Queues) => !rank::has_room(),
+            Some(Class::Waits) | None => true,
+        };
+        if !waits {
+            return;
+        }
+        let place = Location::caller();
+        let mut line = Line { bytes: [0; 400], len: 0 };
+        let verdict = if is_wrong { "wrong" } else { "reached" };
+        let _ = writeln!(line, "{verdict}\t{name}\t{}:{}\t{:#b}", place.file(), place.line(), rank::held());
+        let line = line.bytes.get(..line.len).unwrap_or(&[]);
+        match counted {
+            Some(path) => append(path, line),
+            None => {
+                const WHY: &[u8] =
+                    b"nvshare: a call of the driver that may wait, on the client's thread or under a lock: ";
+                // SAFETY: that many bytes each; the last ends the process.
+                unsafe {
+                    libc::write(2, WHY.as_ptr().cast(), WHY.len());
+                    libc::write(2, line.as_ptr().cast(), line.len());
+                    libc::abort()
+                }
+            }
+        }
+    }
+
+    fn append(path: &[u8], line: &[u8]) {
+        let mut text = [0; 256];
+        let Some(place) = text.get_mut(..path.len()).filter(|_| path.len() < 256) else { return };
+        place.copy_from_slice(path);
+        let Ok(path) = CStr::from_bytes_until_nul(&text) else { return };
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::APPEND | OFlags::CLOEXEC;
+        if let Ok(file) = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
+            let _ = rustix::io::write(&file, line);
+        }
+    }
+
+    struct Line {
+        bytes: [u8; 400],
+        len: usize,
+    }
+
+    impl core::fmt::Write for Line {
+        fn write_str(&mut self, text: &str) -> core::fmt::Result {
+            let end = self.len + text.len();
+            self.bytes.get_mut(self.len..end).ok_or(core::fmt::Error)?.copy_from_slice(text.as_bytes());
+            self.len = end;
+            Ok(())
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use crate::{
+            driver,
+            sys::sync::{Mutex, Rank},
+        };
+        use std::{env, process::Command, string::String};
+
+        #[test]
+        fn every_function_that_the_library_calls_has_a_class() {
+            driver::each_function(|function| {
+                let name = function.name().to_str().expect("a name");
+                assert!(known_class_of(name).is_some(), "{name} is not in coverage/waiting.tsv");
+            });
+        }
+
+        /// The functions are those of no driver: the check comes first.
+        fn calls(which: &str) {
+            static LOCK: Mutex<()> = Mutex::new(Rank::Space, ());
+            let _held = LOCK.lock();
+            match which {
+                "waits" => check(&driver::address::cuModuleUnload),
+                "queues" => check(&driver::address::cuEventRecord),
+                "in room" => super::super::with_room(|| check(&driver::address::cuEventRecord)),
+                "never" => check(&driver::address::cuEventQuery),
+                _ => check(&Function::new(c"cuUnknown")),
+            }
+        }
+
+        #[test]
+        fn a_call_that_may_wait_under_a_lock_ends_the_process() {
+            const CHILD: &str = "NVSHARE_TEST_CALL";
+            if let Ok(which) = env::var(CHILD) {
+                return calls(&which);
+            }
+            let name = "driver::waiting::checks::tests::a_call_that_may_wait_under_a_lock_ends_the_process";
+            for (which, is_right) in
+                [("waits", false), ("queues", false), ("in room", true), ("never", true), ("unknown", false)]
+            {
+                let mut command = Command::new(env::current_exe().expect("this program"));
+                let ended = command.args([name, "--exact", "--nocapture"]).env(CHILD, which).output().expect("a child");
+                let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+                assert_eq!(ended.status.success(), is_right, "{which}: {said}");
+                assert_eq!(said.contains("a call of the driver that may wait"), !is_right, "{which}: {said}");
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! What a call costs does not depend on how many came before it: on marks that are pending, on streams that are gone, on
+//! addresses at which the same memory is mapped.
+
+use test_support::machine::*;
+
+fn alone(words: &str) -> Report {
+    let machine = Machine::with_scheduler(Setup::default());
+    let report = machine.program(words).quiet().start().finish();
+    eprintln!("{}", report.0);
+    report
+}
+
+/// The limits are wide: what they tell apart is a constant from a multiple of what has piled up.
+#[track_caller]
+fn is_at_most(report: &Report, name: &str, most: f64) {
+    let value = report.0[name].as_f64().unwrap_or_else(|| panic!("no {name} in {}", report.0));
+    assert!(value <= most, "{name} is {value}, not at most {most}");
+}
+
+/// As many as the driver takes natively, less a twentieth: they block in neither.
+#[test]
+fn launches_behind_waiting_work_cost_a_constant() {
+    is_at_most(&alone("queued --streams 16 --each 970"), "launch_us", 200.0);
+}
+
+/// Each mark takes a place in the queue of one stream.
+#[test]
+fn launches_to_one_stream_behind_waiting_work_do_not_block() {
+    is_at_most(&alone("queued --streams 1 --each 970"), "launch_us", 1000.0);
+}
+
+#[test]
+fn streams_that_are_gone_leave_nothing_behind() {
+    for words in ["cycles --streams 20000", "cycles --streams 20000 --busy 1"] {
+        let report = alone(words);
+        let first = report.0["first_us"].as_f64().expect("a number");
+        is_at_most(&report, "last_us", first * 3.0);
+        // What allocators take at once.
+        is_at_most(&report, "grown_kib", 6.0 * 1024.0);
+    }
+}
+
+#[test]
+fn mapping_costs_the_same_however_often_memory_is_mapped() {
+    let (few, many) = (alone("aliases --count 256"), alone("aliases"));
+    let few = few.0["remap_us"].as_f64().expect("a number");
+    is_at_most(&many, "remap_us", few * 10.0);
+}

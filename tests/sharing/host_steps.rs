@@ -1,0 +1,203 @@
+//! Work that waits for a step of the host, which another thread takes through the library: nothing in the library waits for that work
+//! while the thread needs it.
+
+use std::{
+    fs,
+    os::{
+        fd::{FromRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+    thread,
+    time::Duration,
+};
+
+use test_support::cgroup::Limited;
+use test_support::machine::*;
+
+/// A GPU on which two programs of 60 MiB have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+/// Memory comes back so often in 12 s at least.
+const MOVES: usize = 4;
+
+/// Longer than any of these programs takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[track_caller]
+fn ends(program: &mut Program) {
+    let what = format!("`{}` to end", program.name);
+    wait_within(PATIENCE, &what, || program.poll());
+    program.finish();
+}
+
+#[test]
+fn a_context_is_destroyed_while_its_work_waits_for_another_turn() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut worker = machine.program("mix --mem 60M --reps 4 --rounds 100000").start();
+    machine.wait_for_grants(&worker, 1);
+    let mut program = machine.program("host-step --how destroy --mem 60M").start();
+    ends(&mut program);
+    assert!(worker.poll().is_none());
+    worker.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn launches_that_wait_for_a_full_queue_hold_nothing() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = machine.program("host-step --how fill").start();
+    ends(&mut program);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
+    let Some(group) = Limited::new(&format!("nvshare-steps-{}", std::process::id()), 4 << 30) else { return };
+    let machine = Machine::with_scheduler(pressed());
+    let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
+    let mut program = machine.program_in(&group.procs(), words).start();
+    machine.wait_for_grants(&program, 1);
+    // Its memory leaves and comes back, and copies of it stay in the host.
+    let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
+    other.finish();
+    machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
+    program.wait_to_say("the kernel runs");
+    group.set_limit(group.used() + 2 * MIB);
+    thread::sleep(Duration::from_millis(1500));
+    group.set_limit(4 << 30);
+    ends(&mut program);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_is_there_that_is_allocated_beside_a_capture() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() });
+    for how in ["captured", "named"] {
+        machine.program(&format!("capture-allocs --mem 40M --rounds 20 --how {how}")).start().finish();
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_beside_a_capture_comes_from_clients_that_run() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut holder = machine.program("mix --mem 90M --reps 4 --rounds 100000").start();
+    machine.wait_for_grants(&holder, 1);
+    machine.program("capture-allocs --mem 60M --rounds 10 --how captured --pause-ms 100").start().finish();
+    machine.program("capture-allocs --mem 60M --rounds 5 --how named --pause-ms 100").start().finish();
+    assert!(holder.poll().is_none());
+    holder.kill();
+    machine.wait_until_empty();
+}
+
+/// It has a device open by which a network card reaches memory of GPUs: its memory is there although it launches nothing.
+#[test]
+fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
+    // SAFETY: a plain call.
+    if unsafe { libc::geteuid() } != 0 {
+        return test_support::skip("root, to mount device files");
+    }
+    const DEVICES: &str = "mkdir \"$1\" && mount --rbind /dev \"$1\" && mount -t tmpfs none /dev && mkdir /dev/infiniband /dev/shm && \
+                           : > /dev/infiniband/uverbs0 && ln -s \"$1/null\" /dev/null && shift && exec \"$@\" 9< /dev/infiniband/uverbs0";
+    let machine = Machine::with_scheduler(pressed());
+    let mut holder = machine.program("mix --mem 90M --reps 4 --rounds 100000").start();
+    machine.wait_for_grants(&holder, 1);
+    let (devices, program) = (machine.path("dev"), test_support::artifact("cuda-program"));
+    let (devices, program) = (devices.display().to_string(), program.display().to_string());
+    let script = ["--mount", "--propagation", "private", "sh", "-ec", DEVICES, "sh", &devices, &program];
+    let words = ["capture-allocs", "--how", "reached", "--mem", "60M", "--rounds", "3", "--pause-ms", "100"];
+    machine.command("unshare".as_ref(), &[&script[..], &words[..]].concat()).start().finish();
+    assert!(holder.poll().is_none());
+    holder.kill();
+    machine.wait_until_empty();
+}
+
+/// Before 12.5 a thread waits for a context, as often as the scheduler asks for the memory of a program whose work is not seen.
+#[test]
+fn an_old_driver_has_one_thread_wait_for_a_context() {
+    let machine = Machine::with_scheduler(Setup { without: "cuCtxRecordEvent", ..pressed() });
+    let mut program = machine.program("unseen --mem 60M --rounds 1 --ms 12000 --pause-ms 100").start();
+    machine.wait_for_grants(&program, 1);
+    let mut other = machine.program("mix --mem 90M --reps 2 --rounds 2").start();
+    machine.wait_for_move(0, "its memory to be asked for", |m| m.pid == program.pid() && m.what == "stuck");
+    let waiting = |pid: u32| {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+        let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+        tasks
+            .flatten()
+            .filter(|task| task.path().exists())
+            .map(name)
+            .filter(|name| name.trim() == "nvshare-idle")
+            .count()
+    };
+    let most = (0..60).map(|_| {
+        thread::sleep(Duration::from_millis(100));
+        if program.poll().is_none() { waiting(program.pid()) } else { 0 }
+    });
+    assert_eq!(most.max(), Some(1));
+    program.finish();
+    other.finish();
+    machine.wait_until_empty();
+}
+
+/// The kernel for fingerprints for which there is no memory when its context is made is loaded when memory leaves, by a thread that may
+/// wait.
+#[test]
+fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
+    const LOADED: &str = "fingerprints can be computed in context";
+    let machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 60M --reps 3 --rounds 12";
+    let mut program = machine.program(words).env("CUDA_SIM_FAIL", "cuFuncLoad:1").start();
+    machine.wait_for_grants(&program, 1);
+    assert!(!program.stderr().contains(LOADED));
+    let mut other = machine.program(words).start();
+    wait_for("memory to leave, and the kernel to be loaded", || {
+        let said = program.stderr();
+        (said.contains(" bytes left in ") && said.contains(LOADED)).then_some(())
+    });
+    program.finish();
+    other.finish();
+    machine.wait_until_empty();
+}
+
+/// A socket at this path that accepts connections, as the kernel does for it, and never answers.
+fn silent_daemon(path: &Path) -> OwnedFd {
+    let bytes = path.as_os_str().as_bytes();
+    // SAFETY: plain old data; the calls read a valid address, and the socket is new.
+    unsafe {
+        let mut address: libc::sockaddr_un = std::mem::zeroed();
+        address.sun_family = libc::AF_UNIX as _;
+        address.sun_path.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from as _);
+        let socket = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
+        assert_eq!(libc::bind(socket, (&raw const address).cast(), size_of_val(&address) as u32), 0);
+        assert_eq!(libc::listen(socket, 64), 0);
+        OwnedFd::from_raw_fd(socket)
+    }
+}
+
+/// Without a scheduler, memory comes and goes in many steps of the client's thread.
+#[test]
+fn a_daemon_that_does_not_answer_does_not_slow_down_what_the_clients_thread_does() {
+    let mut machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 60M --reps 3 --rounds 1000000";
+    let mut programs = [machine.program(words).start(), machine.program(words).start()];
+    wait_for("memory to have moved", || (evicted(&machine.trace()) > 0).then_some(()));
+    machine.kill_scheduler();
+    let _ = fs::remove_file(machine.socket());
+    let _daemon = silent_daemon(&machine.socket());
+    let moves = |programs: &[Program]| -> usize {
+        programs.iter().map(|program| program.stderr().matches(" bytes came back in ").count()).sum()
+    };
+    wait_for("both to find a daemon that does not answer", || {
+        programs.iter().all(|program| program.stderr().contains("it does not answer")).then_some(())
+    });
+    let before = moves(&programs);
+    thread::sleep(Duration::from_secs(12));
+    let after = moves(&programs);
+    eprintln!("{} moves", after - before);
+    assert!(after - before >= MOVES, "memory came back {} times", after - before);
+    programs.iter_mut().for_each(Program::kill);
+}

@@ -1,0 +1,30 @@
+#!/bin/sh
+# Counts calls of the driver that may wait and were made on the client's thread or under a lock of the library, and places in its
+# sources that make such calls and that no test has reached. Prints them, and their number last: 0 is what it should be.
+#
+#     tests/waiting-calls.sh [TEST…]     words for nextest: which tests of tests/sharing to run; all without any
+#
+# The tests run with what `make check` has built: a library with debug assertions counts, others do not.
+set -eu
+cd "$(dirname "$0")/.."
+cargo=${CARGO:-cargo}
+calls=$(mktemp)
+trap 'rm -f "$calls"' EXIT
+
+LIBNVSHARE_WAITING_CALLS=$calls $cargo nextest run --workspace --no-fail-fast -E 'binary(sharing)' "$@" >&2
+
+# Where the library calls a function that waits, without the declarations in driver/mod.rs and the tests in driver/waiting.rs.
+places() {
+    sed -n 's/^\(cu[A-Za-z0-9_]*\)\twaits\t.*/\1/p' preload/coverage/waiting.tsv | while read -r name; do
+        grep -rnE "(driver::|[ (])$name(_ptds)?\(" preload/src --include='*.rs' |
+            grep -vE '^preload/src/driver/(mod|waiting)\.rs:|^[^:]*:[0-9]*: *(//|\[cu)' |
+            sed 's|^preload/\([^:]*:[0-9]*\):.*|\1|'
+    done | sort -u
+}
+
+wrong=$(sed -n 's/^wrong\t//p' "$calls" | cut -f1,2 | sort | uniq -c)
+reached=$(cut -f3 "$calls" | sort -u)
+missed=$(places | while read -r place; do printf '%s\n' "$reached" | grep -qxF "$place" || echo "$place"; done)
+[ -z "$wrong" ] || printf 'may wait where nothing may:\n%s\n' "$wrong"
+[ -z "$missed" ] || printf 'not reached by a test:\n%s\n' "$missed"
+printf '%s\n' "$(($(printf '%s' "$wrong" | grep -c . || :) + $(printf '%s' "$missed" | grep -c . || :)))"
