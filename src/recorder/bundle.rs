@@ -232,7 +232,9 @@ pub struct Entries<R> {
     /// The clients that have been named so far, by their ids.
     pub clients: BTreeMap<u64, Process>,
     /// The line of the first one, once that has been read.
-    pub first_line: usize,
+    first_line: usize,
+    /// For each `client` line behind the first entry, the number of entries before it.
+    between: Vec<u64>,
     count: u64,
     /// The number of the last one.
     last: u64,
@@ -277,9 +279,18 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
             Some("client") => lines.client(&version, &mut clients)?,
             Some("checkpoint") => {
                 let CheckpointIn { machine: checkpoint } = lines.parse(&version)?;
-                let (samples, first_line) = (Samples::default(), 0);
-                let entries =
-                    Entries { lines, version, samples, clients, first_line, count: 0, last: 0, is_over: false };
+                let (samples, between) = (Samples::default(), Vec::new());
+                let entries = Entries {
+                    lines,
+                    version,
+                    samples,
+                    clients,
+                    first_line: 0,
+                    between,
+                    count: 0,
+                    last: 0,
+                    is_over: false,
+                };
                 return Ok(Bundle { header, status, checkpoint, entries });
             }
             Some("entry" | "end") => return Err(lines.wrong("a line of the kind checkpoint must come before this one")),
@@ -291,6 +302,11 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
 }
 
 impl<R: BufRead> Entries<R> {
+    /// The line of the entry at that place, from 0.
+    pub fn line(&self, at: usize) -> usize {
+        self.first_line + at + self.between.iter().filter(|before| **before <= at as u64).count()
+    }
+
     /// Reads the next entry; `None` after the line that ends a bundle, and at the end of a record.
     fn read(&mut self) -> Result<Option<Entry>, ReadError> {
         loop {
@@ -315,7 +331,10 @@ impl<R: BufRead> Entries<R> {
                     }
                     return Ok(None);
                 }
-                Some("client") => self.lines.client(&self.version, &mut self.clients)?,
+                Some("client") => {
+                    self.lines.client(&self.version, &mut self.clients)?;
+                    self.between.extend((self.count > 0).then_some(self.count));
+                }
                 Some(_) => {}
                 None if self.lines.is_record => return Ok(None),
                 None => return Err(self.lines.cut_off()),

@@ -246,8 +246,11 @@ fn a_bundle_that_cannot_be_read_says_where_and_why() {
         all[at] = line;
         message(&all)
     };
-    assert_eq!(message(&[]), "line 1: this is not a debug bundle: `nvsharectl debug` writes one");
-    assert!(but(0, "[[gpu]]").starts_with("line 1: this is not a debug bundle"));
+    assert_eq!(
+        message(&[]),
+        "line 1: this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`"
+    );
+    assert!(but(0, "[[gpu]]").starts_with("line 1: this is neither a debug bundle"));
     assert!(message(&lines[..9]).starts_with("line 10: the file is cut off"), "{}", message(&lines[..9]));
     let later = lines[0].replace("\"format\":1", "\"format\":2");
     assert!(but(0, &later).starts_with("line 1: this bundle has format 2 and this nvsharectl reads 1"));
