@@ -2,14 +2,14 @@
 //! speed and what two programs reach that exchange memory without deciding anything, in the same run. For a machine with an NVIDIA
 //! GPU; the GPU is made small by a program that holds the rest of it.
 //!
-//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--trace FILE] [--json FILE]`
+//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--record FILE] [--json FILE]`
 //!
 //! The first time that a program's memory leaves is measured before that, since its host buffers may have to be made then:
 //! a program that has been idle for ten seconds, and one that comes.
 //!
 //! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are put into it (see `bench_support::results`).
 //!
-//! `--trace` keeps the scheduler's trace of the hand-overs. `--programs` is where `nvshare-scheduler`, `libnvshare.so` and
+//! `--record` keeps the scheduler's record of the hand-overs. `--programs` is where `nvshare-scheduler`, `libnvshare.so` and
 //! `cuda-program` are (else: where this bench was built).
 //! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
 
@@ -22,7 +22,7 @@ use std::{
 
 use bench_support::results::{Figure, Results};
 use bench_support::stage::{Stage, bytes, kill, option};
-use serde_json::Value;
+use test_support::record::{Move, Record};
 
 const GIB: f64 = (1u64 << 30) as f64;
 const SETTINGS: &str = "time-quantum = 1\nanti-thrash = \"on\"\n";
@@ -62,8 +62,8 @@ fn main() {
         results.add(Figure { name: "first-handover-14GiB", value: first, unit: "s", note });
     }
 
-    let trace = stage.file("trace.jsonl");
-    let scheduler = stage.scheduler(SETTINGS, &trace);
+    let record = stage.file("record.jsonl");
+    let scheduler = stage.scheduler(SETTINGS, &record);
     let begin = Instant::now();
     // Long enough for some hand-overs; they end when they are told to.
     let mut pair: Vec<Child> = (0..2)
@@ -78,12 +78,12 @@ fn main() {
     }
     pair.into_iter().chain([scheduler, holder]).for_each(kill);
 
-    match option("--trace", "").as_str() {
+    match option("--record", "").as_str() {
         "" => {}
-        kept => drop(std::fs::copy(&trace, kept).expect("the trace can be kept")),
+        kept => drop(std::fs::copy(&record, kept).expect("the record can be kept")),
     }
-    let moves = events(&trace);
-    let hand_overs = hand_overs(&moves);
+    let mut record = Record::new(&record, 1);
+    let hand_overs = hand_overs(record.moves());
     println!("{:>12} {:>12} {:>12} {:>12} {:>14}", "drain, ms", "to grant", "to run", "moved, GiB", "GiB/s each way");
     for h in &hand_overs {
         let rate = h.moved / (h.mapped / 1e3).max(1e-6);
@@ -121,33 +121,25 @@ fn main() {
     results.write();
 }
 
-fn events(trace: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(trace).expect("a trace");
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
-}
-
-fn milliseconds(event: &Value) -> f64 {
-    event["ms"].as_f64().unwrap_or_default()
-}
-
 /// Seconds from the first request of a program until all of its memory is on the GPU, where another one has idled there.
 fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
-    let trace = stage.file("first.jsonl");
-    let scheduler = stage.scheduler(SETTINGS, &trace);
+    let record = stage.file("first.jsonl");
+    let scheduler = stage.scheduler(SETTINGS, &record);
     let start = |words: &[&str]| stage.shared(words).stdout(Stdio::null()).spawn().expect("it runs");
     let bytes: u64 = memory.parse().expect("bytes");
     // When this program first asked for the GPU, and when all of its memory was there.
-    let wait_for_memory = |program: &Child| loop {
-        let all = events(&trace);
-        let own = || all.iter().filter(|event| event["pid"].as_u64() == Some(program.id().into()));
-        let request = own().find(|event| event["what"] == "request");
+    let mut record = Record::new(&record, 1);
+    let mut wait_for_memory = |program: &Child| loop {
+        let all = record.moves();
+        let own = || all.iter().filter(|m| m.pid == program.id());
+        let request = own().find(|m| m.what == "request");
         let mut mapped = 0;
-        let last = own().filter(|event| event["what"] == "mapped").find(|event| {
-            mapped += event["bytes"].as_u64().unwrap_or_default();
+        let last = own().filter(|m| m.what == "mapped").find(|m| {
+            mapped += m.bytes;
             mapped >= bytes
         });
         if let (Some(request), Some(last)) = (request, last) {
-            break (milliseconds(last) - milliseconds(request)) / 1e3;
+            break (last.ms - request.ms) / 1e3;
         }
         std::thread::sleep(Duration::from_millis(100));
     };
@@ -169,35 +161,27 @@ struct HandOver {
     moved: f64,
 }
 
-fn hand_overs(moves: &[Value]) -> Vec<HandOver> {
-    let mut revoked: BTreeMap<u64, f64> = BTreeMap::new();
-    let mut released: Option<(u64, f64)> = None;
+fn hand_overs(moves: &[Move]) -> Vec<HandOver> {
+    let mut revoked: BTreeMap<u32, f64> = BTreeMap::new();
+    let mut released: Option<(u32, f64)> = None;
     let mut list = Vec::new();
     for (at, event) in moves.iter().enumerate() {
-        let pid = event["pid"].as_u64().unwrap_or_default();
-        match event["what"].as_str() {
-            Some("revoke") => drop(revoked.entry(pid).or_insert(milliseconds(event))),
-            Some("release") => released = Some((pid, milliseconds(event))),
-            Some("grant") => {
+        let pid = event.pid;
+        match event.what {
+            "revoke" => drop(revoked.entry(pid).or_insert(event.ms)),
+            "release" => released = Some((pid, event.ms)),
+            "grant" => {
                 let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
                 let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
                 // What it maps from the release on, before it gives the lock back itself.
-                let own = |m: &&Value| m["pid"].as_u64() == Some(pid);
+                let own = |m: &&Move| m.pid == pid;
                 let back =
-                    moves[at..].iter().position(|m| own(&m) && m["what"] == "release").map_or(moves.len(), |n| at + n);
-                let mapped: Vec<&Value> = moves[..back]
-                    .iter()
-                    .filter(own)
-                    .filter(|m| m["what"] == "mapped" && milliseconds(m) >= when)
-                    .collect();
+                    moves[at..].iter().position(|m| own(&m) && m.what == "release").map_or(moves.len(), |n| at + n);
+                let mapped: Vec<&Move> =
+                    moves[..back].iter().filter(own).filter(|m| m.what == "mapped" && m.ms >= when).collect();
                 let Some(last) = mapped.last() else { continue };
-                let moved = mapped.iter().filter_map(|m| m["bytes"].as_f64()).sum::<f64>() / GIB;
-                list.push(HandOver {
-                    drain,
-                    grant: milliseconds(event) - when,
-                    mapped: milliseconds(last) - when,
-                    moved,
-                });
+                let moved = mapped.iter().map(|m| m.bytes as f64).sum::<f64>() / GIB;
+                list.push(HandOver { drain, grant: event.ms - when, mapped: last.ms - when, moved });
             }
             _ => {}
         }

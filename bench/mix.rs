@@ -54,7 +54,8 @@ fn main() {
                 };
                 let alone = seconds(vec![job.command(|words| stage.program(words))]);
                 for quantum in numbers("--quanta", "5,30,1000") {
-                    let scheduler = stage.scheduler(&format!("time-quantum = {quantum}\n"), &stage.file("trace.jsonl"));
+                    let scheduler =
+                        stage.scheduler(&format!("time-quantum = {quantum}\n"), &stage.file("record.jsonl"));
                     let all = seconds((0..jobs).map(|_| job.command(|words| stage.shared(words))).collect());
                     kill(scheduler);
                     let ratio = all / (jobs as f64 * alone);

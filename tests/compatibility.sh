@@ -39,11 +39,11 @@ build --manifest-path preload/Cargo.toml
 cp "$directory/target/debug/libnvshare.so" "$directory/library"
 cp "$directory/target/debug/nvshare-scheduler" "$directory/scheduler"
 rm -rf "$directory/source"
-# A scheduler that is upgraded: the first that a test starts is of that version, later ones are of this one. Each run has a trace
+# A scheduler that is upgraded: the first that a test starts is of that version, later ones are of this one. Each run has a record
 # of its own, with its number.
 cat >"$directory/upgrade/nvshare-scheduler" <<END
 #!/bin/sh
-case " \$* " in *"/trace-1 "*) exec '$directory/scheduler/nvshare-scheduler' "\$@" ;; esac
+case " \$* " in *"/record-1 "*) exec '$directory/scheduler/nvshare-scheduler' "\$@" ;; esac
 exec '$built/nvshare-scheduler' "\$@"
 END
 chmod +x "$directory/upgrade/nvshare-scheduler"

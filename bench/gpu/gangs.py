@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--memory", type=float, default=4, help="GiB that each program holds")
     parser.add_argument("--patience", type=float, default=200)
-    parser.add_argument("--keep", type=Path, help="a directory for the schedulers' traces")
+    parser.add_argument("--keep", type=Path, help="a directory for the schedulers' records")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     arguments = parser.parse_args()
@@ -167,7 +167,7 @@ def main():
                 daemon.terminate()
                 daemon.wait()
                 if arguments.keep:
-                    (directory / "trace.jsonl").rename(arguments.keep / f"{case}.jsonl")
+                    (directory / "record.jsonl").rename(arguments.keep / f"{case}.jsonl")
             ranks = [all_said[name][0] for name in all_said if name[0] in "ab"]
             jobs[case] = None if None in ranks else max(ranks)
             marks = []

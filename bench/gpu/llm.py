@@ -20,8 +20,8 @@ Prints JSON lines:
   summary   what was done, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
             llm-contended-throughput
 
-Of each stuck start, the scheduler's status, trace and log and what the servers' threads wait for go to a file in --out, and so does the
-trace of what is contended. --budget:
+Of each stuck start, the scheduler's status, record and log and what the servers' threads wait for go to a file in --out, and so does the
+record of what is contended. --budget:
 after so many seconds it stops and reports what it has; the values of --free share the time. Needs a GPU, PyTorch and transformers.
 """
 
@@ -224,9 +224,9 @@ def serial(cast, arguments, deadline):
     return bound
 
 
-def mapped(trace, windows):
-    """Bytes that a process had mapped in a time, for each process and its time, by the scheduler's trace."""
-    all_mapped = [event for event in stage.events(trace) if event["what"] == "mapped"]
+def mapped(record, windows):
+    """Bytes that a process had mapped in a time, for each process and its time, by the scheduler's record."""
+    all_mapped = [event for event in stage.events(record) if event["what"] == "mapped"]
 
     def within(pid, since, until):
         mine = (event for event in all_mapped if event["pid"] == pid)
@@ -264,7 +264,7 @@ def switches(servers, arguments, directory, deadline):
     if asked and not stuck:
         time.sleep(1)  # until the clients have reported what they moved
         copied = [round((b - a) / GIB / len(asked), 3) for a, b in zip(before, stage.swapped(metrics))]
-        moved = [part / GIB for part in mapped(directory / "trace.jsonl", asked)]
+        moved = [part / GIB for part in mapped(directory / "record.jsonl", asked)]
         bound = {"p50": figures.percentile(moved, 0.5) / LINK + 0.08, "p99": figures.percentile(moved, 0.99) / LINK + 0.18}
         said["moved-gib"] = figures.summary(moved)
         said["copied-gib-a-switch"] = dict(zip(("in", "out"), copied))
@@ -347,7 +347,7 @@ def keep(file, case, servers, programs, directory):
     time.sleep(2)
     said["status-2s-later"] = ask("status", "--json")
     said["log"] = lines(directory / "scheduler.log", 2000)
-    said["trace"] = lines(directory / "trace.jsonl", 20000)
+    said["record"] = lines(directory / "record.jsonl", 20000)
     file.write_text(json.dumps(said, indent=1) + "\n")
 
 
@@ -416,7 +416,7 @@ class Run:
                     say(case)
                     self.contended[free] = case
                     if self.arguments.out:
-                        shutil.copy(self.directory / "trace.jsonl", self.arguments.out / f"contended-{free}.jsonl")
+                        shutil.copy(self.directory / "record.jsonl", self.arguments.out / f"contended-{free}.jsonl")
                     if said is None:
                         self.keep(case)
             finally:

@@ -4,11 +4,11 @@
 both are done, and whether every result is the one that the loop gives alone.
 
   pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE]
-           [--traces DIRECTORY] [--measured FILE,…] [--json FILE] [--commit ID]
+           [--records DIRECTORY] [--measured FILE,…] [--json FILE] [--commit ID]
 
 All 15 pairs take about eight minutes. `--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--measured`: such
-files, whose pairs count without being measured again, for instance from several GPUs at once. `--traces`: where the scheduler's
-trace of each run is kept. `--json`: puts the figure into that file, as
+files, whose pairs count without being measured again, for instance from several GPUs at once. `--records`: where the scheduler's
+record of each run is kept. `--json`: puts the figure into that file, as
 `../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
 """
 
@@ -179,8 +179,8 @@ def measure(arguments):
                     if daemon:
                         daemon.terminate()
                         daemon.wait()
-                        if arguments.traces:
-                            shutil.copy(directory / "trace.jsonl", arguments.traces / f"{'+'.join(pair)}-{mode}-{number}.jsonl")
+                        if arguments.records:
+                            shutil.copy(directory / "record.jsonl", arguments.records / f"{'+'.join(pair)}-{mode}-{number}.jsonl")
                 measured.append({"pair": "+".join(pair), "mode": mode, "seconds": taken, "right": right})
                 line += f"{statistics.median(taken):>8.2f}{' ' if right else '!'}"
             print(line, flush=True)
@@ -196,7 +196,7 @@ def main():
     parser.add_argument("--pairs", default=",".join(PAIRS))
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--traces", type=Path)
+    parser.add_argument("--records", type=Path)
     parser.add_argument("--measured", type=lambda text: [Path(path) for path in text.split(",")], default=[])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")

@@ -80,7 +80,7 @@ def shares(arguments, programs, directory):
             daemon.terminate()
             daemon.wait()
             if arguments.keep:
-                (directory / "trace.jsonl").rename(arguments.keep / f"{name}-{wanted[0]}.jsonl")
+                (directory / "record.jsonl").rename(arguments.keep / f"{name}-{wanted[0]}.jsonl")
                 (arguments.keep / f"{name}-{wanted[0]}.json").write_text(json.dumps(all_done))
             # After the first period, in which shares are not there yet.
             since = max(done[0] for done in all_done) + arguments.period
@@ -134,7 +134,7 @@ def main():
     parser.add_argument("--period", type=int, default=5)
     parser.add_argument("--periods", type=int, default=10)
     parser.add_argument("--latency", action="store_true")
-    parser.add_argument("--keep", type=Path, help="a directory for the scheduler's traces, and for when each batch was done")
+    parser.add_argument("--keep", type=Path, help="a directory for the scheduler's records, and for when each batch was done")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     arguments = parser.parse_args()

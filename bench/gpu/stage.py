@@ -11,6 +11,11 @@ import time
 
 LIBC = ctypes.CDLL(None)
 
+# Events and commands of a record that are moves by another name.
+EVENTS = {"requested": "request", "cancelled": "cancel", "released": "release", "held": "held", "detached": "detach"}
+EVENTS |= {"disconnected": "disconnect", "grant": "grant", "revoke": "revoke", "undrainable": "undrainable"}
+EVENTS |= {"eviction-blocked": "eviction-blocked", "prepare-sleep": "prepare-sleep", "awake": "awake"}
+
 
 def scheduler(programs, directory, settings):
     """Starts one with these settings; what it says goes to a file."""
@@ -18,7 +23,7 @@ def scheduler(programs, directory, settings):
     (directory / "nvshare.toml").write_text(settings)
     words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
     words += ["--control-socket", directory / "control.sock", "--config", directory / "nvshare.toml"]
-    words += ["--trace", directory / "trace.jsonl"]
+    words += ["--record", directory / "record.jsonl"]
     with open(directory / "scheduler.log", "w") as log:
         child = subprocess.Popen(words, stderr=log, preexec_fn=end_with_parent)
     while not (directory / "scheduler.sock").exists():
@@ -46,12 +51,52 @@ def swapped(metrics):
     return [total(f"nvshare_gpu_swapped_{way}_bytes_total") for way in ("in", "out")]
 
 
-def events(trace):
-    """The lines of the scheduler's trace."""
-    said = []
-    for line in trace.read_text().splitlines():
+def events(record):
+    """Moves of locks and memory in the scheduler's record: dictionaries with ms, pid, client, what, and where they apply gpu and bytes."""
+    said, processes, memory = [], {}, {}
+
+    def add(at, client, what, gpu=None, bytes_=None):
+        event = {"ms": at / 1e6, "client": client, "pid": processes.get(client, {}).get("pid", 0), "what": what}
+        said.append(event | {key: value for key, value in (("gpu", gpu), ("bytes", bytes_)) if value is not None})
+
+    def handle(at, name, content):
+        client, gpu = content.get("client"), content.get("gpu")
+        if name == "connected":
+            add(at, client, "resume" if processes.get(client, {}).get("resumed") else "connect")
+        elif name == "attached":
+            if "engine" in content:  # the command of that name has none
+                memory[client, gpu] = [0, 0]
+                add(at, client, "attach", gpu)
+        elif name == "memory":
+            before, mapped = memory[client, gpu][0], content["report"]["mapped"]
+            memory[client, gpu][0] = mapped
+            if mapped != before:
+                add(at, client, "mapped" if mapped > before else "freed", gpu, abs(mapped - before))
+        elif name == "allowance":
+            mapped, before = memory[client, gpu]
+            memory[client, gpu][1] = allowed = content["bytes"]
+            what = "credit" if allowed >= before else "evict" if allowed < mapped else "take-back"
+            add(at, client, what, gpu, abs(allowed - before))
+        elif name == "stuck":
+            for each in content["gpus"]:
+                add(at, client, "untracked-work" if content["reason"] == "untracked-work" else "stuck", each)
+        elif name in ("reserved", "mapping-failed"):
+            add(at, client, name, gpu, content["bytes"])
+        elif name in EVENTS:
+            for each in content.get("gpus", [gpu]):
+                add(at, client, EVENTS[name], each)
+
+    for line in record.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # the last line may be half written
-            said.append(json.loads(line))
+            line = json.loads(line)
+            if line["kind"] == "client":
+                processes[line["client"]] = line
+            elif line["kind"] == "entry":
+                for happened in [line["event"], *line["commands"]]:
+                    if isinstance(happened, dict):
+                        for name, content in happened.items():
+                            if isinstance(content, dict):
+                                handle(line["at-ns"], name, content)
     return said
 
 

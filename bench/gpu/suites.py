@@ -291,7 +291,7 @@ class Run:
             yield environment
             with contextlib.suppress(OSError):
                 case["swapped-gib"] = [round(count / GIB, 2) for count in stage.swapped(metrics)]
-            case["clients"] = len({line["pid"] for line in stage.events(self.directory / "trace.jsonl") if line["what"] == "attach"})
+            case["clients"] = len({line["pid"] for line in stage.events(self.directory / "record.jsonl") if line["what"] == "attach"})
             if mode == "swapped":
                 case["competitor"] = last_line(rounds) or {"rounds": 0, "wrong": 0}
                 if competitor.poll() is not None:

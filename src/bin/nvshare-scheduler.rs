@@ -33,9 +33,9 @@ struct Arguments {
     #[arg(long, value_name = "LEVEL")]
     log_level: Option<LogLevel>,
 
-    /// Write one line of JSON for every move of a lock or of memory
+    /// Write what the flight recorder records to a file, too: `nvsharectl timeline` and `simulate --replay` read it
     #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
+    record: Option<PathBuf>,
 
     /// The D-Bus to be on [default: the system bus]
     #[arg(long, value_name = "ADDRESS")]
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
         control_socket: arguments.control_socket,
         config: arguments.config,
         log_level: arguments.log_level,
-        trace: arguments.trace,
+        record: arguments.record,
         bus_address: arguments.bus_address,
         no_bus: arguments.no_bus,
         in_pod: arguments.in_pod,

@@ -1,6 +1,6 @@
 //! `nvsharectl simulate --replay`: what a debug bundle shows, as tables for people or as JSON.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::CtlError;
 use super::table::{Align, Table};
 use crate::config::units;
-use crate::recorder::bundle::{self, Bundle, Header, nanos};
+use crate::recorder::bundle::{self, Bundle, Header, Process, nanos};
 use crate::recorder::replay::{self, Difference, Moment, Replay, Tally, What};
 use crate::scheduler::{Command, GpuId, ReleaseReason, Time};
 
@@ -25,9 +25,11 @@ pub struct Answer {
 /// A bundle that has been replayed.
 struct Replayed {
     header: Header,
-    /// Clients that were connected when the bundle was made, and the GPUs, as `nvsharectl status --json` has them.
+    /// The GPUs, as `nvsharectl status --json` has them.
     status: Value,
-    first_line: usize,
+    clients: BTreeMap<u64, Process>,
+    /// The line of the first entry that differs.
+    line: Option<usize>,
     replay: Replay,
 }
 
@@ -38,7 +40,13 @@ pub fn replay(file: &Path, json: bool) -> Result<Answer, CtlError> {
     let failed = |e: bundle::ReadError| CtlError::Failed(format!("{shown}, {e}"));
     let Bundle { header, status, checkpoint, mut entries } = bundle::read(BufReader::new(opened)).map_err(failed)?;
     let replay = replay::replay(checkpoint, &mut entries).map_err(failed)?;
-    let replayed = Replayed { header, status, first_line: entries.first_line, replay };
+    let replayed = Replayed {
+        header,
+        status,
+        line: replay.difference.as_ref().map(|difference| entries.line(difference.at)),
+        clients: entries.clients,
+        replay,
+    };
     let exit_code = u8::from(replayed.replay.difference.is_some());
     let text = if json { format!("{:#}\n", replayed.json()) } else { replayed.text() };
     Ok(Answer { text, exit_code })
@@ -63,11 +71,11 @@ impl Replayed {
         ];
         match &self.replay.difference {
             None => lines.push("The scheduler decides as recorded.".into()),
-            Some(Difference { at, number, event, command, recorded, replayed }) => {
+            Some(Difference { number, event, command, recorded, replayed, .. }) => {
                 let shown = |command: &Option<Command>| command.as_ref().map_or_else(|| "none".to_owned(), written);
                 lines.push(format!(
                     "The scheduler decides differently from entry {number} on (line {}):",
-                    self.first_line + at
+                    self.line.unwrap_or_default()
                 ));
                 lines.push(format!("  event      {}", written(event)));
                 lines.push(format!("  command    number {}", command + 1));
@@ -88,11 +96,11 @@ impl Replayed {
         let left = [("CLIENT", Align::Right), ("PID", Align::Right), ("UNIT", Align::Left), ("GPU", Align::Left)];
         let columns: Vec<(&str, Align)> = left.into_iter().chain(right.map(|name| (name, Align::Right))).collect();
         let mut table = Table::new(&columns);
-        let (clients, gpus) = (self.known_clients(), self.gpu_names());
+        let gpus = self.gpu_names();
         for ((client, gpu), tally) in &self.replay.clients {
             let Tally { waited, longest_wait, held, grants, revokes, releases, failed_mappings, .. } = *tally;
             let Tally { evictions, evicted, denials, .. } = *tally;
-            let (pid, unit) = clients.get(&client.0).cloned().unwrap_or_else(|| ("-".into(), "-".into()));
+            let (pid, unit) = self.process(client.0);
             let mut row = vec![client.0.to_string(), pid, unit, name_of(&gpus, *gpu)];
             row.extend([waited, longest_wait, held].map(units::fine_duration));
             row.extend([grants, revokes, releases, evictions].map(|count| count.to_string()));
@@ -115,16 +123,11 @@ impl Replayed {
         table.lines()
     }
 
-    /// The PID and the unit of each client of the status.
-    fn known_clients(&self) -> HashMap<u64, (String, String)> {
-        let clients = self.status["clients"].as_array().into_iter().flatten();
-        let known = |client: &Value| {
-            let pid =
-                client["pid"].as_u64().filter(|pid| *pid != 0).map_or_else(|| "?".to_owned(), |pid| pid.to_string());
-            let unit = client["unit"].as_str().filter(|unit| !unit.is_empty()).unwrap_or("-").to_owned();
-            Some((client["id"].as_u64()?, (pid, unit)))
-        };
-        clients.filter_map(known).collect()
+    /// The PID and the unit of a client.
+    fn process(&self, client: u64) -> (String, String) {
+        let Some(Process { pid, unit, .. }) = self.clients.get(&client) else { return ("-".into(), "-".into()) };
+        let pid = if *pid > 0 { pid.to_string() } else { "?".into() };
+        (pid, if unit.is_empty() { "-".into() } else { unit.clone() })
     }
 
     /// GPUs by their numbers, where these are known and each is one GPU's.
@@ -147,9 +150,9 @@ impl Replayed {
         let begin = self.replay.span.map_or(Time::ZERO, |(first, _)| first);
         let took = self.replay.span.map_or(Duration::ZERO, |(first, last)| last.saturating_sub(first));
         let difference = self.replay.difference.as_ref().map(|difference| {
-            let Difference { at, number, event, command, recorded, replayed } = difference;
+            let Difference { number, event, command, recorded, replayed, .. } = difference;
             json!({
-                "entry": number, "line": self.first_line + at, "event": event, "command": command + 1,
+                "entry": number, "line": self.line, "event": event, "command": command + 1,
                 "recorded": recorded, "replayed": replayed,
             })
         });
@@ -279,7 +282,7 @@ mod tests {
             clients,
             tenants: BTreeMap::new(),
         };
-        let replayed = Replayed { header, status, first_line: 0, replay };
+        let replayed = Replayed { header, status, clients: BTreeMap::new(), line: None, replay };
         assert_eq!(replayed.gpu_names(), BTreeMap::from([(gpu(1), "0".to_owned())]));
     }
 }

@@ -105,21 +105,8 @@ fn read_bundle(file: File, shown: &str) -> Result<Read, CtlError> {
     let failed = |e: bundle::ReadError| CtlError::Failed(format!("{shown}, {e}"));
     let Bundle { status, checkpoint, mut entries, .. } = bundle::read(BufReader::new(file)).map_err(failed)?;
     let replay = replay::replay(checkpoint, &mut entries).map_err(failed)?;
-    Ok(Read { timeline: from_recording(&replay, &clients(&status)), names: gpus(&status) })
-}
-
-/// A text for each client of the status.
-fn clients(status: &Value) -> BTreeMap<u64, String> {
-    let text = |client: &Value| {
-        let (id, pid) = (client["id"].as_u64()?, client["pid"].as_u64().filter(|pid| *pid != 0));
-        let first = |names: &[&str]| {
-            let texts = names.iter().filter_map(|name| client[*name].as_str());
-            texts.map(str::to_owned).find(|text| !text.is_empty())
-        };
-        let who = first(&["name", "unit", "container"]).unwrap_or_else(|| format!("client {id}"));
-        Some((id, pid.map_or_else(|| who.clone(), |pid| format!("{who} (PID {pid})"))))
-    };
-    status["clients"].as_array().into_iter().flatten().filter_map(text).collect()
+    let labels = entries.clients.iter().map(|(client, process)| (*client, process.label())).collect();
+    Ok(Read { timeline: from_recording(&replay, &labels), names: gpus(&status) })
 }
 
 /// `GPU 0  NVIDIA H200`, by the UUID without its prefix.

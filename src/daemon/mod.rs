@@ -3,7 +3,7 @@
 //!
 //! The modules are layers: each uses those listed before it, never those after it.
 //!
-//! - `logging`: the log, the journal, the event trace.
+//! - `logging`: the log, the journal.
 //! - `node`: whether a daemon in a pod sees the processes of its node.
 //! - `systemd`: socket activation, notifications, the descriptor store.
 //! - `tenants`: what the clients of each tenant may take of the scheduler.

@@ -2,7 +2,9 @@
 
 use std::cell::RefCell;
 use std::fmt;
+use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
@@ -24,7 +26,7 @@ use crate::daemon::control::lists::Lists;
 use crate::daemon::core::Core;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
-use crate::daemon::logging::{self, trace::Trace};
+use crate::daemon::logging;
 use crate::daemon::systemd::fd_store::StoredConnection;
 use crate::daemon::{metrics, node, systemd, tasks};
 use crate::sys::listen::{self, Bound};
@@ -52,7 +54,8 @@ pub struct Options {
     pub control_socket: Option<PathBuf>,
     pub config: Option<PathBuf>,
     pub log_level: Option<LogLevel>,
-    pub trace: Option<PathBuf>,
+    /// A file for what the recorder records.
+    pub record: Option<PathBuf>,
     /// The address of a bus instead of the system bus.
     pub bus_address: Option<String>,
     pub no_bus: bool,
@@ -123,8 +126,12 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
     let changes = Changes::open(state.as_deref());
     config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
     changes.apply(&mut config);
-    let trace = options.trace.as_deref().map(Trace::create).transpose();
-    let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
+    let record = options.record.as_deref().map(|path| {
+        // It has the names of all users' programs.
+        let created = File::options().write(true).create(true).truncate(true).mode(0o600).open(path);
+        created.map_err(|e| StartError::new(format!("cannot write the record {}: {e}", path.display())))
+    });
+    let record = record.transpose()?;
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|e| StartError::new(format!("cannot start: {e}")))?;
@@ -143,7 +150,7 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         lists: Lists::default(),
     };
     let (claims, in_pod) = (options.claims, options.in_pod);
-    let daemon = Startup { control, config, sockets, trace, bus, state, claims, in_pod };
+    let daemon = Startup { control, config, sockets, record, bus, state, claims, in_pod };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.
     runtime.shutdown_background();
@@ -217,7 +224,7 @@ struct Startup {
     control: Control,
     config: Config,
     sockets: Sockets,
-    trace: Option<Trace>,
+    record: Option<File>,
     bus: Bus,
     /// Where to keep what outlives this daemon.
     state: Option<PathBuf>,
@@ -228,7 +235,7 @@ struct Startup {
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { control, config, sockets, trace, bus, state, claims, in_pod } = self;
+        let Self { control, config, sockets, record, bus, state, claims, in_pod } = self;
         let control = Rc::new(control);
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -237,7 +244,7 @@ impl Startup {
         unknown.iter().for_each(|name| systemd::forget(name));
 
         let (settings, settings_changed) = watch::channel(config.settings.clone());
-        let core = Rc::new(RefCell::new(Core::new(config, trace, settings)?));
+        let core = Rc::new(RefCell::new(Core::new(config, record, settings)?));
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().create_lock_files_in(directory);
         }

@@ -1,19 +1,26 @@
-//! A debug bundle: a recording and what is needed to understand it, as JSON Lines. Each line is an object with its `kind`:
+//! A recording as JSON Lines: a debug bundle, which also has what is needed to understand it, or a running record, which
+//! `nvshare-scheduler --record` appends to as events happen. Each line is an object with its `kind`:
 //!
 //! | kind | how many | what |
 //! |---|---|---|
-//! | `nvshare-bundle` | first | versions, and when it was made |
+//! | `nvshare-bundle` or `nvshare-record` | first | versions, and when it was made |
 //! | `configuration` | one | settings and rules that are in effect, with the keys of the configuration file |
 //! | `status` | one | what `nvsharectl status --json` prints |
 //! | `nvml` | one | the newest measurement of each GPU |
+//! | `client` | any | a client's process: its id, its unit and its name |
 //! | `checkpoint` | one | the machine's state before the first entry |
 //! | `entry` | any | an event, when it came, and the commands that it led to |
-//! | `end` | last | the number of entries: a file without it is cut off |
+//! | `end` | last | the number of entries: a bundle without it is cut off |
+//!
+//! A running record has no `configuration`, `status`, `nvml` and `end`, and its last line may be incomplete. Its `client`
+//! lines come before the clients' `connected` events.
 //!
 //! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event names the clients whose figures differ from
 //! those of the last such event of its GPU, and `gone` the clients that it does not name any more.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::File;
 use std::io::{self, BufRead, Write};
 
 use serde::{Deserialize, Serialize};
@@ -25,6 +32,9 @@ use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 
 /// Of the form that is described above. A change that older programs cannot read counts it up.
 pub const FORMAT: u32 = 1;
+
+const BUNDLE: &str = "nvshare-bundle";
+const RECORD: &str = "nvshare-record";
 
 /// Versions of what the scheduler runs with.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,10 +57,35 @@ pub struct Header {
     pub command_lines: bool,
 }
 
+/// A client's process, for tables and pictures. What is unknown or left out is 0 or empty.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Process {
+    pub client: u64,
+    pub pid: i32,
+    pub name: String,
+    pub unit: String,
+    pub container: String,
+    /// The client continues from an earlier scheduler.
+    pub resumed: bool,
+}
+
+impl Process {
+    /// Its name, or the next best thing, and its process id.
+    pub fn label(&self) -> String {
+        let Self { client, pid, name, unit, container, .. } = self;
+        let named = [name, unit, container].into_iter().find(|text| !text.is_empty());
+        let named = named.cloned().unwrap_or_else(|| format!("client {client}"));
+        if *pid > 0 { format!("{named} (PID {pid})") } else { named }
+    }
+}
+
 /// The content of a bundle besides the recording.
 #[derive(Debug, Clone)]
 pub struct Circumstances {
     pub header: Header,
+    /// Clients that are connected, and those that have ended not long ago.
+    pub clients: Vec<Process>,
     pub configuration: Value,
     pub status: Value,
     pub nvml: Value,
@@ -116,10 +151,13 @@ pub fn nanos(time: Time) -> u64 {
 
 /// Writes a bundle.
 pub fn write(to: &mut impl Write, circumstances: &Circumstances, recording: &Recording) -> io::Result<()> {
-    let Circumstances { header, configuration, status, nvml } = circumstances;
-    line(to, &Line { kind: "nvshare-bundle", content: header })?;
+    let Circumstances { header, clients, configuration, status, nvml } = circumstances;
+    line(to, &Line { kind: BUNDLE, content: header })?;
     for (kind, content) in [("configuration", configuration), ("status", status), ("nvml", nvml)] {
         line(to, &Line { kind, content })?;
+    }
+    for client in clients {
+        line(to, &Line { kind: "client", content: client })?;
     }
     let checkpoint = recording.checkpoint().map_err(io::Error::other)?;
     line(to, &CheckpointOut { kind: "checkpoint", before_entry: recording.first(), machine: &checkpoint })?;
@@ -139,7 +177,43 @@ fn line(to: &mut impl Write, content: &impl Serialize) -> io::Result<()> {
     to.write_all(b"\n")
 }
 
-/// A bundle that is being read, as far as a replay needs it.
+/// A running record.
+#[derive(Debug)]
+pub struct RecordFile {
+    file: File,
+    line: Vec<u8>,
+    /// Its own: those of the recorder begin anew with each span.
+    samples: Samples,
+}
+
+impl RecordFile {
+    /// Writes the beginning: entries from the number `first` on will follow.
+    pub fn begin(file: File, header: &Header, machine: &Machine, first: u64) -> io::Result<Self> {
+        let mut record = Self { file, line: Vec::new(), samples: Samples::default() };
+        record.append(&Line { kind: RECORD, content: header })?;
+        record.append(&CheckpointOut { kind: "checkpoint", before_entry: first, machine })?;
+        Ok(record)
+    }
+
+    pub fn client(&mut self, process: &Process) -> io::Result<()> {
+        self.append(&Line { kind: "client", content: process })
+    }
+
+    pub fn entry(&mut self, number: u64, at: Time, event: &Event, commands: &[Command]) -> io::Result<()> {
+        let (differences, gone) = self.samples.reduce(event);
+        let event = differences.as_ref().unwrap_or(event);
+        self.append(&EntryOut { kind: "entry", number, at_ns: nanos(at), event, gone: &gone, commands })
+    }
+
+    /// One write for each line, so that a reader who follows the file sees whole lines.
+    fn append(&mut self, content: &impl Serialize) -> io::Result<()> {
+        self.line.clear();
+        line(&mut self.line, content)?;
+        self.file.write_all(&self.line)
+    }
+}
+
+/// A bundle or a record that is being read, as far as a replay needs it.
 #[derive(Debug)]
 pub struct Bundle<R> {
     pub header: Header,
@@ -155,8 +229,12 @@ pub struct Entries<R> {
     lines: Lines<R>,
     version: String,
     samples: Samples,
+    /// The clients that have been named so far, by their ids.
+    pub clients: BTreeMap<u64, Process>,
     /// The line of the first one, once that has been read.
-    pub first_line: usize,
+    first_line: usize,
+    /// For each `client` line behind the first entry, the number of entries before it.
+    between: Vec<u64>,
     count: u64,
     /// The number of the last one.
     last: u64,
@@ -178,22 +256,41 @@ impl fmt::Display for ReadError {
 
 impl std::error::Error for ReadError {}
 
-/// Reads what [`write`] writes, as far as the checkpoint.
+/// Reads what [`write`] or a [`RecordFile`] writes, as far as the checkpoint.
 pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
-    let mut lines = Lines { from, number: 0, text: String::new() };
+    let mut lines = Lines { from, number: 0, text: String::new(), is_record: false };
     let header: Header = match lines.next()?.as_deref() {
-        Some("nvshare-bundle") => lines.header()?,
-        _ => return Err(lines.wrong("this is not a debug bundle: `nvsharectl debug` writes one")),
+        Some(BUNDLE) => lines.header()?,
+        Some(RECORD) => {
+            lines.is_record = true;
+            lines.header()?
+        }
+        _ => {
+            return Err(lines.wrong(
+                "this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`",
+            ));
+        }
     };
     let version = header.version.clone();
-    let mut status = Value::Null;
+    let (mut status, mut clients) = (Value::Null, BTreeMap::new());
     loop {
         match lines.next()?.as_deref() {
             Some("status") => status = lines.parse(&version)?,
+            Some("client") => lines.client(&version, &mut clients)?,
             Some("checkpoint") => {
                 let CheckpointIn { machine: checkpoint } = lines.parse(&version)?;
-                let samples = Samples::default();
-                let entries = Entries { lines, version, samples, first_line: 0, count: 0, last: 0, is_over: false };
+                let (samples, between) = (Samples::default(), Vec::new());
+                let entries = Entries {
+                    lines,
+                    version,
+                    samples,
+                    clients,
+                    first_line: 0,
+                    between,
+                    count: 0,
+                    last: 0,
+                    is_over: false,
+                };
                 return Ok(Bundle { header, status, checkpoint, entries });
             }
             Some("entry" | "end") => return Err(lines.wrong("a line of the kind checkpoint must come before this one")),
@@ -205,7 +302,12 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
 }
 
 impl<R: BufRead> Entries<R> {
-    /// Reads the next entry; `None` after the line that ends the bundle.
+    /// The line of the entry at that place, from 0.
+    pub fn line(&self, at: usize) -> usize {
+        self.first_line + at + self.between.iter().filter(|before| **before <= at as u64).count()
+    }
+
+    /// Reads the next entry; `None` after the line that ends a bundle, and at the end of a record.
     fn read(&mut self) -> Result<Option<Entry>, ReadError> {
         loop {
             match self.lines.next()?.as_deref() {
@@ -229,7 +331,12 @@ impl<R: BufRead> Entries<R> {
                     }
                     return Ok(None);
                 }
+                Some("client") => {
+                    self.lines.client(&self.version, &mut self.clients)?;
+                    self.between.extend((self.count > 0).then_some(self.count));
+                }
                 Some(_) => {}
+                None if self.lines.is_record => return Ok(None),
                 None => return Err(self.lines.cut_off()),
             }
         }
@@ -254,15 +361,17 @@ struct Lines<R> {
     from: R,
     number: usize,
     text: String,
+    is_record: bool,
 }
 
 impl<R: BufRead> Lines<R> {
-    /// Reads the next line and returns its kind; `None` at the end of the file.
+    /// Reads the next line and returns its kind; `None` at the end of the file. The scheduler may still be writing the last
+    /// line of a record, or the disk was full.
     fn next(&mut self) -> Result<Option<String>, ReadError> {
         self.text.clear();
         self.number += 1;
         match self.from.read_line(&mut self.text) {
-            Ok(0) => {
+            Ok(read) if read == 0 || (self.is_record && !self.text.ends_with('\n')) => {
                 self.number -= 1;
                 return Ok(None);
             }
@@ -291,6 +400,12 @@ impl<R: BufRead> Lines<R> {
             return Err(self.wrong(&text));
         }
         serde_json::from_str(&self.text).map_err(wrong)
+    }
+
+    fn client(&self, version: &str, clients: &mut BTreeMap<u64, Process>) -> Result<(), ReadError> {
+        let process: Process = self.parse(version)?;
+        clients.insert(process.client, process);
+        Ok(())
     }
 
     fn parse<T: for<'de> Deserialize<'de>>(&self, version: &str) -> Result<T, ReadError> {

@@ -3,23 +3,28 @@
 //!
 //! - this file: the [`Recorder`], which the daemon gives every event to.
 //! - `samples`: measurements name all clients of a GPU; only the differences from the one before are stored.
-//! - [`bundle`]: a recording as a file, for bug reports.
+//! - [`bundle`]: a recording as a file, for bug reports, or as it happens.
 //! - [`replay`]: what a recording shows, and whether the machine still does the same.
 //!
 //! The recording is a sequence of spans, each a checkpoint of the machine followed by the entries since. Whole spans are
 //! dropped from its front, so it always begins with a checkpoint. Entries are appended to one buffer in a compact
 //! encoding: recording one allocates nothing most of the time. Taking a [`Recording`] copies the newest span and
-//! shares the others; decoding it is left to another thread.
+//! shares the others; decoding it is left to another thread. With `nvshare-scheduler --record`, everything is written to a
+//! file, too.
 
 pub mod bundle;
 pub mod replay;
 mod samples;
 
 use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
 use std::sync::Arc;
 
+use bundle::{Header, Process, RecordFile};
 use postcard::ser_flavors::Flavor;
 use serde::{Deserialize, Serialize};
+use tracing::warn;
 
 use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 use samples::Samples;
@@ -51,6 +56,7 @@ pub struct Recorder {
     closed: VecDeque<Arc<Span>>,
     open: Span,
     samples: Samples,
+    file: Option<RecordFile>,
 }
 
 /// A checkpoint and the entries after it, encoded.
@@ -82,7 +88,21 @@ struct Stored {
 impl Recorder {
     /// Starts with the state in which that machine is.
     pub fn new(machine: &Machine) -> Self {
-        Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default() }
+        Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default(), file: None }
+    }
+
+    /// Writes everything from now on to that file, too.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write_to(&mut self, file: File, header: &Header, machine: &Machine) -> io::Result<()> {
+        self.file = Some(RecordFile::begin(file, header, machine, self.open.first + self.open.count)?);
+        Ok(())
+    }
+
+    /// Writes to the file, if there is one, whose process a client is.
+    pub fn name(&mut self, process: impl FnOnce() -> Process) {
+        self.append(|file| file.client(&process()));
     }
 
     /// Gives the machine an event, and records both sides.
@@ -92,10 +112,26 @@ impl Recorder {
         }
         let (differences, gone) = self.samples.reduce(&event);
         self.open.put(&Head { at: now, event: differences.as_ref().unwrap_or(&event), gone: &gone });
+        let written = self.file.is_some().then(|| event.clone());
         let commands = machine.handle(now, event);
         self.open.put(&commands);
+        if let Some(event) = written {
+            let number = self.open.first + self.open.count;
+            self.append(|file| file.entry(number, now, &event, &commands));
+        }
         self.open.count += 1;
         commands
+    }
+
+    /// Ends the record if it cannot be written: a full disk must not stop the scheduler, and a record that continues behind
+    /// a gap cannot be replayed.
+    fn append(&mut self, write: impl FnOnce(&mut RecordFile) -> io::Result<()>) {
+        if let Some(file) = &mut self.file
+            && let Err(e) = write(file)
+        {
+            warn!("cannot write the record, which ends here: {e}");
+            self.file = None;
+        }
     }
 
     /// A copy of the recording, to be decoded elsewhere.

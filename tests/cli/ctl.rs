@@ -382,7 +382,7 @@ fn a_debug_bundle_is_private_and_names_no_program() {
     let metadata = std::fs::metadata(&path).expect("the file");
     assert_eq!(std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o777, 0o600);
     let bundle = std::fs::read_to_string(&path).expect("the bundle");
-    let kinds = ["nvshare-bundle", "configuration", "status", "nvml", "checkpoint", "entry"];
+    let kinds = ["nvshare-bundle", "configuration", "status", "nvml", "client"];
     for (line, kind) in bundle.lines().zip(kinds) {
         assert!(line.starts_with(&format!("{{\"kind\":\"{kind}\"")), "{line}");
     }
@@ -484,7 +484,9 @@ fn a_debug_bundle_replays() {
     assert_eq!((&json["same"], &json["difference"]["line"]), (&false.into(), &(line + 1).into()));
 
     std::fs::write(&path, "[[gpu]]\n").expect("a file");
-    let expected = format!("nvsharectl: {at}, line 1: this is not a debug bundle: `nvsharectl debug` writes one\n");
+    let expected = format!(
+        "nvsharectl: {at}, line 1: this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`\n"
+    );
     assert_eq!((replay(&[]).code, replay(&[]).stderr), (Some(1), expected));
     assert_eq!(Output::of(ctl().args(["simulate", "--replay", at, "mix.toml"])).code, Some(2));
     assert_eq!(Output::of(ctl().arg("simulate")).code, Some(2));

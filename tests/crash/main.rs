@@ -109,7 +109,7 @@ impl Episode {
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}{files}", setup.memory / MIB, setup.anti_thrash);
         // With something that keeps connections for the next scheduler, or without.
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
-        let watch = Watch::new(&machine.path("trace-1"));
+        let watch = Watch::new(&machine.record(1));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
         Self { machine, dice, guests, scheduler: Scheduler::Runs, schedulers: 1, watch, counts, slowest }
     }
@@ -168,7 +168,7 @@ impl Episode {
             Scheduler::Away { until } if now >= until => {
                 self.machine.start_scheduler();
                 self.schedulers += 1;
-                self.watch = Watch::new(&self.machine.path(&format!("trace-{}", self.schedulers)));
+                self.watch = Watch::new(&self.machine.record(self.schedulers));
                 self.scheduler = Scheduler::Runs;
             }
             _ => {}

@@ -1,4 +1,4 @@
-//! What can be seen from outside: who holds and who waits, by the scheduler's trace, and how full the simulated GPU is.
+//! What can be seen from outside: who holds and who waits, by the scheduler's record, and how full the simulated GPU is.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -6,7 +6,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use serde_json::Value;
+use test_support::record::{Move, Record};
 
 /// How a client stands with the one GPU there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,12 +16,10 @@ pub enum Stand {
     Holds,
 }
 
-/// Follows the trace of one scheduler.
+/// Follows the record of one scheduler.
 #[derive(Debug)]
 pub struct Watch {
-    trace: File,
-    /// The beginning of a line whose end is not written yet.
-    rest: String,
+    record: Record,
     clients: BTreeMap<u64, (u32, Stand)>,
     /// The most clients that held the lock when one of them was granted it. A holder that was stopped while the scheduler was
     /// replaced is not waited for: it says that it has the lock after another one was granted it, and is asked for it at once.
@@ -29,20 +27,12 @@ pub struct Watch {
 }
 
 impl Watch {
-    pub fn new(trace: &Path) -> Self {
-        let trace = File::open(trace).expect("the trace of a scheduler that runs");
-        Self { trace, rest: String::new(), clients: BTreeMap::new(), most_holders: 0 }
+    pub fn new(record: &Path) -> Self {
+        Self { record: Record::new(record, 1), clients: BTreeMap::new(), most_holders: 0 }
     }
 
     pub fn look(&mut self) {
-        self.trace.read_to_string(&mut self.rest).expect("the trace");
-        let whole = self.rest.rfind('\n').map_or(0, |end| end + 1);
-        let lines: String = self.rest.drain(..whole).collect();
-        for line in lines.lines() {
-            let line: Value = serde_json::from_str(line).expect("a line of JSON");
-            let number = |key: &str| line[key].as_u64().expect("a number");
-            let (client, pid) = (number("client"), number("pid") as u32);
-            let what = line["what"].as_str().expect("what happened");
+        for Move { client, pid, what, .. } in self.record.new_moves() {
             let now = match what {
                 "request" => Stand::Waits,
                 "grant" | "held" => Stand::Holds,

@@ -11,6 +11,7 @@ use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
 use test_support::daemon::*;
+use test_support::record::Record;
 
 #[test]
 fn a_conversation() {
@@ -342,7 +343,7 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 1\nanti-thrash = \"on\"\n").expect("a file");
-        command.arg("--config").arg(config).arg("--trace").arg(directory.join("trace"));
+        command.arg("--config").arg(config).arg("--record").arg(directory.join("record"));
     });
     let (holder, waiter) = (daemon.client(), daemon.client());
     holder.attach();
@@ -357,8 +358,8 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
     assert!(warning.contains(&format!("pid={}", std::process::id())), "{warning}");
     let shown = daemon.ctl(&["status", "--json"]).stdout;
     assert!(shown.contains("\"undrainable\"") && shown.contains("\"holding\""), "{shown}");
-    let trace = std::fs::read_to_string(daemon.directory.0.join("trace")).expect("the trace");
-    assert_eq!(trace.matches("\"undrainable\"").count(), 1, "{trace}");
+    let mut record = Record::new(&daemon.directory.0.join("record"), 1);
+    assert_eq!(record.moves().iter().filter(|m| m.what == "undrainable").count(), 1, "{record:?}");
 }
 
 /// Another process that holds the lock.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use nvshare::recorder::bundle::{self, Circumstances, FORMAT, Header};
+use nvshare::recorder::bundle::{self, Circumstances, FORMAT, Header, Process};
 use nvshare::recorder::replay::{Difference, replay};
 use nvshare::recorder::{Entry, Recorder, Recording};
 use nvshare::scheduler::*;
@@ -81,7 +81,17 @@ fn record(settings: Settings, history: &[(Time, Event)], from: usize) -> (Record
 }
 
 fn circumstances() -> Circumstances {
-    let header = Header {
+    Circumstances {
+        header: header(),
+        clients: Vec::new(),
+        configuration: json!({}),
+        status: json!({}),
+        nvml: json!({}),
+    }
+}
+
+fn header() -> Header {
+    Header {
         format: FORMAT,
         version: env!("CARGO_PKG_VERSION").into(),
         protocol: (1, 5),
@@ -91,8 +101,7 @@ fn circumstances() -> Circumstances {
         made: u64::MAX,
         now_ns: 0,
         command_lines: false,
-    };
-    Circumstances { header, configuration: json!({}), status: json!({}), nvml: json!({}) }
+    }
 }
 
 fn written(recording: &Recording) -> Vec<u8> {
@@ -130,6 +139,35 @@ proptest! {
         prop_assert_eq!(replayed(&recording), (entries.clone(), None));
         prop_assert_eq!(replayed_from_file(&recording), (entries, None));
     }
+}
+
+/// Also beyond the end of a span of the recorder, with clients that are measured and then not any more.
+#[test]
+fn a_running_record_has_every_entry() {
+    let directory = test_support::Directory::new();
+    let path = directory.0.join("record");
+    let mut machine = Machine::new(scheduler_sim::settings(AntiThrash::Auto, ms(500)));
+    let mut recorder = Recorder::new(&machine);
+    let file = std::fs::File::create(&path).expect("a file");
+    recorder.write_to(file, &header(), &machine).expect("it can be written");
+    let process = Process { client: 1, pid: 77, name: "python3".into(), ..Process::default() };
+    recorder.name(|| process.clone());
+    let mut entries = Vec::new();
+    let measured = (0..6_000).map(|n| {
+        let found = (0..5).filter(|c| (n / 7 + c) % 3 != 0).map(|c| (client(c), exactly(n / 100 * 4096))).collect();
+        Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found }
+    });
+    for (number, event) in (1..).zip([Event::GpuFound { gpu: gpu(0), total: 16 * GIB }].into_iter().chain(measured)) {
+        let commands = recorder.handle(&mut machine, ms(number), event.clone());
+        entries.push(Entry { number, at: ms(number), event, commands });
+    }
+    let text = std::fs::read(&path).expect("the record");
+    let mut bundle = bundle::read(&*text).expect("a record");
+    let read: Vec<Entry> = bundle.entries.by_ref().collect::<Result<_, _>>().expect("they can be read");
+    assert!(read == entries, "{} of {}", read.len(), entries.len());
+    assert_eq!(bundle.entries.clients, [(1, process)].into());
+    let replayed = replay(bundle.checkpoint, read.into_iter().map(Ok::<_, ()>)).expect("entries");
+    assert_eq!(replayed.difference, None);
 }
 
 /// One event a second for so many seconds; it begins with a GPU and a client.
@@ -208,8 +246,11 @@ fn a_bundle_that_cannot_be_read_says_where_and_why() {
         all[at] = line;
         message(&all)
     };
-    assert_eq!(message(&[]), "line 1: this is not a debug bundle: `nvsharectl debug` writes one");
-    assert!(but(0, "[[gpu]]").starts_with("line 1: this is not a debug bundle"));
+    assert_eq!(
+        message(&[]),
+        "line 1: this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`"
+    );
+    assert!(but(0, "[[gpu]]").starts_with("line 1: this is neither a debug bundle"));
     assert!(message(&lines[..9]).starts_with("line 10: the file is cut off"), "{}", message(&lines[..9]));
     let later = lines[0].replace("\"format\":1", "\"format\":2");
     assert!(but(0, &later).starts_with("line 1: this bundle has format 2 and this nvsharectl reads 1"));

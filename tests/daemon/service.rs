@@ -1,6 +1,5 @@
-//! The daemon as a service: its sockets, its configuration, what it tells a service manager, and its trace.
+//! The daemon as a service: its sockets, its configuration, what it tells a service manager, and its record.
 
-use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -10,6 +9,7 @@ use std::time::{Duration, Instant};
 use nvshare_wire::SchedulerMessage;
 use test_support::artifact;
 use test_support::daemon::*;
+use test_support::record::Record;
 
 #[test]
 fn a_second_daemon_is_refused_and_steals_nothing() {
@@ -251,10 +251,11 @@ fn a_wrong_configuration_file_keeps_it_from_starting() {
 }
 
 #[test]
-fn the_trace_has_every_move() {
+fn a_record_has_every_move() {
     let daemon = Daemon::start_with(|command, directory| {
-        command.arg("--trace").arg(directory.join("trace"));
+        command.arg("--record").arg(directory.join("record"));
     });
+    let path = daemon.directory.0.join("record");
     let [first, second] = [daemon.client(), daemon.client()];
     for client in [&first, &second] {
         client.attach();
@@ -269,22 +270,65 @@ fn the_trace_has_every_move() {
     second.until_granted();
     let id = first.id;
     // A client that goes without having read everything may not be read to its end.
-    let trace = || std::fs::read_to_string(daemon.directory.0.join("trace")).unwrap_or_default();
-    test_support::wait_for("what it has freed", || trace().contains("\"freed\"").then_some(()));
+    let mut record = Record::new(&path, 1);
+    test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);
     daemon.log.wait("disconnected");
-    let text = std::fs::read_to_string(daemon.directory.0.join("trace")).expect("a trace");
-    let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    let moves: Vec<&str> = lines.iter().filter(|l| l["client"] == id).filter_map(|l| l["what"].as_str()).collect();
-    let mut left = moves.iter();
+    let moves = record.moves();
+    let own: Vec<&str> = moves.iter().filter(|m| m.client == id).map(|m| m.what).collect();
+    let mut left = own.iter();
     for what in ["connect", "attach", "request", "grant", "mapped", "release", "freed", "disconnect"] {
-        assert!(left.any(|seen| *seen == what), "no {what} in its place in {moves:?}");
+        assert!(left.any(|seen| *seen == what), "no {what} in its place in {own:?}");
     }
-    let times: Vec<f64> = lines.iter().filter_map(|line| line["ms"].as_f64()).collect();
-    assert!(times.len() == lines.len() && times.is_sorted(), "{times:?}");
-    let mapped = lines.iter().find(|line| line["what"] == "mapped").expect("seen above");
-    assert_eq!((&mapped["bytes"], &mapped["pid"]), (&GIB.into(), &std::process::id().into()));
-    std::io::stdout().flush().expect("stdout");
+    assert!(moves.is_sorted_by_key(|m| m.ms), "{moves:?}");
+    let mapped = moves.iter().find(|m| m.what == "mapped").expect("seen above");
+    assert_eq!((mapped.bytes, mapped.pid), (GIB, std::process::id()));
+
+    // It can be replayed while the scheduler runs, also where it ends in the middle of a line.
+    let text = std::fs::read_to_string(&path).expect("the record");
+    let lines: Vec<&str> = text.split_inclusive('\n').collect();
+    assert!(lines[0].starts_with("{\"kind\":\"nvshare-record\"") && lines.len() > 8, "{text}");
+    let replay = |path: &std::path::Path| Output::of(ctl().args(["simulate", "--replay"]).arg(path));
+    let replayed = replay(&path);
+    assert_eq!((replayed.code, replayed.stderr.as_str()), (Some(0), ""));
+    assert!(replayed.stdout.contains(&std::process::id().to_string()), "{}", replayed.stdout);
+    let cut = daemon.directory.0.join("cut");
+    std::fs::write(&cut, &text[..text.len() - 20]).expect("a file");
+    assert_eq!(replay(&cut).code, Some(0));
+    std::fs::write(&cut, format!("{}{{\"kind\":\n{}", lines[0], lines[1..].concat())).expect("a file");
+    assert!(replay(&cut).stderr.contains("line 2: this is not an object with a kind"));
+}
+
+#[test]
+fn a_full_disk_ends_the_record_and_not_the_scheduler() {
+    let directory = Directory::new();
+    let daemon = Daemon::start_in(directory, None, |command, directory| {
+        // A limit on the size of files stands for a full disk: writing beyond it fails once its signal is ignored.
+        let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
+        let act = move || {
+            // SAFETY: plain calls with valid arguments.
+            let failed = unsafe {
+                libc::signal(libc::SIGXFSZ, libc::SIG_IGN) == libc::SIG_ERR
+                    || libc::setrlimit(libc::RLIMIT_FSIZE, &limit) != 0
+            };
+            if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+        };
+        // SAFETY: only system calls.
+        unsafe { command.pre_exec(act) };
+        command.arg("--record").arg(directory.join("record"));
+    });
+    let path = daemon.directory.0.join("record");
+    let client = daemon.client();
+    client.attach();
+    test_support::wait_for("the file to be full", || {
+        client.report(GIB, 0);
+        (std::fs::metadata(&path).expect("the record").len() == 64 << 10).then_some(())
+    });
+    client.request();
+    client.until_granted();
+    let replayed = Output::of(ctl().args(["simulate", "--replay"]).arg(&path));
+    assert_eq!((replayed.code, replayed.stderr.as_str()), (Some(0), ""));
+    daemon.log.wait("cannot write the record, which ends here");
 }
 
 #[test]

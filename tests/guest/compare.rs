@@ -114,7 +114,7 @@ impl Host {
 
     /// Clients that the scheduler has seen.
     pub fn clients(&self) -> usize {
-        self.0.trace().iter().filter(|m| m.what == "connect").count()
+        self.0.moves().iter().filter(|m| m.what == "connect").count()
     }
 }
 

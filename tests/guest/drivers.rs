@@ -72,7 +72,7 @@ fn a_driver_that_is_not_there_gives_the_loaders_error() {
 fn environments_that_it_does_not_know_are_left_alone() {
     let host = Host::new();
     let program = host.program("worker");
-    let attached = || host.0.trace().iter().filter(|m| m.what == "attach").count();
+    let attached = || host.0.moves().iter().filter(|m| m.what == "attach").count();
     host.case(&program, &["1"]).on_bare_driver().succeeds();
     assert_eq!(attached(), 1, "a plain GPU is shared");
     // Integrated; compute mode prohibited, exclusive-process; MPS.
@@ -87,7 +87,7 @@ fn environments_that_it_does_not_know_are_left_alone() {
 fn with_a_driver_without_that_attribute_mps_is_known_by_its_daemon() {
     let host = Host::new();
     let program = host.program("worker");
-    let attached = || host.0.trace().iter().filter(|m| m.what == "attach").count();
+    let attached = || host.0.moves().iter().filter(|m| m.what == "attach").count();
     let directory = host.0.path("mps");
     fs::create_dir(&directory).expect("a directory");
     let runs = |attributes: &str| {
@@ -129,7 +129,7 @@ fn a_function_that_nobody_has_heard_of_keeps_memory_on_the_gpu_once_it_is_called
         host.case(&program, &[word]).succeeds();
         let mut running = host.case(&program, &[word]).start();
         assert_eq!(end(&mut running).stdout, "worked\n");
-        let said = host.0.trace().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
+        let said = host.0.moves().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
         assert_eq!(said, noticed, "{word}");
     }
 }

@@ -104,6 +104,6 @@ fn a_program_with_much_thread_local_storage_is_shared() {
         let mut running = host.case(&program, &["2"]).start();
         let ended = end(&mut running);
         assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "worked\n"), "{kib} KiB: {ended:?}");
-        assert!(grants(&host.0.trace(), running.pid()) > 0, "{kib} KiB: it ran without taking turns");
+        assert!(grants(&host.0.moves(), running.pid()) > 0, "{kib} KiB: it ran without taking turns");
     }
 }

@@ -155,7 +155,7 @@ fn libraries_that_submit_work_by_private_functions_are_noticed() {
         let mut running = host.case(&program, &[&engine.to_string_lossy()]).start();
         let ended = end(&mut running);
         assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "worked\n"), "{name}: {ended:?}");
-        let said = host.0.trace().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
+        let said = host.0.moves().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
         assert_eq!(said, noticed, "{name}");
     }
 }

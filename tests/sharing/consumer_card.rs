@@ -28,7 +28,7 @@ fn two_programs_that_do_not_fit_take_turns_there() {
     let mut programs = [(); 2].map(|()| machine.program(&words).start());
     machine.wait_for_exchange(&programs);
     programs.iter_mut().for_each(|program| drop(program.end()));
-    assert_one_holder(&machine.trace());
+    assert_one_holder(&machine.moves());
     machine.wait_until_empty();
     assert_eq!(machine.free(), machine.setup.memory);
 }

@@ -16,11 +16,11 @@ fn many_programs_at_once_all_finish() {
     for program in &mut programs {
         program.finish();
     }
-    let trace = machine.trace();
+    let moves = machine.moves();
     for program in &programs {
-        assert!(grants(&trace, program.pid()) > 0, "{} was never given the lock", program.pid());
+        assert!(grants(&moves, program.pid()) > 0, "{} was never given the lock", program.pid());
     }
-    assert_one_holder(&trace);
+    assert_one_holder(&moves);
     machine.wait_until_empty();
     assert_eq!(machine.free(), machine.setup.memory);
 }

@@ -1,5 +1,5 @@
 //! Revokes of work that does not end by itself at once: deep queues, and work that waits for the host, for another process,
-//! or for ever. End to end, with real processes on the simulated GPU, and with the scheduler's own trace of what happened.
+//! or for ever. End to end, with real processes on the simulated GPU, and with the scheduler's own record of what happened.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ fn strict() -> Setup {
 }
 
 /// What followed each revoke of that process: a release, or word that it is stuck.
-fn drains(trace: &[Move], pid: u32) -> Vec<String> {
+fn drains(moves: &[Move], pid: u32) -> Vec<String> {
     let own: Vec<&Move> =
-        trace.iter().filter(|m| m.pid == pid && ["revoke", "release", "stuck"].contains(&m.what.as_str())).collect();
+        moves.iter().filter(|m| m.pid == pid && ["revoke", "release", "stuck"].contains(&m.what)).collect();
     let pairs = own.windows(2).filter(|pair| pair[0].what == "revoke");
-    pairs.map(|pair| pair[1].what.clone()).collect()
+    pairs.map(|pair| pair[1].what.to_owned()).collect()
 }
 
 /// In each stream a kernel waits behind others that touch no memory. It dies if its memory leaves before it ran.
@@ -33,8 +33,8 @@ fn what_is_queued_ends_before_its_memory_leaves() {
     ] {
         let mut program = machine.program(words).start();
         program.finish();
-        let trace = machine.trace();
-        let of = |what: &str| trace.iter().filter(|m| m.pid == program.pid() && m.what == what).count();
+        let moves = machine.moves();
+        let of = |what: &str| moves.iter().filter(|m| m.pid == program.pid() && m.what == what).count();
         assert!(of("revoke") > 0 && of("evict") > 0, "{words}: it was never evicted in the middle");
     }
     neighbour.kill();
@@ -55,14 +55,14 @@ fn queues_little(words: &str, longest: Duration) {
     machine.wait_for_grants(&neighbour, 1);
     let mut program = machine.program(words).start();
     let queue = Duration::from_nanos(program.finish().number("longest_queue_ns"));
-    let trace = machine.trace();
+    let moves = machine.moves();
     neighbour.kill();
     assert!(queue <= longest + RUN_AHEAD, "`{words}` had queued {queue:?}");
-    let drains = drains(&trace, program.pid());
+    let drains = drains(&moves, program.pid());
     assert!(!drains.is_empty(), "`{words}` was never asked for the lock while it held it");
     assert!(drains.iter().all(|end| end == "release"), "`{words}` cannot drain: {drains:?}");
-    assert!(grants(&trace, neighbour.pid()) > drains.len() / 2, "the neighbour had its turns");
-    assert_one_holder(&trace);
+    assert!(grants(&moves, neighbour.pid()) > drains.len() / 2, "the neighbour had its turns");
+    assert_one_holder(&moves);
     machine.wait_until_empty();
 }
 
@@ -109,11 +109,11 @@ fn both_end(words: &str) -> Vec<String> {
     program.finish();
     machine.wait_for_grants(&neighbour, 2); // it was asked for the lock, and has it again
     neighbour.end();
-    let trace = machine.trace();
-    assert!(grants(&trace, program.pid()) >= 1, "`{words}` ran without the lock");
-    assert_one_holder(&trace);
+    let moves = machine.moves();
+    assert!(grants(&moves, program.pid()) >= 1, "`{words}` ran without the lock");
+    assert_one_holder(&moves);
     machine.wait_until_empty();
-    drains(&trace, program.pid())
+    drains(&moves, program.pid())
 }
 
 /// The same for a program that can always be drained.
@@ -239,11 +239,11 @@ fn pair(words: &str, gang: &[(&str, &str)]) {
     let mut pair = pair.start();
     let other = pair.finish().number("other") as u32;
     neighbour.end();
-    let trace = machine.trace();
+    let moves = machine.moves();
     for pid in [pair.pid(), other] {
-        assert!(grants(&trace, pid) >= 1);
+        assert!(grants(&moves, pid) >= 1);
     }
-    assert!(grants(&trace, neighbour.pid()) >= 1);
+    assert!(grants(&moves, neighbour.pid()) >= 1);
     machine.wait_until_empty();
 }
 
@@ -309,8 +309,8 @@ fn unseen_work_keeps_its_memory(machine: &Machine) {
     machine.wait_for_grants(&neighbour, 1);
     let mut program = machine.program("unseen --mem 32M --rounds 3 --ms 400 --pause-ms 600").start();
     program.finish();
-    let trace = machine.trace();
-    let left = trace.iter().filter(|m| m.pid == program.pid() && m.what == "freed").count();
+    let moves = machine.moves();
+    let left = moves.iter().filter(|m| m.pid == program.pid() && m.what == "freed").count();
     assert!(left > 0, "it never had to give memory");
     neighbour.kill();
     machine.wait_until_empty();

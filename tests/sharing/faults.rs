@@ -64,9 +64,9 @@ impl Chaos {
 
     /// Which of the programs holds the lock, and which do not.
     fn holder_and_waiters(&self) -> (Option<usize>, Vec<usize>) {
-        let trace = self.machine.trace();
-        let last = holders(&trace).pop().and_then(|(_, now)| now.last().copied());
-        let pid = last.and_then(|c| trace.iter().rev().find(|m| m.client == c).map(|m| m.pid));
+        let moves = self.machine.moves();
+        let last = holders(&moves).pop().and_then(|(_, now)| now.last().copied());
+        let pid = last.and_then(|c| moves.iter().rev().find(|m| m.client == c).map(|m| m.pid));
         let holder = self.programs.iter().position(|p| Some(p.pid()) == pid);
         (holder, (0..self.programs.len()).filter(|i| Some(*i) != holder).collect())
     }
@@ -199,7 +199,7 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
     neighbour.kill();
     machine.wait_until_empty();
     assert_eq!(machine.free(), machine.setup.memory);
-    assert!(machine.trace().iter().any(|m| m.what == "evict"), "no memory had to move");
+    assert!(machine.moves().iter().any(|m| m.what == "evict"), "no memory had to move");
 }
 
 /// Natively that is an error like any other.
@@ -215,7 +215,7 @@ fn a_gpu_that_does_not_exist_concerns_nobody() {
     programs.iter_mut().for_each(|program| drop(program.end()));
     let log = machine.scheduler_log();
     assert!(!log.contains("violation"), "{log}");
-    assert_eq!(machine.trace().iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
+    assert_eq!(machine.moves().iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn programs_go_on_without_the_scheduler_that_went_for_good() {
     let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let words = "mix --mem 60M --reps 3 --rounds 8";
     let mut programs = [machine.program(words).start(), machine.program(words).start()];
-    wait_for("memory to have moved", || (evicted(&machine.trace()) > 0).then_some(()));
+    wait_for("memory to have moved", || (evicted(&machine.moves()) > 0).then_some(()));
     machine.kill_scheduler();
     for program in &mut programs {
         program.finish();
@@ -305,11 +305,11 @@ fn a_restarted_scheduler_learns_what_there_is() {
         (number(&gpu["demand"]) == 3 * 36 * MIB).then(|| status.clone())
     });
     assert_eq!(known["clients"].as_array().map(Vec::len), Some(3));
-    let restarted = machine.trace().len();
+    let restarted = machine.moves().len();
     for program in &programs {
         machine.wait_for_move(restarted, "everybody's turn", |m| m.pid == program.pid() && m.what == "grant");
     }
-    let second: Vec<Move> = machine.trace().into_iter().filter(|m| m.run == 2).collect();
+    let second: Vec<Move> = machine.moves().into_iter().filter(|m| m.run == 2).collect();
     assert_one_holder(&second);
     programs.iter_mut().for_each(Program::kill);
     machine.wait_until_empty();
@@ -404,8 +404,8 @@ fn moves_survive_driver_calls_that_fail() {
         let mut other = machine.program(words).start();
         failing.finish();
         other.finish();
-        let trace = machine.trace();
-        let evicted = trace.iter().filter(|m| m.pid == failing.pid() && m.what == "evict").count();
+        let moves = machine.moves();
+        let evicted = moves.iter().filter(|m| m.pid == failing.pid() && m.what == "evict").count();
         assert!(evicted > 0, "nothing of it had to leave");
         machine.wait_until_empty();
         let log = fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();

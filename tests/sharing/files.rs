@@ -74,7 +74,7 @@ fn memory_in_files_comes_back_as_it_was() {
         program.end();
     }
     assert!(idle.stderr().contains(" 0 bytes are in a file"), "it has come back");
-    assert_one_holder(&machine.trace());
+    assert_one_holder(&machine.moves());
     let directory = artifact("nvshare-scheduler").with_file_name("swap-files");
     assert_eq!(fs::read_dir(directory).expect("the directory").count(), 0);
     machine.wait_until_empty();

@@ -37,7 +37,7 @@ fn a_scheduler_that_starts_later_is_joined() {
         program.finish();
         assert_eq!(program.stderr().lines().count(), 1, "{}", program.stderr());
     }
-    assert_one_holder(&machine.trace());
+    assert_one_holder(&machine.moves());
     machine.wait_until_empty();
 }
 
@@ -63,13 +63,13 @@ fn disabled_it_does_nothing_at_all() {
     let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "1").start();
     program.finish();
     assert_eq!(program.stderr(), "");
-    assert_eq!(machine.trace(), []);
+    assert_eq!(machine.moves(), []);
 
     // `0` is not disabled.
     let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "0").start();
     program.finish();
     assert_eq!(program.stderr(), "");
-    assert!(grants(&machine.trace(), program.pid()) > 0);
+    assert!(grants(&machine.moves(), program.pid()) > 0);
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn programs_without_cuda_are_left_alone() {
         let plain = run(machine.command(Path::new(program), arguments).without_nvshare());
         assert_eq!(run(machine.command(Path::new(program), arguments)), plain, "{program} {arguments:?}");
     }
-    assert_eq!(machine.trace(), []);
+    assert_eq!(machine.moves(), []);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_program_without_a_gpu_gets_the_drivers_error() {
         assert!(program.stdout().contains("cuInit: CUDA_ERROR_NO_DEVICE (100)"), "{}", program.stdout());
         assert_eq!(program.stderr(), "");
     }
-    assert_eq!(machine.trace(), []);
+    assert_eq!(machine.moves(), []);
 }
 
 #[test]
@@ -128,13 +128,13 @@ fn children_of_a_program_leave_its_connection_alone() {
     let mut other = machine.program("mix --mem 24M --reps 4 --rounds 100000").start();
     let mut parent = machine.program("forks --mem 24M --rounds 9").start();
     parent.finish();
-    let trace = machine.trace();
-    let connections: Vec<&Move> = trace.iter().filter(|m| m.what == "connect" && m.pid == parent.pid()).collect();
+    let moves = machine.moves();
+    let connections: Vec<&Move> = moves.iter().filter(|m| m.what == "connect" && m.pid == parent.pid()).collect();
     assert_eq!(connections.len(), 1, "{connections:?}");
     // Its children that are CUDA programs themselves are clients of their own.
-    let clients = trace.iter().filter(|m| m.what == "connect").count();
+    let clients = moves.iter().filter(|m| m.what == "connect").count();
     assert_eq!(clients, 2 + 3);
-    assert_one_holder(&trace);
+    assert_one_holder(&moves);
     other.kill();
     machine.wait_until_empty();
 }
@@ -160,7 +160,7 @@ fn a_cuda_program_under_a_shell_is_shared() {
     let script = format!("{0} {SHORT} && exec {0} {SHORT}", program.display());
     let mut shell = machine.command(Path::new("/bin/sh"), &["-c", &script]).start();
     assert!(shell.wait().success());
-    let trace = machine.trace();
-    assert_eq!(trace.iter().filter(|m| m.what == "connect").count(), 2);
-    assert_eq!(grants(&trace, shell.pid()), 1, "the shell that became a CUDA program");
+    let moves = machine.moves();
+    assert_eq!(moves.iter().filter(|m| m.what == "connect").count(), 2);
+    assert_eq!(grants(&moves, shell.pid()), 1, "the shell that became a CUDA program");
 }

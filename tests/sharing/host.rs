@@ -54,12 +54,12 @@ fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
     wait_within(Duration::from_secs(200), "one to tidy up", || {
         programs.iter().any(|p| p.stderr().contains("idle host memory")).then_some(())
     });
-    let before = machine.trace().len();
+    let before = machine.moves().len();
     for program in &mut programs {
         wait_within(Duration::from_secs(60), "it to end", || program.poll());
         program.finish();
     }
-    let moved = machine.trace()[before..].iter().any(|m| m.what == "mapped");
+    let moved = machine.moves()[before..].iter().any(|m| m.what == "mapped");
     assert!(moved, "what was in the host came back");
     machine.wait_until_empty();
 }

@@ -100,9 +100,9 @@ fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
     importer.finish();
     exporter.finish();
     third.end();
-    let trace = machine.trace();
+    let moves = machine.moves();
     for program in [&exporter, &importer] {
-        let freed: u64 = trace.iter().filter(|m| m.pid == program.pid() && m.what == "freed").map(|m| m.bytes).sum();
+        let freed: u64 = moves.iter().filter(|m| m.pid == program.pid() && m.what == "freed").map(|m| m.bytes).sum();
         assert!(freed > 0, "nothing of `{}` was swapped", program.name);
     }
     machine.wait_until_empty();

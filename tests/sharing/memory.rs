@@ -48,7 +48,7 @@ fn managed_memory_of_programs_moves_with_its_program() {
         let said = program.stderr();
         assert!(said.contains("bytes left in") && said.contains("bytes came back"), "{said}");
     }
-    assert_one_holder(&machine.trace());
+    assert_one_holder(&machine.moves());
     machine.wait_until_empty();
 }
 
@@ -58,7 +58,7 @@ fn managed_memory_that_is_evicted_leaves_the_gpu() {
     let mut idle = machine.program(&format!("stranger --mem {SHARE} --kind managed --seconds 600")).start();
     idle.wait_to_say("holding");
     assert!(machine.free() < SHARE, "it is not there");
-    let before = machine.trace().len();
+    let before = machine.moves().len();
     let mut other = machine.program(&endless(SHARE)).start();
     machine.wait_for_move(before, "the managed memory to be evicted", |m| m.what == "freed" && m.pid == idle.pid());
     idle.wait_to_say("bytes left in");
@@ -101,11 +101,11 @@ fn take_turns(machine: &Machine, engine: &str) {
     for program in &mut programs {
         program.end();
     }
-    let trace = machine.trace();
-    assert_one_holder(&trace);
+    let moves = machine.moves();
+    assert_one_holder(&moves);
     for program in &programs {
         let moved = |what: &str| {
-            trace.iter().filter(|m| m.pid == program.pid() && m.what == what).map(|m| m.bytes).sum::<u64>()
+            moves.iter().filter(|m| m.pid == program.pid() && m.what == what).map(|m| m.bytes).sum::<u64>()
         };
         assert!(moved("evict") > 0, "nothing of {} had to leave", program.pid());
         assert!(moved("freed") > 0 && moved("mapped") > SHARE, "nothing of {} left and came back", program.pid());
@@ -143,9 +143,9 @@ fn memory_that_fits_does_not_move() {
             let said = program.stderr();
             assert!(!said.contains("bytes left in"), "memory of {} moved under {anti_thrash}", program.pid());
         }
-        let trace = machine.trace();
-        assert_eq!(evicted(&trace), 0);
-        assert_one_holder(&trace);
+        let moves = machine.moves();
+        assert_eq!(evicted(&moves), 0);
+        assert_one_holder(&moves);
     }
 }
 
@@ -159,7 +159,7 @@ fn a_program_without_vmm_or_with_an_old_driver_is_shared_too() {
         for program in &mut programs {
             program.end();
         }
-        assert_one_holder(&machine.trace());
+        assert_one_holder(&machine.moves());
     }
 }
 
@@ -242,7 +242,7 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
         ("cuFuncLoad:2", green),
         ("cuGreenCtxStreamCreate:1", green),
     ] {
-        let before = machine.trace().len();
+        let before = machine.moves().len();
         machine.program(words).env("CUDA_SIM_FAIL", fails).start().finish();
         machine.wait_for_move(before, "room to be made", |m| m.what == "reserved" && m.bytes > 0);
     }
@@ -266,7 +266,7 @@ fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
     for program in &mut programs {
         program.end();
     }
-    assert_one_holder(&machine.trace());
+    assert_one_holder(&machine.moves());
 }
 
 #[test]
@@ -329,7 +329,7 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
         let resident: u64 = number(&machine.status()["gpus"][0]["resident"]);
         (resident >= 440 * MIB).then_some(())
     });
-    let before = machine.trace().len();
+    let before = machine.moves().len();
     // It gets what is left; the programs then no longer fit together.
     let mut stranger = machine.program("stranger --mem 52M --seconds 60").without_nvshare().start();
     stranger.wait_to_say("holding");
@@ -338,8 +338,8 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
     for program in &mut programs {
         program.end();
     }
-    let trace = machine.trace();
-    assert!(!trace.iter().any(|m| m.pid == stranger.pid()), "a stranger is no client");
+    let moves = machine.moves();
+    assert!(!moves.iter().any(|m| m.pid == stranger.pid()), "a stranger is no client");
     machine.wait_until_empty();
 }
 
@@ -390,8 +390,8 @@ fn memory_moves_in_one_context_until_that_is_destroyed() {
     let mut other = machine.program(&mix(SHARE, 1000)).start();
     program.finish();
     other.kill();
-    let trace = machine.trace();
-    assert!(trace.iter().any(|m| m.pid == program.pid() && m.what == "evict"), "nothing of it had to leave");
+    let moves = machine.moves();
+    assert!(moves.iter().any(|m| m.pid == program.pid() && m.what == "evict"), "nothing of it had to leave");
     let failed = std::fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();
     assert_eq!(failed, "", "it left a context that was still there");
 }

@@ -1,4 +1,4 @@
-//! What metrics say of memory that moves and is refused, against what programs and the scheduler's trace say: end to end, with
+//! What metrics say of memory that moves and is refused, against what programs and the scheduler's record say: end to end, with
 //! real processes on the simulated GPU. How metrics are read strictly is in `metrics.rs`.
 
 use std::collections::BTreeMap;
@@ -77,10 +77,10 @@ fn what_moves_is_counted_to_the_byte() {
         let fresh = (left + came_back) - (out + back + unmoved);
         assert!(fresh <= 2 * (SHARE + BESIDES), "{engine}: {left} left, {came_back} came back: {said:?}");
         assert!(out <= left && back <= came_back, "{engine}: {left} left, {came_back} came back: {said:?}");
-        let trace = machine.trace();
-        let grants: usize = programs.iter().map(|program| grants(&trace, program.pid())).sum();
+        let moves = machine.moves();
+        let grants: usize = programs.iter().map(|program| grants(&moves, program.pid())).sum();
         assert_eq!(count("grants_total") as usize, grants);
-        let turns = turns(&trace);
+        let turns = turns(&moves);
         let changes = turns.windows(2).filter(|pair| pair[0] != pair[1]).count();
         assert_eq!(count("hand_overs_total") as usize, changes, "{turns:?}");
         assert_eq!(count("wait_seconds_count") as usize, grants);

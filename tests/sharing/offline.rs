@@ -122,7 +122,7 @@ fn a_scheduler_that_comes_back_takes_over() {
     let (mut machine, mut programs) = abandoned("44M");
     wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     machine.start_scheduler();
-    let skip = machine.trace().iter().filter(|m| m.run == 1).count();
+    let skip = machine.moves().iter().filter(|m| m.run == 1).count();
     machine.wait_for_move(skip, "a grant of the new scheduler", |m| m.run == 2 && m.what == "grant");
     let before: usize = programs.iter().map(turns).sum();
     programs.iter().for_each(|program| machine.wait_for_grants(program, 3));

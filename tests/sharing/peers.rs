@@ -28,7 +28,7 @@ fn reach_while_taking_turns(how: &str) {
     for program in &mut programs {
         program.finish();
     }
-    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    assert!(evicted(&machine.moves()) > 0, "nothing had to leave");
     machine.wait_until_empty();
 }
 
@@ -76,7 +76,7 @@ fn cross(how: &str, simulator: &[(&'static str, &str)]) {
     for program in &mut programs {
         program.finish();
     }
-    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    assert!(evicted(&machine.moves()) > 0, "nothing had to leave");
     machine.wait_until_empty();
 }
 
@@ -152,7 +152,7 @@ fn cross_after_pauses(hows: &[&str]) {
         program.finish();
     }
     other.kill();
-    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    assert!(evicted(&machine.moves()) > 0, "nothing had to leave");
     machine.wait_until_empty();
 }
 
@@ -191,7 +191,7 @@ fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
         program.finish();
         other.finish();
     }
-    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    assert!(evicted(&machine.moves()) > 0, "nothing had to leave");
     machine.wait_until_empty();
 }
 

@@ -11,11 +11,11 @@ fn pressed() -> Setup {
 
 #[track_caller]
 fn assert_moved(machine: &Machine, programs: &[Program]) {
-    let trace = machine.trace();
-    assert_one_holder(&trace);
+    let moves = machine.moves();
+    assert_one_holder(&moves);
     for program in programs {
         let moved = |what: &str| {
-            trace.iter().filter(|m| m.pid == program.pid() && m.what == what).map(|m| m.bytes).sum::<u64>()
+            moves.iter().filter(|m| m.pid == program.pid() && m.what == what).map(|m| m.bytes).sum::<u64>()
         };
         assert!(moved("freed") > 0 && moved("mapped") > 0, "nothing of {} left and came back", program.pid());
     }
@@ -118,9 +118,9 @@ fn what_pools_keep_unused_is_not_moved_but_released() {
     });
     let mut other = machine.program("mix --mem 200M --chunks 4 --reps 1 --rounds 2").start();
     other.finish();
-    let trace = machine.trace();
+    let moves = machine.moves();
     let swapped =
-        |what: &str| trace.iter().filter(|m| m.pid == idle.pid() && m.what == what).map(|m| m.bytes).sum::<u64>();
+        |what: &str| moves.iter().filter(|m| m.pid == idle.pid() && m.what == what).map(|m| m.bytes).sum::<u64>();
     assert!(swapped("freed") >= 64 * MIB, "nothing left");
     wait_for("no more to be needed than is in use", || {
         (machine.status()["clients"][0]["gpus"][0]["demand"].as_u64() <= Some(64 * MIB)).then_some(())
@@ -137,7 +137,7 @@ fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
     let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     programs.iter_mut().for_each(|program| drop(program.finish()));
-    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    assert!(evicted(&machine.moves()) > 0, "nothing had to leave");
     machine.wait_until_empty();
 }
 

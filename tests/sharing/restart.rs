@@ -14,10 +14,10 @@ const WORK: &str = "mix --mem 44M --chunks 4 --reps 3 --rounds 100000";
 const BLOWS: u32 = 6;
 
 /// Who has the lock when a scheduler takes over had it before, under whichever scheduler: one may end before a client has told it.
-fn assert_locks_stay(trace: &[Move], runs: u32) {
+fn assert_locks_stay(moves: &[Move], runs: u32) {
     let mut had = BTreeSet::new();
     for run in 1..=runs {
-        let moves: Vec<Move> = trace.iter().filter(|m| m.run == run).cloned().collect();
+        let moves: Vec<Move> = moves.iter().filter(|m| m.run == run).cloned().collect();
         for Move { client, .. } in moves.iter().filter(|m| m.what == "held") {
             assert!(had.contains(client), "client {client} did not have the lock before scheduler {run}: {had:?}");
         }
@@ -43,11 +43,11 @@ fn restart_beneath_two_programs(end: impl Fn(&mut Machine)) {
     programs.iter_mut().for_each(|program| drop(program.end()));
     machine.wait_until_empty();
 
-    let trace = machine.trace();
-    assert_one_holder(&trace);
-    assert_locks_stay(&trace, BLOWS + 1);
-    assert_eq!(trace.iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
-    assert!(trace.iter().any(|m| m.what == "resume"));
+    let moves = machine.moves();
+    assert_one_holder(&moves);
+    assert_locks_stay(&moves, BLOWS + 1);
+    assert_eq!(moves.iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
+    assert!(moves.iter().any(|m| m.what == "resume"));
     wait_for("nothing to be kept", || machine.manager.as_ref()?.kept().is_empty().then_some(()));
 }
 
@@ -72,8 +72,8 @@ fn a_holder_whom_nobody_waits_for_keeps_the_lock_and_every_byte() {
     let resumed = |m: &Move| m.run == 2 && m.what == "resume";
     machine.wait_for_move(0, "it to go on", resumed);
     program.end();
-    let trace = machine.trace();
-    let moves = |what: &str| trace.iter().filter(|m| m.run == 2 && m.what == what).count();
+    let moves = machine.moves();
+    let moves = |what: &str| moves.iter().filter(|m| m.run == 2 && m.what == what).count();
     assert_eq!((moves("held"), moves("connect"), moves("evict"), moves("revoke")), (1, 0, 0, 0));
 }
 
@@ -93,8 +93,8 @@ fn a_stopped_program_holds_nobody_up_and_goes_on_later() {
     programs[0].signal(libc::SIGCONT);
     programs[0].end();
     machine.wait_until_empty();
-    let trace = machine.trace();
-    assert_eq!(trace.iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
+    let moves = machine.moves();
+    assert_eq!(moves.iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn programs_without_a_manager_connect_anew_as_ever() {
     machine.start_scheduler();
     machine.wait_for_move(0, "it to connect", |m| m.run == 2 && m.what == "connect");
     program.end();
-    assert!(!machine.trace().iter().any(|m| m.what == "resume"));
+    assert!(!machine.moves().iter().any(|m| m.what == "resume"));
 }
 
 #[test]

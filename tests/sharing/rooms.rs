@@ -40,7 +40,7 @@ fn a_room_stays_free_while_programs_go_on() {
     wait_for("the room to be free", || is_ready(&machine));
     assert_eq!(rooms(&machine)[0]["bytes"], ROOM);
     assert!(machine.ctl(&["status"]).contains("room     56 MiB are kept free for nvsharectl"));
-    let before = programs.each_ref().map(|program| grants(&machine.trace(), program.pid()));
+    let before = programs.each_ref().map(|program| grants(&machine.moves(), program.pid()));
     for _ in 0..5 {
         assert!(machine.free() >= ROOM, "{} are free", machine.free());
     }
@@ -50,7 +50,7 @@ fn a_room_stays_free_while_programs_go_on() {
     }
     let mut game = machine.program("stranger --mem 48M --seconds 600").without_nvshare().start();
     wait_for("its memory to be taken from the room", || (machine.free() < 8 * MIB + SHARE).then_some(()));
-    let before = programs.each_ref().map(|program| grants(&machine.trace(), program.pid()));
+    let before = programs.each_ref().map(|program| grants(&machine.moves(), program.pid()));
     for (program, before) in programs.iter().zip(before) {
         machine.wait_for_grants(program, before + 2);
     }

@@ -260,7 +260,7 @@ fn nobody_sleeps_where_all_have_room() {
     let machine = Machine::with_scheduler(Setup { sleep_after: "1s", ..Setup::default() });
     let programs = [0, 1].map(|_| naps(&machine, "16M", 2500));
     thread::sleep(Duration::from_secs(4));
-    assert!(!machine.trace().iter().any(|m| m.what == "prepare-sleep"));
+    assert!(!machine.moves().iter().any(|m| m.what == "prepare-sleep"));
     programs.into_iter().for_each(|program| drop(ends(program)));
 }
 
@@ -276,7 +276,7 @@ fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
     newcomer.finish();
     let slept = |m: &Move| m.what == "prepare-sleep" && m.pid == idle.pid();
-    assert!(machine.trace().iter().any(slept), "the newcomer had no room");
+    assert!(machine.moves().iter().any(slept), "the newcomer had no room");
     ends(idle);
     busy.end();
 }
@@ -368,9 +368,9 @@ fn pauses_outlive_the_scheduler(mut machine: Machine, words: &str, phase: &str) 
         again(&mut machine);
         wait_until(&machine, &program, "paused", true);
         wait_until(&machine, &program, "sleep", phase);
-        let before = grants(&machine.trace(), program.pid());
+        let before = grants(&machine.moves(), program.pid());
         thread::sleep(Duration::from_millis(300));
-        assert_eq!(grants(&machine.trace(), program.pid()), before, "it is held off");
+        assert_eq!(grants(&machine.moves(), program.pid()), before, "it is held off");
     }
     resume(&machine, &program);
     wait_until(&machine, &program, "sleep", "awake");

@@ -36,17 +36,17 @@ fn whatever_way_a_program_finds_the_driver_it_waits_for_the_lock() {
     std::thread::sleep(Duration::from_millis(400));
     for (program, (_, way)) in programs.iter_mut().zip(ways) {
         assert_eq!(program.poll(), None, "`{}` found by {way} did not wait: {}", program.name, program.stdout());
-        assert_eq!(grants(&machine.trace(), program.pid()), 0);
+        assert_eq!(grants(&machine.moves(), program.pid()), 0);
     }
     holder.kill();
     for program in &mut programs {
         program.finish();
     }
-    let trace = machine.trace();
+    let moves = machine.moves();
     for program in &programs {
-        assert!(grants(&trace, program.pid()) > 0, "`{}` was never given the lock", program.name);
+        assert!(grants(&moves, program.pid()) > 0, "`{}` was never given the lock", program.name);
     }
-    assert_one_holder(&trace);
+    assert_one_holder(&moves);
 }
 
 #[test]
@@ -63,10 +63,10 @@ fn programs_of_every_kind_take_turns() {
     for program in &mut programs {
         program.finish();
     }
-    let trace = machine.trace();
-    assert_one_holder(&trace);
+    let moves = machine.moves();
+    assert_one_holder(&moves);
     for program in &programs {
-        let turns = grants(&trace, program.pid());
+        let turns = grants(&moves, program.pid());
         assert!(turns >= 2, "`{}` was given the lock {turns} times", program.name);
     }
     machine.wait_until_empty();
@@ -81,10 +81,10 @@ fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
     for program in &mut programs {
         program.finish();
     }
-    let trace = machine.trace();
-    assert_one_holder(&trace);
+    let moves = machine.moves();
+    assert_one_holder(&moves);
     for program in &programs {
-        let turns = grants(&trace, program.pid());
+        let turns = grants(&moves, program.pid());
         assert!(turns >= 2, "`{}` was given the lock {turns} times", program.name);
     }
     machine.wait_until_empty();
@@ -100,9 +100,9 @@ fn under_pressure(setup: Setup, words: &[&str]) {
     for program in &mut programs {
         program.finish();
     }
-    let trace = machine.trace();
+    let moves = machine.moves();
     for program in &programs {
-        let turns = grants(&trace, program.pid());
+        let turns = grants(&moves, program.pid());
         assert!(turns >= 2, "`{}` was given the lock {turns} times", program.name);
         let said = program.stderr();
         assert!(said.contains("bytes left in"), "nothing of `{}` left the GPU", program.name);
@@ -152,7 +152,7 @@ fn programs_that_leave_the_gpu_idle_between_launches_run_at_the_same_moment() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut programs = [0, 1].map(|_| machine.program("launches --ms 600000 --ns 1000 --pause-us 1000").start());
     // Each turn says anew how full the GPU is; where processors are short, it may look fuller than it is.
-    wait_for("both to hold the lock", || holders(&machine.trace()).iter().any(|(_, now)| now.len() > 1).then_some(()));
+    wait_for("both to hold the lock", || holders(&machine.moves()).iter().any(|(_, now)| now.len() > 1).then_some(()));
     programs.iter_mut().for_each(Program::kill);
     machine.wait_until_empty();
 }
@@ -162,9 +162,9 @@ fn programs_that_keep_the_gpu_busy_take_turns() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut programs = [0, 1].map(|_| machine.program("launches --ms 1500 --ns 5000000 --pause-us 0").start());
     programs.iter_mut().for_each(|program| drop(program.finish()));
-    let trace = machine.trace();
-    assert!(programs.iter().all(|program| grants(&trace, program.pid()) > 1));
-    assert_one_holder(&trace);
+    let moves = machine.moves();
+    assert!(programs.iter().all(|program| grants(&moves, program.pid()) > 1));
+    assert_one_holder(&moves);
     machine.wait_until_empty();
 }
 
@@ -176,24 +176,24 @@ fn a_changed_time_quantum_takes_effect_at_once() {
         machine.wait_for_grants(program, 2);
     }
     machine.ctl(&["set", "time-quantum", "3600"]);
-    let changed = machine.trace().len();
+    let changed = machine.moves().len();
     // A revoke may be under way; whoever comes next keeps the lock, unless the machine is so slow that it seems idle.
     std::thread::sleep(Duration::from_millis(1500));
-    let revokes = machine.trace()[changed..].iter().filter(|m| m.what == "revoke").count();
+    let revokes = machine.moves()[changed..].iter().filter(|m| m.what == "revoke").count();
     assert!(revokes <= 1, "{revokes} turns have ended although one lasts an hour");
 
     // The turn that lasted an hour ends, and the next ones last a second.
-    let skip = machine.trace().len();
+    let skip = machine.moves().len();
     machine.ctl(&["-T", "1"]);
     wait_for("the end of two turns", || {
-        (machine.trace()[skip..].iter().filter(|m| m.what == "revoke").count() >= 2).then_some(())
+        (machine.moves()[skip..].iter().filter(|m| m.what == "revoke").count() >= 2).then_some(())
     });
-    let trace = machine.trace();
-    let end = trace.iter().rposition(|m| m.what == "revoke").expect("waited for");
-    let begin = trace[..end].iter().rfind(|m| m.what == "grant" && m.pid == trace[end].pid).expect("it was granted");
-    let turn = trace[end].ms - begin.ms;
+    let moves = machine.moves();
+    let end = moves.iter().rposition(|m| m.what == "revoke").expect("waited for");
+    let begin = moves[..end].iter().rfind(|m| m.what == "grant" && m.pid == moves[end].pid).expect("it was granted");
+    let turn = moves[end].ms - begin.ms;
     assert!(turn >= 950.0, "a turn of {turn} ms under a time quantum of 1 s");
-    assert_one_holder(&machine.trace());
+    assert_one_holder(&machine.moves());
     programs.iter_mut().for_each(Program::kill);
     machine.wait_until_empty();
 }
@@ -205,26 +205,26 @@ fn anti_thrash_changes_while_programs_run() {
     for program in &programs {
         machine.wait_for_grants(program, 1);
     }
-    let on = machine.trace().len();
-    assert_one_holder(&machine.trace());
+    let on = machine.moves().len();
+    assert_one_holder(&machine.moves());
 
     machine.ctl(&["-S", "off"]);
-    wait_for("both to hold the lock", || holders(&machine.trace()).iter().any(|(_, now)| now.len() == 2).then_some(()));
+    wait_for("both to hold the lock", || holders(&machine.moves()).iter().any(|(_, now)| now.len() == 2).then_some(()));
 
     machine.ctl(&["-S", "on"]);
-    let again = machine.trace().len();
+    let again = machine.moves().len();
     assert!(again > on);
     wait_for("one of them to be asked to go", || {
-        let trace = machine.trace();
-        let alone = holders(&trace).last().is_some_and(|(_, now)| now.len() <= 1);
-        (trace[again.saturating_sub(2)..].iter().any(|m| m.what == "revoke") && alone).then_some(())
+        let moves = machine.moves();
+        let alone = holders(&moves).last().is_some_and(|(_, now)| now.len() <= 1);
+        (moves[again.saturating_sub(2)..].iter().any(|m| m.what == "revoke") && alone).then_some(())
     });
-    let alone = machine.trace().len();
+    let alone = machine.moves().len();
     for _ in 0..2 {
-        let skip = machine.trace().len();
+        let skip = machine.moves().len();
         machine.wait_for_move(skip, "turns", |m| m.what == "grant");
     }
-    for (m, now) in holders(&machine.trace()).iter().filter(|(m, _)| machine.trace()[alone..].contains(m)) {
+    for (m, now) in holders(&machine.moves()).iter().filter(|(m, _)| machine.moves()[alone..].contains(m)) {
         assert!(now.len() <= 1, "clients {now:?} hold the lock at once after {m:?}");
     }
 

@@ -56,7 +56,7 @@ fn whatever_programs_map_comes_back_as_it_was() {
         eprintln!("{}: {} MiB came back", report.0, back / MIB);
         assert!(back > 0, "nothing of {} came back", program.pid());
     }
-    assert!(evicted(&machine.trace()) > 0);
+    assert!(evicted(&machine.moves()) > 0);
     machine.wait_until_empty();
     assert_eq!(machine.free(), machine.setup.memory);
 }

@@ -131,8 +131,8 @@ impl Stage {
         serde_json::from_slice(&output.stdout).ok()
     }
 
-    /// A scheduler with that configuration.
-    pub fn scheduler(&self, configuration: &str, trace: &Path) -> Child {
+    /// A scheduler with that configuration, which records what happens.
+    pub fn scheduler(&self, configuration: &str, record: &Path) -> Child {
         let _ = std::fs::remove_file(self.socket());
         let config = self.directory.join("nvshare.toml");
         std::fs::write(&config, configuration).expect("a configuration");
@@ -143,8 +143,8 @@ impl Stage {
             .arg(self.socket())
             .arg("--config")
             .arg(config)
-            .arg("--trace")
-            .arg(trace);
+            .arg("--record")
+            .arg(record);
         command.arg("--control-socket").arg(self.directory.join("control/control.sock"));
         let child = command.stderr(Stdio::null()).spawn().expect("the scheduler runs");
         while !self.socket().exists() {

@@ -4,6 +4,7 @@ use std::ffi::CStr;
 use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nvshare_wire::version;
@@ -16,9 +17,10 @@ use crate::bus::{self, status::Status};
 use crate::config::metrics::Listen;
 use crate::config::{Config, names};
 use crate::daemon::gpu::nvml::{DriverVersions, Sample};
+use crate::identity::Identity;
 use crate::recorder::Recording;
-use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};
-use crate::scheduler::{Placement, Time};
+use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, Process, nanos};
+use crate::scheduler::{ClientId, Placement, Time};
 use crate::sys::clock;
 
 /// The content of a bundle.
@@ -28,6 +30,8 @@ pub struct Snapshot {
     pub config: Config,
     pub gpus: Vec<bus::Gpu>,
     pub clients: Vec<ClientView>,
+    /// Clients that have ended, the newest last.
+    pub ended: Vec<(ClientId, Arc<Identity>)>,
     /// The newest measurement of each GPU, by its label.
     pub samples: Vec<(String, Sample)>,
     pub driver: DriverVersions,
@@ -43,6 +47,7 @@ impl Core {
             config: self.config.clone(),
             gpus: self.list_gpus(),
             clients: self.list_clients(),
+            ended: self.ended.iter().cloned().collect(),
             samples: samples.collect(),
             driver: self.driver.clone(),
             recording: self.recorder.recording(),
@@ -61,19 +66,15 @@ impl Snapshot {
     }
 
     fn circumstances(self, command_lines: bool) -> Circumstances {
-        let Self { now, config, gpus, clients, samples, driver, recording: _ } = self;
+        let Self { now, config, gpus, clients, ended, samples, driver, recording: _ } = self;
         let settings = &config.settings;
-        let header = Header {
-            format: FORMAT,
-            version: env!("CARGO_PKG_VERSION").into(),
-            protocol: (version::MIN, version::MAX),
-            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().into(),
-            driver: driver.driver,
-            nvml: driver.nvml,
-            made: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64),
-            now_ns: nanos(now),
-            command_lines,
-        };
+        let living = clients.iter().map(|client| (client.id, &client.identity));
+        let processes = ended.iter().map(|(client, identity)| (*client, identity)).chain(living);
+        let processes = processes.map(|(client, identity)| match process(client, identity, false) {
+            named if command_lines => named,
+            named => Process { name: String::new(), ..named },
+        });
+        let processes = processes.collect();
         let status = Status {
             version: env!("CARGO_PKG_VERSION").into(),
             time_quantum: settings.time_quantum.as_secs() as u32,
@@ -88,8 +89,30 @@ impl Snapshot {
             json!({ "uuid": uuid, "begun-ns": nanos(*begun), "steady": steady, "used": used, "processes": processes })
         });
         let nvml = json!({ "gpus": nvml.collect::<Vec<_>>() });
-        Circumstances { header, configuration: configuration(&config), status: status.json(), nvml }
+        let (header, configuration) = (header(now, driver, command_lines), configuration(&config));
+        Circumstances { header, clients: processes, configuration, status: status.json(), nvml }
     }
+}
+
+/// The first line of a bundle or a record that is made at `now`.
+pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> Header {
+    Header {
+        format: FORMAT,
+        version: env!("CARGO_PKG_VERSION").into(),
+        protocol: (version::MIN, version::MAX),
+        kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().into(),
+        driver: driver.driver,
+        nvml: driver.nvml,
+        made: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64),
+        now_ns: nanos(now),
+        command_lines,
+    }
+}
+
+/// A client's process, as bundles and records name it.
+pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> Process {
+    let Identity { pid, name, unit, container, .. } = identity.clone();
+    Process { client: client.0, pid, name, unit, container, resumed }
 }
 
 /// A sealed file in memory, at its beginning, with what is written to it.

@@ -9,6 +9,7 @@ use nvshare_wire::{SchedulerMessage, SlotSet};
 use tracing::{debug, info};
 use zbus::fdo;
 
+use super::bundle;
 use super::measure::EXIT_TIME;
 use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
 use super::swap_files::FileUse;
@@ -27,6 +28,8 @@ use crate::sys::clock;
 
 /// Processes that have disconnected, before those that did so long ago are forgotten.
 const MAX_DEPARTED: usize = 1024;
+/// Clients that have ended and whose names are kept for pictures and bundles.
+const MAX_ENDED: usize = 1024;
 /// Host memory is measured no more often for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
@@ -57,7 +60,7 @@ impl Core {
             info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected");
         }
         let is_asleep = arrival.is_asleep;
-        self.add_client(client, arrival, gang, "connect");
+        self.add_client(client, arrival, gang, false);
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         self.apply(Event::Connected { client, gang, tenant: account });
         self.restore_sleep(client, is_asleep);
@@ -78,7 +81,7 @@ impl Core {
             info!(name: "client-resumed", client = client.0, pid, uid, unit, %tenant, library, "{called}{of} continues");
         }
         let is_asleep = arrival.is_asleep;
-        self.add_client(client, arrival, gang, "resume");
+        self.add_client(client, arrival, gang, true);
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.stored_as = Some(name);
             entry.session.taken_over();
@@ -122,7 +125,7 @@ impl Core {
         self.next_client = self.next_client.max(client.0.saturating_add(1));
     }
 
-    fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
+    fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, resumed: bool) {
         let Arrival { connection, identity, version, gang: named, library, lock, reconnects, is_asleep: _, process } =
             arrival;
         let entry = Client {
@@ -146,11 +149,11 @@ impl Core {
             stored_as: None,
             lock,
         };
+        self.recorder.name(|| bundle::process(client, &entry.identity, resumed));
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
         self.signals.arrivals.notify_one();
         self.mark_active();
-        self.trace(clock::now(), client, None, traced, None);
     }
 
     /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. A client that is not
@@ -176,7 +179,6 @@ impl Core {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.attached(slots);
         if !gpus.is_empty() {
-            self.trace_all(clock::now(), client, &gpus, "held");
             self.apply(Event::Held { client, gpus });
         }
     }
@@ -194,7 +196,6 @@ impl Core {
     /// Removes a client. `why` completes the log line "NAME ...".
     pub fn disconnect(&mut self, client: ClientId, why: &str) {
         let now = clock::now();
-        self.trace(now, client, None, "disconnect", None);
         self.record_usage_of_all(client, now);
         let Some(gone) = self.clients.remove(&client) else { return };
         if gone.lock.is_none() {
@@ -230,6 +231,10 @@ impl Core {
             let _ = reply.send(Err(fdo::Error::Failed("it has ended".into())));
         }
         self.apply(Event::Disconnected { client });
+        if self.ended.len() >= MAX_ENDED {
+            self.ended.pop_front();
+        }
+        self.ended.push_back((client, gone.identity.clone()));
         self.counts.end(client, &Workload::of(identity), now);
         let clients = &self.clients;
         let living = || clients.values().map(|other| Workload::of(&other.identity)).collect();
@@ -330,7 +335,6 @@ impl Core {
         self.store(client);
         self.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
-        self.trace(now, client, Some(gpu), "attach", None);
         self.apply(event);
         // One that comes back may have been told otherwise by an earlier scheduler.
         let reconnects = self.clients.get(&client).is_some_and(|entry| entry.reconnects);

@@ -1,4 +1,4 @@
-//! Log lines and trace entries about events and commands.
+//! Log lines about events and commands.
 
 use std::time::Duration;
 
@@ -44,18 +44,12 @@ impl Core {
             self.signals.holders.notify_one();
         }
         match event {
-            Event::Requested { client, gpus } => self.trace_all(now, *client, gpus, "request"),
-            Event::Cancelled { client, gpus } => {
-                self.trace_all(now, *client, gpus, "cancel");
-                self.set_idle(*client, gpus, now);
-            }
+            Event::Cancelled { client, gpus } => self.set_idle(*client, gpus, now),
             Event::Released { client, gpus, reason, busy } => {
                 debug!(client = client.0, ?gpus, ?reason, ?busy, "release");
-                self.trace_all(now, *client, gpus, "release");
                 self.set_idle(*client, gpus, now);
             }
             Event::Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
-                self.trace_all(now, *client, gpus, "untracked-work");
                 let mut is_new = false;
                 for gpu in gpus {
                     if let Some(stats) = self.stats(*client, *gpu) {
@@ -73,24 +67,16 @@ impl Core {
                     identity.name
                 );
             }
-            Event::Stuck { client, gpus, reason } => {
-                debug!(client = client.0, ?gpus, ?reason, "cannot drain");
-                self.trace_all(now, *client, gpus, "stuck");
-            }
+            Event::Stuck { client, gpus, reason } => debug!(client = client.0, ?gpus, ?reason, "cannot drain"),
             Event::Detached { client, gpu } => {
-                self.trace(now, *client, Some(*gpu), "detach", None);
                 let Some(entry) = self.clients.get_mut(client) else { return };
                 if entry.gpus.remove(gpu).is_some() && entry.lock.is_none() {
                     self.count_attachments(|count| count - 1);
                 }
             }
             Event::Memory { client, gpu, report } => {
-                let Some(stats) = self.stats(*client, *gpu) else { return };
-                let before = std::mem::replace(&mut stats.mapped, report.mapped);
-                if report.mapped < before {
-                    self.trace(now, *client, Some(*gpu), "freed", Some(before - report.mapped));
-                } else if report.mapped > before {
-                    self.trace(now, *client, Some(*gpu), "mapped", Some(report.mapped - before));
+                if let Some(stats) = self.stats(*client, *gpu) {
+                    stats.mapped = report.mapped;
                 }
             }
             _ => {}
@@ -100,10 +86,7 @@ impl Core {
     /// Logs a command, and updates what is known about its client.
     pub(super) fn log_command(&mut self, command: &Command, now: Time) {
         match command {
-            Command::Reserved { client, gpu, bytes } => {
-                debug!(client = client.0, gpu = %gpu.0, bytes, "reserved");
-                self.trace(now, *client, Some(*gpu), "reserved", Some(*bytes));
-            }
+            Command::Reserved { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "reserved"),
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
             Command::Denied { client, gpu, bytes, why } => self.log_refusal(*client, *gpu, *bytes, *why, now),
             Command::Limit { client, gpu, bytes, .. } => {
@@ -114,33 +97,26 @@ impl Core {
             Command::Allowance { client, gpu, bytes, .. } => {
                 let Some(stats) = self.stats(*client, *gpu) else { return };
                 let before = std::mem::replace(&mut stats.allowance, *bytes);
-                let (what, by) = match *bytes {
-                    bytes if bytes < stats.mapped.min(before) => ("evict", before - bytes),
-                    bytes if bytes < before => ("take-back", before - bytes), // nothing has to leave
-                    bytes => ("credit", bytes - before),
+                let what = match *bytes {
+                    bytes if bytes < stats.mapped.min(before) => "evict",
+                    bytes if bytes < before => "take-back", // nothing has to leave
+                    _ => "credit",
                 };
                 debug!(client = client.0, gpu = %gpu.0, bytes, "{what}");
-                self.trace(now, *client, Some(*gpu), what, Some(by));
             }
             Command::Grant { client, gpus } => {
                 self.signals.holders.notify_one();
                 debug!(client = client.0, ?gpus, "grant");
-                self.trace_all(now, *client, gpus, "grant");
             }
-            Command::Revoke { client, gpus } => {
-                debug!(client = client.0, ?gpus, "revoke");
-                self.trace_all(now, *client, gpus, "revoke");
-            }
+            Command::Revoke { client, gpus } => debug!(client = client.0, ?gpus, "revoke"),
             Command::Contended { client, gpus, waiters, grace } => {
                 debug!(client = client.0, ?gpus, waiters, ?grace, "contended");
             }
             Command::MappingFailed { client, gpu, bytes, failures } => {
-                self.trace(now, *client, Some(*gpu), "mapping-failed", Some(*bytes));
                 debug!(client = client.0, gpu = %gpu.0, bytes, failures, "mapping failed");
                 self.log_mapping_failure(*client, *gpu, *bytes, *failures, now);
             }
             Command::Undrainable { client, gpus } => {
-                self.trace_all(now, *client, gpus, "undrainable");
                 let Some(identity) = self.identity(*client) else { return };
                 log_client!(
                     warn,
@@ -153,7 +129,6 @@ impl Core {
                 );
             }
             Command::EvictionBlocked { client, gpu, why } => {
-                self.trace(now, *client, Some(*gpu), "eviction-blocked", None);
                 let Some(stats) = self.stats(*client, *gpu) else { return };
                 if is_recent(stats.eviction_block_logged, now) {
                     return;
@@ -183,14 +158,8 @@ impl Core {
                     identity.name
                 );
             }
-            Command::PrepareSleep { client, paused } => {
-                debug!(client = client.0, paused, "prepare-sleep");
-                self.trace(now, *client, None, "prepare-sleep", None);
-            }
-            Command::Awake { client, moved } => {
-                debug!(client = client.0, ?moved, "awake");
-                self.trace(now, *client, None, "awake", None);
-            }
+            Command::PrepareSleep { client, paused } => debug!(client = client.0, paused, "prepare-sleep"),
+            Command::Awake { client, moved } => debug!(client = client.0, ?moved, "awake"),
             Command::Checkpoint { client, operation, moves } => {
                 debug!(client = client.0, ?operation, ?moves, "checkpoint");
             }
@@ -229,21 +198,6 @@ impl Core {
             if let Some(stats) = self.stats(client, *gpu) {
                 stats.idle_since = now;
             }
-        }
-    }
-
-    pub(super) fn trace_all(&mut self, now: Time, client: ClientId, gpus: &GpuSet, what: &str) {
-        if self.trace.is_some() {
-            for gpu in gpus {
-                self.trace(now, client, Some(*gpu), what, None);
-            }
-        }
-    }
-
-    pub(super) fn trace(&mut self, now: Time, client: ClientId, gpu: Option<GpuId>, what: &str, bytes: Option<u64>) {
-        if let Some(trace) = &mut self.trace {
-            let pid = self.clients.get(&client).map_or(0, |c| c.identity.pid);
-            trace.write(now, client, pid, gpu, what, bytes);
         }
     }
 }

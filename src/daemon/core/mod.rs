@@ -6,7 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
 //!   from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory.
-//! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - `event_log` and `refusals`: log lines; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - `usage`: what tenants, units and containers use, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `lock_files`: files that clients lock while there is no scheduler.

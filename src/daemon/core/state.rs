@@ -30,7 +30,7 @@ use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::swap_files::{FileUse, SwapFiles};
 use super::usage::Usage;
-use super::{counts, placement, sleep};
+use super::{bundle, counts, placement, sleep};
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
@@ -38,7 +38,6 @@ use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::host_memory::{HostAhead, HostMemory};
 use crate::daemon::gpu::nvml::{self, DriverVersions, Query, Sample};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
-use crate::daemon::logging::trace::Trace;
 use crate::daemon::systemd::fd_store::ConnectionName;
 use crate::daemon::tenants::{Budgets, Share};
 use crate::daemon::transport::connection::Connection;
@@ -86,13 +85,14 @@ pub struct Core {
     pub(super) swap_files: SwapFiles,
     /// Processes that have disconnected, and when: their GPU memory is freed only a moment later.
     pub(super) departed: BTreeMap<u32, Time>,
+    /// Processes of the clients that have ended last: the recording has only their ids.
+    pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
     pub(super) counts: counts::Counts,
     pub(super) pressure: Pressure,
     pub(super) usage: Usage,
     pub(super) hours: Hours,
-    pub(super) trace: Option<Trace>,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
     /// Whether NVML answers queries.
     pub(super) nvml_state: nvml::State,
@@ -286,17 +286,24 @@ impl Gpu {
 }
 
 impl Core {
+    /// `record`: a file for what the recorder records.
+    ///
     /// # Errors
-    /// If the process has no file descriptors left.
-    pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+    /// If the process has no file descriptors left, or the record cannot be written.
+    pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let machine = Machine::new(sleep::settings(&config, None));
+        let mut recorder = Recorder::new(&machine);
+        if let Some(file) = record {
+            let header = bundle::header(clock::now(), DriverVersions::default(), true);
+            recorder.write_to(file, &header, &machine)?;
+        }
         settings.send_if_modified(|known| {
             known.clone_from(machine.settings());
             false
         });
         let budgets = Rc::new(Budgets::new(config.max_clients_per_tenant));
         Ok(Self {
-            recorder: Recorder::new(&machine),
+            recorder,
             machine,
             config,
             clients: BTreeMap::new(),
@@ -321,13 +328,13 @@ impl Core {
             host_ahead: HostAhead::default(),
             swap_files: SwapFiles::default(),
             departed: BTreeMap::new(),
+            ended: VecDeque::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
             counts: counts::Counts::default(),
             pressure: Pressure::default(),
             usage: Usage::default(),
             hours: Hours::default(),
-            trace,
             nvml: None,
             nvml_state: nvml::State::Usable,
             driver: DriverVersions::default(),

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 
-use super::bundle::{Snapshot, sealed};
+use super::bundle::{Snapshot, process, sealed};
 use crate::identity::Tenant;
 use crate::recorder::replay;
-use crate::scheduler::{ClientId, TenantId};
+use crate::scheduler::TenantId;
 use crate::timeline::{Lane, Timeline, from_recording, json};
 
 /// For whom a timeline is.
@@ -23,14 +23,14 @@ impl Snapshot {
     pub fn timeline(self, viewer: &Viewer) -> Result<OwnedFd, String> {
         let replay = replay::replay(self.recording.checkpoint()?, self.recording.entries())?;
         let mut labels = BTreeMap::new();
-        for client in &self.clients {
-            let identity = &client.identity;
+        let living = self.clients.iter().map(|client| (client.id, &client.identity));
+        for (client, identity) in self.ended.iter().map(|(client, identity)| (*client, identity)).chain(living) {
             let is_own = identity.uid == viewer.uid || identity.tenant == viewer.tenant;
             if viewer.sees_all || is_own {
-                labels.insert(client.id.0, label(&identity.name, identity.pid, client.id));
+                labels.insert(client.0, process(client, identity, false).label());
             }
         }
-        // Of programs that have ended only their tenants are known.
+        // Of programs that have ended long ago only their tenants are known.
         for (client, tenant) in &replay.tenants {
             if viewer.sees_all || *tenant == TenantId(viewer.tenant.number()) {
                 labels.entry(client.0).or_insert_with(|| format!("client {}, which has ended", client.0));
@@ -45,11 +45,6 @@ impl Snapshot {
         let text = json::write(&timeline, &names.collect())?;
         sealed(c"nvshare-timeline", |file| file.write_all(&text)).map_err(|e| e.to_string())
     }
-}
-
-fn label(name: &str, pid: i32, client: ClientId) -> String {
-    let who = if name.is_empty() { format!("client {}", client.0) } else { name.to_owned() };
-    if pid > 0 { format!("{who} (PID {pid})") } else { who }
 }
 
 /// Without the names, the numbers and the bytes of those that have no label.

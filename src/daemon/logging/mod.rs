@@ -2,11 +2,9 @@
 //!
 //! - `journal`: log lines on their way to the journal; `messages`: their ids.
 //! - [`log_rate_limit`]: limits lines about one user's clients.
-//! - [`trace`]: the event trace, which is not for people.
 mod journal;
 pub mod log_rate_limit;
 mod messages;
-pub mod trace;
 
 use libsystemd::logging::connected_to_journal;
 use tracing::Level;

@@ -87,8 +87,8 @@ impl Scene<'_> {
         self.scratch.join("control/control.sock")
     }
 
-    fn trace(&self) -> PathBuf {
-        self.scratch.join("trace")
+    fn record(&self) -> PathBuf {
+        self.scratch.join("record.jsonl")
     }
 
     /// One of our programs, as it is to see the GPU.
@@ -186,14 +186,14 @@ fn play(stage: &Stage) -> Result<bool> {
         .collect::<Result<Vec<_>>>()?;
     let pids: Vec<u32> = players.iter().map(Process::pid).collect();
 
-    let (mut story, mut status) = (Story::new(&pids), None);
+    let (mut story, mut status) = (Story::new(&scene.record(), &pids), None);
     say(&timeline::heading(&paint))?;
     let start = Instant::now();
     loop {
         let running = players.iter_mut().any(|player| player.is_running());
         // A packet that the last program sent may not have been read yet.
         thread::sleep(PERIOD);
-        for turn in story.read(&scene.trace())? {
+        for turn in story.read() {
             say(&timeline::turn(&turn, &NAMES, &paint))?;
         }
         if status.is_none() && story.grants() > 4 {
@@ -234,7 +234,7 @@ fn schedule(scene: &Scene<'_>, plan: &Plan) -> Result<Process> {
     fs::write(&config, plan.config())?;
     let mut command = scene.command("nvshare-scheduler");
     command.arg("--no-bus").arg("--socket").arg(scene.socket()).arg("--control-socket").arg(scene.control());
-    command.arg("--config").arg(config).arg("--trace").arg(scene.trace());
+    command.arg("--config").arg(config).arg("--record").arg(scene.record());
     let mut scheduler = Process::start("nvshare-scheduler", command, scene.scratch)?;
     let socket = scene.socket();
     scheduler.wait_until("it does not listen", |_| socket.exists())?;

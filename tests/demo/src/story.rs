@@ -1,11 +1,7 @@
-//! What happened, from the scheduler's trace: who held the lock when, and which bytes went where.
+//! What happened, from the scheduler's record: who held the lock when, and which bytes went where.
 
-use crate::Result;
-use std::{
-    fs::File,
-    io::{ErrorKind, Read, Seek, SeekFrom},
-    path::Path,
-};
+use std::path::Path;
+use test_support::record::{Move as Happening, Record};
 
 /// What a program does for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +55,7 @@ impl Move {
 
 #[derive(Debug, Default)]
 struct Player {
-    pid: u64,
+    pid: u32,
     client: Option<u64>,
     /// Since when it wants the lock, and since when it has it.
     waits: Option<f64>,
@@ -80,8 +76,7 @@ struct Player {
 #[derive(Debug)]
 pub struct Story {
     players: [Player; 2],
-    /// Where in the trace to go on, and the part of a line that was there.
-    read: u64,
+    record: Record,
     start: Option<f64>,
     pub end: f64,
     order: Vec<usize>,
@@ -91,11 +86,11 @@ pub struct Story {
 }
 
 impl Story {
-    pub fn new(pids: &[u32]) -> Story {
-        let player = |i: usize| Player { pid: pids[i].into(), ..Player::default() };
+    pub fn new(record: &Path, pids: &[u32]) -> Story {
+        let player = |i: usize| Player { pid: pids[i], ..Player::default() };
         Story {
             players: [player(0), player(1)],
-            read: 0,
+            record: Record::new(record, 1),
             start: None,
             end: 0.0,
             order: Vec::new(),
@@ -132,37 +127,21 @@ impl Story {
         (self.out, self.back)
     }
 
-    /// Reads what is new in the trace, and says which turns have ended.
-    pub fn read(&mut self, trace: &Path) -> Result<Vec<Turn>> {
-        let mut file = match File::open(trace) {
-            Ok(file) => file,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(e) => return Err(format!("cannot read the scheduler's trace: {e}").into()),
-        };
-        let mut text = String::new();
-        file.seek(SeekFrom::Start(self.read))?;
-        file.read_to_string(&mut text)?;
-        let whole = text.rfind('\n').map_or(0, |at| at + 1);
-        self.read += whole as u64;
+    /// Reads what is new in the record, and says which turns have ended.
+    pub fn read(&mut self) -> Vec<Turn> {
         let mut turns = Vec::new();
-        for line in text[..whole].lines() {
-            let event: serde_json::Value =
-                serde_json::from_str(line).map_err(|e| format!("the scheduler's trace: {e}: {line}"))?;
+        for event in self.record.new_moves() {
             self.happened(&event, &mut turns);
         }
-        Ok(turns)
+        turns
     }
 
     /// Takes one event in; a turn that it ends is added to `turns`.
-    fn happened(&mut self, event: &serde_json::Value, turns: &mut Vec<Turn>) {
-        let (Some(ms), Some(client), Some(what)) =
-            (event["ms"].as_f64(), event["client"].as_u64(), event["what"].as_str())
-        else {
-            return;
-        };
+    fn happened(&mut self, event: &Happening, turns: &mut Vec<Turn>) {
+        let Happening { ms, client, pid, what, bytes, .. } = *event;
         let now = (ms - *self.start.get_or_insert(ms)) / 1000.0;
         if what == "connect"
-            && let Some(player) = self.players.iter_mut().find(|p| event["pid"] == p.pid)
+            && let Some(player) = self.players.iter_mut().find(|p| p.pid == pid)
         {
             player.client = Some(client);
         }
@@ -170,7 +149,6 @@ impl Story {
         self.end = now;
         let other_holds = self.players[1 - who].holds.is_some();
         let player = &mut self.players[who];
-        let bytes = event["bytes"].as_u64().unwrap_or(0);
         match what {
             "request" => player.waits = player.waits.or(Some(now)),
             "cancel" => player.waits = None,
@@ -253,13 +231,12 @@ impl Player {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
-    /// A trace by hand: milliseconds, pid (the client's id as well), what, bytes.
-    fn story(events: &[(u64, u64, &str, u64)]) -> (Story, Vec<Turn>) {
-        let (mut story, mut turns) = (Story::new(&[1, 2]), Vec::new());
-        for (ms, pid, what, bytes) in events {
-            let event = json!({ "ms": ms, "client": pid, "pid": pid, "what": what, "bytes": bytes });
+    /// A record by hand: milliseconds, pid (the client's id as well), what, bytes.
+    fn story(events: &[(u32, u32, &'static str, u64)]) -> (Story, Vec<Turn>) {
+        let (mut story, mut turns) = (Story::new(Path::new(""), &[1, 2]), Vec::new());
+        for &(ms, pid, what, bytes) in events {
+            let event = Happening { run: 1, ms: ms.into(), client: pid.into(), pid, what, bytes };
             story.happened(&event, &mut turns);
         }
         (story, turns)

@@ -8,6 +8,7 @@ pub mod disk;
 pub mod machine;
 pub mod manager;
 mod own_process;
+pub mod record;
 pub mod steps;
 
 use std::fmt::Display;

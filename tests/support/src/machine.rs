@@ -3,13 +3,13 @@
 
 mod card;
 mod program;
-mod trace;
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::AtomicU32;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -17,11 +17,12 @@ use serde_json::Value;
 
 pub use card::Card;
 
+pub use crate::record::{Move, assert_one_holder, evicted, grants, holders, turns};
 pub use crate::{Dice, MIB, PATIENCE, kill, wait_for, wait_within};
 pub use program::{Launch, Program, Report};
-pub use trace::{Move, assert_one_holder, evicted, grants, holders, turns};
 
 use crate::manager::Manager;
+use crate::record::Record;
 use crate::{Directory, artifact};
 use program::{show, spawn};
 
@@ -92,9 +93,11 @@ pub struct Machine {
     scheduler: Option<Child>,
     /// What keeps connections when a scheduler ends.
     pub manager: Option<Manager>,
-    /// How many schedulers there have been; each writes a log and a trace of its own.
+    /// How many schedulers there have been; each writes a log and a record of its own.
     runs: u32,
     launched: AtomicU32,
+    /// What has been read of each scheduler's record.
+    records: Mutex<Vec<Record>>,
 }
 
 impl Machine {
@@ -132,7 +135,15 @@ impl Machine {
             setup.rules
         );
         fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");
-        Self { setup, directory, scheduler: None, manager: None, runs: 0, launched: AtomicU32::new(0) }
+        Self {
+            setup,
+            directory,
+            scheduler: None,
+            manager: None,
+            runs: 0,
+            launched: AtomicU32::new(0),
+            records: Mutex::default(),
+        }
     }
 
     /// A machine with a scheduler whose connections outlive it.
@@ -173,7 +184,7 @@ impl Machine {
         command.arg("--socket").arg(self.socket());
         command.arg("--control-socket").arg(self.path("control/control.sock"));
         command.arg("--config").arg(self.path("nvshare.toml"));
-        command.arg("--trace").arg(self.path(&format!("trace-{}", self.runs)));
+        command.arg("--record").arg(self.record(self.runs));
         command.arg("--time-quantum-ms").arg(self.setup.time_quantum.as_millis().to_string());
         command.args(["--no-bus", "--log-level", "debug"]);
         command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
@@ -254,35 +265,35 @@ impl Machine {
         });
     }
 
-    /// What all schedulers so far did, in order.
-    pub fn trace(&self) -> Vec<Move> {
-        let read = |run: u32| {
-            let text = fs::read_to_string(self.path(&format!("trace-{run}"))).unwrap_or_default();
-            // The last line may be half written by a scheduler that was killed.
-            let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-            lines.into_iter().map(move |line| Move {
-                run,
-                ms: line["ms"].as_f64().expect("ms"),
-                client: number(&line["client"]),
-                pid: number(&line["pid"]) as u32,
-                what: line["what"].as_str().expect("what").to_owned(),
-                bytes: line["bytes"].as_u64().unwrap_or(0),
-            })
-        };
-        (1..=self.runs).flat_map(read).collect()
+    /// Where the scheduler with that number records what happens.
+    pub fn record(&self, run: u32) -> PathBuf {
+        self.path(&format!("record-{run}"))
     }
 
-    /// Waits for a line of the trace, beyond the first `skip`.
+    /// What all schedulers so far did, in order.
+    pub fn moves(&self) -> Vec<Move> {
+        self.read_moves(|all| all.cloned().collect())
+    }
+
+    fn read_moves<T>(&self, read: impl FnOnce(&mut dyn Iterator<Item = &Move>) -> T) -> T {
+        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = records.len() as u32;
+        records.extend((known + 1..=self.runs).map(|run| Record::new(&self.record(run), run)));
+        read(&mut records.iter_mut().flat_map(|record| record.moves()))
+    }
+
+    /// Waits for a move, beyond the first `skip`.
     #[track_caller]
     pub fn wait_for_move(&self, skip: usize, what: &str, mut wanted: impl FnMut(&Move) -> bool) -> Move {
-        wait_for(what, || self.trace().into_iter().skip(skip).find(|m| wanted(m)))
+        wait_for(what, || self.read_moves(|all| all.skip(skip).find(|m| wanted(m)).cloned()))
     }
 
     /// Waits until that program has been given the lock `count` times.
     #[track_caller]
     pub fn wait_for_grants(&self, program: &Program, count: usize) {
         let what = format!("grant {count} of {}", program.name);
-        wait_for(&what, || (grants(&self.trace(), program.pid()) >= count).then_some(()));
+        let is_own = |m: &&Move| m.what == "grant" && m.pid == program.pid();
+        wait_for(&what, || self.read_moves(|all| (all.filter(is_own).count() >= count).then_some(())));
     }
 
     /// Waits until memory of each of these programs has left the GPU and come back.
@@ -291,9 +302,10 @@ impl Machine {
         for program in programs {
             let what = format!("memory of `{}` (pid {}) to leave and come back", program.name, program.pid());
             wait_for(&what, || {
-                let trace = self.trace();
-                let mut own = trace.iter().filter(|m| m.pid == program.pid());
-                (own.any(|m| m.what == "freed" && m.bytes > 0) && own.any(|m| m.what == "mapped")).then_some(())
+                self.read_moves(|all| {
+                    let mut own = all.filter(|m| m.pid == program.pid());
+                    (own.any(|m| m.what == "freed" && m.bytes > 0) && own.any(|m| m.what == "mapped")).then_some(())
+                })
             });
         }
     }
@@ -408,7 +420,7 @@ impl Drop for Machine {
         if thread::panicking() {
             for run in 1..=self.runs {
                 show(&format!("scheduler {run}"), &self.path(&format!("scheduler-{run}.log")));
-                show(&format!("trace of scheduler {run}"), &self.path(&format!("trace-{run}")));
+                show(&format!("record of scheduler {run}"), &self.record(run));
             }
         }
     }
