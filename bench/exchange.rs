@@ -15,7 +15,6 @@
 
 use std::{
     collections::BTreeMap,
-    path::Path,
     process::{Child, Stdio},
     time::{Duration, Instant},
 };
