@@ -184,7 +184,7 @@ fn a_daemon_that_does_not_answer_does_not_slow_down_what_the_clients_thread_does
     let mut machine = Machine::with_scheduler(pressed());
     let words = "mix --mem 60M --reps 3 --rounds 1000000";
     let mut programs = [machine.program(words).start(), machine.program(words).start()];
-    wait_for("memory to have moved", || (evicted(&machine.trace()) > 0).then_some(()));
+    wait_for("memory to have moved", || (evicted(&machine.moves()) > 0).then_some(()));
     machine.kill_scheduler();
     let _ = fs::remove_file(machine.socket());
     let _daemon = silent_daemon(&machine.socket());
