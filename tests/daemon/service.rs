@@ -273,7 +273,8 @@ fn a_record_has_every_move() {
     let mut record = Record::new(&path, 1);
     test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);
-    daemon.log.wait("disconnected");
+    // It is logged before it is recorded.
+    test_support::wait_for("its end", || record.moves().iter().any(|m| m.what == "disconnect").then_some(()));
     let moves = record.moves();
     let own: Vec<&str> = moves.iter().filter(|m| m.client == id).map(|m| m.what).collect();
     let mut left = own.iter();

@@ -26,15 +26,15 @@ type Work = fn(&Gpu, usize, Duration, Instant) -> Outcome;
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, pause) = (args.size("mem", "16M") as usize, args.milliseconds("pause-ms", "20"));
     let end = Instant::now() + Duration::from_secs_f64(args.number("seconds", "5"));
-    if args.given("exit") {
+    let exit = args.given("exit").then(|| {
         let code = args.number("exit", "0") as i32;
         thread::spawn(move || {
             while !has_ended(end) {
                 thread::sleep(pause / 10);
             }
             std::process::exit(code)
-        });
-    }
+        })
+    });
     let ordinals = args.text("gpus", "0").split(',').map(str::parse).collect::<Result<Vec<i32>, _>>()?;
     let mut gpus = ordinals.into_iter().map(Gpu::open).collect::<cuda::Result<Vec<Arc<Gpu>>>>()?;
     let each: [Work; 3] = [launch, ask, allocate];
@@ -62,6 +62,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     for thread in threads {
         thread.join().map_err(|_| "a thread panicked")??;
     }
+    // It ends by that thread's exit, not by this one's.
+    exit.map(thread::JoinHandle::join);
     report.text("uuids", &gpus.iter().map(|gpu| gpu.uuid()).collect::<cuda::Result<Vec<_>>>()?.join(","));
     if args.given("nvml") {
         report.text("nvml_uuid", &Nvml::open(0)?.devices(Lookup::Library)?.1);
