@@ -87,12 +87,8 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             print(&simulate::simulate(&file, &policy, timeline.as_deref(), arguments.json)?)
         }
         Some(Verb::Debug { output, command_lines }) => print(&debug::debug(&target, output.as_deref(), command_lines)?),
-        Some(Verb::Timeline { output, gpu, since, bundle, trace }) => {
-            let source = match (bundle, trace) {
-                (Some(bundle), _) => timeline::Source::Bundle(bundle),
-                (None, Some(trace)) => timeline::Source::Trace(trace),
-                (None, None) => timeline::Source::Scheduler(target),
-            };
+        Some(Verb::Timeline { output, gpu, since, bundle }) => {
+            let source = bundle.map_or(timeline::Source::Scheduler(target), timeline::Source::Bundle);
             print(&timeline::timeline(&source, gpu.as_deref(), since, &output)?)
         }
         #[cfg(feature = "cdi")]

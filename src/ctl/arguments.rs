@@ -277,18 +277,15 @@ pub enum Verb {
         /// The file, which is overwritten; - is standard output
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         output: PathBuf,
-        /// Only this GPU: its UUID or, but for a trace, its number
+        /// Only this GPU: its UUID or its number; in a running record, its UUID
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: Option<String>,
         /// Only so long before the end, like -10min
         #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other)]
         since: Option<Duration>,
-        /// Of a debug bundle
-        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "trace")]
-        bundle: Option<PathBuf>,
-        /// Of a trace, which `nvshare-scheduler --trace` writes
+        /// Of a debug bundle, or of what `nvshare-scheduler --record` writes
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-        trace: Option<PathBuf>,
+        bundle: Option<PathBuf>,
     },
     /// Have a service share GPUs from its next start on, and give it a rule for a server
     ///

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::{CtlError, Target, block_on, debug};
 use crate::recorder::bundle::{self, Bundle};
 use crate::recorder::replay;
-use crate::timeline::{Timeline, from_recording, from_trace, json, svg};
+use crate::timeline::{Timeline, from_recording, json, svg};
 
 /// Where a timeline comes from.
 #[derive(Debug)]
@@ -20,7 +20,6 @@ pub enum Source {
     /// The flight recorder of the scheduler that runs.
     Scheduler(Target),
     Bundle(PathBuf),
-    Trace(PathBuf),
 }
 
 /// A timeline, and a name for each GPU that has one.
@@ -39,11 +38,6 @@ pub fn timeline(
     let Read { mut timeline, names } = match source {
         Source::Scheduler(target) => ask(target)?,
         Source::Bundle(path) => read_bundle(open(path)?, &path.display().to_string())?,
-        Source::Trace(path) => {
-            let timeline = from_trace(BufReader::new(open(path)?));
-            let timeline = timeline.map_err(|e| CtlError::Failed(format!("{} {e}", path.display())))?;
-            Read { timeline, names: BTreeMap::new() }
-        }
     };
     if let Some(gpu) = gpu {
         let uuid = names.iter().find(|(_, name)| name.split(' ').nth(1) == Some(gpu)).map(|(uuid, _)| uuid.clone());

@@ -1,15 +1,13 @@
 //! Timelines: who held a GPU when, who waited for it, and when memory moved, as a picture.
 //!
-//! - `trace`: from the file that `nvshare-scheduler --trace` writes. `recording`: from the flight recorder's.
+//! - `recording`: from what the flight recorder has.
 //! - `svg`: draws it. `json`: writes and reads it.
 
 pub mod json;
 mod recording;
 pub mod svg;
-mod trace;
 
 pub use recording::from_recording;
-pub use trace::{TraceError, from_trace};
 
 use std::collections::BTreeMap;
 use std::time::Duration;
