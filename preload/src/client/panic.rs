@@ -18,9 +18,7 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
 }
 
 // core and alloc were compiled with unwinding and refer to these symbols. They are never called,
-// since a panic ends above. Each architecture has its own block, because attributes inside
-// `global_asm!` need Rust 1.93.
-#[cfg(target_arch = "x86_64")]
+// since a panic ends above.
 core::arch::global_asm!(
     ".globl rust_eh_personality",
     ".hidden rust_eh_personality",
@@ -28,15 +26,8 @@ core::arch::global_asm!(
     ".globl _Unwind_Resume",
     ".hidden _Unwind_Resume",
     "_Unwind_Resume:",
+    #[cfg(target_arch = "x86_64")]
     "ud2",
-);
-#[cfg(target_arch = "aarch64")]
-core::arch::global_asm!(
-    ".globl rust_eh_personality",
-    ".hidden rust_eh_personality",
-    "rust_eh_personality:",
-    ".globl _Unwind_Resume",
-    ".hidden _Unwind_Resume",
-    "_Unwind_Resume:",
+    #[cfg(target_arch = "aarch64")]
     "brk #1",
 );
