@@ -18,8 +18,10 @@ use crate::{
 use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
 
-/// The interval between looks at work that is waited for.
+/// The interval between looks at work that is waited for. It doubles while no job gets done, up to the longest: a kernel may run for
+/// as long as its program.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
+const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
 /// For so long after a context's work was done no more of it is waited for: a program that is never idle queues less than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
@@ -145,6 +147,7 @@ impl Queue {
         // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         let mut passing = Vec::new();
+        let mut retry = RETRY_INTERVAL;
         loop {
             let job = {
                 let mut state = self.state.lock();
@@ -155,10 +158,14 @@ impl Queue {
                 job
             };
             match self.carry_out(job, &mut passing) {
-                None => connection::wake(),
+                None => {
+                    retry = RETRY_INTERVAL;
+                    connection::wake();
+                }
                 Some(job) => {
                     self.state.lock().jobs.push_back(job);
-                    time::sleep(RETRY_INTERVAL);
+                    time::sleep(retry);
+                    retry = LONGEST_RETRY_INTERVAL.min(retry * 2);
                 }
             }
         }
