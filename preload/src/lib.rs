@@ -45,3 +45,15 @@ mod registry;
 mod sys;
 mod version_note;
 mod work;
+
+/// Remembers how the process was when the library was loaded, by two system calls that read.
+extern "C" fn loaded() {
+    sys::errno::preserved(|| {
+        sys::thread::remember_cpus();
+        env::trace::remember_stderr();
+    });
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_LOAD: extern "C" fn() = loaded;

@@ -211,7 +211,7 @@ impl Turn {
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         match &mut self.state {
             State::Over => {
-                if gpu.gate.waiting() > 0 && !gpu.is_requested() && connection::is_connected() {
+                if gpu.is_waited_for() && !gpu.is_requested() && connection::is_connected() {
                     gpu.request();
                 }
                 Duration::MAX
@@ -272,7 +272,7 @@ impl Turn {
         // The scheduler ignored a request made during this turn, so it is made again: by the waiting thread, if it is awake and
         // sees that there is none, or here on its behalf.
         gpu.request_is_over();
-        if gpu.gate.waiting() > 0 {
+        if gpu.is_waited_for() {
             gpu.request();
         }
         Duration::ZERO
@@ -297,7 +297,7 @@ impl Contended {
     /// Whether the client has been idle for so long that the lock is better released.
     fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
         let count = gpu.submitted();
-        if count != self.count || !gpu.is_quiet() || gpu.waiting() > 0 {
+        if count != self.count || !gpu.is_quiet() || gpu.are_waited_for() {
             self.count = count;
             if let Some(since) = self.idle_since.take() {
                 idle_gaps.record(since.elapsed());

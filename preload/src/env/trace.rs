@@ -6,10 +6,15 @@ use crate::{
     env::settings,
     sys::time::{Instant, timespec},
 };
-use core::{fmt::Write as _, time::Duration};
+use core::{
+    fmt::Write as _,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::BorrowedFd,
+    fs::fstat,
 };
 
 /// Prints a trace line; costs one test of a flag if tracing is off.
@@ -35,13 +40,38 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     let _ = line.write_fmt(text);
     let end = line.len.min(line.bytes.len() - 1);
     line.bytes[end] = b'\n';
-    // SAFETY: borrowed for two calls, which say so where it is closed.
+    // SAFETY: borrowed for three calls, which say so where it is closed.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
+    if identity(stderr) != stderr_at_load() {
+        return;
+    }
     let mut ready = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
     // The line is lost if nothing reads stderr: the program must neither get a SIGPIPE nor wait.
     if poll(&mut ready, Some(&timespec(Duration::ZERO))) == Ok(1) && ready[0].revents() == PollFlags::OUT {
         let _ = rustix::io::write(stderr, line.bytes.get(..=end).unwrap_or(&[]));
     }
+}
+
+/// Device and inode of descriptor 2 when the library was loaded. A program that has closed it since, or had it closed, may have got
+/// a file of its own by that number.
+static STDERR: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+
+/// Called once, when the library is loaded.
+pub fn remember_stderr() {
+    // SAFETY: borrowed for one call, which says so where it is closed.
+    if let Some((device, inode)) = identity(unsafe { BorrowedFd::borrow_raw(2) }) {
+        STDERR[0].store(device, Ordering::Relaxed);
+        STDERR[1].store(inode, Ordering::Relaxed);
+    }
+}
+
+fn stderr_at_load() -> Option<(u64, u64)> {
+    Some((STDERR[0].load(Ordering::Relaxed), STDERR[1].load(Ordering::Relaxed)))
+}
+
+/// Device and inode of a descriptor; `None` if it is closed.
+fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
+    fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
 
 struct Line {

@@ -38,19 +38,18 @@ const SETTLED: u32 = 1 << 31;
 #[derive(Debug)]
 pub struct Gate {
     state: AtomicU32,
-    /// The number of waiting threads.
-    waiting: AtomicU32,
 }
 
 impl Gate {
     pub const fn new() -> Self {
-        Self { state: AtomicU32::new(0), waiting: AtomicU32::new(0) }
+        Self { state: AtomicU32::new(0) }
     }
 
     /// Enters, unless the gate, which is that of this GPU, is closed for one of these reasons. If it returns `true`, the thread is
-    /// inside and must [`leave`](Self::leave).
-    pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, reasons: u32) -> bool {
-        Self::approach(slot);
+    /// inside and must [`leave`](Self::leave). `here` is the stack pointer of the function that makes the call to the driver, or of
+    /// one that has called it.
+    pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, here: usize, reasons: u32) -> bool {
+        Self::approach(slot, here);
         if slot.turn_to(gpu) {
             barrier::light();
         }
@@ -64,9 +63,9 @@ impl Gate {
     /// The first half of entering the gate at which the thread was last: it counts as inside from now on. The second is that this
     /// gate [`lets_in`](Self::lets_in); otherwise the thread must [`turn_back`](Self::turn_back).
     #[inline(always)]
-    pub fn approach(slot: &threads::Slot) {
+    pub fn approach(slot: &threads::Slot, here: usize) {
         // Release order is enough: a thread that sees this one inside need not see that it left another before.
-        slot.inside.store(true, Ordering::Release);
+        slot.inside.store(here, Ordering::Release);
         barrier::light();
     }
 
@@ -84,7 +83,7 @@ impl Gate {
     /// It has submitted nothing.
     #[inline(always)]
     pub fn turn_back(slot: &threads::Slot) {
-        slot.inside.store(false, Ordering::Release);
+        slot.inside.store(threads::OUTSIDE, Ordering::Release);
     }
 
     /// The thread has submitted something to this GPU, at whose gate it is.
@@ -94,21 +93,25 @@ impl Gate {
             // Only this thread writes it.
             count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
         }
-        slot.inside.store(false, Ordering::Release);
+        slot.inside.store(threads::OUTSIDE, Ordering::Release);
     }
 
     pub fn is_closed_for(&self, why: u32) -> bool {
         self.state.load(Ordering::Acquire) & why != 0
     }
 
-    pub fn waiting(&self) -> u32 {
-        self.waiting.load(Ordering::Acquire)
-    }
-
-    /// Waits once for the state to change, if the gate is closed for one of these reasons. `before` runs when this thread
-    /// already counts as waiting.
-    pub fn wait(&self, reasons: u32, timeout: Duration, before: impl FnOnce()) {
-        self.waiting.fetch_add(1, Ordering::SeqCst);
+    /// Waits once for the state of the gate, which is that of this GPU, to change, if it is closed for one of these reasons.
+    /// `before` runs when this thread already counts as waiting.
+    pub fn wait(
+        &self,
+        gpu: u32,
+        slot: &threads::Slot,
+        what: threads::Waits,
+        reasons: u32,
+        timeout: Duration,
+        before: impl FnOnce(),
+    ) {
+        let earlier = slot.begin_waiting(gpu, what, timeout);
         // Pairs with the fence in `close`: either the closing thread sees this one waiting, or `before` sees the reason.
         fence(Ordering::SeqCst);
         before();
@@ -116,7 +119,7 @@ impl Gate {
         if state & reasons != 0 {
             futex::wait(&self.state, state, timeout);
         }
-        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        slot.end_waiting(earlier);
     }
 
     /// Lets no thread enter from now on. Threads that are inside may still submit, until [`is_quiet`](Self::is_quiet).
@@ -140,13 +143,16 @@ impl Gate {
     /// Whether no thread is inside. Meaningful only after [`close`](Self::close).
     pub fn is_quiet(gpu: u32) -> bool {
         // In this order: a thread turns to another gate after it has left the one before, so both are true of one that is inside.
-        threads::all().all(|slot| !slot.inside.load(Ordering::Acquire) || slot.at.load(Ordering::Acquire) != gpu)
+        threads::all().all(|slot| {
+            slot.inside.load(Ordering::Acquire) == threads::OUTSIDE || slot.at.load(Ordering::Acquire) != gpu
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{gate::threads::Waits, sys::thread};
     use core::sync::atomic::{AtomicBool, AtomicU64};
     use std::time::Instant;
 
@@ -180,8 +186,8 @@ mod tests {
         let submit = || {
             let slot = threads::mine();
             while !END.load(Ordering::Relaxed) {
-                while !GATE.try_enter(GPU, slot, closed::FOR_ALL) {
-                    GATE.wait(closed::FOR_ALL, Duration::from_millis(100), || {});
+                while !GATE.try_enter(GPU, slot, thread::stack_pointer(), closed::FOR_ALL) {
+                    GATE.wait(GPU, slot, Waits::WithWork, closed::FOR_ALL, Duration::from_millis(100), || {});
                 }
                 assert!(!RELEASED.load(Ordering::SeqCst), "submitted after a release");
                 SUBMITTED.fetch_add(1, Ordering::Relaxed);

@@ -4,11 +4,12 @@
 //! to other threads, so a reader of the list never meets a dangling pointer.
 
 use crate::{
-    gate::epoch,
+    gate::{Gate, epoch},
     sys::{
         c,
         sync::{OnceLock, Rank},
         thread,
+        time::Instant,
     },
 };
 use alloc::boxed::Box;
@@ -16,14 +17,43 @@ use core::{
     cell::Cell,
     ffi::{CStr, c_void},
     ptr,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    time::Duration,
 };
 use nvshare_wire::MAX_SLOTS;
 
+/// What a thread waits for at a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Waits {
+    /// It has work for the GPU. Running work may wait for it.
+    WithWork,
+    /// It allocates.
+    ToAllocate,
+}
+
+/// [`Slot::inside`] of a thread that is inside no gate.
+pub const OUTSIDE: usize = 0;
+
+/// [`Slot::waits_at`] of a thread that waits at no gate.
+const NOWHERE: u32 = u32::MAX;
+
+/// Set in [`Slot::waits_at`] beside the GPU's index for a thread that allocates.
+const ALLOCATES: u32 = 1 << 30;
+
+/// A thread that has not come back from its wait so long after its end was killed, or has left it by a jump.
+const COMES_BACK: Duration = Duration::from_secs(1);
+
+/// The stack that a call to the driver needs at the least, below the function that makes it.
+const CALL_STACK: usize = 4096;
+
 #[derive(Debug)]
 pub struct Slot {
-    /// Whether this thread is inside a gate, which is that of the GPU it is `at`.
-    pub inside: AtomicBool,
+    /// If this thread is inside a gate, which is that of the GPU it is `at`: the stack pointer of the function that makes the call
+    /// to the driver. From that a later call can tell that this one was left by a jump.
+    pub inside: AtomicUsize,
+    /// The GPU at whose closed gate this thread waits, and until when at the latest, in microseconds on the monotonic clock.
+    waits_at: AtomicU32,
+    waits_until: AtomicU64,
     /// The index of the GPU at whose gate this thread is, or was last. Changes only while it counts as inside.
     pub at: AtomicU32,
     /// The number of submissions of this thread to each GPU.
@@ -87,7 +117,8 @@ unsafe extern "C" fn give_back(slot: *mut c_void) {
     thread::set_mine(ptr::null());
     // SAFETY: slots are never freed.
     if let Some(slot) = unsafe { slot.cast::<Slot>().as_ref() } {
-        slot.inside.store(false, Ordering::Release);
+        slot.inside.store(OUTSIDE, Ordering::Release);
+        slot.waits_at.store(NOWHERE, Ordering::Release);
         slot.taken.store(false, Ordering::Release);
     }
 }
@@ -108,7 +139,9 @@ pub fn mine() -> &'static Slot {
 impl Slot {
     const fn new() -> Self {
         Self {
-            inside: AtomicBool::new(false),
+            inside: AtomicUsize::new(OUTSIDE),
+            waits_at: AtomicU32::new(NOWHERE),
+            waits_until: AtomicU64::new(0),
             at: AtomicU32::new(u32::MAX),
             submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
             way: Cell::new(epoch::NONE),
@@ -126,7 +159,43 @@ impl Slot {
     #[inline]
     pub fn is_outside(&self) -> bool {
         // SAFETY: only this thread writes it, so a plain read races with nothing, and is compared where it lies.
-        unsafe { !self.inside.as_ptr().read() }
+        unsafe { self.inside.as_ptr().read() == OUTSIDE }
+    }
+
+    /// The same, for a call made by a function with the stack pointer `here`: notices that the call which is inside was left by a
+    /// jump, as a handler of a signal may do, and then counts as its end.
+    ///
+    /// A call that is still being made has its frame at `inside` and above. So it cannot be right below `here`, where this call needs
+    /// the stack itself. Everywhere else it may be going on: above, as the call from within which this one is made, or on another
+    /// stack, if this one is made by a handler with a stack of its own, or by a coroutine.
+    pub fn is_outside_for(&self, here: usize) -> bool {
+        let inside = self.inside.load(Ordering::Relaxed);
+        let was_left = inside <= here && here - inside < CALL_STACK;
+        if inside != OUTSIDE && was_left {
+            // It may have submitted something.
+            Gate::leave(self.at.load(Ordering::Relaxed), self);
+        }
+        inside == OUTSIDE || was_left
+    }
+
+    /// This thread, whose slot it must be, counts as waiting at the gate of this GPU until [`end_waiting`](Self::end_waiting), and no
+    /// longer than a moment after the timeout. Returns what to give that: a signal's handler may wait in the middle of a wait.
+    pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) -> u32 {
+        let until = Instant::now().since_start() + timeout + COMES_BACK;
+        self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);
+        self.waits_at.swap(gpu | if what == Waits::ToAllocate { ALLOCATES } else { 0 }, Ordering::SeqCst)
+    }
+
+    pub fn end_waiting(&self, earlier: u32) {
+        self.waits_at.store(earlier, Ordering::SeqCst);
+    }
+
+    fn waits_at(&self, gpu: u32, what: Option<Waits>, now: u64) -> bool {
+        let at = self.waits_at.load(Ordering::SeqCst);
+        let allocates = at & ALLOCATES != 0;
+        at & !ALLOCATES == gpu
+            && what.is_none_or(|what| (what == Waits::ToAllocate) == allocates)
+            && self.waits_until.load(Ordering::SeqCst) > now
     }
 
     /// Whether the epoch is still that of this thread's last launch.
@@ -190,8 +259,136 @@ pub fn all() -> impl Iterator<Item = &'static Slot> {
     })
 }
 
+/// The threads that wait at the gate of this GPU, for this or for anything.
+pub fn waiting(gpu: u32, what: Option<Waits>) -> u32 {
+    let now = Instant::now().since_start().as_micros() as u64;
+    all().filter(|slot| slot.waits_at(gpu, what, now)).count() as u32
+}
+
 /// The number of submissions of all threads to this GPU.
 pub fn submitted(gpu: u32) -> u64 {
     let counts = all().filter_map(|slot| slot.submitted.get(gpu as usize));
     counts.fold(0, |sum, count| sum.wrapping_add(count.load(Ordering::Acquire)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::hint::black_box;
+    use std::vec;
+
+    const GPU: u32 = 9;
+
+    /// A call that goes in and, unless it is left by a jump, comes out after `within`.
+    #[inline(never)]
+    fn made(slot: &Slot, comes_back: bool, within: impl FnOnce()) -> bool {
+        let here = thread::stack_pointer();
+        let was_outside = slot.is_outside_for(here);
+        if was_outside {
+            Gate::approach(slot, here);
+            slot.turn_to(GPU);
+        }
+        within();
+        if was_outside && comes_back {
+            Gate::leave(GPU, slot);
+        }
+        was_outside
+    }
+
+    fn call(slot: &Slot, within: impl FnOnce()) -> bool {
+        made(slot, true, within)
+    }
+
+    #[test]
+    fn a_call_that_was_left_is_over_with_the_next() {
+        let slot = Slot::new();
+        let call = |comes_back| made(&slot, comes_back, || {});
+        assert!(call(false) && !slot.is_outside());
+        assert!(call(true), "the next call counts");
+        assert!(slot.is_outside());
+        assert_eq!(slot.submitted[GPU as usize].load(Ordering::Relaxed), 2, "the one that was left may have submitted");
+    }
+
+    #[test]
+    fn a_call_within_another_is_inside() {
+        let slot = Slot::new();
+        call(&slot, || assert!(!call(&slot, || {})));
+        assert!(slot.is_outside());
+    }
+
+    static SLOT: Slot = Slot::new();
+    static NESTED: AtomicU32 = AtomicU32::new(0);
+
+    fn call_within() {
+        assert!(!call(&SLOT, || {}), "a call within another counts as outside");
+        NESTED.fetch_add(1, Ordering::Relaxed);
+    }
+
+    extern "C" fn handler(_: i32) {
+        call_within();
+    }
+
+    /// Handlers with a stack of their own, and coroutines: on the heap and in the frame of a caller, where it lies right above the
+    /// frame of the call that is interrupted. That one counts as inside all the time.
+    #[test]
+    fn a_call_on_another_stack_is_inside() {
+        const LEN: usize = 64 << 10;
+        let mut in_frame = [0_u8; LEN];
+        let mut on_heap = vec![0_u8; LEN];
+        for stack in [black_box(&mut in_frame[..]), black_box(&mut on_heap[..])] {
+            call(&SLOT, || on_signal_stack(stack));
+            call(&SLOT, || in_coroutine(stack));
+        }
+        assert_eq!(NESTED.load(Ordering::Relaxed), 4);
+        assert!(SLOT.is_outside());
+    }
+
+    fn on_signal_stack(stack: &mut [u8]) {
+        let wanted = libc::stack_t { ss_sp: stack.as_mut_ptr().cast(), ss_flags: 0, ss_size: stack.len() };
+        // SAFETY: valid places, and a handler that makes no call that a handler must not.
+        unsafe {
+            let (mut before, mut action) = (core::mem::zeroed(), core::mem::zeroed::<libc::sigaction>());
+            action.sa_sigaction = handler as *const () as usize;
+            action.sa_flags = libc::SA_ONSTACK;
+            assert_eq!(libc::sigaltstack(&wanted, &mut before), 0);
+            assert_eq!(libc::sigaction(libc::SIGUSR2, &action, ptr::null_mut()), 0);
+            libc::raise(libc::SIGUSR2);
+            assert_eq!(libc::sigaltstack(&before, ptr::null_mut()), 0);
+        }
+    }
+
+    fn in_coroutine(stack: &mut [u8]) {
+        extern "C" fn run() {
+            call_within();
+        }
+        // SAFETY: contexts that live until the coroutine has ended, which goes on in the first.
+        unsafe {
+            let (mut back, mut there) = (core::mem::zeroed::<libc::ucontext_t>(), core::mem::zeroed());
+            assert_eq!(libc::getcontext(&mut there), 0);
+            there.uc_stack = libc::stack_t { ss_sp: stack.as_mut_ptr().cast(), ss_flags: 0, ss_size: stack.len() };
+            there.uc_link = &mut back;
+            libc::makecontext(&mut there, run, 0);
+            assert_eq!(libc::swapcontext(&mut back, &there), 0);
+        }
+    }
+
+    #[test]
+    fn a_wait_that_is_not_renewed_ends() {
+        let slot = mine();
+        let count = || (waiting(GPU, None), waiting(GPU, Some(Waits::WithWork)), waiting(GPU, Some(Waits::ToAllocate)));
+        let earlier = slot.begin_waiting(GPU, Waits::ToAllocate, Duration::from_secs(60));
+        assert_eq!(count(), (1, 0, 1));
+        let outer = slot.begin_waiting(GPU, Waits::WithWork, Duration::from_secs(60));
+        assert_eq!(count(), (1, 1, 0));
+        slot.end_waiting(outer);
+        assert_eq!(count(), (1, 0, 1));
+        slot.end_waiting(earlier);
+        assert_eq!(count(), (0, 0, 0));
+        // Left by a jump: nothing ends it.
+        slot.begin_waiting(GPU, Waits::WithWork, Duration::ZERO);
+        assert_eq!(count(), (1, 1, 0));
+        std::thread::sleep(COMES_BACK + Duration::from_millis(100));
+        assert_eq!(count(), (0, 0, 0));
+        slot.end_waiting(earlier);
+    }
 }

@@ -3,7 +3,10 @@
 use super::{Gpu, attached};
 use crate::{
     connection,
-    gate::closed,
+    gate::{
+        closed,
+        threads::{self, Waits},
+    },
     sys::{
         sync::{Mutex, Rank, waiting_for_client_thread},
         time::Instant,
@@ -19,25 +22,32 @@ impl Gpu {
     /// For a thread that found the gate closed: requests the lock and waits for a while.
     #[cold]
     pub fn wait(&self, reasons: u32) {
+        self.wait_for(Waits::WithWork, reasons);
+    }
+
+    /// The same for a thread that waits for memory that it allocates.
+    #[cold]
+    pub fn wait_to_allocate(&self) {
+        self.wait_for(Waits::ToAllocate, closed::MEMORY);
+    }
+
+    fn wait_for(&self, what: Waits, reasons: u32) {
         let _waiting = waiting_for_client_thread();
-        self.gate.wait(reasons, WAIT_TIMEOUT, || {
+        self.gate.wait(self.index, threads::mine(), what, reasons, WAIT_TIMEOUT, || {
             if self.gate.is_closed_for(closed::LOCK) {
                 self.request();
             }
         });
     }
 
-    /// The same for a thread that waits for memory that it allocates.
-    #[cold]
-    pub fn wait_to_allocate(&self) {
-        self.allocating.fetch_add(1, Ordering::SeqCst);
-        self.wait(closed::MEMORY);
-        self.allocating.fetch_sub(1, Ordering::SeqCst);
+    /// Whether a thread waits at the gate of this GPU.
+    pub fn is_waited_for(&self) -> bool {
+        threads::waiting(self.index, None) > 0
     }
 
     /// Whether a thread with work waits at this gate. Running work may wait for it.
     pub fn has_work_waiting(&self) -> bool {
-        self.gate.waiting() > self.allocating.load(Ordering::SeqCst)
+        threads::waiting(self.index, Some(Waits::WithWork)) > 0
     }
 
     /// Requests the lock from the scheduler, unless a request is pending.
@@ -83,7 +93,7 @@ const LATELY: Duration = Duration::from_secs(2);
 fn wanted_with(gpu: &Gpu) -> u64 {
     let wanted = attached().filter(|g| {
         let used_until = g.used_until.load(Ordering::Relaxed);
-        g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
+        g.is_waited_for() || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
     let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.peers();
     let wanted = wanted.fold(together(gpu), |set, g| set | together(g));

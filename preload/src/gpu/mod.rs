@@ -74,8 +74,6 @@ pub struct Gpu {
     pub reservation_answers: ReservationAnswers,
     /// When this client last released the lock after using it, in milliseconds; 0 before.
     used_until: AtomicU64,
-    /// The threads that wait at the gate only to allocate.
-    allocating: AtomicU32,
 }
 
 static GPUS: [Gpu; MAX_SLOTS as usize] = {
@@ -157,7 +155,6 @@ impl Gpu {
             unmappable: AtomicU64::new(0),
             reservation_answers: ReservationAnswers::new(),
             used_until: AtomicU64::new(0),
-            allocating: AtomicU32::new(0),
         }
     }
 
@@ -256,9 +253,9 @@ impl Gpu {
         Gate::is_quiet(self.index) && self.peers().all(|gpu| Gate::is_quiet(gpu.index))
     }
 
-    /// Threads that wait at the gate of this GPU or of a peer.
-    pub fn waiting(&self) -> u32 {
-        self.peers().fold(self.gate.waiting(), |sum, gpu| sum.saturating_add(gpu.gate.waiting()))
+    /// Whether a thread waits at the gate of this GPU or of a peer.
+    pub fn are_waited_for(&self) -> bool {
+        self.is_waited_for() || self.peers().any(Self::is_waited_for)
     }
 
     pub fn set_drained(&self, drained: bool) {

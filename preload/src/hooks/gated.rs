@@ -17,7 +17,7 @@ use crate::{
         peer_access::Route,
         shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
     },
-    sys::errno,
+    sys::{errno, thread::stack_pointer},
     work::{self, capture},
 };
 use core::ffi::c_void;
@@ -100,11 +100,11 @@ pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> C
 
 /// Makes a call inside the gate of this GPU, which must be done when it returns: its work is not counted.
 fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-    let slot = threads::mine();
-    if !gate::is_active() || !slot.is_outside() {
+    let (slot, here) = (threads::mine(), stack_pointer());
+    if !gate::is_active() || !slot.is_outside_for(here) {
         return call();
     }
-    match wait_at(gpu, slot, reasons) {
+    match wait_at(gpu, slot, here, reasons) {
         Ok(true) => {
             let result = call();
             Gate::leave(gpu.index, slot);
@@ -151,9 +151,10 @@ fn pass<const REPEATED: bool>(
     reasons: u32,
     call: impl Fn() -> CUresult + Copy,
 ) -> CUresult {
+    let here = stack_pointer();
     let gpu = move || gpu::of_stream(stream);
-    let pass_anyhow = move || pass_anyhow(stream, weight, reasons, call);
-    let Some(slot) = threads::known().filter(|slot| enter_as_before(slot, stream as usize, reasons)) else {
+    let pass_anyhow = move || pass_from(here, stream, weight, reasons, call);
+    let Some(slot) = threads::known().filter(|slot| enter_as_before(slot, here, stream as usize, reasons)) else {
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
@@ -178,14 +179,20 @@ fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
 /// contexts, as the driver must say of which one it is.
 #[inline]
 fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    pass_from(stack_pointer(), stream, weight, reasons, call)
+}
+
+/// The same for a function with this stack pointer.
+#[inline]
+fn pass_from(here: usize, stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let known = threads::known().filter(|slot| slot.is_current());
-    let enters = |slot: &Slot| work::name_of(stream).is_some_and(|name| enter_as_before(slot, name, reasons));
+    let enters = |slot: &Slot| work::name_of(stream).is_some_and(|name| enter_as_before(slot, here, name, reasons));
     if let Some(slot) = known.filter(|slot| enters(slot)) {
         let result = call();
         // SAFETY: it has entered as before.
         return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };
     }
-    match enter(stream, reasons) {
+    match enter(stream, here, reasons) {
         Ok(Some((gpu, slot))) => gpu.leave(slot, weight, stream, call()),
         Ok(None) => call(),
         Err(error) => error,
@@ -195,12 +202,12 @@ fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() 
 /// Enters the gate of this thread's last launch, if the launch was to the stream of this name, nothing has changed, and the gate is
 /// open.
 #[inline(always)]
-fn enter_as_before(slot: &Slot, name: usize, reasons: u32) -> bool {
+fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> bool {
     if !slot.is_outside() {
         return false;
     }
     // Before it looks at the last launch: a signal handler may launch at any time, and changes nothing of that from here on.
-    Gate::approach(slot);
+    Gate::approach(slot, here);
     // SAFETY: there has been a launch if one is as before.
     let entered = Gpu::is_as_before(slot, name) && unsafe { Gpu::of_last_launch(slot) }.gate.lets_in(reasons);
     if !entered {
@@ -216,13 +223,13 @@ type Entered = Option<(&'static Gpu, &'static Slot)>;
 /// # Errors
 /// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
 #[inline(never)]
-fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
+fn enter(stream: CUstream, here: usize, reasons: u32) -> Result<Entered, CUresult> {
     if !gate::is_active() {
         return Ok(None);
     }
     let slot = threads::mine();
     // A call from within another, or one that is captured into a graph, submits nothing now.
-    if !slot.is_outside() || (capture::any() && capture::is_capturing(stream)) {
+    if !slot.is_outside_for(here) || (capture::any() && capture::is_capturing(stream)) {
         return Ok(None);
     }
     let Some(gpu) = gpu::of_stream(stream) else { return Ok(None) };
@@ -230,16 +237,16 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
         errno::preserved(Gpu::expect_blocking_streams);
     }
     gpu.work.throttle(stream);
-    Ok(wait_at(gpu, slot, reasons)?.then_some((gpu, slot)))
+    Ok(wait_at(gpu, slot, here, reasons)?.then_some((gpu, slot)))
 }
 
 /// Waits until this thread is inside the gate of this GPU. `false` if the gates are no more.
 ///
 /// # Errors
 /// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
-fn wait_at(gpu: &'static Gpu, slot: &Slot, reasons: u32) -> Result<bool, CUresult> {
+fn wait_at(gpu: &'static Gpu, slot: &Slot, here: usize, reasons: u32) -> Result<bool, CUresult> {
     loop {
-        let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
+        let closed = if gpu.gate.try_enter(gpu.index, slot, here, reasons) {
             // The work may also touch memory of peers.
             gpu.peers().find(|other| other.gate.is_closed_for(reasons))
         } else {

@@ -24,6 +24,7 @@ use crate::{
     registry::{self, pinned::Kind},
     sys::{
         sync::Mutex,
+        thread::stack_pointer,
         time::{self, Instant},
     },
     work::capture,
@@ -88,7 +89,7 @@ pub(super) fn is_backed_in_time(
     undo: impl FnOnce(&mut Space),
 ) -> bool {
     // A thread inside the gate would keep the client from draining.
-    let is_inside = !threads::mine().is_outside();
+    let is_inside = !threads::mine().is_outside_for(stack_pointer());
     if backing == Backing::There || is_inside {
         return true;
     }

@@ -163,6 +163,9 @@ late! {
     sigprocmask(c_int, *const libc::sigset_t, *mut libc::sigset_t) -> c_int;
     pthread_attr_init(*mut libc::pthread_attr_t) -> c_int;
     pthread_attr_setdetachstate(*mut libc::pthread_attr_t, c_int) -> c_int;
+    pthread_attr_setinheritsched(*mut libc::pthread_attr_t, c_int) -> c_int;
+    pthread_attr_setschedpolicy(*mut libc::pthread_attr_t, c_int) -> c_int;
+    pthread_attr_setschedparam(*mut libc::pthread_attr_t, *const libc::sched_param) -> c_int;
     pthread_attr_setstacksize(*mut libc::pthread_attr_t, usize) -> c_int;
     __pthread_get_minstack(*const libc::pthread_attr_t) -> usize;
     pthread_attr_destroy(*mut libc::pthread_attr_t) -> c_int;

@@ -112,6 +112,11 @@ mod unchecked {
         pub fn take_beside(&self) -> Held {
             Held
         }
+
+        #[inline(always)]
+        pub fn take_anew(&self) -> Held {
+            Held
+        }
     }
 }
 
@@ -147,6 +152,12 @@ mod checked {
         /// The same where the thread may hold others of this rank.
         pub fn take_beside(&self) -> Held {
             self.take_within((!0 << self.0 as u32) << 1)
+        }
+
+        /// The same for what is no lock, where the thread may have left it by a jump.
+        pub fn take_anew(&self) -> Held {
+            thread::set_ranks(thread::ranks() & !(1 << self.0 as u32));
+            self.take()
         }
 
         fn take_within(&self, forbidden: u64) -> Held {

@@ -53,7 +53,7 @@ impl<G: DerefMut> DerefMut for Guard<G> {
 #[inline]
 pub fn waiting_for_client_thread() -> Held {
     const RANK: Ranked = Ranked::new(Rank::ClientThread);
-    RANK.take()
+    RANK.take_anew()
 }
 
 /// The calling thread is the client's thread until the result is dropped.

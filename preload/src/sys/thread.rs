@@ -3,8 +3,11 @@
 use super::c;
 use alloc::boxed::Box;
 use core::{
+    cell::UnsafeCell,
     ffi::{CStr, c_void},
     mem::MaybeUninit,
+    ptr,
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 /// The stack that our threads use, in bytes; virtual until touched.
@@ -12,10 +15,12 @@ const STACK: usize = 256 << 10;
 
 type Main = Box<dyn FnOnce() + Send>;
 
-/// Starts a detached thread to which no signals are delivered; `false` if that fails.
+/// Starts a detached thread to which no signals are delivered, and which is scheduled as the process is; `false` if that
+/// fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     let run: Main = Box::new(move || {
         let _ = rustix::thread::set_name(name);
+        schedule();
         main();
     });
     let main = Box::into_raw(Box::new(run));
@@ -45,6 +50,14 @@ fn create(main: *mut Main) -> bool {
             return false;
         }
         detach(attributes, libc::PTHREAD_CREATE_DETACHED);
+        // Not the policy of the thread that happens to be here: under SCHED_FIFO, that may keep the processor and wait for this one.
+        if let (Some(inherit), Some(policy), Some(priority)) =
+            (c::pthread_attr_setinheritsched(), c::pthread_attr_setschedpolicy(), c::pthread_attr_setschedparam())
+        {
+            policy(attributes, libc::SCHED_OTHER);
+            priority(attributes, &libc::sched_param { sched_priority: 0 });
+            inherit(attributes, libc::PTHREAD_EXPLICIT_SCHED);
+        }
         // What the C library keeps in a stack comes on top: static thread-local storage, for one, of any size. One that does
         // not say how much that is gives threads the program's default size.
         if let Some(minimum) = c::__pthread_get_minstack() {
@@ -78,9 +91,70 @@ fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     }
 }
 
-/// The number of CPUs that this process may use.
+/// The processors of the process's first thread when the library was loaded, as the kernel gives them.
+struct Cpus {
+    mask: UnsafeCell<[u8; CPU_MASK]>,
+    /// How much of it the kernel has written; 0 if it refused.
+    len: AtomicUsize,
+}
+
+/// Bytes of a set of 8,192 processors, the most that Linux supports.
+const CPU_MASK: usize = 1024;
+
+// SAFETY: written by the loader's thread before any other thread is there; only read afterwards.
+unsafe impl Sync for Cpus {}
+
+static AT_LOAD: Cpus = Cpus { mask: UnsafeCell::new([0; CPU_MASK]), len: AtomicUsize::new(0) };
+
+/// Called once, when the library is loaded.
+pub fn remember_cpus() {
+    // SAFETY: no other thread reads it yet, and no more bytes are written than there are. 0 is the calling thread, the first.
+    let len = unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, CPU_MASK, AT_LOAD.mask.get()) };
+    AT_LOAD.len.store(len.clamp(0, CPU_MASK as _) as usize, Ordering::Relaxed);
+}
+
+/// Replaces what the calling thread has inherited, as far as the kernel allows: its processors by those at load, its nice value by
+/// that of the process's first thread, and the nodes of its memory by any.
+fn schedule() {
+    const MPOL_DEFAULT: i32 = 0;
+    let first = rustix::process::getpid().as_raw_pid();
+    // SAFETY: as many bytes as the kernel has written there; the other calls have no pointers.
+    unsafe {
+        let len = AT_LOAD.len.load(Ordering::Relaxed);
+        if len > 0 {
+            libc::syscall(libc::SYS_sched_setaffinity, 0, len, AT_LOAD.mask.get());
+        }
+        let nice = 20 - libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, first); // the kernel gives 40 to 1
+        if nice < 20 {
+            libc::syscall(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, nice);
+        }
+        libc::syscall(libc::SYS_set_mempolicy, MPOL_DEFAULT, ptr::null::<c_void>(), 0);
+    }
+}
+
+/// The number of CPUs that this library's threads may use.
 pub fn cpus() -> usize {
-    rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize).max(1)
+    let len = AT_LOAD.len.load(Ordering::Relaxed);
+    // SAFETY: written once, when the library was loaded.
+    let mask = unsafe { &*AT_LOAD.mask.get() };
+    mask.iter().take(len).map(|byte| byte.count_ones() as usize).sum::<usize>().max(1)
+}
+
+/// The stack pointer of the function that this is inlined into.
+#[inline(always)]
+pub fn stack_pointer() -> usize {
+    let here;
+    // SAFETY: reads a register.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::asm!("mov {here}, rsp", here = out(reg) here, options(pure, nomem, nostack, preserves_flags));
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        core::arch::asm!("mov {here}, sp", here = out(reg) here, options(pure, nomem, nostack, preserves_flags));
+    }
+    here
 }
 
 // ---- words of a thread ----

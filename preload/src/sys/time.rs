@@ -1,7 +1,10 @@
 //! The monotonic clock, and sleeping.
 
 use core::time::Duration;
-use rustix::thread::{NanosleepRelativeResult, Timespec};
+use rustix::{
+    thread::{NanosleepRelativeResult, Timespec},
+    time::{ClockId, clock_gettime},
+};
 
 /// A moment of `CLOCK_MONOTONIC`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -9,9 +12,8 @@ pub struct Instant(Duration);
 
 impl Instant {
     pub fn now() -> Self {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: a valid place. The C library's function needs no system call.
-        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+        // Not by the C library's function, which tools interpose that let time stand still. This needs no system call, either.
+        let time = clock_gettime(ClockId::Monotonic);
         Self(Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0)))
     }
 

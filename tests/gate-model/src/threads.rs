@@ -1,16 +1,30 @@
 //! The slots of the program's threads: as many as scenarios have threads that submit, each with its owner from the start.
 
 use crate::atomic::Ordering;
-use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use core::time::Duration;
+use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 use std::cell::Cell;
 
 /// Threads that may submit, and GPUs that they may submit to.
 pub const THREADS: usize = 2;
 pub const GPUS: usize = 2;
 
+/// [`Slot::inside`] of a thread that is inside no gate.
+pub const OUTSIDE: usize = 0;
+
+/// [`Slot::waits_at`] of a thread that waits at no gate.
+const NOWHERE: u32 = u32::MAX;
+
+/// What a thread waits for at a gate.
+#[derive(Debug, Clone, Copy)]
+pub enum Waits {
+    WithWork,
+}
+
 #[derive(Debug)]
 pub struct Slot {
-    pub inside: AtomicBool,
+    pub inside: AtomicUsize,
+    waits_at: AtomicU32,
     pub at: AtomicU32,
     pub submitted: [AtomicU64; GPUS],
     /// Where a heavy fence meets the light ones of this thread (see [`crate::barrier`]).
@@ -20,7 +34,8 @@ pub struct Slot {
 impl Slot {
     fn new() -> Self {
         Self {
-            inside: AtomicBool::new(false),
+            inside: AtomicUsize::new(OUTSIDE),
+            waits_at: AtomicU32::new(NOWHERE),
             at: AtomicU32::new(u32::MAX),
             submitted: [AtomicU64::new(0), AtomicU64::new(0)],
             interrupted: AtomicU32::new(0),
@@ -34,6 +49,15 @@ impl Slot {
             self.at.store(gpu, Ordering::Release);
         }
         turns
+    }
+
+    /// As the library's, which counts no thread that was killed in its wait. None is here.
+    pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) -> u32 {
+        self.waits_at.swap(gpu, Ordering::SeqCst)
+    }
+
+    pub fn end_waiting(&self, earlier: u32) {
+        self.waits_at.store(earlier, Ordering::SeqCst);
     }
 }
 
@@ -63,4 +87,9 @@ pub fn all() -> impl Iterator<Item = &'static Slot> {
 /// How many submissions all threads have made to that GPU so far.
 pub fn submitted(gpu: u32) -> u64 {
     all().map(|slot| slot.submitted[gpu as usize].load(Ordering::Acquire)).sum()
+}
+
+/// How many threads wait at the gate of that GPU.
+pub fn waiting(gpu: u32) -> usize {
+    all().filter(|slot| slot.waits_at.load(Ordering::SeqCst) == gpu).count()
 }

@@ -8,7 +8,7 @@ use gate_model::{
     barrier::{self, Fences},
     futex,
     gate::{Gate, closed},
-    threads::{self, GPUS, THREADS},
+    threads::{self, GPUS, THREADS, Waits},
 };
 use loom::{
     cell::UnsafeCell,
@@ -22,6 +22,8 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 const GPU: u32 = 0;
 const OTHER_GPU: u32 = 1;
+/// Where a thread makes its calls: on no stack, as no call is left by a jump here.
+const HERE: usize = 1;
 
 /// How often threads may be interrupted where they could go on: this finds nearly everything, and takes seconds.
 /// `NVSHARE_GATE_PREEMPTIONS` adds to it.
@@ -81,7 +83,7 @@ impl Gpus {
     fn new() -> Arc<Self> {
         let gates = [Gate::new(), Gate::new()];
         // All of it is made now: what threads make in passing would multiply the orders to look at.
-        assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL) && gate.waiting() == 0));
+        assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL)) && threads::waiting(GPU) == 0);
         assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
         if barrier::is_known_to_be_missing() {
             gates.iter().for_each(|gate| {
@@ -97,10 +99,10 @@ impl Gpus {
         let slot = threads::take(index);
         let gate = &self.gates[gpu as usize];
         let entered = if slot.at.load(Ordering::Relaxed) == gpu {
-            Gate::approach(slot);
+            Gate::approach(slot, HERE);
             gate.lets_in(closed::FOR_ALL)
         } else {
-            gate.try_enter(gpu, slot, closed::FOR_ALL)
+            gate.try_enter(gpu, slot, HERE, closed::FOR_ALL)
         };
         if entered {
             // SAFETY: only this thread writes; that nobody reads meanwhile is what loom checks.
@@ -115,7 +117,9 @@ impl Gpus {
     /// Submits, however long it takes.
     fn submit_patiently(&self, gpu: u32, index: usize, before: impl Fn()) {
         while !self.submit(gpu, index) {
-            self.gates[gpu as usize].wait(closed::FOR_ALL, Duration::MAX, &before);
+            let slot = threads::take(index);
+            let gate = &self.gates[gpu as usize];
+            gate.wait(gpu, slot, Waits::WithWork, closed::FOR_ALL, Duration::MAX, &before);
         }
     }
 
@@ -298,7 +302,7 @@ fn wait_for_two_reasons() {
     gate.open(closed::LOCK);
     submitter.join().unwrap();
     other.join().unwrap();
-    assert_eq!((gate.waiting(), gpus.given(GPU)), (0, 1));
+    assert_eq!((threads::waiting(GPU), gpus.given(GPU)), (0, 1));
 }
 
 #[test]
@@ -386,7 +390,7 @@ fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forg
         if forgets == Forgets::Always {
             lock.request_is_over();
         }
-        let waits = gate.waiting() > 0;
+        let waits = threads::waiting(GPU) > 0;
         if waits {
             lock.request_is_over();
             lock.request();

@@ -179,7 +179,7 @@ impl ClientThread {
                 (gpu.peers().next().is_some(), SleepRefusal::Peers),
                 (is_exported || shared::has_imports(), SleepRefusal::Ipc),
                 (account.pinned > 0, SleepRefusal::Immovable),
-                (!paused && gpu.gate.waiting() > 0, SleepRefusal::Busy),
+                (!paused && gpu.is_waited_for(), SleepRefusal::Busy),
                 (self.turn(gpu).is_contended(), SleepRefusal::Busy),
             ];
             if let Some((_, why)) = reasons.into_iter().find(|(is_so, _)| *is_so) {
@@ -258,7 +258,7 @@ impl ClientThread {
             }
         }
         // These wait for an answer that is carried out once the process is awake.
-        if gpu::attached().any(|gpu| gpu.gate.waiting() > 0) {
+        if gpu::attached().any(|gpu| gpu.is_waited_for()) {
             presence::want();
         }
         if connection::is_connected() {
