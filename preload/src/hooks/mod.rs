@@ -113,11 +113,6 @@ pub fn shut_driver(shut: bool) {
     passed::ways().iter().for_each(|way| way.set_shut(shut));
 }
 
-/// Whether this is the address of a hook.
-pub fn is_hook(address: usize) -> bool {
-    all().any(|hook| hook.hook as usize == address)
-}
-
 /// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a suffix that says so.
 #[derive(Debug, Clone, Copy)]
 pub struct Flavour {
