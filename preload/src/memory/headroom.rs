@@ -2,11 +2,16 @@
 //! have left, whichever is less.
 
 use crate::sys::file;
-use alloc::{ffi::CString, vec::Vec};
+use alloc::{ffi::CString, format, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
+use rustix::process::{Resource, getrlimit};
 
 /// Left to the host: below this, nothing more is swapped out.
 const HOST_RESERVE: u64 = 512 << 20;
+/// Left to the process of the addresses that a limit allows it: for the stacks and heaps of a few threads.
+const ADDRESS_RESERVE: u64 = 32 << 20;
+/// The most nodes that a range of them has, whatever the text says.
+const MOST_NODES: u64 = 1024;
 /// Left to a control group for its other memory, which grows as well: this fraction of its limit, and this much at most.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
@@ -60,16 +65,73 @@ impl Headroom {
 
 /// Bytes that the control groups of this process allow, less what is left to its other memory; `u64::MAX` if they do not limit it.
 pub fn most_in_groups() -> u64 {
-    in_groups(|group, files| limit(group, files).map(|most| (most - reserve(most)) as i64))
-        .try_into()
-        .unwrap_or(u64::MAX)
+    most(in_groups(|group, files| limit(group, files).map(|most| (most - reserve(most)) as i64)))
 }
 
-/// `MemAvailable` of the kernel less the reserve, in bytes; `u64::MAX` if unknown.
+/// The same of what [`in_groups`] gives.
+fn most(least: i64) -> u64 {
+    if least == i64::MAX { u64::MAX } else { least.try_into().unwrap_or(0) }
+}
+
+/// What the host has available, on the nodes whose memory this process may use, less the reserve, in bytes; `u64::MAX` if unknown.
 fn of_host() -> u64 {
+    let all = kib(&file::read(c"/proc/meminfo"), b"MemAvailable:").unwrap_or(u64::MAX);
+    let status = file::read(c"/proc/thread-self/status");
+    let nodes = of_nodes(&status, b"/sys/devices/system/node").unwrap_or(u64::MAX);
+    all.min(nodes).saturating_sub(HOST_RESERVE)
+}
+
+/// Free memory and page cache of the nodes that the thread with this `/proc/…/status` may use; `None` if it may use all. Beyond it the
+/// kernel kills the process, however much the other nodes have.
+fn of_nodes(status: &[u8], root: &[u8]) -> Option<u64> {
+    let allowed = list(line(status, b"Mems_allowed_list:")?);
+    let mut is_limited = false;
+    let mut left: u64 = 0;
+    for node in list(&read(root, b"/has_memory")) {
+        if !allowed.contains(&node) {
+            is_limited = true;
+            continue;
+        }
+        let name = format!("/node{node}/meminfo");
+        let text = read(root, name.as_bytes());
+        for what in ["MemFree:", "Inactive(file):"] {
+            let bytes = kib(&text, format!("Node {node} {what}").as_bytes()).unwrap_or(0);
+            left = left.saturating_add(bytes);
+        }
+    }
+    is_limited.then_some(left)
+}
+
+/// The numbers of a list like `0,2-3`.
+fn list(text: &[u8]) -> Vec<u64> {
+    let ranges = text.trim_ascii().split(|b| *b == b',').filter_map(|range| {
+        let first = number(range)?;
+        let last = range.iter().position(|b| *b == b'-').and_then(|dash| number(range.get(dash + 1..)?));
+        Some(first..=last.unwrap_or(first).min(first.saturating_add(MOST_NODES)))
+    });
+    ranges.flatten().collect()
+}
+
+/// Addresses and private memory that this process may still map, less what is left to its own use; `u64::MAX` if nothing limits it.
+pub fn addresses_left() -> u64 {
+    let status = file::read(c"/proc/self/status");
+    let below = |limit: Option<u64>, used: &[u8]| {
+        limit.map_or(u64::MAX, |limit| limit.saturating_sub(kib(&status, used).unwrap_or(0) + ADDRESS_RESERVE))
+    };
+    let addresses = below(getrlimit(Resource::As).current, b"VmSize:");
+    let data = below(getrlimit(Resource::Data).current, b"VmData:");
+    addresses.min(data).min(commitment_left())
+}
+
+/// What the host still promises to processes, less the reserve, if it promises no more than it has.
+fn commitment_left() -> u64 {
+    const NEVER: u64 = 2;
+    if number(&file::read(c"/proc/sys/vm/overcommit_memory")) != Some(NEVER) {
+        return u64::MAX;
+    }
     let text = file::read(c"/proc/meminfo");
-    let kib = field(&text, b"MemAvailable:");
-    kib.map_or(u64::MAX, |kib| kib.saturating_mul(1024).saturating_sub(HOST_RESERVE))
+    let (limit, promised) = (kib(&text, b"CommitLimit:"), kib(&text, b"Committed_AS:"));
+    limit.zip(promised).map_or(u64::MAX, |(limit, promised)| limit.saturating_sub(promised + HOST_RESERVE))
 }
 
 /// The least that any of the control groups has left; negative if it lacks memory.
@@ -112,17 +174,18 @@ fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -
 /// The files of one version of control groups.
 struct Files {
     mount: &'static [u8],
-    most: &'static [u8],
+    /// Its limits, of which the least holds.
+    most: &'static [&'static [u8]],
     used: &'static [u8],
     /// The field of `memory.stat` that counts page cache, which the kernel reclaims first.
     cached: &'static [u8],
 }
 
 const VERSION_2: Files =
-    Files { mount: b"", most: b"/memory.max", used: b"/memory.current", cached: b"inactive_file " };
+    Files { mount: b"", most: &[b"/memory.max", b"/memory.high"], used: b"/memory.current", cached: b"inactive_file " };
 const VERSION_1: Files = Files {
     mount: b"/memory",
-    most: b"/memory.limit_in_bytes",
+    most: &[b"/memory.limit_in_bytes"],
     used: b"/memory.usage_in_bytes",
     cached: b"total_inactive_file ",
 };
@@ -131,9 +194,11 @@ fn read(group: &[u8], name: &[u8]) -> Vec<u8> {
     CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
 }
 
-/// What a group may take; `None` if it has no limit.
+/// What a group may take; `None` if it has no limit. Beyond `memory.high` the kernel holds up each of its threads at every allocation,
+/// as it cannot reclaim memory that is registered with the driver.
 fn limit(group: &[u8], files: &Files) -> Option<u64> {
-    number(&read(group, files.most)).filter(|most| *most < NO_LIMIT)
+    let limits = files.most.iter().filter_map(|name| number(&read(group, name)));
+    limits.min().filter(|most| *most < NO_LIMIT)
 }
 
 /// What of that is left to its other memory.
@@ -149,9 +214,19 @@ fn of_group(group: &[u8], files: &Files) -> Option<i64> {
     Some((most - reserve(most)).saturating_add(cached.min(used)) as i64 - used.min(NO_LIMIT) as i64)
 }
 
-/// The number after a name at the beginning of a line.
+/// What follows a name at the beginning of a line.
+fn line<'a>(text: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
+    text.split(|b| *b == b'\n').find_map(|line| line.strip_prefix(name))
+}
+
+/// The number there.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
-    text.split(|b| *b == b'\n').find_map(|line| number(line.strip_prefix(name)?))
+    line(text, name).and_then(number)
+}
+
+/// The same for a number of KiB, in bytes.
+fn kib(text: &[u8], name: &[u8]) -> Option<u64> {
+    field(text, name).map(|kib| kib.saturating_mul(1024))
 }
 
 /// The number at the beginning of a text.
@@ -213,6 +288,39 @@ mod tests {
         assert_eq!(groups.of("0::/"), Some(i64::MAX));
         assert_eq!(groups.of("5:cpu,cpuacct:/a"), None);
         assert_eq!(groups.of("nonsense"), None);
+    }
+
+    #[test]
+    fn the_limit_beyond_which_a_group_is_held_up_counts() {
+        let groups = Groups::new("high");
+        let put = |high| {
+            groups.put("a", [("memory.max", "1073741824\n"), ("memory.high", high), ("memory.current", "0\n")]);
+            groups.of("0::/a")
+        };
+        assert_eq!(put("536870912\n"), Some((512 - 32) * MIB));
+        assert_eq!(put("max\n"), Some((1024 - 64) * MIB));
+    }
+
+    #[test]
+    fn only_nodes_that_the_process_may_use_count() {
+        let groups = Groups::new("nodes");
+        let put = |name: &str, text: &str| groups.put(name, [("meminfo", text), ("x", ""), ("y", "")]);
+        put("node0", "Node 0 MemTotal: 9000 kB\nNode 0 MemFree: 100 kB\nNode 0 Inactive(file): 20 kB\n");
+        put("node2", "Node 2 MemFree: 7000 kB\n");
+        fs::write(groups.0.join("has_memory"), "0,2-3\n").unwrap();
+        let left = |list: &str| {
+            let status = std::format!("Name:\tx\nMems_allowed_list:\t{list}\n");
+            of_nodes(status.as_bytes(), groups.0.as_os_str().as_encoded_bytes())
+        };
+        assert_eq!(left("0"), Some(120 << 10));
+        assert_eq!(left("0-2"), Some(7120 << 10));
+        assert_eq!((left("0-7"), left("0,2,3")), (None, None));
+        assert_eq!(of_nodes(b"Name:\tx\n", b"/nowhere"), None);
+    }
+
+    #[test]
+    fn no_limit_is_no_limit() {
+        assert_eq!((most(i64::MAX), most(5), most(-5)), (u64::MAX, 5, 0));
     }
 
     #[test]

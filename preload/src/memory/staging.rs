@@ -5,7 +5,7 @@
 //! to make, no limit of a container holds for them, and a process that has any cannot be restored from a checkpoint
 //! (`bench/RESULTS.md`).
 
-use super::headroom::Claim;
+use super::headroom::{Claim, addresses_left};
 use crate::{
     driver::{self, context::current_or_null, types::SUCCESS},
     gate::threads,
@@ -22,7 +22,7 @@ use core::{
 };
 use rustix::{
     io::Errno,
-    mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
+    mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munlock, munmap},
 };
 
 /// The size of a huge page.
@@ -48,19 +48,32 @@ impl Buffer {
         Self::reserve(&[len])?.pop().filter(Self::fill)
     }
 
-    /// Buffers of these sizes without pages, from one mapping. Creating a mapping makes threads wait that allocate pages.
+    /// Buffers of these sizes without pages, from one mapping: creating a mapping makes threads wait that allocate pages. Where a limit
+    /// leaves no addresses for one, from several, as far as they go.
+    fn reserve_some(sizes: &[u64]) -> Vec<Self> {
+        Self::reserve(sizes)
+            .unwrap_or_else(|| sizes.iter().map_while(|size| Self::reserve(&[*size])).flatten().collect())
+    }
+
+    /// Buffers of these sizes without pages, from one mapping.
     fn reserve(sizes: &[u64]) -> Option<Vec<Self>> {
         let len = usize::try_from(sizes.iter().sum::<u64>()).ok()?;
-        let whole = len.checked_add(HUGE)?;
+        let whole = len.checked_add(HUGE).filter(|whole| *whole as u64 <= addresses_left())?;
         // SAFETY: a new anonymous mapping, of which the ends go that make it begin where a huge page does; advice on it.
         let start = unsafe {
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            let map = mmap_anonymous(core::ptr::null_mut(), whole, ProtFlags::READ | ProtFlags::WRITE, flags).ok()?;
+            let map = mmap_anonymous(core::ptr::null_mut(), whole, ProtFlags::empty(), flags).ok()?;
             let start = (map as usize).next_multiple_of(HUGE);
             for (at, end) in [(map as usize, start), (start + len, map as usize + whole)] {
                 if at < end {
                     let _ = munmap(at as *mut c_void, end - at);
                 }
+            }
+            // After `mlockall` the kernel gives a mapping all its pages once it may be written to, whether the host has them or not.
+            let _ = munlock(start as *mut c_void, len);
+            if mprotect(start as *mut c_void, len, MprotectFlags::READ | MprotectFlags::WRITE).is_err() {
+                let _ = munmap(start as *mut c_void, len);
+                return None;
             }
             // Before the first touch: neither a child process nor a core file gets a copy.
             for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
@@ -206,7 +219,7 @@ impl StagingAllocator {
     /// Allocates buffers of these sizes, registered with that context, as far as the host has room, on at most `workers`
     /// threads.
     pub fn start(sizes: &[u64], context: usize, work: &'static Work, workers: usize) -> Self {
-        let mut unfilled = Buffer::reserve(sizes).unwrap_or_default();
+        let mut unfilled = Buffer::reserve_some(sizes);
         unfilled.reverse();
         let state = State { unfilled, filling: 0, filled: Vec::new() };
         let state = Mutex::new(Rank::StagingBuffers, state);
