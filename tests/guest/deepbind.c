@@ -104,6 +104,23 @@ int main(int count, char **words) {
         refuse("/libcuda.so");
         use(open_it(RTLD_NOW), 3);
     }
+    if (is(how, "look-up")) {
+        /* By its own handle of the driver, also functions that libnvshare.so only passes on. */
+        void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_DEEPBIND);
+        EXPECT(driver != NULL);
+#define CALL(name, ...) CHECK(((int (*)())dlsym(driver, name))(__VA_ARGS__))
+        int device;
+        uint64_t at;
+        uint32_t back = 0;
+        CALL("cuInit", 0);
+        CALL("cuDeviceGet", &device, 0);
+        CALL("cuDevicePrimaryCtxRetain", &context, device);
+        CALL("cuCtxSetCurrent", context);
+        CALL("cuMemAlloc_v2", &at, (size_t)1 << 22);
+        CALL("cuMemsetD32_v2", at, 7, (size_t)1 << 20);
+        CALL("cuMemcpyDtoH_v2", &back, at, sizeof back);
+        EXPECT(back == 7);
+    }
     if (is(how, "own")) {
         /* What the library defines is its own. */
         int (*own)(void) = (int (*)(void))dlsym(open_it(RTLD_NOW), "own");

@@ -76,6 +76,19 @@ fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
     }
 }
 
+/// As Julia looks up all that it calls. What is found then is known, whether it has a hook or is only passed on.
+#[test]
+fn functions_that_are_looked_up_in_the_driver_leave_memory_movable() {
+    let host = Host::new();
+    let case = host.case(host.program("deepbind"), &["look-up", ""]);
+    case.succeeds();
+    let mut running = case.start();
+    assert_eq!(end(&mut running).stdout, "worked\n");
+    host.0.wait_for_move(0, "its end", |m| m.pid == running.pid() && m.what == "disconnect");
+    let trace = host.0.moves();
+    assert!(!trace.iter().any(|m| m.pid == running.pid() && m.what == "untracked-work"), "its memory stays");
+}
+
 #[test]
 fn a_library_with_functions_of_these_names_keeps_its_own() {
     let host = Host::new();

@@ -59,6 +59,31 @@ fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
 }
 
 #[test]
+fn a_file_of_the_program_by_the_number_of_stderr_gets_no_line() {
+    let host = Host::without_scheduler();
+    host.case(host.program("stderr"), &["file"]).on_bare_driver().succeeds();
+}
+
+#[test]
+fn a_clock_that_stands_still_does_not_stop_the_library() {
+    let mut host = Host::new();
+    let program = host.program("clock");
+    let mut program = host.case(program, &[]).on_bare_driver().start();
+    test_support::wait_for("it to begin", || program.stdout().contains("begun").then_some(()));
+    host.0.kill_scheduler();
+    assert_eq!(end(&mut program).stdout, "begun\nworked\n");
+}
+
+#[test]
+fn its_threads_have_the_scheduling_of_the_process() {
+    let host = Host::new();
+    let ended = host.case(host.program("scheduling"), &[]).with();
+    // Where the kernel lets it have its nice value back.
+    let expected = "policy 0, all processors, the same nice value\n";
+    assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), expected), "{ended:?}");
+}
+
+#[test]
 fn standard_descriptors_that_are_closed_are_not_taken() {
     let host = Host::new();
     let program = host.program("standard").to_string_lossy().into_owned();

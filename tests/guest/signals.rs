@@ -58,3 +58,39 @@ fn a_program_that_is_stopped_and_continued_goes_on() {
     }
     assert_eq!(end(&mut program).status, (Some(0), None));
 }
+
+/// A machine on which programs take turns of a second, and one that always has work.
+fn with_turns() -> (Host, Program) {
+    let time_quantum = std::time::Duration::from_secs(1);
+    let host = Host(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum, ..Setup::default() }));
+    let worker = host.0.program("mix --mem 16M --reps 4 --rounds 100000").start();
+    host.0.wait_for_grants(&worker, 1);
+    (host, worker)
+}
+
+#[test]
+fn a_wait_at_the_gate_that_is_left_by_a_jump_asks_no_more() {
+    let (host, mut worker) = with_turns();
+    let mut program = host.case(host.program("jumps"), &["gate"]).start();
+    wait_for("the jump", || program.stdout().contains("left").then_some(()));
+    assert_eq!(end(&mut program).status, (Some(0), None));
+    // What it asked for before the jump, and no turn after turn of a second each.
+    let turns = grants(&host.0.moves(), program.pid());
+    assert!(turns <= 2, "a program that does nothing had {turns} turns in 8 s");
+    worker.kill();
+}
+
+#[test]
+fn a_copy_that_is_left_by_a_jump_ends_with_the_next_call() {
+    let (host, mut worker) = with_turns();
+    let mut program = host.case(host.program("jumps"), &["copy"]).start();
+    wait_for("the jump", || program.stdout().contains("went on").then_some(()));
+    // The program does nothing from now on.
+    wait_within(std::time::Duration::from_secs(5), "the worker's turn", || {
+        let turns = turns(&host.0.moves());
+        (turns.contains(&program.pid()) && turns.last() == Some(&worker.pid())).then_some(())
+    });
+    assert_eq!(program.poll(), None);
+    assert_eq!(end(&mut program).status, (Some(0), None));
+    worker.kill();
+}

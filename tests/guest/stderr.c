@@ -1,4 +1,5 @@
-/* Works with a stderr that is a pipe without a reader, a full pipe, or closed; 200 ms are enough for a word. */
+/* Works with a stderr that is a pipe without a reader, a full pipe, closed, or a file of the program's by that number; 200 ms are
+   enough for a word. */
 #include "guest.h"
 
 int main(int count, char **words) {
@@ -14,12 +15,21 @@ int main(int count, char **words) {
         EXPECT(errno == EAGAIN && fcntl(2, F_SETFL, 0) == 0);
     }
     if (is(words[1], "closed")) EXPECT(close(2) == 0);
+    char name[] = "/tmp/nvshare-guest-XXXXXX", contents[100] = "";
+    if (is(words[1], "file")) {
+        EXPECT(close(2) == 0 && mkstemp(name) == 2 && unlink(name) == 0);
+        EXPECT(write(2, "record\n", 7) == 7);
+    }
     begin();
     for (int i = 0; i < 20; i++) {
         work();
         milliseconds(10);
     }
     EXPECT(!is(words[1], "closed") || fcntl(2, F_GETFD) == -1);
+    if (is(words[1], "file")) {
+        EXPECT(pread(2, contents, sizeof contents - 1, 0) >= 0);
+        if (!is(contents, "record\n")) FAIL("the file contains: %s", contents);
+    }
     puts("worked");
     return 0;
 }

@@ -1,0 +1,42 @@
+/* The library is started by a thread of the program with a policy, processors and a nice value of its own. What the library's thread
+   has is compared with the first thread's. */
+#include "guest.h"
+#include <sched.h>
+#include <sys/resource.h>
+
+static cpu_set_t first;
+
+static void *start(void *unused) {
+    cpu_set_t one;
+    struct sched_param none = {0};
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &first)) cpu++;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    EXPECT(sched_setaffinity(0, sizeof one, &one) == 0);
+    EXPECT(sched_setscheduler(0, SCHED_BATCH, &none) == 0);
+    EXPECT(setpriority(PRIO_PROCESS, 0, 7) == 0);
+    begin();
+    work();
+    return unused;
+}
+
+int main(void) {
+    pthread_t thread;
+    EXPECT(sched_getaffinity(0, sizeof first, &first) == 0);
+    EXPECT(pthread_create(&thread, NULL, start, NULL) == 0 && pthread_join(thread, NULL) == 0);
+    DIR *tasks = opendir("/proc/self/task");
+    for (struct dirent *task; (task = readdir(tasks)) != NULL;) {
+        char path[300], name[100] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
+        FILE *file = fopen(path, "r");
+        if (file == NULL || fscanf(file, "%99s", name) != 1 || !is(name, "nvshare")) continue;
+        cpu_set_t cpus;
+        int id = atoi(task->d_name);
+        EXPECT(sched_getaffinity(id, sizeof cpus, &cpus) == 0);
+        printf("policy %d, %s processors, %s nice value\n", sched_getscheduler(id),
+               CPU_EQUAL(&cpus, &first) ? "all" : "other",
+               getpriority(PRIO_PROCESS, id) == getpriority(PRIO_PROCESS, getpid()) ? "the same" : "another");
+    }
+    return 0;
+}
