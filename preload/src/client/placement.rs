@@ -10,12 +10,12 @@ use crate::{
     gpu::{identity::Identity, memory_limits},
     sys::{
         c,
-        once::Once,
-        sync::{Mutex, OnceLock, Rank},
+        once::{Once, OnceBox},
+        sync::{Mutex, Rank},
         time::Instant,
     },
 };
-use alloc::{string::String, vec::Vec};
+use alloc::{boxed::Box, string::String, vec::Vec};
 use core::{ffi::CStr, fmt::Write, time::Duration};
 use nvshare_wire::{
     ClientMessage, MAX_SLOTS, SchedulerMessage, Uuid,
@@ -33,7 +33,7 @@ static SETTLED: Once = Once::new();
 /// this client's id; or the reason why there is none.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
-static VISIBLE_GPUS: OnceLock<Vec<Identity>> = OnceLock::new(Rank::VisibleGpus);
+static VISIBLE_GPUS: OnceBox<Vec<Identity>> = OnceBox::new();
 
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(Rank::EarlyConnection, None);
 
@@ -142,7 +142,7 @@ fn apply(gpus: &[(Uuid, GpuKind)]) {
     }
     trace!("placed: {list}");
     if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
-        VISIBLE_GPUS.get_or_init(|| gpus.iter().map(|(uuid, _)| Identity::new(*uuid)).collect());
+        let _ = VISIBLE_GPUS.set(Box::new(gpus.iter().map(|(uuid, _)| Identity::new(*uuid)).collect()));
     }
     c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }

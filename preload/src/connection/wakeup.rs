@@ -2,17 +2,18 @@
 
 use crate::{
     connection::socket::{self, Socket},
-    sys::sync::{OnceLock, Rank},
+    sys::once::OnceBox,
 };
+use alloc::boxed::Box;
 use rustix::fd::RawFd;
 
 /// The sending and the receiving end. If the program closes one of them, the client's thread looks for work periodically.
-static PAIR: OnceLock<(Socket, Socket)> = OnceLock::new(Rank::Wakeup);
+static PAIR: OnceBox<(Socket, Socket)> = OnceBox::new();
 
 /// Called once, before the client's thread starts.
 pub fn init() {
     if let Some(pair) = socket::pair() {
-        let _ = PAIR.set(pair);
+        let _ = PAIR.set(Box::new(pair));
     }
 }
 

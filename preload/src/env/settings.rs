@@ -15,11 +15,9 @@
 
 use crate::{
     env::{amount::Amount, launcher, limits::EnvLimits},
-    sys::{
-        c::environment,
-        sync::{OnceLock, Rank},
-    },
+    sys::{c::environment, once::OnceBox},
 };
+use alloc::boxed::Box;
 use core::ffi::CStr;
 use nvshare_wire::client::Engine;
 
@@ -47,8 +45,8 @@ pub struct Settings {
 }
 
 pub fn get() -> &'static Settings {
-    static SETTINGS: OnceLock<Settings> = OnceLock::new(Rank::Settings);
-    SETTINGS.get_or_init(Settings::from_environment)
+    static SETTINGS: OnceBox<Settings> = OnceBox::new();
+    SETTINGS.get_or_init(|| Box::new(Settings::from_environment()))
 }
 
 impl Settings {

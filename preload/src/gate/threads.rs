@@ -5,12 +5,7 @@
 
 use crate::{
     gate::{Gate, epoch},
-    sys::{
-        c,
-        sync::{OnceLock, Rank},
-        thread,
-        time::Instant,
-    },
+    sys::{c, once::OnceBox, thread, time::Instant},
 };
 use alloc::boxed::Box;
 use core::{
@@ -84,15 +79,16 @@ static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 static OURS: Slot = Slot::new();
 
 /// The key whose destructor returns a slot when its thread ends.
-static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new(Rank::ThreadKey);
+static KEY: OnceBox<libc::pthread_key_t> = OnceBox::new();
 
 /// Called once, before the first slot is taken.
 pub fn init() {
-    KEY.get_or_init(|| {
-        let mut key = 0;
-        // SAFETY: a valid place, and a function that takes what `take` sets.
-        (unsafe { c::pthread_key_create()?(&mut key, Some(give_back)) } == 0).then_some(key)
-    });
+    let Some(create) = c::pthread_key_create().filter(|_| KEY.get().is_none()) else { return };
+    let mut key = 0;
+    // SAFETY: a valid place, and a function that takes what `take` sets.
+    if unsafe { create(&mut key, Some(give_back)) } == 0 {
+        let _ = KEY.set(Box::new(key));
+    }
 }
 
 /// Marks the calling thread as one of this library.
@@ -226,7 +222,7 @@ fn take() -> &'static Slot {
     slot.unmarked_left.set(0);
     slot.way.set(epoch::NONE);
     thread::set_mine(ptr::from_ref(slot).cast());
-    if let (Some(Some(key)), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
+    if let (Some(key), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
         // SAFETY: a key of ours. Where there is no memory for it, the slot is kept for good.
         unsafe { set(*key, ptr::from_ref(slot).cast()) };
     }

@@ -15,6 +15,7 @@ use crate::{
     },
     work::capture,
 };
+use alloc::boxed::Box;
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, client as wire};
 
@@ -55,17 +56,9 @@ impl Gpu {
             which::other_in_use();
             return true;
         };
-        let mut first = false;
-        gpu.attached.get_or_init(|| {
-            first = true;
-            if let Some(engine) = info.engine {
-                let mut space = Space::new(device, engine, info.total, info.env_max, &gpu.work);
-                space.account.max = memory_limits::of(info.identity.get());
-                let _ = gpu.space.set(Mutex::new(Rank::Space, space));
-            }
-        });
+        let is_first = gpu.prepare(info);
         which::now_in_use(gpu);
-        if !first {
+        if !is_first {
             // If there is a context already, its work goes on: a second one is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
         }
@@ -78,7 +71,22 @@ impl Gpu {
         gpu.wait_for_admission()
     }
 
-    /// The same for a GPU that was attached before and has no context. If a context was refused, it is requested again.
+    /// Makes what a GPU in use has. `false` if it was in use already.
+    fn prepare(&'static self, info: &Info) -> bool {
+        let _one = self.attaching.lock();
+        if self.is_attached() {
+            return false;
+        }
+        if let Some(engine) = info.engine {
+            let mut space = Space::new(self.index as CUdevice, engine, info.total, info.env_max, &self.work);
+            space.account.max = memory_limits::of(info.identity.get());
+            let _ = self.space.set(Box::new(Mutex::new(Rank::Space, space)));
+        }
+        self.attached.store(true, Ordering::Release);
+        true
+    }
+
+    /// [`attach`](Self::attach) for a GPU that was attached before and has no context. If a context was refused, it is requested again.
     fn attach_again(&self, tell_imports: TellImports) -> bool {
         let asks_anew = {
             let _one = self.introducing.lock();
@@ -164,7 +172,7 @@ impl Gpu {
             None => Some(Info::learn(device)),
         };
         if self.info.get().is_none() {
-            let publish = || Some(&self.info.get_or_init(learn).as_ref()?.identity);
+            let publish = || Some(&self.info.get_or_init(|| Box::new(learn())).as_ref()?.identity);
             identity::learn(publish, |identity| {
                 identity.ask(device);
             });

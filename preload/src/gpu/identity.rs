@@ -5,8 +5,9 @@
 
 use crate::{
     driver::{self, types::CUdevice},
-    sys::sync::{OnceLock, Rank},
+    sys::once::OnceBox,
 };
+use alloc::boxed::Box;
 use core::{
     ptr,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
@@ -14,7 +15,7 @@ use core::{
 use nvshare_wire::{MAX_SLOTS, Uuid};
 
 /// All UUIDs that have been seen here, as many as a process may have GPUs.
-static KNOWN: [OnceLock<Uuid>; MAX_SLOTS as usize] = [const { OnceLock::new(Rank::KnownGpus) }; MAX_SLOTS as usize];
+static KNOWN: [OnceBox<Uuid>; MAX_SLOTS as usize] = [const { OnceBox::new() }; MAX_SLOTS as usize];
 
 /// Counts the times at which GPUs may have changed.
 static TIMES: AtomicUsize = AtomicUsize::new(0);
@@ -22,8 +23,8 @@ static TIMES: AtomicUsize = AtomicUsize::new(0);
 /// The UUID in the table; `None` if the table is full.
 fn known(uuid: Uuid) -> Option<&'static Uuid> {
     KNOWN.iter().find_map(|place| {
-        let _ = place.set(uuid);
-        place.get().filter(|known| **known == uuid)
+        let known = place.get_or_init(|| Box::new(uuid));
+        (*known == uuid).then_some(known)
     })
 }
 

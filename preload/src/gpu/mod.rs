@@ -31,7 +31,10 @@ use crate::{
     driver::{self, types::*},
     gate::{Gate, closed, threads},
     memory::{account::Account, mover::Mover, space::Space},
-    sys::sync::{Mutex, OnceLock, Rank},
+    sys::{
+        once::OnceBox,
+        sync::{Mutex, Rank},
+    },
     work::{Work, capture},
 };
 use alloc::vec::Vec;
@@ -47,10 +50,11 @@ pub struct Gpu {
     pub gate: Gate,
     pub work: Work,
     /// Queried on first use; the inner `None` means that this library does not support the GPU.
-    info: OnceLock<Option<Info>>,
+    info: OnceBox<Option<Info>>,
     /// Set when the program first creates a context here.
-    attached: OnceLock<()>,
-    space: OnceLock<Mutex<Space>>,
+    attached: AtomicBool,
+    attaching: Mutex<()>,
+    space: OnceBox<Mutex<Space>>,
     /// Moves the memory. It must leave a context before the context is destroyed.
     pub moving: Mutex<Mover>,
     primary: AtomicUsize,
@@ -139,9 +143,10 @@ impl Gpu {
             index: 0,
             gate: Gate::new(),
             work: Work::new(work_of),
-            info: OnceLock::new(Rank::GpuInfo),
-            attached: OnceLock::new(Rank::Attachment),
-            space: OnceLock::new(Rank::Space),
+            info: OnceBox::new(),
+            attached: AtomicBool::new(false),
+            attaching: Mutex::new(Rank::Attachment, ()),
+            space: OnceBox::new(),
             moving: Mutex::new(Rank::Mover, Mover::new()),
             primary: AtomicUsize::new(0),
             introduced: AtomicBool::new(false),
@@ -163,7 +168,7 @@ impl Gpu {
     }
 
     pub fn is_attached(&self) -> bool {
-        self.attached.get().is_some()
+        self.attached.load(Ordering::Acquire)
     }
 
     pub fn uuid(&self) -> Option<Uuid> {

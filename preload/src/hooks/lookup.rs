@@ -8,12 +8,9 @@
 use crate::{
     driver::{self, types::*},
     hooks::{self, deepbind, nvml, passed, unknown},
-    sys::{
-        c,
-        sync::{OnceLock, Rank},
-    },
+    sys::{c, once::OnceBox},
 };
-use alloc::vec::Vec;
+use alloc::{boxed::Box, vec::Vec};
 use core::{
     ffi::{CStr, c_char, c_void},
     ptr,
@@ -280,15 +277,14 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
 
 /// Pairs of real address and hook or entry, sorted. Made when the driver is loaded; `None` before.
 pub fn table() -> Option<&'static [(usize, usize)]> {
-    static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new(Rank::HookTable);
+    static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
     if TABLE.get().is_none() {
         driver::loaded()?;
-        // Outside the cell: a look-up takes the loader's lock, which a thread that waits for the cell may hold.
         let mut table: Vec<_> = hooks::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
         table.extend(passed::pairs());
         table.sort_by_key(|(real, _)| *real);
         table.dedup_by_key(|(real, _)| *real); // of two names of one function the one with a hook counts
-        let _ = TABLE.set(table);
+        let _ = TABLE.set(Box::new(table));
     }
     TABLE.get().map(Vec::as_slice)
 }

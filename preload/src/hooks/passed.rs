@@ -12,12 +12,9 @@ use crate::{
         types::*,
     },
     hooks::detour::detour,
-    sys::{
-        errno,
-        sync::{OnceLock, Rank},
-    },
+    sys::{errno, once::OnceBox},
 };
-use alloc::vec::Vec;
+use alloc::{boxed::Box, vec::Vec};
 use core::ffi::CStr;
 
 /// Names of functions that pass, each with a NUL behind it: first those with entries, in their order, then those without. No
@@ -160,8 +157,8 @@ pub fn is_there(entry: usize) -> bool {
 
 /// Whether this function of the driver passes without an entry. Unknown before the driver is loaded.
 pub fn never_blocks(function: usize) -> bool {
-    static ADDRESSES: OnceLock<Vec<usize>> = OnceLock::new(Rank::PassedFunctions);
+    static ADDRESSES: OnceBox<Vec<usize>> = OnceBox::new();
     let Some(driver) = driver::loaded() else { return true };
-    let find = || names().skip(ENTRIES).filter_map(|name| library::export(driver, name)).collect();
+    let find = || Box::new(names().skip(ENTRIES).filter_map(|name| library::export(driver, name)).collect());
     ADDRESSES.get_or_init(find).contains(&function)
 }

@@ -1,4 +1,10 @@
-//! Something that one thread does for all, once.
+//! What is done or made once for all threads.
+//!
+//! Nothing here is a lock: a fork would leave a lock that another thread holds taken in the child for ever.
+
+/// A value that is made on first use. Several threads may make one at the same time: the first to be done counts, the others' are
+/// dropped, and nobody waits.
+pub use once_cell::race::OnceBox;
 
 use crate::sys::time::{self, Instant};
 use core::{
@@ -14,7 +20,7 @@ const NOT_DONE: u8 = 0;
 const DOING: u8 = 1;
 const DONE: u8 = 2;
 
-/// Not a lock: a fork would leave a lock that another thread holds taken in the child for ever.
+/// Something that one thread does for all, once.
 #[derive(Debug)]
 pub struct Once(AtomicU8);
 

@@ -1,6 +1,6 @@
 //! The order in which a thread takes locks, so that no two threads ever wait for each other.
 //!
-//! An [`Once`](super::once::Once) has no rank: who waits for it does not wait for ever.
+//! What is in [`once`](super::once) has no rank: nobody waits for it for ever.
 
 /// All locks of the library, the outermost first. While a thread holds one, it takes only later ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,8 +33,6 @@ pub enum Rank {
     MemoryPools,
     /// A GPU's allocations and their account. Reports are sent under it, so that the newest is the last.
     Space,
-    /// What kind of GPU it is.
-    GpuInfo,
     /// A GPU's contexts, streams and marks. Contexts that are entered under it are not destroyed meanwhile.
     Work,
     /// No capture begins or ends while it is read.
@@ -55,7 +53,7 @@ pub enum Rank {
     DeniedLimit,
     /// The limits that rules set.
     RuledLimits,
-    /// The name of this process as an exporter.
+    /// Naming this process as an exporter.
     ExportKey,
     /// Messages that go before the next report.
     Outbox,
@@ -63,20 +61,6 @@ pub enum Rank {
     Connection,
     /// The connection that was made before CUDA was initialised.
     EarlyConnection,
-    /// The GPUs that the process sees.
-    VisibleGpus,
-    /// The UUIDs of all GPUs that have been seen.
-    KnownGpus,
-    /// Which hook stands for which function.
-    HookTable,
-    /// Where the functions are that are known to pass.
-    PassedFunctions,
-    /// What wakes the client's thread.
-    Wakeup,
-    /// The key by which ended threads give back their slots.
-    ThreadKey,
-    /// The environment, which everything reads that prints a trace.
-    Settings,
 }
 
 #[cfg(debug_assertions)]
@@ -230,16 +214,16 @@ mod checked {
 
         #[test]
         fn what_is_held_is_known_until_it_is_given_back() {
-            let (outer, inner) = (Ranked::new(Rank::Space), Ranked::new(Rank::Settings));
+            let (outer, inner) = (Ranked::new(Rank::Space), Ranked::new(Rank::Outbox));
             let bits = |ranks: &[Rank]| ranks.iter().fold(0, |bits, rank| bits | 1 << *rank as u64);
             let first = outer.take();
             let second = inner.take();
-            assert_eq!(thread::ranks(), bits(&[Rank::Space, Rank::Settings]));
+            assert_eq!(thread::ranks(), bits(&[Rank::Space, Rank::Outbox]));
             drop(first);
-            assert_eq!(thread::ranks(), bits(&[Rank::Settings]));
+            assert_eq!(thread::ranks(), bits(&[Rank::Outbox]));
             let beside = inner.take_beside();
             drop(beside);
-            assert_eq!(thread::ranks(), bits(&[Rank::Settings]));
+            assert_eq!(thread::ranks(), bits(&[Rank::Outbox]));
             drop(second);
             assert_eq!(thread::ranks(), 0);
             std::thread::spawn(move || drop(outer.take())).join().expect("a thread of its own holds nothing");

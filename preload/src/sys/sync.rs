@@ -19,13 +19,6 @@ pub struct RwLock<T> {
     inner: futex::RwLock<T>,
 }
 
-/// A value that is made on first use.
-#[derive(Debug)]
-pub struct OnceLock<T> {
-    rank: Ranked,
-    inner: futex::OnceLock<T>,
-}
-
 /// A lock that is held.
 #[derive(Debug)]
 pub struct Guard<G> {
@@ -96,33 +89,5 @@ impl<T> RwLock<T> {
     pub fn write(&self) -> Guard<futex::RwLockWriteGuard<'_, T>> {
         let held = self.rank.take();
         Guard { inner: self.inner.write(), _held: held }
-    }
-}
-
-impl<T> OnceLock<T> {
-    pub const fn new(rank: Rank) -> Self {
-        Self { rank: Ranked::new(rank), inner: futex::OnceLock::new() }
-    }
-
-    /// Waits for nothing.
-    #[inline]
-    pub fn get(&self) -> Option<&T> {
-        self.inner.get()
-    }
-
-    /// Waits while another thread makes the value, so it is a lock, also where the value is there already.
-    #[inline]
-    pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
-        let _held = self.rank.take();
-        self.inner.get_or_init(make)
-    }
-
-    /// Waits as [`get_or_init`](Self::get_or_init) does.
-    ///
-    /// # Errors
-    /// There is a value already.
-    pub fn set(&self, value: T) -> Result<(), T> {
-        let _held = self.rank.take();
-        self.inner.set(value)
     }
 }

@@ -7,11 +7,12 @@ use crate::{
     gpu::{self, Gpu},
     memory::space::{Export, Exported},
     sys::{
-        sync::{OnceLock, Rank},
+        once::OnceBox,
+        sync::{Mutex, Rank},
         time::{self, Instant},
     },
 };
-use alloc::vec::Vec;
+use alloc::{boxed::Box, vec::Vec};
 use core::{
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
@@ -25,12 +26,25 @@ use rustix::{
 /// The longest wait for the scheduler to read that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The name of this process as an exporter, made at its first export.
-static KEY: OnceLock<Option<Secret>> = OnceLock::new(Rank::ExportKey);
+static KEY: OnceBox<Secret> = OnceBox::new();
+/// Nobody uses the key before it is announced.
+static ANNOUNCING: Mutex<()> = Mutex::new(Rank::ExportKey, ());
 
 fn random() -> Option<Secret> {
     let mut bytes = [0; 16];
     let n = getrandom(&mut bytes, GetRandomFlags::NONBLOCK).ok()?;
     (n == bytes.len()).then_some(Secret(bytes))
+}
+
+/// The key, announced to the scheduler; `None` if the kernel has no random bytes yet.
+fn announced_key() -> Option<Secret> {
+    let _one = ANNOUNCING.lock();
+    if KEY.get().is_none() {
+        let key = random()?;
+        let _ = KEY.set(Box::new(key));
+        outbox::push([ClientMessage::Exporter { key }]);
+    }
+    key()
 }
 
 /// The outcome of an export.
@@ -46,10 +60,7 @@ pub enum Attempt {
 /// Exports the allocation that contains this address. Its range stays on the GPU from now on.
 pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     static RANGES: AtomicU32 = AtomicU32::new(1);
-    let Some(key) = *KEY.get_or_init(|| random().inspect(|key| outbox::push([ClientMessage::Exporter { key: *key }])))
-    else {
-        return Attempt::Impossible;
-    };
+    let Some(key) = announced_key() else { return Attempt::Impossible };
     let Some(space) = gpu.space() else { return Attempt::Impossible };
     let begin = Instant::now();
     // The process that opens the handle must find this one.
@@ -111,7 +122,7 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
 
 /// The name of this process as an exporter, if it has exported anything.
 pub fn key() -> Option<Secret> {
-    *KEY.get()?
+    KEY.get().copied()
 }
 
 #[cfg(test)]
