@@ -6,7 +6,7 @@ use std::time::Duration;
 use test_support::machine::*;
 
 /// A neighbour that works until it is told to end, and checks its results.
-const NEIGHBOUR: &str = "mix --mem 16M --reps 8 --rounds 100000";
+const NEIGHBOUR: &str = "mix --mem 16M --reps 8 --rounds endless";
 
 /// One holder at a time, and turns of full length.
 fn strict() -> Setup {
@@ -25,7 +25,7 @@ fn drains(moves: &[Move], pid: u32) -> Vec<String> {
 #[test]
 fn what_is_queued_ends_before_its_memory_leaves() {
     let machine = Machine::with_scheduler(Setup { memory: 80 * MIB, ..strict() });
-    let mut neighbour = machine.program("mix --mem 48M --reps 8 --rounds 100000").start();
+    let mut neighbour = machine.program("mix --mem 48M --reps 8 --rounds endless").start();
     machine.wait_for_grants(&neighbour, 1);
     for words in [
         "deep --launches 800 --ns 10000000 --streams 32 --mem 48M",
@@ -214,6 +214,12 @@ fn green_contexts_take_turns() {
     both_end_and_drain("green --mem 32M --rounds 8");
 }
 
+/// Its capture ends with it, so that memory leaves afterwards.
+#[test]
+fn a_green_context_that_is_destroyed_while_it_captures_is_forgotten() {
+    both_end_and_drain("green --mem 32M --rounds 8 --leaves-capture 1");
+}
+
 #[test]
 fn a_green_context_that_is_the_first_takes_turns() {
     both_end_and_drain("green --mem 32M --rounds 8 --primary 0");
@@ -305,7 +311,7 @@ fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
 /// Kernels that were launched past the hooks, and outlast all that the library knows of, still find their memory.
 #[track_caller]
 fn unseen_work_keeps_its_memory(machine: &Machine) {
-    let mut neighbour = machine.program("mix --mem 40M --reps 8 --rounds 100000").start();
+    let mut neighbour = machine.program("mix --mem 40M --reps 8 --rounds endless").start();
     machine.wait_for_grants(&neighbour, 1);
     let mut program = machine.program("unseen --mem 32M --rounds 3 --ms 400 --pause-ms 600").start();
     program.finish();

@@ -31,6 +31,7 @@ pub const ERROR_ECC_UNCORRECTABLE: CUresult = 214;
 pub const ERROR_MAP_FAILED: CUresult = 205;
 pub const ERROR_OPERATING_SYSTEM: CUresult = 304;
 pub const ERROR_INVALID_HANDLE: CUresult = 400;
+pub const ERROR_TIMEOUT: CUresult = 909;
 pub const ERROR_STREAM_DETACHED: CUresult = 917;
 pub const ERROR_NOT_FOUND: CUresult = 500;
 pub const ERROR_NOT_READY: CUresult = 600;
@@ -117,6 +118,7 @@ pub mod pointer_attribute {
     pub const MEMORY_TYPE: i32 = 2;
     pub const DEVICE_POINTER: i32 = 3;
     pub const HOST_POINTER: i32 = 4;
+    pub const P2P_TOKENS: i32 = 5;
     pub const SYNC_MEMOPS: i32 = 6;
     pub const BUFFER_ID: i32 = 7;
     pub const IS_MANAGED: i32 = 8;
@@ -134,5 +136,7 @@ pub mod pointer_attribute {
     pub const MEMORY_BLOCK_ID: i32 = 20;
     pub const IS_HW_DECOMPRESS_CAPABLE: i32 = 21;
 }
+/// `CU_STREAM_ATTRIBUTE_ACCESS_POLICY_WINDOW`.
+pub const STREAM_ATTRIBUTE_ACCESS_POLICY_WINDOW: i32 = 1;
 /// `CU_MEMORYTYPE_DEVICE`.
 pub const MEMORYTYPE_DEVICE: u32 = 2;

@@ -193,6 +193,7 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     if result != SUCCESS {
         return result;
     }
+    capture::end_all_in(context);
     let mut greens = GREEN.lock();
     let known = greens.iter().position(|(handle, _)| *handle == green as usize);
     let device = known.map(|at| greens.swap_remove(at).1);

@@ -334,6 +334,20 @@ pub(super) fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnc
     })
 }
 
+/// Makes a call by which another device learns of the memory at this address: it is on the GPU then, and stays there for good.
+/// `announce` gets the addresses of the chunks if the memory is ours.
+fn announcing(
+    address: CUdeviceptr,
+    real: impl FnOnce() -> CUresult,
+    announce: impl FnOnce(Vec<u64>) -> CUresult,
+) -> CUresult {
+    match registry::find(address) {
+        Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
+        Some((gpu, allocation)) => escaping(gpu, allocation.base, announce),
+        None => vmm::escaping_at(address, 1, real),
+    }
+}
+
 /// Writes through a pointer of the program, where the driver permits NULL.
 ///
 /// # Safety
@@ -431,6 +445,9 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
+        if which == pointer_attribute::P2P_TOKENS && !data.is_null() {
+            return announcing(address, real, |_| real());
+        }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
             return address_info::attribute(data, which, address, real);
         };
@@ -438,6 +455,11 @@ hooks! { real, flavour;
         unsafe { attribute(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
     }
     [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
+        // SAFETY: the program's own array of that length.
+        let asks_for = |attribute| !which.is_null() && (0..n as usize).any(|i| unsafe { *which.add(i) } == attribute);
+        if asks_for(pointer_attribute::P2P_TOKENS) {
+            let _ = announcing(address, || SUCCESS, |_| SUCCESS);
+        }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
             return address_info::attributes(n, which, data, address, real);
         };
@@ -458,21 +480,16 @@ hooks! { real, flavour;
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
         // SYNC_MEMOPS, the only attribute that can be set, announces that another device will be given the memory.
-        let is_set = !value.is_null() && which == pointer_attribute::SYNC_MEMOPS;
-        match registry::find(address) {
-            Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
-            Some((gpu, allocation)) if is_set => escaping(gpu, allocation.base, |chunks| {
-                for chunk in chunks {
-                    // SAFETY: the program's own value, for a chunk that is there. The driver copies no differently
-                    // whatever it answers.
-                    unsafe { driver::cuPointerSetAttribute(value, which, chunk) };
-                }
-                SUCCESS
-            }),
-            Some(_) => real(),
-            None if is_set => vmm::escaping_at(address, 1, real),
-            None => real(),
+        if value.is_null() || which != pointer_attribute::SYNC_MEMOPS {
+            return real();
         }
+        announcing(address, real, |chunks| {
+            for chunk in chunks {
+                // SAFETY: the program's own value, for a chunk that is there. The driver copies no differently whatever it answers.
+                unsafe { driver::cuPointerSetAttribute(value, which, chunk) };
+            }
+            SUCCESS
+        })
     }
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
         // The handle goes on referring to the chunks that are mapped now.

@@ -14,11 +14,15 @@ use crate::{
 const SM: u32 = 1;
 const DEFAULT_STREAM: u32 = 1;
 const NON_BLOCKING: u32 = 1;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`
+const RELAXED: u32 = 2;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, rounds, primary) =
         (args.size("mem", "16M"), args.size("rounds", "20"), args.size("primary", "1") != 0);
     let reps = args.size("reps", "20");
+    // Whether another green context is destroyed while a stream of it captures.
+    let leaves_capture = args.size("leaves-capture", "0") != 0;
     cu!(cuInit(0))?;
     // With the primary context made first, as programs should, or by the green one alone.
     let opened = if primary { Some(Gpu::open(0)?) } else { None };
@@ -28,6 +32,9 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         Some(gpu) => gpu,
         None => Gpu::in_current(0, context)?,
     };
+    if leaves_capture {
+        leave_capture()?;
+    }
     cu!(cuCtxSetCurrent(context))?;
     let mut stream = 0;
     late_cu!(cuGreenCtxStreamCreate(&mut stream, green, NON_BLOCKING, 0))?;
@@ -50,6 +57,16 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     }
     late_cu!(cuGreenCtxDestroy(green))?;
     report.integer("rounds", rounds);
+    Ok(())
+}
+
+fn leave_capture() -> Outcome {
+    let (green, context) = create()?;
+    cu!(cuCtxSetCurrent(context))?;
+    let mut stream = 0;
+    late_cu!(cuGreenCtxStreamCreate(&mut stream, green, NON_BLOCKING, 0))?;
+    cu!(cuStreamBeginCapture_v2(stream, RELAXED))?;
+    late_cu!(cuGreenCtxDestroy(green))?;
     Ok(())
 }
 
