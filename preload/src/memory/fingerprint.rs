@@ -25,6 +25,8 @@ static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
 struct Aligned<T: ?Sized>(T);
 
 const THREADS: u32 = 256;
+/// A kernel that runs for so long has no end: it takes milliseconds, beside programs that share the GPU without taking turns as well.
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// The bytes that one block reads.
 const PART: u64 = 4 << 20;
 /// The most parts and chunks per launch, which the table has room for.
@@ -114,24 +116,28 @@ impl Fingerprinter {
         self.table.forget_context(context);
     }
 
-    /// The fingerprints of chunks (address and size), which nothing writes to meanwhile; `None` after an error.
-    pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Option<Vec<Fingerprint>> {
+    /// The fingerprints of chunks (address and size), which nothing writes to meanwhile.
+    ///
+    /// # Errors
+    /// Those of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. It may write to the table at any time
+    /// then, so this one is of no use any more.
+    pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Result<Vec<Fingerprint>, CUresult> {
         let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while !rest.is_empty() {
             let (count, parts) = batch(rest);
             if count * parts > MAX_PARTS {
-                return None; // no chunk is as large
+                return Err(ERROR_INVALID_VALUE); // no chunk is as large
             }
             let (now, later) = rest.split_at(count);
             self.run(now, parts, stream)?;
             fingerprints.extend((0..now.len()).map(|chunk| self.read(chunk, parts)));
             rest = later;
         }
-        Some(fingerprints)
+        Ok(fingerprints)
     }
 
-    fn run(&mut self, chunks: &[(u64, u64)], parts: usize, stream: CUstream) -> Option<()> {
+    fn run(&mut self, chunks: &[(u64, u64)], parts: usize, stream: CUstream) -> Result<(), CUresult> {
         let list = self.table.address().cast::<[u64; 2]>();
         // SAFETY: the list is at the table's beginning, which is aligned, and no longer than LIST; no kernel runs.
         unsafe {
@@ -158,14 +164,14 @@ impl Fingerprinter {
                 stream,
                 arguments.as_mut_ptr(),
                 core::ptr::null_mut(),
-            ))
-            .ok()?;
+            ))?;
             let begin = Instant::now();
             loop {
                 match driver::cuStreamQuery(stream) {
                     ERROR_NOT_READY if begin.elapsed() < Duration::from_millis(1) => core::hint::spin_loop(),
+                    ERROR_NOT_READY if begin.elapsed() >= TIMEOUT => return Err(ERROR_TIMEOUT),
                     ERROR_NOT_READY => time::sleep(Duration::from_micros(100)),
-                    result => return check(result).ok(),
+                    result => return check(result),
                 }
             }
         }

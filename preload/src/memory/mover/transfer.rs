@@ -57,7 +57,13 @@ impl CopyContext {
 
     /// The fingerprints of chunks (address and size), which nothing writes to meanwhile.
     pub(super) fn fingerprints(&mut self, chunks: &[(u64, u64)]) -> Option<Vec<Fingerprint>> {
-        self.fingerprinter.as_mut()?.as_mut()?.fingerprints(chunks, self.stream)
+        let fingerprinter = self.fingerprinter.as_mut()?;
+        let result = fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
+        if result == Err(ERROR_TIMEOUT) {
+            trace!("the kernel for fingerprints does not end");
+            core::mem::forget(fingerprinter.take()); // what the kernel reads and writes stays
+        }
+        result.ok()
     }
 
     /// Whether the kernel for fingerprints has been loaded, or cannot be. Otherwise it is being loaded from here on.
