@@ -83,6 +83,18 @@ fn its_threads_have_the_scheduling_of_the_process() {
     assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), expected), "{ended:?}");
 }
 
+/// It runs as without the library.
+#[test]
+fn a_program_for_which_no_thread_can_be_started_runs() {
+    let host = Host::new();
+    let mut program = host.case(host.program("scheduling"), &["deadline"]).on_bare_driver().start();
+    let ended = end(&mut program);
+    if ended.stdout == "the kernel refuses it\n" {
+        return test_support::skip("the right to have work done by a deadline");
+    }
+    assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "worked\n"), "{ended:?}");
+}
+
 #[test]
 fn standard_descriptors_that_are_closed_are_not_taken() {
     let host = Host::new();

@@ -1,5 +1,5 @@
 /* The library is started by a thread of the program with a policy, processors and a nice value of its own. What the library's thread
-   has is compared with the first thread's. */
+   has is compared with the first thread's. Or, with `deadline`, by a thread with a policy under which no thread can be started. */
 #include "guest.h"
 #include <sched.h>
 #include <sys/resource.h>
@@ -21,8 +21,24 @@ static void *start(void *unused) {
     return unused;
 }
 
-int main(void) {
+static void be_deadline(void) {
+    struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, deadline, period; } policy =
+        {.size = 48, .policy = 6, .runtime = 1000000, .deadline = 100000000, .period = 100000000};
+    if (syscall(SYS_sched_setattr, 0, &policy, 0) != 0) {
+        puts("the kernel refuses it");
+        exit(0);
+    }
+}
+
+int main(int count, char **words) {
     pthread_t thread;
+    if (count > 1 && is(words[1], "deadline")) {
+        be_deadline();
+        begin();
+        work();
+        puts("worked");
+        return 0;
+    }
     EXPECT(sched_getaffinity(0, sizeof first, &first) == 0);
     EXPECT(pthread_create(&thread, NULL, start, NULL) == 0 && pthread_join(thread, NULL) == 0);
     DIR *tasks = opendir("/proc/self/task");

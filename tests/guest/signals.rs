@@ -63,7 +63,7 @@ fn a_program_that_is_stopped_and_continued_goes_on() {
 fn with_turns() -> (Host, Program) {
     let time_quantum = std::time::Duration::from_secs(1);
     let host = Host(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum, ..Setup::default() }));
-    let worker = host.0.program("mix --mem 16M --reps 4 --rounds 100000").start();
+    let worker = host.0.program("mix --mem 16M --reps 4 --rounds endless").start();
     host.0.wait_for_grants(&worker, 1);
     (host, worker)
 }

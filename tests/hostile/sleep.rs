@@ -349,7 +349,7 @@ fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusa
     }
 }
 
-const WORK: &str = "mix --mem 8M --chunks 2 --reps 2 --rounds 1000000 --cpu-ms 5";
+const WORK: &str = "mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5";
 
 #[test]
 fn one_with_managed_memory_refuses() {
@@ -378,7 +378,7 @@ fn one_in_a_gang_refuses() {
 
 #[test]
 fn one_that_works_refuses() {
-    refuses("mix --mem 8M --reps 2 --rounds 1000000", None, SleepRefusal::Busy);
+    refuses("mix --mem 8M --reps 2 --rounds endless", None, SleepRefusal::Busy);
 }
 
 fn two_gpus() -> Machine {

@@ -23,7 +23,7 @@ fn two_thirds(memory: u64) -> u64 {
 #[test]
 fn two_programs_that_do_not_fit_take_turns_there() {
     let setup = desktop();
-    let words = format!("mix --mem {} --chunks 4 --reps 4 --rounds 100000", two_thirds(setup.memory));
+    let words = format!("mix --mem {} --chunks 4 --reps 4 --rounds endless", two_thirds(setup.memory));
     let machine = Machine::with_scheduler(setup);
     let mut programs = [(); 2].map(|()| machine.program(&words).start());
     machine.wait_for_exchange(&programs);
@@ -36,7 +36,7 @@ fn two_programs_that_do_not_fit_take_turns_there() {
 #[test]
 fn three_programs_that_do_not_fit_take_turns_there() {
     let machine = Machine::with_scheduler(desktop());
-    let mut programs = [(); 3].map(|()| machine.program("mix --mem 40M --chunks 4 --reps 4 --rounds 100000").start());
+    let mut programs = [(); 3].map(|()| machine.program("mix --mem 40M --chunks 4 --reps 4 --rounds endless").start());
     machine.wait_for_exchange(&programs);
     programs.iter_mut().for_each(|program| drop(program.end()));
     machine.wait_until_empty();
@@ -46,7 +46,7 @@ fn three_programs_that_do_not_fit_take_turns_there() {
 #[test]
 fn more_than_its_host_can_hold_is_refused_there() {
     let machine = Machine::with_scheduler(consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, ..Setup::default() }));
-    let words = "mix --mem 64M --chunks 4 --reps 2 --rounds 1000000";
+    let words = "mix --mem 64M --chunks 4 --reps 2 --rounds endless";
     let mut first: Vec<Program> = (0..4).map(|_| machine.program(words).start()).collect();
     first.iter().for_each(|program| machine.wait_for_grants(program, 1));
     let mut fifth = machine.program(words).start();

@@ -4,7 +4,7 @@ use serde_json::Value;
 use test_support::machine::*;
 
 /// Works until it is killed.
-const WORK: &str = "mix --mem 32M --chunks 4 --reps 3 --rounds 100000";
+const WORK: &str = "mix --mem 32M --chunks 4 --reps 3 --rounds endless";
 /// Asks for more and more, by the least that a GPU gives, and says how much it got.
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 

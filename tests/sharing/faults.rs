@@ -19,7 +19,7 @@ fn roomy() -> Setup {
 
 const WORK: &str = "mix --mem 36M --chunks 3 --reps 1 --rounds 3";
 /// Busy until it is killed.
-const ENDLESS: &str = "mix --mem 36M --chunks 3 --reps 2 --rounds 100000";
+const ENDLESS: &str = "mix --mem 36M --chunks 3 --reps 2 --rounds endless";
 
 /// Keeps a few programs running and does something bad to one of them (or to the scheduler) at random moments.
 struct Chaos {
@@ -188,7 +188,7 @@ fn everything(setup: Setup) {
 fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
     let count: u32 = std::env::var("NVSHARE_EXITS").map_or(12, |text| text.parse().expect("a number"));
     let machine = Machine::with_scheduler(pressed());
-    let mut neighbour = machine.program("mix --mem 60M --chunks 4 --reps 2 --rounds 100000").start();
+    let mut neighbour = machine.program("mix --mem 60M --chunks 4 --reps 2 --rounds endless").start();
     machine.wait_for_grants(&neighbour, 1);
     for _ in 0..count.div_ceil(4) {
         let mut leaving: Vec<Program> = (0..4).map(|_| machine.program("leaves --mem 48M --ms 900").start()).collect();
@@ -207,8 +207,8 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
 fn a_gpu_that_does_not_exist_concerns_nobody() {
     let machine = Machine::with_scheduler(pressed());
     let words = [
-        "mix --mem 60M --chunks 4 --reps 2 --rounds 100000 --cpu-ms 20 --no-device 1",
-        "mix --mem 60M --chunks 4 --reps 2 --rounds 100000",
+        "mix --mem 60M --chunks 4 --reps 2 --rounds endless --cpu-ms 20 --no-device 1",
+        "mix --mem 60M --chunks 4 --reps 2 --rounds endless",
     ];
     let mut programs = words.map(|words| machine.program(words).start());
     machine.wait_for_exchange(&programs);
@@ -222,7 +222,7 @@ fn a_gpu_that_does_not_exist_concerns_nobody() {
 fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
     for anti_thrash in ["on", "auto"] {
         let machine = Machine::with_scheduler(Setup { anti_thrash, ..Setup::default() });
-        let mut stopped = machine.program("mix --mem 40M --reps 4 --rounds 100000 --cpu-ms 20").start();
+        let mut stopped = machine.program("mix --mem 40M --reps 4 --rounds endless --cpu-ms 20").start();
         machine.wait_for_grants(&stopped, 1);
         wait_for("its memory to be there", || {
             (number(&machine.status()["gpus"][0]["resident"]) >= 40 * MIB).then_some(())
@@ -244,7 +244,7 @@ fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
 fn a_stopped_program_keeps_its_memory_and_its_results() {
     // The others do not fit beside it, so they can only go on when it does.
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
-    let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds 100000").start();
+    let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&stopped, 1);
     stopped.signal(libc::SIGSTOP);
     let mut other = machine.program("mix --mem 60M --reps 2 --rounds 4").start();
@@ -258,14 +258,14 @@ fn a_stopped_program_keeps_its_memory_and_its_results() {
 #[test]
 fn a_stopped_scheduler_only_makes_programs_wait() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
-    let words = "mix --mem 60M --reps 3 --rounds 100000";
+    let words = "mix --mem 60M --reps 3 --rounds endless";
     let mut programs = vec![machine.program(words).start(), machine.program(words).start()];
     for program in &programs {
         machine.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
     }
     kill(machine.scheduler_pid(), libc::SIGSTOP);
     // One that comes meanwhile gets no answer. Nobody makes room for it, so it is a small one.
-    let late = machine.program("mix --mem 2M --chunks 1 --reps 20 --rounds 100000 --cpu-ms 5").start();
+    let late = machine.program("mix --mem 2M --chunks 1 --reps 20 --rounds endless --cpu-ms 5").start();
     late.wait_to_say("no scheduler");
     std::thread::sleep(Duration::from_millis(1500));
     kill(machine.scheduler_pid(), libc::SIGCONT);
@@ -325,7 +325,7 @@ fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
     let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
     let fails = calls.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", 2 + 5 * i)));
     let machine = Machine::with_scheduler(pressed());
-    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 100000";
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds endless";
     let with_failures = machine.program(words).env("CUDA_SIM_FAIL", &fails.collect::<Vec<_>>().join(","));
     let mut failing = with_failures.env("CUDA_SIM_FAIL_AS", "999").start();
     let mut other = machine.program(words).start();
@@ -343,7 +343,7 @@ fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
 fn a_context_that_could_not_be_made_current_once_is_not_broken() {
     let machine = Machine::with_scheduler(pressed());
     let fails: Vec<String> = (1..60).map(|n| format!("cuCtxPushCurrent_v2:{}", 10 + 30 * n)).collect();
-    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 100000";
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds endless";
     let mut failing = machine.program(words).env("CUDA_SIM_FAIL", &fails.join(",")).start();
     let mut other = machine.program(words).start();
     wait_for("the call to fail", || {

@@ -125,7 +125,7 @@ fn null_and_nonsense_are_answered_as_the_driver_does() {
 #[test]
 fn children_of_a_program_leave_its_connection_alone() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
-    let mut other = machine.program("mix --mem 24M --reps 4 --rounds 100000").start();
+    let mut other = machine.program("mix --mem 24M --reps 4 --rounds endless").start();
     let mut parent = machine.program("forks --mem 24M --rounds 9").start();
     parent.finish();
     let moves = machine.moves();

@@ -17,15 +17,26 @@ fn group(limit: u64) -> Option<Limited> {
 
 #[test]
 fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
+    stays_on_the_gpu("");
+}
+
+/// The kernel gives such a program the pages of all that it maps, at once.
+#[test]
+fn so_it_does_if_the_program_locks_its_memory() {
+    stays_on_the_gpu("--lock 1");
+}
+
+#[track_caller]
+fn stays_on_the_gpu(options: &str) {
     let Some(group) = group(PLENTY) else { return };
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-    let mix = |rounds: u32| format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}");
-    let mut inside = machine.program_in(&group.procs(), &mix(1_000_000)).start();
+    let mix = |rounds: &str| format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}");
+    let mut inside = machine.program_in(&group.procs(), &format!("{} {options}", mix("endless"))).start();
     machine.wait_for_grants(&inside, 1);
     // The simulated GPU's memory is the process' own: what it has by now is no matter, only what comes on top.
     wait_for("all of it to be there", || (group.used() >= SHARE).then_some(()));
     group.set_limit(group.used() + 8 * MIB);
-    let mut other = machine.program(&mix(4)).start();
+    let mut other = machine.program(&mix("4")).start();
     wait_for("status to say why its memory stays", || {
         let status = machine.status();
         let clients = status["clients"].as_array().expect("clients").clone();
@@ -35,9 +46,36 @@ fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
     assert!(inside.poll().is_none() && other.poll().is_none(), "nobody ends for it");
     group.set_limit(PLENTY);
     other.finish();
-    assert!(inside.poll().is_none());
-    inside.kill();
+    assert!(inside.poll().is_none() && group.kills() == 0);
+    inside.end();
     machine.wait_until_empty();
+}
+
+/// As much leaves as the limit has addresses for, although that is not all that could.
+#[test]
+fn a_limit_on_addresses_leaves_room_for_some() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
+    wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
+    limit_addresses(idle.pid(), 80 * MIB);
+    // 40 MiB have to leave.
+    let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 4").start();
+    other.finish();
+    assert!(idle.poll().is_none());
+    limit_addresses(idle.pid(), PLENTY);
+    idle.end();
+    machine.wait_until_empty();
+}
+
+/// A process may map so many bytes more than it has.
+fn limit_addresses(pid: u32, more: u64) {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).expect("its size");
+    let has: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    let limit = libc::rlimit { rlim_cur: (has << 10) + more, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: valid places.
+    let result = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn drivers_handles_are_the_drivers() {
 fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
     let machine = Machine::with_scheduler(pressed());
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 56M --rounds 8"));
-    let mut third = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 100000").start();
+    let mut third = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds endless").start();
     let mut exporter = pair.exporter(&machine, "").start();
     let mut importer = pair.importer(&machine, "").start();
     importer.finish();
@@ -142,7 +142,7 @@ fn what_was_swapped_out_comes_back_to_be_exported() {
     let export = mark(&machine, "export");
     let mut exporter = pair.exporter(&machine, &format!("--filled {export}")).start();
     reached(&export);
-    let mut other = machine.program("mix --mem 100M --chunks 4 --reps 3 --rounds 100000").start();
+    let mut other = machine.program("mix --mem 100M --chunks 4 --reps 3 --rounds endless").start();
     machine.wait_for_move(0, "an eviction", |m| m.pid == exporter.pid() && m.what == "freed");
     make(&export);
     let mut importer = pair.importer(&machine, "--private 4M").start();

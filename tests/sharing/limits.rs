@@ -137,7 +137,7 @@ fn a_limit_is_lowered_and_raised_while_programs_run() {
         let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid())?.clone();
         client["gpus"][0]["limit"].as_u64()
     };
-    let mut worker = machine.program("mix --mem 33554432 --chunks 4 --reps 3 --rounds 100000").start();
+    let mut worker = machine.program("mix --mem 33554432 --chunks 4 --reps 3 --rounds endless").start();
     machine.wait_for_grants(&worker, 1);
     let mut holder = machine.program("stranger --mem 16M --seconds 600").start();
     holder.wait_to_say("holding");
@@ -221,7 +221,7 @@ fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
     // SAFETY: it cannot fail.
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"1s\"\n[[rule]]\nuser = {uid}\ntime-max = \"30%\"\n"));
-    let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 100000").start();
+    let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds endless").start();
     machine.wait_for_grants(&program, 3); // and nobody else waits
     let status = machine.ctl(&["status"]);
     assert!(status.contains("and all that count with it, have weight 100, time-max 30% by rule "), "{status}");
@@ -248,7 +248,7 @@ fn who_has_a_higher_priority_waits_for_no_turn_to_end() {
     let mut machine = Machine::new(Setup { time_quantum: HOUR, anti_thrash: "on", ..Setup::default() });
     write(&machine, &format!("[[rule]]\nunit = \"**/{name}\"\npriority = 10\n"));
     machine.start_scheduler();
-    let mut usual = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 100000").start();
+    let mut usual = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds endless").start();
     machine.wait_for_grants(&usual, 1);
     machine.program_in(&unit.procs(), "mix --mem 32M --chunks 4 --reps 3 --rounds 5").start().finish();
     machine.wait_for_grants(&usual, 2);
@@ -261,7 +261,7 @@ fn what_a_program_had_of_the_time_counts_for_the_next_that_counts_with_it() {
     // SAFETY: it cannot fail.
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"60s\"\n[[rule]]\nuser = {uid}\ntime-max = \"1%\"\n"));
-    let work = "mix --mem 32M --chunks 4 --reps 3 --rounds 100000";
+    let work = "mix --mem 32M --chunks 4 --reps 3 --rounds endless";
     let waits = |program: &Program| {
         let status = machine.status();
         let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid())?.clone();

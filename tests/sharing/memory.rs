@@ -1,16 +1,18 @@
 //! Programs that together want more memory than the GPU has, each believing that it is alone: end to end, with real
 //! processes on the simulated GPU.
 
+use std::fmt::Display;
+
 use test_support::machine::*;
 
 /// Work on so much memory, with results that show every lost, repeated or reordered launch.
-fn mix(memory: u64, rounds: u64) -> String {
+fn mix(memory: u64, rounds: impl Display) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 3 --rounds {rounds}")
 }
 
 /// The same until it is told to end.
 fn endless(memory: u64) -> String {
-    mix(memory, 1_000_000)
+    mix(memory, "endless")
 }
 
 #[test]
@@ -274,7 +276,7 @@ fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     let machine = Machine::with_scheduler(Setup::default());
     // All but what its checks need: beside it there is no room for a context.
     let memory = machine.setup.capacity(1) - 2 * MIB;
-    let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds 1000000")).start();
+    let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds endless")).start();
     machine.wait_for_grants(&all, 1);
     let others: Vec<Program> = (0..4).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
     wait_for("the others to wait with their contexts", || {
@@ -320,7 +322,7 @@ fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
 #[test]
 fn a_stranger_that_takes_memory_is_made_room_for() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
-    let words = "mix --mem 220M --chunks 4 --reps 1 --rounds 1000000";
+    let words = "mix --mem 220M --chunks 4 --reps 1 --rounds endless";
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).start()).collect();
     for program in &programs {
         machine.wait_for_grants(program, 1);

@@ -60,7 +60,7 @@ fn told(programs: &[Program]) -> (u64, u64) {
 fn what_moves_is_counted_to_the_byte() {
     for engine in ["swap", "managed"] {
         let machine = served(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-        let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 100000");
+        let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds endless");
         let mut programs: Vec<Program> =
             (0..2).map(|_| machine.program(&words).env("NVSHARE_ENGINE", engine).start()).collect();
         machine.wait_for_exchange(&programs);

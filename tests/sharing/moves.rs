@@ -185,7 +185,7 @@ fn what_cannot_be_moved_stays_and_says_why() {
     assert!(machine.ctl_fails(&["migrate", "1", "--to", &both[1]]).contains("the process id 1"));
     let two = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --gpus 0,1"));
     refused(&two, &both[1], "it uses several GPUs");
-    let managed = machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed");
+    let managed = machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed");
     let managed = started(&machine, managed);
     refused(&managed, &both[1], "it has managed memory");
     is_on_still(&machine, &program, &both[..1]);
@@ -253,7 +253,7 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     let mut managed =
-        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed").start();
+        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed").start();
     machine.wait_for_grants(&managed, 1);
     let said = machine.ctl_fails(&["drain", "0"]);
     assert!(said.contains("programs stay on the GPU") && said.contains("it has managed memory"), "{said}");

@@ -12,7 +12,7 @@ fn pressed() -> Setup {
 
 /// Until it is told to end.
 fn work(memory: &str) -> String {
-    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds 100000")
+    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds endless")
 }
 
 /// Two programs of so much memory each, whose scheduler was killed, socket and all.
@@ -136,7 +136,7 @@ fn a_program_of_two_gpus_ends_beside_programs_that_never_do() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let mut machine = Machine::with_scheduler(Setup { simulator, ..pressed() });
     let neighbours = [0, 1].map(|gpu| {
-        machine.program(&format!("mix --mem 44M --chunks 4 --reps 6 --rounds 100000 --device {gpu}")).start()
+        machine.program(&format!("mix --mem 44M --chunks 4 --reps 6 --rounds endless --device {gpu}")).start()
     });
     let mut program = machine.program("across --mem 20M --rounds 6 --pause-ms 50").start();
     for each in neighbours.iter().chain([&program]) {

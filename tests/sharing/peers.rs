@@ -147,7 +147,7 @@ fn cross_after_pauses(hows: &[&str]) {
     let share = SHARE / hows.len() as u64;
     let words = |how: &&str| format!("cross --mem {share} --rounds 2 --pause-ms 2500 --how {how}");
     let mut programs: Vec<Program> = hows.iter().map(|how| machine.program(&words(how)).start()).collect();
-    let mut other = machine.program("mix --mem 64M --chunks 2 --reps 3 --rounds 100000 --device 1").start();
+    let mut other = machine.program("mix --mem 64M --chunks 2 --reps 3 --rounds endless --device 1").start();
     for program in &mut programs {
         program.finish();
     }

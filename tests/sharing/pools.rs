@@ -24,7 +24,7 @@ fn assert_moved(machine: &Machine, programs: &[Program]) {
 #[test]
 fn memory_of_pools_leaves_and_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());
-    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 100000 --kind async", 64 * MIB);
+    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds endless --kind async", 64 * MIB);
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     wait_for("both to be known, with nothing pinned", || {
         let status = machine.status();

@@ -10,7 +10,7 @@ fn pressed() -> Setup {
 }
 
 /// Works until it is told to end.
-const WORK: &str = "mix --mem 44M --chunks 4 --reps 3 --rounds 100000";
+const WORK: &str = "mix --mem 44M --chunks 4 --reps 3 --rounds endless";
 const BLOWS: u32 = 6;
 
 /// Who has the lock when a scheduler takes over had it before, under whichever scheduler: one may end before a client has told it.
@@ -80,7 +80,7 @@ fn a_holder_whom_nobody_waits_for_keeps_the_lock_and_every_byte() {
 #[test]
 fn a_stopped_program_holds_nobody_up_and_goes_on_later() {
     let mut machine = Machine::with_manager(Setup::default());
-    let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 6 --rounds 100000").start());
+    let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 6 --rounds endless").start());
     for program in &programs {
         machine.wait_for_grants(program, 1);
     }

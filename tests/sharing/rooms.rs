@@ -13,7 +13,7 @@ fn machine() -> Machine {
 /// Two programs that work until they are told to end.
 fn fill(machine: &Machine) -> [Program; 2] {
     assert!(2 * SHARE <= machine.setup.capacity(2) && SHARE + ROOM <= machine.setup.capacity(2));
-    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 100000");
+    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds endless");
     let programs = [(); 2].map(|()| machine.program(&words).start());
     wait_for("both to have their memory", || {
         let status = machine.status();
@@ -78,7 +78,7 @@ fn programs_that_made_room_have_right_results() {
 #[test]
 fn what_does_not_fit_beside_a_room_waits_and_is_told_so() {
     let machine = machine();
-    let mut program = machine.program(&format!("mix --mem {} --chunks 4 --reps 3 --rounds 100000", 80 * MIB)).start();
+    let mut program = machine.program(&format!("mix --mem {} --chunks 4 --reps 3 --rounds endless", 80 * MIB)).start();
     machine.wait_for_grants(&program, 1);
     let mut room = machine.order("make-room 56M --for 600s").start();
     wait_for("the room to be free", || is_ready(&machine));

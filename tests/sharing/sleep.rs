@@ -126,7 +126,7 @@ fn a_process_that_is_no_program_cannot_be_paused() {
 fn one_that_cannot_sleep_is_held_off_and_says_why() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program =
-        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed").start();
+        machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed").start();
     machine.wait_for_grants(&program, 1);
     pause(&machine, &program);
     let shown = wait_until(&machine, &program, "sleep-obstacle", "it has managed memory");
@@ -270,7 +270,7 @@ fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     let setup = Setup { sleep_after: "1s", context: 40 * MIB, ..Setup::default() };
     let machine = Machine::with_scheduler(setup);
     let idle = naps(&machine, "8M", 6000);
-    let mut busy = machine.program("mix --mem 160M --chunks 4 --reps 1 --rounds 100000 --cpu-ms 100").start();
+    let mut busy = machine.program("mix --mem 160M --chunks 4 --reps 1 --rounds endless --cpu-ms 100").start();
     machine.wait_for_grants(&busy, 1);
     thread::sleep(Duration::from_millis(1500));
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
@@ -401,7 +401,7 @@ fn a_pause_outlives_the_scheduler_where_connections_are_kept() {
 
 #[test]
 fn a_pause_of_one_that_cannot_sleep_outlives_the_scheduler() {
-    let words = "mix --mem 8M --chunks 2 --reps 2 --rounds 100000 --cpu-ms 5 --kind managed";
+    let words = "mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed";
     pauses_outlive_the_scheduler(Machine::with_scheduler(Setup::default()), words, "awake");
 }
 

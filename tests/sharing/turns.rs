@@ -11,7 +11,7 @@ fn pressed() -> Setup {
 }
 
 /// Busy until it is killed.
-const ENDLESS: &str = "mix --mem 16M --reps 4 --rounds 100000";
+const ENDLESS: &str = "mix --mem 16M --reps 4 --rounds endless";
 
 #[test]
 fn whatever_way_a_program_finds_the_driver_it_waits_for_the_lock() {
@@ -94,7 +94,7 @@ fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
 #[track_caller]
 fn under_pressure(setup: Setup, words: &[&str]) {
     let machine = Machine::with_scheduler(setup);
-    let mut opponent = machine.program("mix --mem 32M --reps 3 --rounds 100000").start();
+    let mut opponent = machine.program("mix --mem 32M --reps 3 --rounds endless").start();
     machine.wait_for_grants(&opponent, 1);
     let mut programs: Vec<Program> = words.iter().map(|words| machine.program(words).start()).collect();
     for program in &mut programs {

@@ -64,7 +64,7 @@ fn whatever_programs_map_comes_back_as_it_was() {
 #[test]
 fn a_program_that_maps_all_its_memory_takes_turns() {
     let machine = Machine::with_scheduler(pressed());
-    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 100000 --kind vmm";
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds endless --kind vmm";
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).start()).collect();
     wait_for("both to be there", || {
         let status = machine.status();
@@ -97,7 +97,7 @@ fn given_to_others(words: &str, pinned: u64) {
     let machine = Machine::with_scheduler(pressed());
     let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 600 {words}")).start();
     program.wait_to_say("holding");
-    let mut other = machine.program("mix --mem 60M --chunks 4 --reps 3 --rounds 100000").start();
+    let mut other = machine.program("mix --mem 60M --chunks 4 --reps 3 --rounds endless").start();
     machine.wait_for_move(0, "some of it to leave", |m| m.what == "freed" && m.pid == program.pid());
     let status = machine.status();
     let clients = status["clients"].as_array().expect("clients");

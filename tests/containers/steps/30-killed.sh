@@ -2,7 +2,7 @@
 # A container is killed while it has memory on the GPU and in the host: the other one goes on, and nothing is left of it.
 
 new=$(create bookworm "${mix[@]}")
-old=$(create bullseye cuda-program mix --mem 160M --rounds 100000 --gpu-ms 40)
+old=$(create bullseye cuda-program mix --mem 160M --rounds endless --gpu-ms 40)
 enter "$old" >/dev/null 2>&1 & two=$!
 enter "$new" >"$scratch/new" 2>"$scratch/new.err" & one=$!
 until_true "both containers" both

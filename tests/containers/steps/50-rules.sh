@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # A rule about one container counts for it, also while it runs, and for no other.
 
-new=$(create bookworm cuda-program mix --mem 100M --rounds 100000 --gpu-ms 40)
+new=$(create bookworm cuda-program mix --mem 100M --rounds endless --gpu-ms 40)
 enter "$new" >/dev/null 2>&1 & one=$!
 there() { [ "$(status "any(c['container'] == '${new:0:12}' and c['gpus'] for c in s['clients'])")" = True ]; }
 until_true "the container" there

@@ -28,7 +28,7 @@ for number in 1 2; do
     kubectl logs share-$number | grep -q '"ok":true' || fail "share-$number: $(kubectl logs share-$number)"
 done
 
-for number in 1 2 3 4 5; do pod slot-$number "mix --mem 8M --reps 1 --rounds 100000 --cpu-ms 20"; done
+for number in 1 2 3 4 5; do pod slot-$number "mix --mem 8M --reps 1 --rounds endless --cpu-ms 20"; done
 running() { [ "$(kubectl get pods -o jsonpath='{.items[?(@.status.phase=="Running")].metadata.name}' | wc -w)" = "$1" ]; }
 until_true "four pods to run" running 4
 [ "$(kubectl get pods --field-selector=status.phase=Pending -o name | wc -l)" = 1 ] || fail "the fifth pod has no slot"

@@ -9,7 +9,7 @@ is_back() { # container, how often it had been restarted
     [ "$(restarts_of "$1")" -gt "$2" ] && kubectl -n nvshare wait --for=condition=Ready pods --all --timeout=1s
 }
 
-work="mix --mem 160M --reps 4 --rounds 100000"
+work="mix --mem 160M --reps 4 --rounds endless"
 for number in 1 2; do pod long-$number "$work"; done
 until_true "two pods to run" running 2
 for pair in scheduler:nvshare-schedu device-plugin:nvshare-device- agent:nvshare-agent; do

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Pods request limits by annotations: those that are permitted apply, and the log says why others do not.
 
-idle="mix --mem 8M --reps 1 --rounds 100000 --cpu-ms 20"
+idle="mix --mem 8M --reps 1 --rounds endless --cpu-ms 20"
 pod modest "$idle" 'nvshare.com/memory-max: "64M", nvshare.com/weight: "20"'
 pod greedy "$idle" 'nvshare.com/weight: "5000"'
 pod wrong "$idle" 'nvshare.com/weight: "heavy"'

@@ -8,7 +8,7 @@ client() { # what of it
 sleeps() { [ "$(client sleep)" = "$1" ]; }
 
 a_pod_sleeps_and_wakes() {
-    pod sleeper "mix --mem 64M --reps 1 --rounds 100000 --cpu-ms 20"
+    pod sleeper "mix --mem 64M --reps 1 --rounds endless --cpu-ms 20"
     until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'
     ctl pause default/sleeper || fail "it cannot be paused"
     until_true "it to sleep" sleeps sleeping

@@ -12,15 +12,25 @@ use std::time::{Duration, Instant};
 
 /// Elements that are copied out and compared one by one, in each chunk.
 const SAMPLES: u64 = 64;
+/// After each round of a program that has no end the GPU is busy for so many nanoseconds more, without work for the processors of those
+/// who simulate it.
+const SPIN: u64 = 10_000_000;
 const INVALID_DEVICE: u32 = 101;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc, vmm, managed or async")?;
-    let (memory, chunks, rounds) =
-        (args.size("mem", "64M"), args.size("chunks", "4").max(1), args.size("rounds", "10"));
+    let (memory, chunks) = (args.size("mem", "64M"), args.size("chunks", "4").max(1));
+    let (rounds, spin) = match args.text("rounds", "10") {
+        "endless" => (u64::MAX, SPIN),
+        _ => (args.size("rounds", "10"), 0),
+    };
     let (gpu_time, cpu_time) = (args.milliseconds("gpu-ms", "20"), args.milliseconds("cpu-ms", "0"));
     let mut random = Random::new(args.size("seed", "1"));
 
+    if args.given("lock") {
+        // SAFETY: a plain call.
+        expect("result of mlockall", unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) }, 0)?;
+    }
     let gpu = Gpu::open(args.size("device", "0") as i32)?;
     let buffers =
         (0..chunks).map(|_| Buffer::new(kind, (memory / chunks) as usize & !3)).collect::<cuda::Result<Vec<_>>>()?;
@@ -48,6 +58,9 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             for buffer in &buffers {
                 gpu.add(buffer.at, buffer.count(), value, 0)?;
             }
+        }
+        if spin > 0 {
+            gpu.spin(spin, 0)?;
         }
         gpu.synchronise()?;
         let took = start.elapsed();

@@ -64,7 +64,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "mix",
         mix::run,
-        "--mem 64M --chunks 4 --rounds 10 --gpu-ms 20 | --reps N --cpu-ms 0 --no-device 1 --kind alloc|vmm|managed|async: work, then verify",
+        "--mem 64M --chunks 4 --rounds 10|endless --gpu-ms 20 | --reps N --cpu-ms 0 --no-device 1 --lock 1 --kind alloc|vmm|managed|async: work, then verify",
     ),
     ("bursts", bursts::run, "--mem 16M --bursts 50 --pause-ms 20: short work after pauses, and how long it took"),
     ("graph", graph::run, "--mem 16M --replays 20 --cpu-ms 0: capture in global mode, replay, verify"),
