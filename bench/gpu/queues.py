@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""What calls cost of which many come at once: launches behind work that waits, a stream for each piece of work, and memory that is mapped
+at many addresses. Natively and under nvshare, in turn.
+
+  queues.py [--programs target/release] [--runs 5] [--json bench/results.json] [--commit ID]
+
+queued    1,000 and 10,000 launches to each of 16 streams, the first 970 of them behind a kernel that waits for the host. Figure:
+          queued-launches-over-native, the larger of the two ratios of the medians.
+cycles    40,000 streams, each made, given a memset, waited for, and destroyed. Figure: stream-cycle-over-native, the ratio of the medians
+          for the last eighth of them.
+aliases   a chunk of 2 MiB at 32,768 addresses. Figure: aliases-32768, the median under nvshare.
+
+Needs a GPU and `cuda-program`, and neither PyTorch nor root. On the simulated driver, whose threads do the work of a GPU beside the
+program, `--processor` compares the processor time of the calls instead.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+import figures
+import stage
+
+SETTINGS = 'time-quantum = 5\nanti-thrash = "auto"\n'
+# The words, what is measured in what they print, and the same in processor time.
+CASES = {
+    "queued-1000": ("queued --streams 16 --each 1000", "queue_seconds", "launch_us"),
+    "queued-10000": ("queued --streams 16 --each 10000", "queue_seconds", "launch_us"),
+    "cycles": ("cycles --streams 40000", "last_us", "last_us"),
+    "aliases": ("aliases --count 32768", "map_seconds", "map_seconds"),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--processor", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
+    options = parser.parse_args()
+    programs = options.programs.resolve()
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        scheduler = stage.scheduler(programs, directory, SETTINGS)
+        shared = stage.under_nvshare(programs, directory)
+        medians = {}
+        for name, (words, by_time, by_processor) in CASES.items():
+            what, samples = by_processor if options.processor else by_time, ([], [])
+            for _ in range(options.runs):
+                for environment, values in zip(({}, shared), samples):
+                    command = [programs / "cuda-program", *words.split()]
+                    said = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True).stdout
+                    values.append(json.loads(said)[what])
+            medians[name] = [statistics.median(values) for values in samples]
+            print(json.dumps({"case": name, "measured": what, "native": samples[0], "nvshare": samples[1]}), flush=True)
+        stage.end(scheduler)
+    if options.json:
+        figures.add(options.json, rows(medians, options), options.commit)
+
+
+def rows(medians, options):
+    ratios = {name: shared / native for name, (native, shared) in medians.items()}
+    unit = "processor time" if options.processor else "wall time"
+    told = "; ".join(f"{name}: {native:.4g} natively, {shared:.4g} under nvshare" for name, (native, shared) in medians.items())
+    note = f"medians of {options.runs} runs, {unit}; {told}"
+    return [
+        ("queued-launches-over-native", max(ratios["queued-1000"], ratios["queued-10000"]), "ratio", note),
+        ("stream-cycle-over-native", ratios["cycles"], "ratio", note),
+        ("aliases-32768", medians["aliases"][1], "s", note),
+    ]
+
+
+if __name__ == "__main__":
+    main()
