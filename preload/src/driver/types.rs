@@ -136,7 +136,5 @@ pub mod pointer_attribute {
     pub const MEMORY_BLOCK_ID: i32 = 20;
     pub const IS_HW_DECOMPRESS_CAPABLE: i32 = 21;
 }
-/// `CU_STREAM_ATTRIBUTE_ACCESS_POLICY_WINDOW`.
-pub const STREAM_ATTRIBUTE_ACCESS_POLICY_WINDOW: i32 = 1;
 /// `CU_MEMORYTYPE_DEVICE`.
 pub const MEMORYTYPE_DEVICE: u32 = 2;

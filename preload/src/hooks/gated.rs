@@ -323,15 +323,6 @@ hooks! { real, flavour;
         to: CUdeviceptr, pitch: Size, value: u32, width: Size, height: Size, stream: CUstream,
     ) { gated(flavour.stream(stream), ONE, real) }
 
-    // ---- settings ----
-    [cuStreamSetAttribute | cuStreamSetAttribute_ptsz] (stream: CUstream, which: i32, value: *const c_void) {
-        match which {
-            // Names the memory of which the cache is to keep most.
-            STREAM_ATTRIBUTE_ACCESS_POLICY_WINDOW => naming_for(flavour.stream(stream), real),
-            _ => real(),
-        }
-    }
-
     // ---- migration of managed memory ----
     [cuMemPrefetchAsync | cuMemPrefetchAsync_ptsz] (at: CUdeviceptr, n: Size, device: CUdevice, stream: CUstream) {
         gated(flavour.stream(stream), bytes(n), real)

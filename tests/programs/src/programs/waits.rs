@@ -195,9 +195,11 @@ fn calls(gpu: &Gpu, busy: &Stream, other: &Stream) -> Result<Calls, Box<dyn std:
     add("cuModuleUnload", vec![unloaded]);
     add("cuMemHostUnregister", vec![registered]);
     add("cuMemFreeHost", vec![pinned]);
-    add("cuStreamBeginCapture_v2", vec![capturing, 2]);
     add("cuMemUnmap", vec![mapped, LEN as u64]);
     add("cuMemFree_v2", vec![freed]);
     add("cuCtxDestroy_v2", vec![plain_context as u64]);
+    let begin =
+        move || call("cuStreamBeginCapture_v2", &[capturing, 2]) + call("cuStreamEndCapture", &[capturing, place()]);
+    calls.insert(0, ("cuStreamBeginCapture_v2", Box::new(begin)));
     Ok(calls)
 }
