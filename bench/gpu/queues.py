@@ -4,8 +4,9 @@ at many addresses. Natively and under nvshare, in turn.
 
   queues.py [--programs target/release] [--runs 5] [--json bench/results.json] [--commit ID]
 
-queued    1,000 and 10,000 launches to each of 16 streams, the first 970 of them behind a kernel that waits for the host. Figure:
-          queued-launches-over-native, the larger of the two ratios of the medians.
+queued    1,000 and 10,000 launches to each of 16 streams. As many of them wait behind a kernel that the host ends as the driver takes
+          natively without blocking, less a twentieth; that depth is found first. Figure: queued-launches-over-native, the larger of
+          the two ratios of the medians.
 cycles    40,000 streams, each made, given a memset, waited for, and destroyed. Figure: stream-cycle-over-native, the ratio of the medians
           for the last eighth of them.
 aliases   a chunk of 2 MiB at 32,768 addresses. Figure: aliases-32768, the median under nvshare.
@@ -26,10 +27,13 @@ import figures
 import stage
 
 SETTINGS = 'time-quantum = 5\nanti-thrash = "auto"\n'
+STREAMS = 16
+# A program whose launches block behind its own kernel never ends.
+PATIENCE = 4
 # The words, what is measured in what they print, and the same in processor time.
 CASES = {
-    "queued-1000": ("queued --streams 16 --each 1000", "queue_seconds", "launch_us"),
-    "queued-10000": ("queued --streams 16 --each 10000", "queue_seconds", "launch_us"),
+    "queued-1000": (f"queued --streams {STREAMS} --each 1000 --held {{held}}", "queue_seconds", "launch_us"),
+    "queued-10000": (f"queued --streams {STREAMS} --each 10000 --held {{held}}", "queue_seconds", "launch_us"),
     "cycles": ("cycles --streams 40000", "last_us", "last_us"),
     "aliases": ("aliases --count 32768", "map_seconds", "map_seconds"),
 }
@@ -44,6 +48,8 @@ def main():
     parser.add_argument("--commit")
     options = parser.parse_args()
     programs = options.programs.resolve()
+    held = depth(programs) * 95 // 100
+    print(json.dumps({"case": "depth", "launches of each stream that wait": held}), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
         scheduler = stage.scheduler(programs, directory, SETTINGS)
@@ -53,21 +59,35 @@ def main():
             what, samples = by_processor if options.processor else by_time, ([], [])
             for _ in range(options.runs):
                 for environment, values in zip(({}, shared), samples):
-                    command = [programs / "cuda-program", *words.split()]
+                    command = [programs / "cuda-program", *words.format(held=held).split()]
                     said = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True).stdout
                     values.append(json.loads(said)[what])
             medians[name] = [statistics.median(values) for values in samples]
             print(json.dumps({"case": name, "measured": what, "native": samples[0], "nvshare": samples[1]}), flush=True)
         stage.end(scheduler)
     if options.json:
-        figures.add(options.json, rows(medians, options), options.commit)
+        figures.add(options.json, rows(medians, held, options), options.commit)
 
 
-def rows(medians, options):
+def depth(programs):
+    """Launches to each stream behind a kernel that waits which the driver takes without blocking, natively."""
+    least, most = 0, 1024
+    while most - least > 8:
+        tried = (least + most) // 2
+        words = ["queued", "--streams", STREAMS, "--each", tried, "--held", tried]
+        try:
+            subprocess.run([programs / "cuda-program", *map(str, words)], stdout=subprocess.DEVNULL, timeout=PATIENCE, check=True)
+            least = tried
+        except subprocess.TimeoutExpired:
+            most = tried
+    return least
+
+
+def rows(medians, held, options):
     ratios = {name: shared / native for name, (native, shared) in medians.items()}
     unit = "processor time" if options.processor else "wall time"
     told = "; ".join(f"{name}: {native:.4g} natively, {shared:.4g} under nvshare" for name, (native, shared) in medians.items())
-    note = f"medians of {options.runs} runs, {unit}; {told}"
+    note = f"medians of {options.runs} runs, {unit}, {held} launches of each stream wait; {told}"
     return [
         ("queued-launches-over-native", max(ratios["queued-1000"], ratios["queued-10000"]), "ratio", note),
         ("stream-cycle-over-native", ratios["cycles"], "ratio", note),
