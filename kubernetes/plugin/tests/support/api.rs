@@ -99,6 +99,7 @@ impl Api {
     pub fn delete_slices(&self) {
         self.with(|world| {
             for (_, slice) in std::mem::take(&mut world.slices) {
+                world.version += 1;
                 world.say("DELETED", &slice);
             }
         });
@@ -138,6 +139,7 @@ impl World for Resources {
             (&Method::PUT, Some(name)) => self.store(uri, body, name.strip_prefix('/')),
             (&Method::DELETE, Some(name)) => match self.slices.remove(name.trim_start_matches('/')) {
                 Some(slice) => {
+                    self.version += 1;
                     self.say("DELETED", &slice);
                     whole(200, &slice)
                 }
