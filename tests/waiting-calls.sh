@@ -3,15 +3,19 @@
 # sources that make such calls and that no test has reached. Prints them, and their number last: 0 is what it should be.
 #
 #     tests/waiting-calls.sh [TEST…]     words for nextest: which tests of tests/sharing to run; all without any
+#     CALLS=FILE tests/waiting-calls.sh  runs none: that file is from a run with LIBNVSHARE_WAITING_CALLS=FILE
 #
 # The tests run with what `make check` has built: a library with debug assertions counts, others do not.
 set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
-calls=$(mktemp)
-trap 'rm -f "$calls"' EXIT
-
-LIBNVSHARE_WAITING_CALLS=$calls $cargo nextest run --workspace --no-fail-fast -E 'binary(sharing)' "$@" >&2
+calls=${CALLS:-}
+if [ -z "$calls" ]; then
+    calls=$(mktemp)
+    trap 'rm -f "$calls"' EXIT
+    # What a test that fails has reached counts as well.
+    LIBNVSHARE_WAITING_CALLS=$calls $cargo nextest run --workspace --no-fail-fast -E 'binary(sharing)' "$@" >&2 || :
+fi
 
 # Where the library calls a function that waits, without the declarations in driver/mod.rs and the tests in driver/waiting.rs.
 places() {

@@ -28,14 +28,15 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             refused(e)
         })?;
         if !fills_late {
-            gpu.fill(part.at, part.count(), value(parts.len(), 0), 0)?;
+            // A launch is refused where the allocation came without the lock, and there is no room for it after all.
+            gpu.fill(part.at, part.count(), value(parts.len(), 0), 0).map_err(refused)?;
         }
         built += len;
         parts.push(part);
         thread::sleep(step_pause);
     }
     for (i, part) in parts.iter().enumerate().filter(|_| fills_late) {
-        gpu.fill(part.at, part.count(), value(i, 0), 0)?;
+        gpu.fill(part.at, part.count(), value(i, 0), 0).map_err(refused)?;
     }
     gpu.synchronise()?;
     eprintln!("built {} parts, {built} bytes", parts.len());
