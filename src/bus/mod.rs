@@ -266,6 +266,8 @@ pub trait Scheduler {
     fn set_policy(&self, name: &str) -> zbus::Result<()>;
     #[zbus(property(emits_changed_signal = "invalidates"))]
     fn holders(&self) -> zbus::Result<HashMap<String, Vec<u64>>>;
+    #[zbus(property)]
+    fn problems(&self) -> zbus::Result<Vec<String>>;
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> zbus::Result<String>;
 }

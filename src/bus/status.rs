@@ -12,6 +12,7 @@ pub struct Status {
     pub max_wait: u32,
     pub anti_thrash: String,
     pub policy: String,
+    pub problems: Vec<String>,
     pub gpus: Vec<Gpu>,
     pub clients: Vec<Client>,
 }
@@ -25,6 +26,7 @@ impl Status {
             "max-wait": self.max_wait,
             "anti-thrash": self.anti_thrash,
             "policy": self.policy,
+            "problems": self.problems,
             "gpus": self.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
             "clients": self.clients.iter().map(client_json).collect::<Vec<_>>(),
         })

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::Spanned;
 
 use super::document::{ConfigError, parse, position, wrong};
@@ -69,27 +69,12 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Reads `explicit`, or the default file, which may be missing; then what is in the directory beside it, by name.
+    /// Reads `explicit` or the default file, and its drop-ins.
+    ///
+    /// # Errors
+    /// As [`Sources::read`] and [`Sources::config`].
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
-        let path = explicit.unwrap_or(Path::new(CONFIGURATION));
-        let unreadable =
-            |path: &Path, e: &io::Error| ConfigError::Unreadable { path: path.into(), reason: e.to_string() };
-        let mut texts = Vec::new();
-        match std::fs::read_to_string(path) {
-            Ok(text) => texts.push((path.to_owned(), text)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => {
-                texts.push((path.to_owned(), String::new()));
-            }
-            Err(e) => return Err(unreadable(path, &e)),
-        }
-        let directory = drop_ins(path);
-        for path in listed(&directory).map_err(|e| unreadable(&directory, &e))? {
-            match std::fs::read_to_string(&path) {
-                Ok(text) => texts.push((path, text)),
-                Err(e) => return Err(unreadable(&path, &e)),
-            }
-        }
-        Self::read(texts.iter().map(|(path, text)| (path.as_path(), text.as_str())))
+        Sources::read(explicit)?.config()
     }
 
     /// Reads the text of a file; `path` is for messages only.
@@ -140,6 +125,58 @@ impl Config {
             keep_usage: all.accounting.keep.unwrap_or(default.keep_usage),
             rules,
         })
+    }
+}
+
+/// The texts of the configuration file and its drop-ins, the main one first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sources {
+    file: Vec<Source>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Source {
+    path: PathBuf,
+    text: String,
+}
+
+impl Sources {
+    /// Reads `explicit`, or the default file, which may be missing; then the files of the directory beside it, by name.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn read(explicit: Option<&Path>) -> Result<Self, ConfigError> {
+        let path = explicit.unwrap_or(Path::new(CONFIGURATION));
+        let unreadable =
+            |path: &Path, e: &io::Error| ConfigError::Unreadable { path: path.into(), reason: e.to_string() };
+        let mut file = Vec::new();
+        match std::fs::read_to_string(path) {
+            Ok(text) => file.push(Source { path: path.to_owned(), text }),
+            Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => {
+                // `config` takes the first text as the main file's.
+                file.push(Source { path: path.to_owned(), text: String::new() });
+            }
+            Err(e) => return Err(unreadable(path, &e)),
+        }
+        let directory = drop_ins(path);
+        for path in listed(&directory).map_err(|e| unreadable(&directory, &e))? {
+            match std::fs::read_to_string(&path) {
+                Ok(text) => file.push(Source { path, text }),
+                Err(e) => return Err(unreadable(&path, &e)),
+            }
+        }
+        Ok(Self { file })
+    }
+
+    /// # Errors
+    /// The first mistake in the texts.
+    pub fn config(&self) -> Result<Config, ConfigError> {
+        Config::read(self.file.iter().map(|source| (source.path.as_path(), source.text.as_str())))
+    }
+
+    /// The files that exist.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.file.iter().map(|source| source.path.as_path()).filter(|path| path.exists())
     }
 }
 

@@ -9,7 +9,7 @@ use super::table::{Align, Table};
 use super::why::Waits;
 use super::{CtlError, Target, block_on};
 use crate::bus::status::Status;
-use crate::bus::{self, Client, Gpu, GpuUse, Room};
+use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy};
 use crate::config::units;
 
 /// The format of the output.
@@ -39,17 +39,19 @@ fn terminal_width() -> Option<usize> {
 
 /// Asks the scheduler.
 pub fn ask(target: &Target) -> Result<Status, CtlError> {
-    block_on(async {
-        let scheduler = target.connect().await?;
-        Ok(Status {
-            version: scheduler.version().await?,
-            time_quantum: scheduler.time_quantum().await?,
-            max_wait: scheduler.max_wait().await?,
-            anti_thrash: scheduler.anti_thrash().await?,
-            policy: scheduler.policy().await?,
-            gpus: scheduler.list_gpus().await?,
-            clients: scheduler.list_clients().await?,
-        })
+    block_on(async { fetch(&target.connect().await?).await })
+}
+
+pub(super) async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Status, CtlError> {
+    Ok(Status {
+        version: scheduler.version().await?,
+        time_quantum: scheduler.time_quantum().await?,
+        max_wait: scheduler.max_wait().await?,
+        anti_thrash: scheduler.anti_thrash().await?,
+        policy: scheduler.policy().await?,
+        problems: scheduler.problems().await?,
+        gpus: scheduler.list_gpus().await?,
+        clients: scheduler.list_clients().await?,
     })
 }
 
@@ -61,6 +63,9 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
         "nvshare {}: time quantum {}s, anti-thrash {}, policy {}",
         status.version, status.time_quantum, status.anti_thrash, status.policy
     );
+    for problem in &status.problems {
+        let _ = writeln!(out, "{}", paint(style, RED, problem));
+    }
     if status.gpus.is_empty() {
         out.push_str("\nNo GPU is known yet: one appears when a program uses it.\n");
     }
@@ -424,6 +429,7 @@ mod tests {
             max_wait: 60,
             anti_thrash: "auto".into(),
             policy: "fcfs".into(),
+            problems: Vec::new(),
             gpus: vec![Gpu {
                 uuid: "GPU-1".into(),
                 kind: "gpu".into(),

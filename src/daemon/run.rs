@@ -1,6 +1,6 @@
 //! Startup, the scheduling loop and shutdown.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -22,6 +22,7 @@ use crate::daemon::connections::claims::ClaimSockets;
 use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
+use crate::daemon::control::last_good::{self, Fallback, LastGood};
 use crate::daemon::control::lists::Lists;
 use crate::daemon::core::Core;
 use crate::daemon::core::views::{ClientPids, Holders};
@@ -94,10 +95,12 @@ impl std::error::Error for StartError {}
 /// # Errors
 /// If the daemon cannot start.
 pub fn run(options: Options) -> Result<(), StartError> {
-    let config = Config::load(options.config.as_deref());
-    let level = config.as_ref().map_or(LogLevel::Info, |config| config.log_level);
-    let log = logging::start(options.log_level.unwrap_or(level));
-    let result = config.map_err(StartError::new).and_then(|config| run_logged(options, config, log.clone()));
+    let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
+    let log = logging::start(options.log_level.unwrap_or(LogLevel::Info));
+    let result = Configuration::load(&options, state.as_deref()).and_then(|configuration| {
+        log.set(options.log_level.unwrap_or(configuration.config.log_level));
+        run_logged(options, configuration, state, log.clone())
+    });
     let result = result.map_err(|mut e| {
         if log.is_journal() {
             error!(name: "cannot-start", "{e}");
@@ -109,7 +112,37 @@ pub fn run(options: Options) -> Result<(), StartError> {
     result
 }
 
-fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Result<(), StartError> {
+/// The configuration that the daemon starts with.
+struct Configuration {
+    config: Config,
+    /// The error of the files in whose place it is.
+    error: Option<String>,
+    is_default: bool,
+    last_good: LastGood,
+}
+
+impl Configuration {
+    fn load(options: &Options, state: Option<&Path>) -> Result<Self, StartError> {
+        let last_good = LastGood::new(state);
+        match last_good.load(options.config.as_deref()) {
+            Ok(config) => Ok(Self { config, error: None, is_default: false, last_good }),
+            Err(e) => {
+                let Fallback { config, is_default } = last_good.fallback().ok_or_else(|| StartError::new(&e))?;
+                let error = last_good::in_effect_despite(&e.to_string(), is_default);
+                error!(name: "configuration-wrong", "the configuration has an error: {error}");
+                Ok(Self { config, error: Some(error), is_default, last_good })
+            }
+        }
+    }
+}
+
+fn run_logged(
+    options: Options,
+    configuration: Configuration,
+    state: Option<PathBuf>,
+    log: logging::Control,
+) -> Result<(), StartError> {
+    let Configuration { mut config, error, is_default, last_good } = configuration;
     if let Err(e) = descriptors::raise_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
     }
@@ -122,7 +155,6 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
     privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
     log.begin();
     systemd::start();
-    let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
     let changes = Changes::open(state.as_deref());
     config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
     changes.apply(&mut config);
@@ -146,11 +178,13 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         time_quantum: options.time_quantum,
         log,
         changes,
+        last_good,
+        is_default: Cell::new(is_default),
         loading: Mutex::default(),
         lists: Lists::default(),
     };
     let (claims, in_pod) = (options.claims, options.in_pod);
-    let daemon = Startup { control, config, sockets, record, bus, state, claims, in_pod };
+    let daemon = Startup { control, config, error, sockets, record, bus, state, claims, in_pod };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.
     runtime.shutdown_background();
@@ -223,6 +257,8 @@ fn control_path(clients: &Path) -> PathBuf {
 struct Startup {
     control: Control,
     config: Config,
+    /// The error of the configuration files, if it is another one.
+    error: Option<String>,
     sockets: Sockets,
     record: Option<File>,
     bus: Bus,
@@ -235,7 +271,7 @@ struct Startup {
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { control, config, sockets, record, bus, state, claims, in_pod } = self;
+        let Self { control, config, error, sockets, record, bus, state, claims, in_pod } = self;
         let control = Rc::new(control);
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -245,6 +281,7 @@ impl Startup {
 
         let (settings, settings_changed) = watch::channel(config.settings.clone());
         let core = Rc::new(RefCell::new(Core::new(config, record, settings)?));
+        core.borrow_mut().set_configuration_error(error);
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().create_lock_files_in(directory);
         }
@@ -259,8 +296,10 @@ impl Startup {
         let (request, mut requests) = mpsc::unbounded_channel();
         let gpus = core.borrow().follow_gpus();
         let attached = core.borrow().follow_attached();
+        let problems = core.borrow().problems();
         let followed = bus::Followed {
             settings: settings_changed,
+            problems,
             holders: holders_changed,
             clients: clients_changed,
             gpus,

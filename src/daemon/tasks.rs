@@ -238,7 +238,10 @@ pub async fn keep_status_line(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     let mut shown = String::new();
     loop {
-        let line = status_line::format(&core.borrow().list_gpus(), &core.borrow().list_clients());
+        let line = {
+            let core = core.borrow();
+            status_line::format(&core.problems().borrow(), &core.list_gpus(), &core.list_clients())
+        };
         if line != shown {
             systemd::status(&line);
             shown = line;

@@ -401,7 +401,7 @@ fn a_polkit_that_hangs_delays_nothing_else() {
                 .await
                 .expect("an answer");
             let everything: HashMap<String, OwnedVariant> = everything.body().deserialize().expect("properties");
-            assert_eq!(everything.len(), 6);
+            assert_eq!(everything.len(), 7);
         }
         set_quantum(&root, 46).await.expect("root may");
         assert_eq!(quantum(&stranger).await, 46);

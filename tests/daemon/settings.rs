@@ -52,7 +52,7 @@ fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
     assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
     let daemon = start(daemon.kill());
     assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
-    assert_eq!(fs::read_dir(state(&daemon.directory.0)).expect("the directory").count(), 0, "nothing is left");
+    assert!(!state(&daemon.directory.0).join("settings.toml").exists(), "nothing is left");
 }
 
 #[test]
@@ -216,4 +216,65 @@ fn nobody_waits_while_the_configuration_is_read() {
     let _writer = fs::File::options().write(true).open(&file).expect("it is being read");
     daemon.signal(libc::SIGTERM);
     assert!(daemon.wait().success());
+}
+
+#[test]
+fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
+    let daemon = start(Directory::new());
+    let file = daemon.directory.0.join("nvshare.toml");
+    let drop_ins = daemon.directory.0.join("nvshare.toml.d");
+    fs::create_dir_all(&drop_ins).expect("a directory for drop-ins");
+    fs::write(drop_ins.join("a.toml"), "[[rule]]\nuser = 5\nmemory-max = \"8G\"\n").expect("a drop-in");
+    ctl(&daemon, &["reload"]);
+    ctl(&daemon, &["set", "anti-thrash", "on"]);
+    let before = get(&daemon);
+    let wrong = "nvshare.toml.d/zz.toml:1:16: time-quantum: \"banana\" is not a duration";
+    fs::write(drop_ins.join("zz.toml"), "time-quantum = \"banana\"\n").expect("a drop-in");
+    assert_eq!(daemon.ctl(&["reload"]).code, Some(1));
+    let problems = |daemon: &Daemon| {
+        let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
+        let all = status["problems"].as_array().expect("a list").clone();
+        all.iter().filter_map(|one| one.as_str()).find(|one| one.contains("configuration")).unwrap_or("").to_owned()
+    };
+    let told = |daemon: &Daemon, instead: &str| {
+        let problem = problems(daemon);
+        let begin = problem.starts_with("the configuration has an error: ") && problem.contains(wrong);
+        assert!(begin && problem.ends_with(&format!(" (in effect: {instead})")), "{problem}");
+        assert!(daemon.ctl(&[]).stdout.contains(&problem));
+    };
+    told(&daemon, "the last configuration without an error");
+
+    let again = |daemon: Daemon, socket: Option<&std::os::unix::net::UnixDatagram>| {
+        let directory = daemon.kill();
+        let (state, file) = (state(&directory.0), file.clone());
+        let notify = socket.and_then(|socket| socket.local_addr().ok()?.as_pathname().map(Path::to_owned));
+        Daemon::start_in(directory, None, |command, _| {
+            command.arg("--config").arg(file).env("STATE_DIRECTORY", state);
+            notify.map(|path| command.env("NOTIFY_SOCKET", path));
+        })
+    };
+    let notify = std::os::unix::net::UnixDatagram::bind(daemon.directory.0.join("notify")).expect("a socket");
+    notify.set_read_timeout(Some(test_support::PATIENCE)).expect("a timeout");
+    let daemon = again(daemon, Some(&notify));
+    assert!(daemon.log.wait("ERROR the configuration has an error: ").contains(wrong));
+    told(&daemon, "the last configuration without an error");
+    assert_eq!(get(&daemon), before, "the settings and rules of before");
+    let mut buffer = [0; 1024];
+    let mut line = String::new();
+    while !line.starts_with("STATUS=the configuration has an error: ") {
+        let length = notify.recv(&mut buffer).expect("a notification");
+        line = String::from_utf8_lossy(&buffer[..length]).into_owned();
+    }
+    assert!(line.contains(wrong), "systemctl status has it: {line}");
+
+    // Nothing was kept: the default configuration, and what was set at run time.
+    fs::remove_file(state(&daemon.directory.0).join("configuration.toml")).expect("what was kept");
+    let daemon = again(daemon, None);
+    told(&daemon, "the default settings");
+    assert!(get(&daemon).starts_with("time-quantum = \"30s\"\n") && get(&daemon).contains("anti-thrash = \"on\""));
+    assert_eq!(daemon.ctl(&["reload"]).code, Some(1));
+    told(&daemon, "the default settings");
+    fs::remove_file(drop_ins.join("zz.toml")).expect("the wrong one");
+    ctl(&daemon, &["reload"]);
+    assert_eq!((problems(&daemon).as_str(), get(&daemon)), ("", before));
 }

@@ -21,9 +21,8 @@ use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use zbus::export::futures_core::Stream;
 
-use super::{CtlError, Target, block_on};
+use super::{CtlError, Target, block_on, status};
 use crate::bus::SchedulerProxy;
-use crate::bus::status::Status;
 use crate::identity::printable;
 use model::{History, Key, Program, Snapshot, Sort};
 use screen::{Popup, Screen};
@@ -61,15 +60,7 @@ pub fn top(target: &Target, iterations: Option<u32>) -> Result<(), CtlError> {
 
 /// All that is shown.
 async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Snapshot, CtlError> {
-    let status = Status {
-        version: scheduler.version().await?,
-        time_quantum: scheduler.time_quantum().await?,
-        max_wait: scheduler.max_wait().await?,
-        anti_thrash: scheduler.anti_thrash().await?,
-        policy: scheduler.policy().await?,
-        gpus: scheduler.list_gpus().await?,
-        clients: scheduler.list_clients().await?,
-    };
+    let status = status::fetch(scheduler).await?;
     // An older scheduler does not know of it.
     let pressure = scheduler.list_pressure().await.unwrap_or_default();
     Ok(Snapshot { status, pressure, at: Instant::now() })

@@ -1,4 +1,5 @@
 use super::*;
+use crate::bus::status::Status;
 use crate::bus::{Client, Gpu, GpuUse, Pressure};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;

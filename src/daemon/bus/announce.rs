@@ -17,8 +17,10 @@ use crate::daemon::core::views::ClientPids;
 
 /// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let Followed { mut settings, mut holders, mut clients, mut gpus, attached: _ } = shared.followed.clone();
+    let Followed { mut settings, mut problems, mut holders, mut clients, mut gpus, attached: _ } =
+        shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
+    let mut known = problems.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
     let mut connected = clients.borrow_and_update().clone();
     let mut present = gpus.borrow_and_update().clone();
@@ -26,6 +28,7 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
         let heard = tokio::select! {
             () = connection.closed() => return,
             heard = settings.changed() => heard,
+            heard = problems.changed() => heard,
             heard = holders.changed() => heard,
             heard = clients.changed() => heard,
             heard = gpus.changed() => heard,
@@ -62,6 +65,11 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             changed.insert("Policy", names::policy_name(now.policy).into());
         }
         before = now;
+        let present_problems = problems.borrow_and_update().clone();
+        if present_problems != known {
+            changed.insert("Problems", present_problems.clone().into());
+        }
+        known = present_problems;
         if changed.is_empty() && invalidated.is_empty() {
             continue;
         }

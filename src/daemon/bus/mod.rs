@@ -185,6 +185,7 @@ pub enum Bus {
 #[derive(Debug, Clone)]
 pub struct Followed {
     pub settings: watch::Receiver<Settings>,
+    pub problems: watch::Receiver<Vec<String>>,
     pub holders: watch::Receiver<Holders>,
     pub clients: watch::Receiver<ClientPids>,
     pub gpus: watch::Receiver<Present>,

@@ -427,6 +427,11 @@ impl Object {
         self.shared.followed.holders.borrow().clone()
     }
 
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn problems(&self) -> Vec<String> {
+        self.shared.followed.problems.borrow().clone()
+    }
+
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> &'static str {
         env!("CARGO_PKG_VERSION")

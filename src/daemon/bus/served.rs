@@ -145,11 +145,12 @@ mod tests {
     fn the_xml_file_is_what_the_object_does() {
         let (requests, _) = mpsc::unbounded_channel();
         let (_, settings) = watch::channel(Config::default().settings);
+        let (_, problems) = watch::channel(Vec::new());
         let (_, holders) = watch::channel(Holders::new());
         let (_, clients) = watch::channel(ClientPids::new());
         let (_, gpus) = watch::channel(Present::new());
         let (_, attached) = watch::channel(false);
-        let followed = Followed { settings, holders, clients, gpus, attached };
+        let followed = Followed { settings, problems, holders, clients, gpus, attached };
         let shared = Shared {
             requests,
             bundling: Arc::default(),

@@ -1,14 +1,16 @@
 //! Requests of the D-Bus object, carried out on the scheduling loop: lists, changed settings and rules, reloading.
 //!
 //! - [`changes`]: settings changed at run time.
+//! - [`last_good`]: the last configuration without an error, for a start with wrong files.
 //! - [`lists`]: lists of clients and GPUs.
 //! - [`status_line`]: the line that `systemctl status` shows.
 
 pub mod changes;
+pub mod last_good;
 pub mod lists;
 pub mod status_line;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
@@ -29,6 +31,7 @@ use crate::daemon::logging;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
 use changes::Changes;
+use last_good::{LastGood, in_effect_despite};
 use lists::Lists;
 
 /// Answers requests.
@@ -41,6 +44,9 @@ pub struct Control {
     pub time_quantum: Option<Duration>,
     pub log: logging::Control,
     pub changes: Changes,
+    pub last_good: LastGood,
+    /// The default configuration is in effect, since the files had an error at the start.
+    pub is_default: Cell<bool>,
     /// Held while the configuration is read, so that the last one that was asked for is the last to take effect.
     pub loading: Mutex<()>,
     pub lists: Lists,
@@ -122,7 +128,7 @@ impl Control {
     pub async fn reload(&self, core: &RefCell<Core>) -> Result<(), String> {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
-        let config = self.load().await;
+        let config = self.load(core).await;
         // With what was changed while the file was read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
@@ -167,7 +173,7 @@ impl Control {
     async fn reset(&self, core: &RefCell<Core>) -> Result<(), Failure> {
         let _one_at_a_time = self.loading.lock().await;
         // Read before anything is forgotten, so that a mistake in the file leaves everything as it is.
-        let config = self.load().await.map_err(Error::InvalidConfiguration)?;
+        let config = self.load(core).await.map_err(Error::InvalidConfiguration)?;
         let turn = self.changes.begin().await;
         turn.reset().await?;
         self.configure(core, config);
@@ -177,10 +183,15 @@ impl Control {
 
     /// The configuration of the files. Its rules name users and groups, and a directory service that is asked for them can take
     /// long.
-    async fn load(&self) -> Result<Config, String> {
-        let path = self.config.clone();
-        let read = spawn_blocking(move || Config::load(path.as_deref()).map_err(|e| e.to_string()));
-        let mut config = read.await.unwrap_or_else(|e| Err(e.to_string()))?;
+    async fn load(&self, core: &RefCell<Core>) -> Result<Config, String> {
+        let (path, last_good) = (self.config.clone(), self.last_good.clone());
+        let read = spawn_blocking(move || last_good.load(path.as_deref()).map_err(|e| e.to_string()));
+        let read = read.await.unwrap_or_else(|e| Err(e.to_string()));
+        let is_default = self.is_default.get() && read.is_err();
+        self.is_default.set(is_default);
+        let error = read.as_ref().err().map(|e| in_effect_despite(e, is_default));
+        core.borrow_mut().set_configuration_error(error);
+        let mut config = read?;
         config.settings.time_quantum = self.time_quantum.unwrap_or(config.settings.time_quantum);
         Ok(config)
     }

@@ -1,4 +1,4 @@
-//! The line that `systemctl status` shows: the holders of each GPU, and the number of waiting programs.
+//! The line that `systemctl status` shows: problems, the holders of each GPU, and the number of waiting programs.
 
 use std::collections::HashMap;
 
@@ -9,12 +9,13 @@ use crate::daemon::core::views::ClientView;
 const MAX_LENGTH: usize = 400;
 
 /// Formats the line.
-pub fn format(gpus: &[bus::Gpu], clients: &[ClientView]) -> String {
+pub fn format(problems: &[String], gpus: &[bus::Gpu], clients: &[ClientView]) -> String {
     let names: HashMap<u64, String> = clients
         .iter()
         .map(|client| (client.id.0, format!("{} (pid {})", client.identity.name, client.identity.pid)))
         .collect();
-    let mut line = match clients.len() {
+    let mut line: String = problems.iter().map(|problem| format!("{problem}; ")).collect();
+    line += &match clients.len() {
         0 => "No programs".to_owned(),
         1 => "1 program".to_owned(),
         n => format!("{n} programs"),
@@ -72,19 +73,21 @@ mod tests {
 
     #[test]
     fn it_names_holders_and_counts_waiters() {
-        assert_eq!(format(&[], &[]), "No programs");
+        assert_eq!(format(&[], &[], &[]), "No programs");
         let clients = [client(1, "python"), client(2, "trainer")];
         let busy = bus::Gpu { index: Some(0), holders: vec![1], queue: vec![2], ..bus::Gpu::default() };
         let idle = bus::Gpu { index: Some(1), ..bus::Gpu::default() };
-        assert_eq!(format(&[busy.clone(), idle], &clients), "2 programs; GPU 0: python (pid 101), 1 waiting");
+        assert_eq!(format(&[], &[busy.clone(), idle], &clients), "2 programs; GPU 0: python (pid 101), 1 waiting");
         let crowded = bus::Gpu { holders: vec![1, 2], queue: vec![], ..busy };
-        assert_eq!(format(&[crowded], &clients), "2 programs; GPU 0: python (pid 101), trainer (pid 102)");
+        assert_eq!(format(&[], &[crowded], &clients), "2 programs; GPU 0: python (pid 101), trainer (pid 102)");
+        let problem = ["the configuration has an error: a.toml:1:1: no".to_owned()];
+        assert_eq!(format(&problem, &[], &[]), "the configuration has an error: a.toml:1:1: no; No programs");
     }
 
     #[test]
     fn it_has_an_end() {
         let clients: Vec<ClientView> = (0..500).map(|id| client(id, "größer")).collect();
         let gpu = bus::Gpu { index: Some(0), holders: (0..500).collect(), ..bus::Gpu::default() };
-        assert!(format(&[gpu], &clients).len() <= MAX_LENGTH + '…'.len_utf8());
+        assert!(format(&[], &[gpu], &clients).len() <= MAX_LENGTH + '…'.len_utf8());
     }
 }

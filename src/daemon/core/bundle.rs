@@ -28,6 +28,7 @@ use crate::sys::clock;
 pub struct Snapshot {
     pub now: Time,
     pub config: Config,
+    pub problems: Vec<String>,
     pub gpus: Vec<bus::Gpu>,
     pub clients: Vec<ClientView>,
     /// Clients that have ended, the newest last.
@@ -45,6 +46,7 @@ impl Core {
         Snapshot {
             now: clock::now(),
             config: self.config.clone(),
+            problems: self.problems().borrow().clone(),
             gpus: self.list_gpus(),
             clients: self.list_clients(),
             ended: self.ended.iter().cloned().collect(),
@@ -66,7 +68,7 @@ impl Snapshot {
     }
 
     fn circumstances(self, command_lines: bool) -> Circumstances {
-        let Self { now, config, gpus, clients, ended, samples, driver, recording: _ } = self;
+        let Self { now, config, problems, gpus, clients, ended, samples, driver, recording: _ } = self;
         let settings = &config.settings;
         let living = clients.iter().map(|client| (client.id, &client.identity));
         let processes = ended.iter().map(|(client, identity)| (*client, identity)).chain(living);
@@ -81,6 +83,7 @@ impl Snapshot {
             max_wait: settings.max_wait.as_secs() as u32,
             anti_thrash: names::anti_thrash_name(settings.anti_thrash).into(),
             policy: names::policy_name(settings.policy).into(),
+            problems,
             gpus,
             clients: clients.into_iter().map(|client| visible(client, command_lines)).collect(),
         };

@@ -168,6 +168,7 @@ impl Core {
             }
         }
         self.nvml_state = state;
+        self.publish_problems();
         // No measurement comes that the machine may be waiting for.
         if self.nvml_state != State::Usable {
             let now = clock::now();

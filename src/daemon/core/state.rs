@@ -100,6 +100,9 @@ pub struct Core {
     /// The log has said that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     pub(super) settings: watch::Sender<Settings>,
+    /// The error of the configuration files when they were last read, and the configuration in effect instead.
+    configuration_error: Option<String>,
+    problems: watch::Sender<Vec<String>>,
     pub(super) present: watch::Sender<Present>,
     /// How often programs have attached GPUs, and whether they have any.
     pub(super) attachments: usize,
@@ -340,6 +343,8 @@ impl Core {
             driver: DriverVersions::default(),
             logged_unverified: false,
             settings,
+            configuration_error: None,
+            problems: watch::Sender::default(),
             present: watch::Sender::default(),
             attachments: 0,
             attached: watch::Sender::default(),
@@ -413,6 +418,31 @@ impl Core {
             self.settings.send_replace(settings);
         }
         self.sample_host();
+    }
+
+    pub fn set_configuration_error(&mut self, error: Option<String>) {
+        self.configuration_error = error;
+        self.publish_problems();
+    }
+
+    /// Sentences about what keeps the scheduler from working as it is set up.
+    pub fn problems(&self) -> watch::Receiver<Vec<String>> {
+        self.problems.subscribe()
+    }
+
+    /// Publishes them after a change.
+    pub(super) fn publish_problems(&self) {
+        let configuration = self.configuration_error.as_ref();
+        let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
+        let driver = match &self.nvml_state {
+            nvml::State::Failed(e) => Some(format!("the NVIDIA driver cannot be used: {e}")),
+            nvml::State::Usable | nvml::State::Released => None,
+        };
+        let problems: Vec<String> = configuration.into_iter().chain(driver).collect();
+        if *self.problems.borrow() != problems {
+            self.problems.send_replace(problems);
+            self.signals.turns.notify_one(); // for the status line
+        }
     }
 
     /// Closes connections because the daemon stops. Connections in systemd's descriptor store stay open: systemd closes them

@@ -1,0 +1,70 @@
+//! The last configuration without an error, kept in the directory that systemd provides (`StateDirectory=`). A scheduler whose
+//! files have an error starts with it: without a scheduler no limit of any rule would hold, and programs would not take turns.
+
+use std::path::{Path, PathBuf};
+
+use tracing::warn;
+
+use crate::config::file::Sources;
+use crate::config::{Config, ConfigError};
+use crate::sys::atomic_file;
+
+const FILE: &str = "configuration.toml";
+const HEADER: &str = "# The configuration files as they were last read without an error: the scheduler starts with them if those have one.\n";
+
+/// The file that has their texts. Without a state directory there is none.
+#[derive(Debug, Clone, Default)]
+pub struct LastGood(Option<PathBuf>);
+
+/// A configuration to start with although the files have an error.
+#[derive(Debug)]
+pub struct Fallback {
+    pub config: Config,
+    /// It is the default one: none was kept.
+    pub is_default: bool,
+}
+
+impl LastGood {
+    pub fn new(directory: Option<&Path>) -> Self {
+        Self(directory.map(|directory| directory.join(FILE)))
+    }
+
+    /// Reads the configuration files, and keeps their texts if they have no error.
+    ///
+    /// # Errors
+    /// The error of the files.
+    pub fn load(&self, explicit: Option<&Path>) -> Result<Config, ConfigError> {
+        let sources = Sources::read(explicit)?;
+        let config = sources.config()?;
+        if let Some(path) = &self.0
+            && self.read().as_ref() != Some(&sources)
+        {
+            let text = toml::to_string(&sources).unwrap_or_default();
+            if let Err(e) = atomic_file::write(path, &format!("{HEADER}{text}")) {
+                warn!("cannot keep the configuration for a start with wrong files: {}: {e}", path.display());
+            }
+        }
+        Ok(config)
+    }
+
+    /// The kept configuration, else the default one. `None` without a state directory: a scheduler that is started by hand tells
+    /// the error and ends.
+    pub fn fallback(&self) -> Option<Fallback> {
+        self.0.as_ref()?;
+        let kept = self.read().and_then(|sources| sources.config().ok());
+        Some(match kept {
+            Some(config) => Fallback { config, is_default: false },
+            None => Fallback { config: Config::default(), is_default: true },
+        })
+    }
+
+    fn read(&self) -> Option<Sources> {
+        toml::from_str(&std::fs::read_to_string(self.0.as_ref()?).ok()?).ok()
+    }
+}
+
+/// The error of the files, and the configuration that is in effect in their place.
+pub fn in_effect_despite(error: &str, is_default: bool) -> String {
+    let instead = if is_default { "the default settings" } else { "the last configuration without an error" };
+    format!("{error} (in effect: {instead})")
+}
