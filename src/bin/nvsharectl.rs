@@ -29,6 +29,7 @@ fn main() -> ExitCode {
 }
 
 fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
+    let json = arguments.is_json();
     let target = arguments.control.map_or(Target::Anywhere, Target::Control);
     let changes: Vec<Change> =
         [arguments.set_tq.map(Change::TimeQuantum), arguments.anti_thrash.map(Change::AntiThrash)]
@@ -37,10 +38,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             .collect();
     let done = match arguments.command {
         None if !changes.is_empty() => settings::set(&target, &changes),
-        None | Some(Verb::Status) => show(&target, arguments.json),
+        None | Some(Verb::Status(_)) => show(&target, json),
         #[cfg(feature = "top")]
         Some(Verb::Top { iterations }) => top::top(&target, iterations),
-        Some(Verb::Get) => print(&settings::get(&target)?),
+        Some(Verb::Get(_)) => print(&settings::get(&target, json)?),
         Some(Verb::Set(Setting::TimeQuantum { value })) => settings::set(&target, &[Change::TimeQuantum(value)]),
         Some(Verb::Set(Setting::MaxWait { value })) => settings::set(&target, &[Change::MaxWait(value)]),
         Some(Verb::Set(Setting::AntiThrash { value })) => settings::set(&target, &[Change::AntiThrash(value)]),
@@ -50,10 +51,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
-        Some(Verb::Pressure) => print(&pressure::show(&target, arguments.json)?),
-        Some(Verb::Why { program }) => print(&why::show(&target, &program, arguments.json)?),
-        Some(Verb::Report { since, by, csv }) => {
-            let form = match (arguments.json, csv) {
+        Some(Verb::Pressure(_)) => print(&pressure::show(&target, json)?),
+        Some(Verb::Why { program, .. }) => print(&why::show(&target, &program, json)?),
+        Some(Verb::Report { since, by, csv, .. }) => {
+            let form = match (json, csv) {
                 (true, _) => report::Form::Json,
                 (false, true) => report::Form::Csv,
                 (false, false) => report::Form::Table,
@@ -77,14 +78,14 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             return if games { games::follow(&target, &request) } else { room::keep(&target, &request, &command) };
         }
         Some(Verb::Simulate { replay: Some(bundle), .. }) => {
-            let answer = replay::replay(&bundle, arguments.json)?;
+            let answer = replay::replay(&bundle, json)?;
             print(&answer.text)?;
             return Ok(answer.exit_code);
         }
-        Some(Verb::Simulate { policy, file, timeline, replay: None }) => {
+        Some(Verb::Simulate { policy, file, timeline, replay: None, .. }) => {
             // clap requires one of the two.
             let file = file.unwrap_or_default();
-            print(&simulate::simulate(&file, &policy, timeline.as_deref(), arguments.json)?)
+            print(&simulate::simulate(&file, &policy, timeline.as_deref(), json)?)
         }
         Some(Verb::Debug { output, command_lines }) => print(&debug::debug(&target, output.as_deref(), command_lines)?),
         Some(Verb::Timeline { output, gpu, since, bundle }) => {
@@ -96,7 +97,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Adopt { server, container: true, .. }) => print(&adopt::container(&server)),
         Some(Verb::Adopt { server, library, .. }) => print(&adopt::adopt(&target, &server, library.as_deref())?),
         Some(Verb::Release { server }) => print(&adopt::release(&target, &server)?),
-        Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),
+        Some(Verb::Preload(command)) => return toggle(&command, &target, json),
     };
     done.map(|()| 0)
 }
@@ -113,8 +114,8 @@ fn containers(command: Cdi, target: &Target) -> Result<(), CtlError> {
 
 fn toggle(command: &Preload, target: &Target, json: bool) -> Result<u8, CtlError> {
     let answer = match command {
-        Preload::Status { of } => preload::status(target, of, json)?,
-        Preload::Verify { library } => preload::verify(library.as_deref(), json)?,
+        Preload::Status { of, .. } => preload::status(target, of, json)?,
+        Preload::Verify { library, .. } => preload::verify(library.as_deref(), json)?,
         Preload::Enable { library, of } => preload::enable(library.as_deref(), of)?,
         Preload::Disable { of } => preload::disable(of)?,
     };

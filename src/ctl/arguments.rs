@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
-use clap::{Arg, Command, CommandFactory, Parser, Subcommand, ValueHint};
+use clap::{Arg, Args, Command, CommandFactory, Parser, Subcommand, ValueHint};
 
 use nvshare_wire::MAX_SLOTS;
 
@@ -44,21 +44,37 @@ pub struct Arguments {
     #[arg(short = 'S', long = "anti-thrash", value_name = "on|off|auto", value_parser = Mode, hide_possible_values = true)]
     pub anti_thrash: Option<AntiThrash>,
 
-    /// Print JSON
-    #[arg(long, global = true)]
-    pub json: bool,
+    #[command(flatten)]
+    pub json: Json,
 
     #[command(subcommand)]
     pub command: Option<Verb>,
 }
 
+/// Of the commands that can print it, and before them.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct Json {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 impl Arguments {
+    /// Whether JSON is to be printed.
+    pub fn is_json(&self) -> bool {
+        self.json.json || self.command.as_ref().and_then(Verb::json).is_some_and(|json| json.json)
+    }
+
     /// Reads the command line of this process. Prints help, the version or an error and exits where
     /// that is all there is to do.
     pub fn of_process() -> Self {
         let arguments = Self::parse();
         if arguments.command.is_some() && (arguments.set_tq.is_some() || arguments.anti_thrash.is_some()) {
             let text = "-T and -S stand alone: they cannot be used with a command";
+            Self::command().error(ErrorKind::ArgumentConflict, text).exit();
+        }
+        if arguments.json.json && arguments.command.as_ref().is_some_and(|command| command.json().is_none()) {
+            let text = "this command prints no JSON: `nvsharectl COMMAND --help` has --json where it does";
             Self::command().error(ErrorKind::ArgumentConflict, text).exit();
         }
         arguments
@@ -68,7 +84,7 @@ impl Arguments {
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Show GPUs, who holds them, who waits and what memory is where (the default)
-    Status,
+    Status(Json),
     /// Show GPUs and programs on the whole terminal, each second
     ///
     /// Where standard output is no terminal, it prints the same as text.
@@ -79,7 +95,7 @@ pub enum Verb {
         iterations: Option<u32>,
     },
     /// Print the settings and rules that are in effect
-    Get,
+    Get(Json),
     /// Change a setting; it outranks the configuration file, also after a restart
     #[command(subcommand)]
     Set(Setting),
@@ -113,12 +129,14 @@ pub enum Verb {
         lasts: Duration,
     },
     /// Show for which part of the time programs were kept from GPUs
-    Pressure,
+    Pressure(Json),
     /// Tell what a program waits for, and when it is expected to run
     Why {
         /// Its process id, its systemd unit or its container, as `status` shows them
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
+        #[command(flatten)]
+        json: Json,
     },
     /// Show what users, units and containers have had of the GPUs: time, memory, waits and moved memory
     ///
@@ -139,6 +157,8 @@ pub enum Verb {
         /// Print comma-separated values
         #[arg(long, conflicts_with = "json")]
         csv: bool,
+        #[command(flatten)]
+        json: Json,
     },
     /// Take a running program off its GPUs altogether, until it is resumed
     Pause {
@@ -258,6 +278,8 @@ pub enum Verb {
         /// The GPUs, the settings and the jobs
         #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, required_unless_present = "replay", conflicts_with = "replay")]
         file: Option<PathBuf>,
+        #[command(flatten)]
+        json: Json,
     },
     /// Save a debug bundle for a bug report: versions, configuration, status and the scheduler's flight recorder
     ///
@@ -315,6 +337,18 @@ pub enum Verb {
     Cdi(Cdi),
 }
 
+impl Verb {
+    /// Whether JSON is to be printed; `None`: the command cannot.
+    fn json(&self) -> Option<Json> {
+        match self {
+            Self::Status(json) | Self::Get(json) | Self::Pressure(json) => Some(*json),
+            Self::Why { json, .. } | Self::Report { json, .. } | Self::Simulate { json, .. } => Some(*json),
+            Self::Preload(Preload::Status { json, .. } | Preload::Verify { json, .. }) => Some(*json),
+            _ => None,
+        }
+    }
+}
+
 #[cfg(feature = "cdi")]
 #[derive(Debug, Subcommand)]
 pub enum Cdi {
@@ -333,12 +367,16 @@ pub enum Preload {
     Status {
         #[command(flatten)]
         of: Of,
+        #[command(flatten)]
+        json: Json,
     },
     /// Check that the library can be loaded by everything; changes nothing
     Verify {
         /// The library [default: the one that is installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
+        #[command(flatten)]
+        json: Json,
     },
     /// Verify the library, and then have every program load it that starts from now on, or a service's programs
     Enable {

@@ -58,6 +58,12 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
     rules.into_iter().map(one).collect()
 }
 
+/// A rule with its keys, as JSON.
+pub(super) fn json(rule: &HashMap<String, OwnedVariant>) -> serde_json::Value {
+    let keys = rule.iter().filter_map(|(key, value)| Some((key.clone(), serde_json::to_value(plain(value)?).ok()?)));
+    serde_json::Value::Object(keys.collect())
+}
+
 fn plain(value: &Variant<'_>) -> Option<Value> {
     match value {
         Variant::I64(number) => Some((*number).into()),

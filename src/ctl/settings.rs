@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::{CtlError, Target, block_on, password, rules};
 use crate::config::names;
 use crate::config::units;
@@ -48,18 +50,29 @@ fn whole_seconds(what: &str, value: Duration) -> Result<u32, CtlError> {
         .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: it is a number of whole seconds")))
 }
 
-/// The settings and rules that are in effect, as they are written in the configuration file.
-pub fn get(target: &Target) -> Result<String, CtlError> {
+/// The settings and rules that are in effect: as they are written in the configuration file, or as JSON.
+pub fn get(target: &Target, as_json: bool) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         let quantum = scheduler.time_quantum().await?;
         let most = scheduler.max_wait().await?;
         let mode = scheduler.anti_thrash().await?;
         let policy = scheduler.policy().await?;
+        let rules = scheduler.list_rules().await?;
+        if as_json {
+            let all = json!({
+                "time-quantum": quantum,
+                "max-wait": most,
+                "anti-thrash": mode,
+                "policy": policy,
+                "rules": rules.iter().map(rules::json).collect::<Vec<_>>(),
+            });
+            return Ok(format!("{all:#}\n"));
+        }
         let settings = format!(
             "time-quantum = \"{quantum}s\"\nmax-wait = \"{most}s\"\nanti-thrash = \"{mode}\"\npolicy = \"{policy}\"\n"
         );
-        Ok(settings + &rules::text(scheduler.list_rules().await?))
+        Ok(settings + &rules::text(rules))
     })
 }
 

@@ -504,3 +504,35 @@ fn a_debug_bundle_is_refused_to_a_container() {
     let text = "a process in a container, or in another PID namespace, may not create a debug bundle";
     assert!(refused.stderr.contains(text), "{}", refused.stderr);
 }
+
+#[test]
+fn json_is_printed_or_refused_and_never_ignored() {
+    let daemon = Daemon::start();
+    let _clients = daemon.holder_and_waiter();
+    assert_eq!(daemon.ctl(&["set-rule", "five", "user=5", "allowed-gpus=0", "interactive=true"]).code, Some(0));
+    let pid = std::process::id().to_string();
+    let parse = |arguments: &[&str]| -> serde_json::Value {
+        let output = daemon.ctl(arguments);
+        assert_eq!(output.stderr, "", "{arguments:?}");
+        serde_json::from_str(&output.stdout).unwrap_or_else(|e| panic!("{arguments:?}: {e}: {}", output.stdout))
+    };
+    for command in
+        [&["status"][..], &["get"], &["pressure"], &["why", &pid], &["preload", "status"], &["preload", "verify"]]
+    {
+        let after = parse(&[command, &["--json"]].concat());
+        assert!(after.is_object() || after.is_array(), "{after}");
+        parse(&[&["--json"], command].concat());
+    }
+    let get = parse(&["get", "--json"]);
+    assert_eq!((&get["time-quantum"], &get["policy"]), (&30.into(), &"fcfs".into()));
+    let rule = serde_json::json!({
+        "name": "five", "user": 5, "allowed-gpus": ["0"], "weight": 100, "interactive": true, "origin": "set at run time"
+    });
+    assert_eq!(get["rules"], serde_json::json!([rule]));
+    for command in [&["top", "-n", "1"][..], &["reload"], &["run", "true"], &["drain", "0"]] {
+        let refused = daemon.ctl(&[&["--json"], command].concat());
+        assert_eq!((refused.code, refused.stdout.as_str()), (Some(2), ""), "{command:?}");
+        assert!(refused.stderr.contains("this command prints no JSON"), "{}", refused.stderr);
+    }
+    assert_eq!(daemon.ctl(&["top", "--json"]).code, Some(2));
+}
