@@ -4,11 +4,16 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use zbus::connection::Builder;
+use zbus::fdo::DBusProxy;
+use zbus::names::BusName;
 use zbus::proxy::CacheProperties;
 
 use super::CtlError;
-use crate::bus::SchedulerProxy;
+use super::preload::systemd::Systemd;
+use crate::bus::{NAME, SchedulerProxy};
 use crate::config::paths::CONTROL_SOCKET;
+
+const UNIT: &str = "nvshare.service";
 
 /// Where the scheduler is.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -24,7 +29,10 @@ impl Target {
         let connection = match self {
             Self::Control(path) => peer(path).await?,
             Self::Anywhere => match Builder::system().build().await {
-                Ok(connection) => connection,
+                Ok(connection) => {
+                    check_unit(&connection).await?;
+                    connection
+                }
                 Err(no_bus) => {
                     let path = Path::new(CONTROL_SOCKET);
                     if !path.exists() {
@@ -37,6 +45,26 @@ impl Target {
             },
         };
         Ok(SchedulerProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?)
+    }
+}
+
+/// The bus would start the scheduler for the first call, and wait 25 seconds for a unit that cannot be started.
+async fn check_unit(connection: &zbus::Connection) -> Result<(), CtlError> {
+    let name = BusName::try_from(NAME)?;
+    if DBusProxy::new(connection).await?.name_has_owner(name).await? {
+        return Ok(());
+    }
+    // Without systemd, the call's own error says enough.
+    match Systemd::of(connection.clone()).states(UNIT).await {
+        Ok((load_state, _)) if load_state == "masked" => Err(CtlError::NotRunning(format!(
+            "the scheduler is not running: {UNIT} is masked. `systemctl unmask {UNIT} nvshare.socket`, as root, allows it to start"
+        ))),
+        Ok((_, active_state)) if active_state == "failed" => Err(CtlError::NotRunning(format!(
+            "the scheduler is not running: {UNIT} has failed. `journalctl -u {UNIT}` and `systemctl status {UNIT}` say why, and \
+             `nvshare-scheduler --check-config` checks its configuration. Then `systemctl reset-failed {UNIT} nvshare.socket` and \
+             `systemctl start nvshare.socket`, as root, start it again"
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -47,12 +47,15 @@ impl fmt::Display for CtlError {
 impl std::error::Error for CtlError {}
 
 /// Errors of a bus on which the scheduler's name has no owner and cannot be activated.
-const NOBODY: [&str; 5] = [
+const NOBODY: [&str; 8] = [
     "org.freedesktop.DBus.Error.ServiceUnknown",
     "org.freedesktop.DBus.Error.NameHasNoOwner",
     "org.freedesktop.DBus.Error.NoReply",
+    "org.freedesktop.DBus.Error.TimedOut",
     "org.freedesktop.DBus.Error.Spawn.ChildExited",
+    "org.freedesktop.DBus.Error.Spawn.Failed",
     "org.freedesktop.systemd1.NoSuchUnit",
+    "org.freedesktop.systemd1.UnitMasked",
 ];
 
 impl From<zbus::Error> for CtlError {

@@ -109,6 +109,19 @@ impl Systemd {
         Ok(Self { connection })
     }
 
+    /// The same on a bus that is connected already.
+    pub fn of(connection: Connection) -> Self {
+        Self { connection }
+    }
+
+    /// Whether a unit is loaded, and whether it is active, in systemd's words.
+    pub async fn states(&self, name: &str) -> zbus::Result<(String, String)> {
+        let path = self.manager().await?.load_unit(name).await?;
+        let unit =
+            UnitProxy::builder(&self.connection).path(&path).cache_properties(CacheProperties::No).build().await?;
+        Ok((unit.load_state().await?, unit.active_state().await?))
+    }
+
     /// Restarts a service. Returns once it has started, or nothing more is to be done about it.
     ///
     /// # Errors

@@ -159,3 +159,30 @@ fn a_container_is_told_how_to_be_started() {
         assert!(text.contains("docker run --device nvshare.com/gpu=0 --name vllm"), "{text}");
     });
 }
+
+/// `nvsharectl` where the scheduler is on no bus.
+fn without_a_scheduler() -> Said {
+    let mut command = Command::new("/mnt/bin/nvsharectl");
+    said(command.arg("status").env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS))
+}
+
+#[test]
+fn a_scheduler_that_systemd_cannot_start_is_explained_at_once() {
+    on_a_host(|_| {
+        for (unit, expected) in [
+            (
+                Unit { active_state: "failed", ..Unit::new("nvshare.service") },
+                "nvshare.service has failed. `journalctl",
+            ),
+            (
+                Unit { load_state: "masked", ..Unit::new("nvshare.service") },
+                "nvshare.service is masked. `systemctl unmask",
+            ),
+        ] {
+            let _systemd = Systemd::start(vec![unit]);
+            let refused = without_a_scheduler();
+            assert_eq!(refused.code(), Some(3), "{refused:?}");
+            assert!(refused.stderr.contains(&format!("the scheduler is not running: {expected}")), "{refused:?}");
+        }
+    });
+}
