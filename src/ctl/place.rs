@@ -17,6 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::CtlError;
 use crate::bus;
 use crate::config::paths::CLIENTS_SOCKET;
+use crate::identity::printable;
 use crate::scheduler::GpuId;
 use crate::sys::socket::{self, Kind};
 
@@ -82,6 +83,12 @@ impl PlacementClient {
                 }
                 SchedulerMessage::Unplaced { outcome: NoPlacement::NoGpu, text } => {
                     return Err(CtlError::Failed(format!("there is no GPU for the command: {}", text.as_str())));
+                }
+                SchedulerMessage::Unplaced { outcome: NoPlacement::Free, text } => {
+                    if !text.as_str().is_empty() {
+                        eprintln!("nvsharectl: {}", printable(text.as_str()));
+                    }
+                    return Ok(None);
                 }
                 _ => return Ok(None),
             }

@@ -351,3 +351,31 @@ fn beside_a_display_programs_queue_less_work() {
     until_told(&client, Duration::ZERO);
     until_told(&other, Duration::ZERO);
 }
+
+#[test]
+fn without_a_driver_every_command_says_so_in_one_line() {
+    let daemon = Daemon::start_in(Directory::new(), None, |command, directory| {
+        // An empty file in its place, so that no driver of this machine is found.
+        std::fs::write(directory.join("libnvidia-ml.so.1"), "").expect("a file");
+        command.env("LD_LIBRARY_PATH", directory);
+    });
+    daemon.log.wait("NVML cannot be used");
+    let problem = "the NVIDIA driver cannot be used: ";
+    for command in [&[][..], &["top", "-n", "1"]] {
+        let shown = daemon.ctl(command);
+        let lines: Vec<&str> = shown.stdout.lines().filter(|line| line.contains(problem)).collect();
+        assert_eq!((shown.code, lines.len()), (Some(0), 1), "{command:?}: {}", shown.stdout);
+    }
+    for command in [&["lock", "--", "true"][..], &["drain", "0"], &["make-room", "1G", "--", "true"]] {
+        let refused = daemon.ctl(command);
+        assert_eq!((refused.code, refused.stderr.lines().count()), (Some(1), 1), "{command:?}: {}", refused.stderr);
+        assert!(refused.stderr.contains(&format!("the scheduler knows no GPU: {problem}")), "{}", refused.stderr);
+    }
+    let mut run = ctl();
+    run.args(["run", "--gpus", "1", "--library"])
+        .arg(test_support::artifact("libnvshare.so"))
+        .args(["--", "echo", "in"]);
+    let said = Output::of(run.env("NVSHARE_SOCKET", daemon.socket()));
+    assert_eq!((said.code, said.stdout.as_str()), (Some(0), "in\n"));
+    assert!(said.stderr.starts_with(&format!("nvsharectl: the scheduler knows no GPU: {problem}")), "{}", said.stderr);
+}

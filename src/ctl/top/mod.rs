@@ -285,6 +285,7 @@ impl Ui {
                 printable(&status.anti_thrash),
                 printable(&status.policy)
             ),
+            problems: status.problems.iter().map(|problem| printable(problem)).collect(),
             panels: model::panels(snapshot, &self.history),
             rows,
             foot,

@@ -19,6 +19,8 @@ const NARROWEST: u16 = 40;
 #[derive(Debug, Default)]
 pub struct Screen {
     pub head: String,
+    /// Sentences below it, about what is wrong.
+    pub problems: Vec<String>,
     pub panels: Vec<Panel>,
     pub rows: Vec<Row>,
     pub foot: String,
@@ -81,12 +83,17 @@ impl Screen {
     /// The height at which nothing of it is left out.
     pub fn height(&self, width: u16) -> u16 {
         let panels: usize = self.panels.iter().map(|panel| self.panel_lines(panel, width).len() + 1).sum();
-        u16::try_from(1 + panels + 1 + self.rows.len() + 1).unwrap_or(u16::MAX)
+        let problems = self.problem_lines(width).len();
+        u16::try_from(1 + problems + panels + 1 + self.rows.len() + 1).unwrap_or(u16::MAX)
+    }
+
+    fn problem_lines(&self, width: u16) -> Vec<String> {
+        self.problems.iter().flat_map(|problem| wrapped(problem, width.into())).collect()
     }
 
     /// Draws it. `state` has which line of the tree is at the top.
     pub fn draw(&self, area: Rect, buffer: &mut Buffer, state: &mut TableState) {
-        if area.width < NARROWEST || area.height < 4 {
+        if area.width < NARROWEST || area.height < 3 {
             buffer.set_stringn(area.x, area.y, "too small", area.width.into(), Style::new());
             return;
         }
@@ -94,6 +101,12 @@ impl Screen {
         buffer.set_stringn(area.x, area.y, &self.head, area.width.into(), bold);
         let foot = Rect { y: area.bottom() - 1, height: 1, ..area };
         let mut y = area.y + 1;
+        for line in self.problem_lines(area.width) {
+            if y < foot.y {
+                buffer.set_stringn(area.x, y, line, area.width.into(), self.paint(Color::Red));
+                y += 1;
+            }
+        }
         let full: Vec<Vec<Line<'_>>> = self.panels.iter().map(|panel| self.panel_lines(panel, area.width)).collect();
         // The tree has at least half of it.
         let fits = full.iter().map(|lines| lines.len() + 1).sum::<usize>() <= usize::from(area.height) / 2;
@@ -227,6 +240,27 @@ impl Screen {
         state.select(self.selected);
         StatefulWidget::render(table, area, buffer, state);
     }
+}
+
+/// Lines of at most that many characters, broken between words where that is possible.
+pub fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let mut word: Vec<char> = word.chars().collect();
+        while let Some(line) = lines.last_mut() {
+            let length = line.chars().count();
+            let gap = usize::from(length > 0);
+            if length + gap + word.len() <= width || (length == 0 && word.len() <= width.max(1)) {
+                line.extend(std::iter::repeat_n(' ', gap).chain(word));
+                break;
+            }
+            if length == 0 {
+                line.extend(word.drain(..width.max(1)));
+            }
+            lines.push(String::new());
+        }
+    }
+    lines
 }
 
 /// Text at both sides of a line. What does not fit is cut off the left one.

@@ -55,6 +55,9 @@ impl Core {
             self.pending_placements.push(PendingPlacement { pid, client, tenant, since: clock::now() });
         }
         match self.choice(client, query) {
+            Choice::Free if self.gpus.is_empty() && self.driver_problem().is_some() => {
+                self.unplaced(client, NoPlacement::Free, &self.no_gpu())
+            }
             Choice::Free => self.unplaced(client, NoPlacement::Free, ""),
             Choice::Of(gpus) => self.placed(client, &gpus),
             Choice::None(why) => self.refuse_place(client, &why, ""),

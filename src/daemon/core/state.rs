@@ -430,15 +430,18 @@ impl Core {
         self.problems.subscribe()
     }
 
+    pub(super) fn driver_problem(&self) -> Option<String> {
+        match &self.nvml_state {
+            nvml::State::Failed(e) => Some(format!("the NVIDIA driver cannot be used: {e}")),
+            nvml::State::Usable | nvml::State::Released => None,
+        }
+    }
+
     /// Publishes them after a change.
     pub(super) fn publish_problems(&self) {
         let configuration = self.configuration_error.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
-        let driver = match &self.nvml_state {
-            nvml::State::Failed(e) => Some(format!("the NVIDIA driver cannot be used: {e}")),
-            nvml::State::Usable | nvml::State::Released => None,
-        };
-        let problems: Vec<String> = configuration.into_iter().chain(driver).collect();
+        let problems: Vec<String> = configuration.into_iter().chain(self.driver_problem()).collect();
         if *self.problems.borrow() != problems {
             self.problems.send_replace(problems);
             self.signals.turns.notify_one(); // for the status line

@@ -247,6 +247,12 @@ impl Core {
         if self.is_measured(entry) { entry.accounting.basis() } else { Basis::Reports }
     }
 
+    /// Why no GPU is known.
+    pub(super) fn no_gpu(&self) -> String {
+        let why = self.driver_problem().map_or(String::new(), |problem| format!(": {problem}"));
+        format!("the scheduler knows no GPU{why}")
+    }
+
     /// The GPU with that UUID or index; for an empty name, the only GPU.
     ///
     /// # Errors
@@ -259,7 +265,7 @@ impl Core {
         };
         let found = match name {
             "" if here().count() == 1 => here().next(),
-            "" if here().next().is_none() => return Err("the scheduler knows no GPU".into()),
+            _ if here().next().is_none() => return Err(self.no_gpu()),
             "" => return Err(format!("there are several GPUs: choose one of {}", known())),
             _ => here().find(is_meant),
         };

@@ -314,7 +314,10 @@ impl Supervisor {
         self.asked = Asked::default();
         match self.schedule.is_released() {
             true => Ok(()),
-            false => self.say(State::Failed(why.to_string())),
+            // Which library loads libraries says nothing to people.
+            false => {
+                self.say(State::Failed(why.to_string().trim_start_matches("a libloading error occurred: ").into()))
+            }
         }
     }
 
