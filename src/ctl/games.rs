@@ -41,7 +41,11 @@ trait GameMode {
 /// If there is no session bus.
 pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
     block_on(async {
-        let failed = |e: zbus::Error| CtlError::Failed(format!("cannot follow GameMode on the session's bus: {e}"));
+        let failed = |e: zbus::Error| {
+            CtlError::Failed(format!(
+                "cannot follow GameMode on the session's bus: {e}. Run this in the session of the games"
+            ))
+        };
         let session = zbus::connection::Builder::session().build().await.map_err(failed)?;
         // Without a cache, since it is asked only when something happens.
         let games = GameModeProxy::builder(&session).cache_properties(CacheProperties::No).build();

@@ -1,6 +1,6 @@
 //! What systemd says about a service, over D-Bus.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use zbus::Connection;
 use zbus::OwnedObjectPath;
@@ -15,6 +15,8 @@ use crate::ctl::progress::Progress;
 const PATIENCE: Duration = Duration::from_secs(90);
 /// How often it is looked whether a service has started.
 const LOOK: Duration = Duration::from_millis(100);
+/// Time for which a restarted service must run: a program that is missing or refuses its configuration ends sooner.
+const SETTLING: Duration = Duration::from_secs(2);
 
 #[zbus::proxy(
     interface = "org.freedesktop.systemd1.Manager",
@@ -39,6 +41,8 @@ trait Unit {
     fn load_state(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn active_state(&self) -> zbus::Result<String>;
+    #[zbus(property)]
+    fn sub_state(&self) -> zbus::Result<String>;
     /// Number and object; 0 if nothing is to be done with it.
     #[zbus(property)]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
@@ -99,13 +103,17 @@ pub struct Systemd {
 
 impl Systemd {
     pub async fn connect(manager: Manager) -> Result<Self, CtlError> {
-        let (builder, bus) = match manager {
-            Manager::System => (Builder::system(), "system"),
-            Manager::User => (Builder::session(), "session"),
+        let (builder, bus, remedy) = match manager {
+            Manager::System => (Builder::system(), "system", ""),
+            Manager::User => (
+                Builder::session(),
+                "session",
+                ". Log in as that user, or start its services without a session with `loginctl enable-linger`",
+            ),
         };
         let connection = builder.method_timeout(PATIENCE).build().await;
         let connection =
-            connection.map_err(|e| CtlError::Failed(format!("systemd cannot be asked on the {bus} bus: {e}")))?;
+            connection.map_err(|e| CtlError::Failed(format!("cannot reach systemd on the {bus} bus: {e}{remedy}")))?;
         Ok(Self { connection })
     }
 
@@ -122,10 +130,10 @@ impl Systemd {
         Ok((unit.load_state().await?, unit.active_state().await?))
     }
 
-    /// Restarts a service. Returns once it has started, or nothing more is to be done about it.
+    /// Restarts a service, and watches it for [`SETTLING`].
     ///
     /// # Errors
-    /// If it does not start.
+    /// If it does not start, or ends with an error in that time: systemd takes a program that was executed for started.
     pub async fn restart(&self, name: &str) -> Result<(), CtlError> {
         let restarted = async {
             let manager = self.manager().await?;
@@ -136,12 +144,20 @@ impl Systemd {
             while unit.job().await?.0 != 0 {
                 tokio::time::sleep(LOOK).await;
             }
-            unit.active_state().await
+            let started = Instant::now();
+            loop {
+                // A service that systemd starts again is neither.
+                let has_failed = unit.active_state().await? == "failed" || unit.sub_state().await? == "auto-restart";
+                if has_failed || started.elapsed() >= SETTLING {
+                    return Ok(has_failed);
+                }
+                tokio::time::sleep(LOOK).await;
+            }
         };
         let restarted = Progress::new().during(&format!("{name} is restarted"), restarted).await;
-        match restarted.map_err(|e| failed(name, &e))?.as_str() {
-            "failed" => Err(CtlError::Failed(format!("{name} does not start: `journalctl -u {name}` may say why"))),
-            _ => Ok(()),
+        match restarted.map_err(|e| failed(name, &e))? {
+            true => Err(CtlError::Failed(format!("{name} does not start: `journalctl -u {name}` may say why"))),
+            false => Ok(()),
         }
     }
 
@@ -215,7 +231,9 @@ impl Systemd {
                 self.manager().await?.list_units_by_patterns(&[], &["*.service"]).await?
             {
                 let own = self.proxy(&path).await?.slice().await?;
-                if load_state == "loaded" && (own == slice || own.starts_with(&below)) {
+                // It only makes a directory.
+                let is_directory = name.starts_with("user-runtime-dir@");
+                if load_state == "loaded" && !is_directory && (own == slice || own.starts_with(&below)) {
                     services.push(name);
                 }
             }
@@ -227,5 +245,5 @@ impl Systemd {
 }
 
 fn failed(what: &str, error: &zbus::Error) -> CtlError {
-    CtlError::Failed(format!("systemd cannot be asked about {what}: {error}"))
+    CtlError::Failed(format!("cannot ask systemd about {what}: {error}"))
 }

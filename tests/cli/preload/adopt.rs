@@ -122,6 +122,8 @@ fn what_fails_leaves_nothing_behind() {
             assert!(!Path::new("/etc/systemd/system/ollama.service.d/zz-nvshare-preload.conf").exists(), "{what}");
             assert_eq!(ctl(&daemon, &["get"]).fine(), before, "{what}");
         };
+        // Without a session there is no bus of it.
+        ctl(&daemon, &["adopt", "--user", "comfyui"]).refused("Log in as that user, or start its services");
         let systemd = Systemd::start(vec![ollama()]);
         ctl(&daemon, &["adopt", "nothing"]).refused("systemd has no nothing.service");
         ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");
@@ -139,6 +141,15 @@ fn what_fails_leaves_nothing_behind() {
         ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");
         assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\nollama.service\n");
         nothing("it does not start");
+        drop(systemd);
+        // systemd takes it for started, and then it ends, or is started again and again.
+        for later in [("failed", "failed"), ("activating", "auto-restart")] {
+            let systemd = Systemd::start(vec![Unit { later, ..ollama() }]);
+            ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");
+            nothing(later.1);
+            drop(systemd);
+        }
+        let systemd = Systemd::start(vec![ollama()]);
         // Without a scheduler there is no rule, and so no drop-in.
         let control = daemon.control();
         drop(daemon.stop());

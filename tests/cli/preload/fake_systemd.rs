@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use zbus::connection::Builder;
 use zbus::{Connection, OwnedObjectPath};
@@ -32,6 +33,8 @@ pub struct Unit {
     pub main_pid: u32,
     /// What becomes of it when it is started.
     pub active_state: &'static str,
+    /// The same a moment later.
+    pub later: (&'static str, &'static str),
 }
 
 impl Unit {
@@ -51,6 +54,7 @@ impl Unit {
             slice: "system.slice",
             main_pid: 0,
             active_state: "active",
+            later: ("active", "running"),
         }
     }
 }
@@ -122,6 +126,15 @@ fn environment(unit: &Unit) -> Vec<String> {
 
 struct Described(Unit);
 
+impl Described {
+    /// Whether it has run for a while since it was restarted.
+    fn is_later(&self) -> bool {
+        let restarted = fs::metadata(RESTARTED).and_then(|file| file.modified()).ok();
+        let since = restarted.and_then(|time| time.elapsed().ok());
+        self.0.active_state == "active" && since.is_some_and(|since| since > Duration::from_millis(300))
+    }
+}
+
 #[zbus::interface(name = "org.freedesktop.systemd1.Unit")]
 impl Described {
     #[zbus(property)]
@@ -136,7 +149,12 @@ impl Described {
 
     #[zbus(property)]
     fn active_state(&self) -> String {
-        self.0.active_state.into()
+        if self.is_later() { self.0.later.0.into() } else { self.0.active_state.into() }
+    }
+
+    #[zbus(property)]
+    fn sub_state(&self) -> String {
+        if self.is_later() { self.0.later.1.into() } else { "running".into() }
     }
 
     #[zbus(property)]

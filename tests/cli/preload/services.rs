@@ -136,10 +136,10 @@ fn an_outranked_drop_in_is_taken_back() {
 #[test]
 fn units_that_start_no_programs_are_refused() {
     on_a_host(|host| {
-        let members = ["a.service", "b.service", "c.service"].map(Unit::new);
-        let [mut first, mut below, other] = members;
-        (first.slice, below.slice) = ("batch.slice", "batch-night.slice");
-        let _systemd = Systemd::start(vec![first, below, other]);
+        let members = ["a.service", "b.service", "c.service", "user-runtime-dir@1000.service"].map(Unit::new);
+        let [mut first, mut below, other, mut directory] = members;
+        (first.slice, below.slice, directory.slice) = ("batch.slice", "batch-night.slice", "batch.slice");
+        let _systemd = Systemd::start(vec![first, below, other, directory]);
         for slice in [["--unit", "batch.slice"], ["--slice", "batch.slice"], ["--slice", "batch"]] {
             let refused = preload(host, &["enable", slice[0], slice[1]]);
             let lines: Vec<&str> = refused.stderr.lines().skip(1).collect();
@@ -212,13 +212,13 @@ fn only_root_changes_services_and_without_systemd_they_can_be_disabled() {
         let nobody = |verb: &str| said(host.command(verb).args(["--unit", "jupyter"]).uid(NOBODY).gid(NOBODY));
         nobody("enable").refused("only root may change jupyter.service: sudo nvsharectl preload enable --unit jupyter");
         nobody("disable").refused("sudo nvsharectl preload disable --unit jupyter");
-        preload(host, &["enable", "--unit", "jupyter"]).refused("systemd cannot be asked on the system bus");
+        preload(host, &["enable", "--unit", "jupyter"]).refused("cannot reach systemd on the system bus");
 
         fs::create_dir_all(Path::new(DROP_IN).parent().expect("a directory")).expect("a directory");
         fs::write(DROP_IN, "[Service]\nEnvironment=\"LD_PRELOAD=/mnt/lib/libnvshare.so\"\n").expect("a drop-in");
         assert!(nobody("status").fine().starts_with("on for jupyter.service: "));
         let off = preload(host, &["disable", "--unit", "jupyter"]).fine();
-        assert!(off.contains("note: systemd cannot be asked on the system bus"), "{off}");
+        assert!(off.contains("note: cannot reach systemd on the system bus"), "{off}");
         assert!(!Path::new(DROP_IN).exists());
     });
 }
