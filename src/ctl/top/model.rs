@@ -170,7 +170,11 @@ impl Sort {
 /// Earlier counters, of which amounts per time are made.
 #[derive(Debug, Default)]
 pub struct History {
+    /// Seconds that each program has had. While several hold a GPU, each has a part of the time, so that all of them together
+    /// never have more than there is.
     held: HashMap<Key, VecDeque<(Instant, f64)>>,
+    /// When the last figures came, and for how long each program had held its GPU then, in seconds.
+    last: Option<(Instant, HashMap<Key, f64>)>,
     moved: HashMap<String, (Instant, [u64; 2])>,
     rates: HashMap<String, (f64, f64)>,
 }
@@ -179,11 +183,25 @@ impl History {
     pub fn add(&mut self, snapshot: &Snapshot) {
         let at = snapshot.at;
         let mut held = std::mem::take(&mut self.held);
+        let uses =
+            snapshot.status.clients.iter().flat_map(|client| client.gpus.iter().map(move |usage| (client, usage)));
+        let lock_times: HashMap<Key, f64> =
+            uses.map(|(client, usage)| ((client.id, usage.uuid.clone()), usage.lock_time)).collect();
+        let (then, before) = self.last.replace((at, lock_times.clone())).unwrap_or((at, HashMap::new()));
+        let passed = at.saturating_duration_since(then).as_secs_f64();
+        let more = |key: &Key, now: f64| (now - before.get(key).copied().unwrap_or(now)).max(0.0);
+        let mut of_gpu: HashMap<&str, f64> = HashMap::new();
+        for (key, now) in &lock_times {
+            *of_gpu.entry(&key.1).or_default() += more(key, *now);
+        }
         for client in &snapshot.status.clients {
             for usage in &client.gpus {
                 let key = (client.id, usage.uuid.clone());
                 let mut samples = held.remove(&key).unwrap_or_default();
-                samples.push_back((at, usage.lock_time));
+                let all = of_gpu.get(usage.uuid.as_str()).copied().unwrap_or(0.0);
+                let part = if all > passed { passed / all } else { 1.0 };
+                let had = samples.back().map_or(0.0, |(_, had)| *had);
+                samples.push_back((at, had + more(&key, usage.lock_time) * part));
                 // The oldest one is at least as old as the window.
                 while samples.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= WINDOW) {
                     samples.pop_front();
@@ -204,7 +222,7 @@ impl History {
         }
     }
 
-    /// The part of the time for which a program had the lock, as far back as it is known.
+    /// The part of a GPU's time that a program had, as far back as it is known.
     fn had(&self, key: &Key) -> Option<f64> {
         let samples = self.held.get(key)?;
         let ((first, before), (last, after)) = (samples.front()?, samples.back()?);
@@ -306,8 +324,8 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
     }
 }
 
-/// What a program does on a GPU, in few words.
-fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>) -> (String, Tone) {
+/// What a program does on a GPU, in few words. `moves_in`: memory comes to that GPU.
+fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_in: bool) -> (String, Tone) {
     let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));
     let percent = |part: u64| (part as f64 * 100.0 / (resident.saturating_add(swapped).max(1) as f64)).floor();
     let leaving = || if resident == 0 { "leaving".into() } else { format!("leaving {} %", percent(swapped)) };
@@ -326,7 +344,7 @@ fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>) -> (String,
         return (if swapped < resident { leaving() } else { "paused".into() }, Tone::Plain);
     }
     let Some(usage) = usage else { return ("uses no GPU".into(), Tone::Plain) };
-    let is_coming = swapped > 0 && usage.allowance > resident;
+    let is_coming = swapped > 0 && usage.allowance > resident && moves_in;
     let coming = || format!("coming back {} %", percent(resident));
     let time = |of: Option<&HashMap<u64, f64>>| of.and_then(|times| times.get(&client.id)).copied();
     match usage.state.as_str() {
@@ -337,7 +355,6 @@ fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>) -> (String,
             Some(left) => (format!("runs, {} left", seconds(left)), Tone::Runs),
             None => ("runs".into(), Tone::Runs),
         },
-        "waiting" if is_coming => (coming(), Tone::Waits),
         "waiting" if usage.pending_limit.is_some() => ("waits for memory".into(), Tone::Waits),
         "waiting" => match time(gpu.and_then(|gpu| gpu.expected_starts.as_ref())) {
             Some(start) => (format!("waits, {}", about(start)), Tone::Waits),
@@ -372,7 +389,9 @@ pub fn rows(snapshot: &Snapshot, history: &History, sort: Sort) -> Vec<Row> {
                 had: history.had(&key),
                 waited: usage.map_or(0.0, |usage| usage.wait_time),
             };
-            let (state, tone) = state(client, usage, gpu);
+            // Without an earlier figure it is not known.
+            let rates = history.rates.get(&key.1);
+            let (state, tone) = state(client, usage, gpu, rates.is_none_or(|(into, _)| *into > 0.0));
             let pid = if client.pid > 0 { client.pid.to_string() } else { "?".into() };
             let row = Row {
                 depth: 2,

@@ -116,7 +116,7 @@ system.slice                                     14G      4G  75%  50%  1min 10s
   ollama.service                                 11G      0B  50%  50%      0.0s
     1201 ollama --serve  runs, 3.2s left         11G      0B  50%  50%      0.0s
   comfyui.service                                 3G      4G  25%   0%  1min 10s
-    1203 comfyui --serve coming back 42 %         3G      4G  25%   0%  1min 10s
+    1203 comfyui --serve waits, about 4s          3G      4G  25%   0%  1min 10s
 user-1000.slice                                   1G     11G  25%   0%       12s
   train.scope                                     1G      9G  25%   0%       12s
     1202 python3 --serve waits, about 13s         1G      9G  25%   0%       12s
@@ -290,7 +290,13 @@ fn states_are_told_in_few_words() {
         rows.into_iter().find(|row| row.program.as_ref().is_some_and(|p| p.pid == 1202)).expect("a row").state
     };
     assert_eq!(state(|_| ()), "waits, about 13s");
-    assert_eq!(state(|client| client.gpus[0].allowance = 2 * GIB), "coming back 10 %");
+    assert_eq!(
+        state(|client| client.gpus[0].allowance = 2 * GIB),
+        "waits, about 13s",
+        "without the lock, nothing comes"
+    );
+    let comes = |client: &mut Client| (client.gpus[0].state, client.gpus[0].allowance) = ("holding".into(), 2 * GIB);
+    assert_eq!(state(comes), "coming back 10 %");
     assert_eq!(state(|client| client.sleep = "preparing".into()), "leaving 90 %");
     assert_eq!(state(|client| client.sleep = "restoring".into()), "coming back, driver");
     assert_eq!(state(|client| client.sleep = "sleeping".into()), "asleep");
@@ -299,4 +305,56 @@ fn states_are_told_in_few_words() {
     assert_eq!(state(|client| client.gpus[0].state = "stuck".into()), "work does not end");
     assert_eq!(state(|client| client.gpus.clear()), "uses no GPU");
     assert_eq!(state(|client| client.id = 77), "waits", "when is not known");
+}
+
+#[test]
+fn programs_that_hold_a_gpu_together_share_its_time() {
+    let mut ui = Ui::new(false);
+    let begin = Instant::now();
+    for (second, held) in [(0, 5.0), (2, 7.0)] {
+        let mut shot = snapshot(begin + Duration::from_secs(second), held);
+        // Both have held it all the time.
+        shot.status.clients[1].gpus[0].lock_time = held;
+        ui.update(shot);
+    }
+    let had = |pid: u32| {
+        let row = ui.rows().into_iter().find(|row| row.program.as_ref().is_some_and(|program| program.pid == pid));
+        row.and_then(|row| row.amounts.had).expect("it is known")
+    };
+    assert_eq!((had(1201), had(1202), had(1203)), (0.5, 0.5, 0.0));
+}
+
+#[test]
+fn a_holder_whose_memory_does_not_move_runs() {
+    let mut ui = Ui::new(false);
+    let begin = Instant::now();
+    for second in [0, 2] {
+        let mut shot = snapshot(begin + Duration::from_secs(second), 5.0);
+        let usage = &mut shot.status.clients[0].gpus[0];
+        (usage.swapped, usage.allowance) = (GIB, 12 * GIB);
+        ui.update(shot);
+    }
+    let row = ui.rows().into_iter().find(|row| row.program.as_ref().is_some_and(|program| program.pid == 1201));
+    assert_eq!(row.expect("a row").state, "runs, 3.2s left");
+}
+
+#[test]
+fn what_is_wrong_stands_below_the_head() {
+    let mut ui = ui(false);
+    let problem =
+        "the configuration has an error: /etc/nvshare/nvshare.toml:2:16: time-quantum: \"banana\" is not a duration";
+    if let Some(shot) = &mut ui.snapshot {
+        shot.status.problems = vec![problem.into()];
+    }
+    let shown = lines(&drawn(&ui, 80, 24));
+    let below: Vec<&str> = shown.lines().skip(1).take(2).collect();
+    assert_eq!(below.join(" "), problem);
+    let mut nothing = Ui::new(false);
+    nothing.update(Snapshot {
+        status: Status { problems: vec![problem.into()], ..Status::default() },
+        pressure: Vec::new(),
+        at: Instant::now(),
+    });
+    nothing.is_text = true;
+    assert!(nothing.text(80).contains("the configuration has an error"), "{}", nothing.text(80));
 }
