@@ -362,9 +362,10 @@ fn pid(client: &Client) -> String {
 
 pub(super) fn command(client: &Client) -> String {
     match &client.command {
+        // A lock: who holds it, and what for.
+        _ if !client.why.is_empty() => format!("{}: {}", client.name, client.why),
         Some(command) if !command.is_empty() => command.clone(),
         _ if client.name.is_empty() => "?".into(),
-        _ if !client.why.is_empty() => format!("{}: {}", client.name, client.why),
         _ => client.name.clone(),
     }
 }
@@ -534,6 +535,17 @@ GPU 0  NVIDIA H200  GPU-1
             "{three}"
         );
         assert!(three.contains("  Client 2, and all that count with it, have weight 300 by rule"), "{three}");
+    }
+
+    #[test]
+    fn a_lock_is_named_by_its_owner_and_purpose_for_root_as_well() {
+        let lock = Client {
+            name: "Ann".into(),
+            why: "thesis".into(),
+            command: Some("nvsharectl lock --who Ann --why thesis -- sleep 6".into()),
+            ..Client::default()
+        };
+        assert_eq!(command(&lock), "Ann: thesis");
     }
 
     #[test]
