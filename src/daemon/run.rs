@@ -339,7 +339,7 @@ impl Startup {
                 }
                 _ = hang_up.recv() => {
                     let (control, core) = (control.clone(), core.clone());
-                    spawn_local(async move { control.reload(&core).await });
+                    spawn_local(async move { control.reload(&core, "the signal SIGHUP").await });
                 }
                 _ = terminate.recv() => break,
                 _ = interrupt.recv() => break,

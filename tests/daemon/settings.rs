@@ -278,3 +278,21 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     ctl(&daemon, &["reload"]);
     assert_eq!((problems(&daemon).as_str(), get(&daemon)), ("", before));
 }
+
+#[test]
+fn the_log_says_what_changed_from_what_to_what_and_by_whom() {
+    let daemon = start(Directory::new());
+    ctl(&daemon, &["set", "time-quantum", "45"]);
+    let line = daemon.log.wait("settings were changed by user ");
+    assert!(line.contains(" (nvsharectl, process ") && line.contains("): time-quantum from 20s to 45s"), "{line}");
+    ctl(&daemon, &["set-rule", "five", "user=5", "weight=7"]);
+    let line = daemon.log.wait("rule \"five\" was set by user ");
+    assert!(line.contains("weight = 7"), "{line}");
+    ctl(&daemon, &["unset-rule", "five"]);
+    daemon.log.wait("rule \"five\" was removed by user ");
+    fs::write(daemon.directory.0.join("nvshare.toml"), "max-wait = 9\n").expect("the file");
+    daemon.signal(libc::SIGHUP);
+    daemon.log.wait("settings were changed by the signal SIGHUP: max-wait from 1min 00s to 9.0s");
+    ctl(&daemon, &["reset"]);
+    daemon.log.wait("settings and rules set at run time were reset by user ");
+}

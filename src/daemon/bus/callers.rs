@@ -14,7 +14,7 @@ use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
 use crate::daemon::transport::peer::{self, Process, Where};
-use crate::identity::Identity;
+use crate::identity::{Identity, printable};
 use crate::sys::access;
 
 /// The way to identify callers.
@@ -210,6 +210,11 @@ impl Caller<'_> {
             Err(e) => format!("cannot examine {device}: {e}"),
         };
         Err(denied(format!("user {} may not {what}: {why}", self.uid)))
+    }
+
+    /// The caller, for the log: `user 0 (nvsharectl, process 77)`.
+    pub fn label(&self) -> String {
+        format!("user {} ({}, process {})", self.uid, printable(&self.program()), self.pid)
     }
 
     /// The short name of the caller's process, for people.

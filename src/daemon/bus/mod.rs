@@ -56,10 +56,11 @@ pub enum Request {
     Explain(u32, oneshot::Sender<fdo::Result<Vec<String>>>),
     /// What was used.
     Usage(Query, oneshot::Sender<Answer>),
-    Set(Change, oneshot::Sender<Result<(), Failure>>),
+    /// Changes a setting, for a caller that the log names, as for all that follow with a name.
+    Set(Change, String, oneshot::Sender<Result<(), Failure>>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
-    SetRule(Box<Addition>, oneshot::Sender<Result<(), Failure>>),
+    SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),
     /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
     /// Sets all claims of this node. The answer has those that are refused; an error: this daemon has no claims.
@@ -98,9 +99,9 @@ pub enum Request {
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
     /// The machine is about to sleep, or has woken up. The answer comes once all memory that can leave the GPUs has left.
     Sleep(bool, oneshot::Sender<()>),
-    Reload(oneshot::Sender<Result<(), String>>),
+    Reload(String, oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
-    Reset(oneshot::Sender<Result<(), Failure>>),
+    Reset(String, oneshot::Sender<Result<(), Failure>>),
 }
 
 /// A changed setting, of an authorized caller.

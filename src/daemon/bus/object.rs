@@ -112,7 +112,7 @@ impl Object {
             tokio::time::sleep(USAGE_PERIOD).await;
             drop(turn);
         });
-        let rows = rows.map_err(|why| fdo::Error::Failed(format!("what was used is not known: {why}")))?;
+        let rows = rows.map_err(|why| fdo::Error::Failed(format!("cannot read usage records: {why}")))?;
         Ok(rows.into_iter().map(|(key, amounts)| present_usage(key, &amounts, &by)).collect())
     }
 
@@ -240,13 +240,10 @@ impl Object {
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
         // Before the rule is read: reading may look up users elsewhere, which takes authorization.
-        self.callers
-            .identify(Some(&header), connection)
-            .await?
-            .may_change(&format!("change the rule {name:?}"), &name)
-            .await?;
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_change(&format!("change the rule {name:?}"), &name).await?;
         let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
-        self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await?
+        self.ask(|reply| Request::SetRule(Box::new(addition), caller.label(), reply)).await?
     }
 
     #[zbus(out_args("refused"))]
@@ -320,8 +317,10 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("reload the configuration", "").await?;
-        Ok(self.ask(Request::Reload).await?.map_err(Error::InvalidConfiguration)?)
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_change("reload the configuration", "").await?;
+        let reloaded = self.ask(|reply| Request::Reload(caller.label(), reply)).await?;
+        Ok(reloaded.map_err(Error::InvalidConfiguration)?)
     }
 
     async fn reset(
@@ -329,8 +328,9 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("reset the settings", "").await?;
-        self.ask(Request::Reset).await?
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_change("reset the settings", "").await?;
+        self.ask(|reply| Request::Reset(caller.label(), reply)).await?
     }
 
     #[zbus(out_args("clients"))]
@@ -447,8 +447,9 @@ impl Object {
         header: Option<&Header<'_>>,
         connection: &Connection,
     ) -> Result<(), Failure> {
-        self.callers.identify(header, connection).await?.may_change(what, "").await?;
-        self.ask(|reply| Request::Set(change, reply)).await?
+        let caller = self.callers.identify(header, connection).await?;
+        caller.may_change(what, "").await?;
+        self.ask(|reply| Request::Set(change, caller.label(), reply)).await?
     }
 
     async fn set_paused(

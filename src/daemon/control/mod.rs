@@ -102,30 +102,30 @@ impl Control {
                 spawn_local(evacuate(core.clone(), done));
             }
             // The others read or write files, which must not hold the scheduling loop up.
-            Request::Reload(reply) => {
+            Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
-                spawn_local(async move { reply.send(control.reload(&core).await) });
+                spawn_local(async move { reply.send(control.reload(&core, &by).await) });
             }
-            Request::Set(change, reply) => {
+            Request::Set(change, by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
-                spawn_local(async move { reply.send(control.set(&core, change).await) });
+                spawn_local(async move { reply.send(control.set(&core, change, &by).await) });
             }
-            Request::SetRule(addition, reply) => {
+            Request::SetRule(addition, by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
-                spawn_local(async move { reply.send(control.set_rule(&core, *addition).await) });
+                spawn_local(async move { reply.send(control.set_rule(&core, *addition, &by).await) });
             }
-            Request::Reset(reply) => {
+            Request::Reset(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
-                spawn_local(async move { reply.send(control.reset(&core).await) });
+                spawn_local(async move { reply.send(control.reset(&core, &by).await) });
             }
         }
     }
 
-    /// Reads the configuration file again.
+    /// Reads the configuration file again. `by`: who has it read, for the log.
     ///
     /// # Errors
     /// If the file is wrong. Then nothing changes.
-    pub async fn reload(&self, core: &RefCell<Core>) -> Result<(), String> {
+    pub async fn reload(&self, core: &RefCell<Core>, by: &str) -> Result<(), String> {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
@@ -133,10 +133,10 @@ impl Control {
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
-            self.configure(core, config);
+            self.configure(core, config, by);
         });
         match &result {
-            Ok(()) => info!(name: "configuration-read", "the configuration was reloaded"),
+            Ok(()) => info!(name: "configuration-read", by, "the configuration was reloaded by {by}"),
             Err(e) => warn!(name: "configuration-wrong", "the configuration is unchanged: {e}"),
         }
         systemd::ready();
@@ -144,40 +144,44 @@ impl Control {
     }
 
     /// Changes a setting at run time.
-    async fn set(&self, core: &RefCell<Core>, change: Change) -> Result<(), Failure> {
+    async fn set(&self, core: &RefCell<Core>, change: Change, by: &str) -> Result<(), Failure> {
         self.changes.begin().await.set(change).await?;
         let mut core = core.borrow_mut();
         let mut config = core.config.clone();
         change.apply(&mut config.settings);
-        core.configure(config);
+        core.configure(config, by);
         Ok(())
     }
 
     /// Sets or removes a rule at run time.
-    async fn set_rule(&self, core: &RefCell<Core>, addition: Addition) -> Result<(), Failure> {
+    async fn set_rule(&self, core: &RefCell<Core>, addition: Addition, by: &str) -> Result<(), Failure> {
         let turn = self.changes.begin().await;
         if let Some(text) = addition.rule().and_then(|rule| core.borrow().config.rules.contradicted(rule)) {
             return Err(fdo::Error::InvalidArgs(text).into());
         }
         let name = addition.name().to_owned();
+        let keys = addition.rule().map(|rule| rule.to_table().to_string().trim_end().replace('\n', ", "));
         turn.set_rule(addition).await?;
         let mut core = core.borrow_mut();
         let mut config = core.config.clone();
         self.changes.apply(&mut config);
-        core.configure(config);
-        info!(name: "rules-changed", "rule {name:?} was set or removed at run time");
+        core.configure(config, by);
+        match keys {
+            Some(keys) => info!(name: "rules-changed", rule = name, by, "rule {name:?} was set by {by}: {keys}"),
+            None => info!(name: "rules-changed", rule = name, by, "rule {name:?} was removed by {by}"),
+        }
         Ok(())
     }
 
     /// Forgets the changes made at run time.
-    async fn reset(&self, core: &RefCell<Core>) -> Result<(), Failure> {
+    async fn reset(&self, core: &RefCell<Core>, by: &str) -> Result<(), Failure> {
         let _one_at_a_time = self.loading.lock().await;
         // Read before anything is forgotten, so that a mistake in the file leaves everything as it is.
         let config = self.load(core).await.map_err(Error::InvalidConfiguration)?;
         let turn = self.changes.begin().await;
         turn.reset().await?;
-        self.configure(core, config);
-        info!(name: "settings-reset", "settings changed at run time were reset");
+        self.configure(core, config, by);
+        info!(name: "settings-reset", by, "settings and rules set at run time were reset by {by}");
         Ok(())
     }
 
@@ -196,9 +200,9 @@ impl Control {
         Ok(config)
     }
 
-    fn configure(&self, core: &RefCell<Core>, config: Config) {
+    fn configure(&self, core: &RefCell<Core>, config: Config, by: &str) {
         self.log.set(self.log_level.unwrap_or(config.log_level));
-        core.borrow_mut().configure(config);
+        core.borrow_mut().configure(config, by);
     }
 }
 

@@ -33,7 +33,7 @@ use super::usage::Usage;
 use super::{bundle, counts, placement, sleep};
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
-use crate::config::{Config, names};
+use crate::config::{Config, names, units};
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::host_memory::{HostAhead, HostMemory};
 use crate::daemon::gpu::nvml::{self, DriverVersions, Query, Sample};
@@ -387,8 +387,8 @@ impl Core {
         }
     }
 
-    /// Applies a configuration.
-    pub fn configure(&mut self, config: Config) {
+    /// Applies a configuration. `by`: who changed it, for the log.
+    pub fn configure(&mut self, config: Config, by: &str) {
         let before = std::mem::replace(&mut self.config, config);
         self.config.rules.put_last(self.claims.rules(), self.pods.rules());
         self.budgets.set_clients(self.config.max_clients_per_tenant);
@@ -405,14 +405,16 @@ impl Core {
             warn!("[metrics] listen changed; restart the scheduler to apply it");
         }
         let settings = sleep::settings(&self.config, self.driver.driver.as_deref());
-        if *self.settings.borrow() != settings {
+        let changes = changes(&self.settings.borrow(), &settings);
+        if !changes.is_empty() {
             info!(
                 name: "settings-changed",
                 time_quantum = settings.time_quantum.as_secs(),
                 max_wait = settings.max_wait.as_secs(),
                 anti_thrash = names::anti_thrash_name(settings.anti_thrash),
                 policy = names::policy_name(settings.policy),
-                "settings changed"
+                by,
+                "settings were changed by {by}: {changes}"
             );
             self.apply(Event::Configure(settings.clone()));
             self.settings.send_replace(settings);
@@ -454,5 +456,50 @@ impl Core {
         for client in self.clients.values().filter(|client| client.stored_as.is_none()) {
             client.connection.close();
         }
+    }
+}
+
+/// What differs between settings: `time-quantum from 30s to 45s`. Empty if nothing does.
+fn changes(before: &Settings, now: &Settings) -> String {
+    let texts = |settings: &Settings| {
+        let Settings {
+            time_quantum,
+            max_wait,
+            time_period,
+            anti_thrash,
+            policy,
+            placement,
+            reserve,
+            context,
+            sleep_after,
+        } = settings;
+        [
+            ("time-quantum", units::duration(*time_quantum)),
+            ("max-wait", units::duration(*max_wait)),
+            ("time-period", units::duration(*time_period)),
+            ("anti-thrash", names::anti_thrash_name(*anti_thrash).to_owned()),
+            ("policy", names::policy_name(*policy).to_owned()),
+            ("placement", format!("{placement:?}").to_lowercase()),
+            ("memory.reserve", units::size(*reserve)),
+            ("memory.context", units::size(*context)),
+            ("sleep-after", sleep_after.map_or_else(|| "never".to_owned(), units::duration)),
+        ]
+    };
+    let both = texts(before).into_iter().zip(texts(now));
+    let changed = both.filter(|((_, before), (_, now))| before != now);
+    let changed = changed.map(|((name, before), (_, now))| format!("{name} from {before} to {now}"));
+    changed.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_name_the_old_and_the_new_value() {
+        let before = Config::default().settings;
+        let now = Settings { time_quantum: Duration::from_secs(45), sleep_after: None, ..before.clone() };
+        assert_eq!(changes(&before, &before), "");
+        assert!(changes(&before, &now).starts_with("time-quantum from 30s to 45s, sleep-after from "));
     }
 }
