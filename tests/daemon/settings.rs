@@ -296,3 +296,25 @@ fn the_log_says_what_changed_from_what_to_what_and_by_whom() {
     ctl(&daemon, &["reset"]);
     daemon.log.wait("settings and rules set at run time were reset by user ");
 }
+
+#[test]
+fn a_user_learns_why_memory_was_refused_also_afterwards() {
+    let daemon = start(Directory::new());
+    let user = rustix::process::geteuid().as_raw().to_string();
+    ctl(&daemon, &["set-rule", "small", &format!("user={user}"), "memory-max=2G"]);
+    let client = daemon.client();
+    client.attach();
+    client.send(nvshare_wire::ClientMessage::RequestLimit { slot: 0, bytes: 3 * GIB });
+    daemon.log.wait("is refused memory");
+    let why = || {
+        let output = daemon.ctl(&["why", &std::process::id().to_string()]);
+        assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
+        output.stdout
+    };
+    let expected = " is refused memory: it requests 3 GiB in total";
+    let now = why();
+    assert!(now.contains("s ago, ") && now.contains(expected) && now.contains("memory-max of rule \"small\""), "{now}");
+    drop(client);
+    test_support::wait_for("its end", || why().starts_with("It has ended. ").then_some(()));
+    assert!(why().contains(expected), "{}", why());
+}

@@ -58,10 +58,14 @@ impl Core {
         let is_meant = |identity_pid: i32| pid > 0 && i64::from(identity_pid) == i64::from(pid);
         let clients = self.clients.iter().filter(|(_, client)| is_meant(client.identity.pid)).map(|(id, _)| *id);
         let clients: Vec<ClientId> = clients.collect();
+        let now = clock::now();
+        let refusal = self.refusal_sentence(pid, now);
+        if let (true, Some(refusal)) = (clients.is_empty(), &refusal) {
+            return Ok(vec![format!("It has ended. {refusal}")]);
+        }
         if clients.is_empty() {
             return Err(fdo::Error::InvalidArgs(format!("no program under nvshare has the process id {pid}")));
         }
-        let now = clock::now();
         let mut text = Vec::new();
         for client in clients {
             let all = self.machine.explain(client, now);
@@ -75,6 +79,7 @@ impl Core {
                 text.push("It runs once it has all of these GPUs.".into());
             }
         }
+        text.extend(refusal);
         Ok(text)
     }
 }

@@ -5,10 +5,22 @@ use tracing::debug;
 use super::event_log::{is_recent, log_client};
 use super::state::Core;
 use crate::config::units;
+use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
 
 /// Number of clients with most memory that are named.
 const MAX_NAMED: usize = 5;
+
+/// Refusals that are kept for their users, the newest of each process.
+const MAX_KEPT: usize = 256;
+
+/// A process that was refused memory.
+#[derive(Debug)]
+pub struct Refusal {
+    pid: i32,
+    text: String,
+    at: Time,
+}
 
 impl Core {
     /// Logs that a client is refused memory, and why.
@@ -19,17 +31,32 @@ impl Core {
             return;
         }
         stats.refusal_logged = Some(now);
-        match why {
+        let text = match why {
             Denial::NoContext => self.log_no_context(client, gpu, bytes),
             Denial::Unmappable => self.log_unmappable(client, gpu, bytes),
             Denial::EnvLimit => self.log_env_limit(client, gpu, bytes),
             Denial::NoRoom => self.log_no_room(client, gpu, bytes),
             _ => self.log_rule_limit(client, gpu, bytes, why),
+        };
+        let pid = self.identity(client).map_or(0, |identity| identity.pid);
+        if let Some(text) = text.filter(|_| pid > 0) {
+            self.refusals.retain(|refusal| refusal.pid != pid);
+            if self.refusals.len() >= MAX_KEPT {
+                self.refusals.pop_front();
+            }
+            self.refusals.push_back(Refusal { pid, text, at: now });
         }
     }
 
+    /// When a process was last refused memory and why, in a sentence: its user may not read the journal.
+    pub(super) fn refusal_sentence(&self, pid: u32, now: Time) -> Option<String> {
+        let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
+        let ago = units::duration(now.saturating_sub(refusal.at));
+        Some(format!("{ago} ago, {}.", printable(&refusal.text)))
+    }
+
     /// Neither the GPU nor host memory has room.
-    fn log_no_room(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+    fn log_no_room(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
             attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
         };
@@ -42,10 +69,19 @@ impl Core {
             Some(format!("{} (pid {}) {}", identity.name, identity.pid, units::size(*demand)))
         });
         let named: Vec<String> = named.collect();
-        let Some(identity) = self.identity(client) else { return };
+        let identity = self.identity(client)?;
         let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
         let (host, promised) = self.machine.host();
         let host = host.unwrap_or(0);
+        let text = format!(
+            "{} is refused memory: it requests {} in total, and what does not fit on the GPU ({}) does not fit in host memory \
+             ({}) either; the largest users are {}: end one of them, or raise max in [swap]",
+            identity.name,
+            units::size(bytes),
+            units::size(capacity),
+            units::size(host),
+            if named.is_empty() { "none".into() } else { named.join(", ") }
+        );
         log_client!(
             warn,
             name: "memory-refused",
@@ -56,36 +92,19 @@ impl Core {
             capacity,
             host,
             host_promised = promised,
-            "{} is refused memory: it requests {} in total, and what does not fit on the GPU ({}) does not fit in host memory \
-             ({}) either; the largest users are {}: end one of them, or raise max in [swap]",
-            identity.name,
-            units::size(bytes),
-            units::size(capacity),
-            units::size(host),
-            if named.is_empty() { "none".into() } else { named.join(", ") }
+            "{text}"
         );
+        Some(text)
     }
 
     /// The GPU has no room for a context beside another program.
-    fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) {
-        let Some(identity) = self.identity(client) else { return };
-        log_client!(
-            warn,
-            name: "memory-refused",
-            client,
-            identity,
-            gpu = self.label(gpu),
-            bytes,
+    fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
+        let identity = self.identity(client)?;
+        let text = format!(
             "{} is refused a CUDA context: another program, which needs nearly all of the GPU, would no longer fit; with \
              on-memory-full = \"wait\" in its rule, it waits until that program ends",
             identity.name
         );
-    }
-
-    /// The driver cannot map as much memory as the client has allocated.
-    fn log_unmappable(&self, client: ClientId, gpu: GpuId, bytes: u64) {
-        let Some(identity) = self.identity(client) else { return };
-        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
         log_client!(
             warn,
             name: "memory-refused",
@@ -93,17 +112,37 @@ impl Core {
             identity,
             gpu = self.label(gpu),
             bytes,
+            "{text}"
+        );
+        Some(text)
+    }
+
+    /// The driver cannot map as much memory as the client has allocated.
+    fn log_unmappable(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
+        let identity = self.identity(client)?;
+        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
+        let text = format!(
             "{} is refused memory: it requests {} in total, and the driver maps no more than {}, although no other client \
              has memory on the GPU",
             identity.name,
             units::size(bytes),
             units::size(capacity)
         );
+        log_client!(
+            warn,
+            name: "memory-refused",
+            client,
+            identity,
+            gpu = self.label(gpu),
+            bytes,
+            "{text}"
+        );
+        Some(text)
     }
 
     /// A rule limits the client's group.
-    fn log_rule_limit(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) {
-        let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return };
+    fn log_rule_limit(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) -> Option<String> {
+        let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return None };
         let everywhere = why == Denial::SwapMax;
         let (key, max) = match why {
             Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
@@ -120,6 +159,14 @@ impl Core {
                 format!(", contexts of the group take {}", units::size(self.machine.contexts_of_group(client, gpu)))
             }
         };
+        let text = format!(
+            "{} is refused memory: it requests {} in total, other programs of its group have {}{contexts}, and {key} of \
+             rule {rule} allows the group {} in all",
+            entry.identity.name,
+            units::size(bytes),
+            units::size(used),
+            units::size(max)
+        );
         log_client!(
             warn,
             name: "memory-refused",
@@ -129,19 +176,21 @@ impl Core {
             bytes,
             rule = rule.to_string(),
             memory_max = max,
-            "{} is refused memory: it requests {} in total, other programs of its group have {}{contexts}, and {key} of \
-             rule {rule} allows the group {} in all",
-            entry.identity.name,
-            units::size(bytes),
-            units::size(used),
-            units::size(max)
+            "{text}"
         );
+        Some(text)
     }
 
     /// The client's own environment limits it.
-    fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) {
-        let Some(entry) = self.clients.get(&client) else { return };
+    fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
+        let entry = self.clients.get(&client)?;
         let limits = entry.env_limits.in_words(self.rule_of(client));
+        let text = format!(
+            "{} is refused memory: it requests {} in total beside a context of {}, and its environment sets {limits}",
+            entry.identity.name,
+            units::size(bytes),
+            units::size(self.machine.counted_context(client, gpu))
+        );
         log_client!(
             info,
             name: "memory-refused",
@@ -149,11 +198,9 @@ impl Core {
             &entry.identity,
             gpu = self.label(gpu),
             bytes,
-            "{} is refused memory: it requests {} in total beside a context of {}, and its environment sets {limits}",
-            entry.identity.name,
-            units::size(bytes),
-            units::size(self.machine.counted_context(client, gpu))
+            "{text}"
         );
+        Some(text)
     }
 
     /// Logs the first of several times in a row that a client was granted a GPU and the driver could not map its memory.

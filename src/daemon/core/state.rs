@@ -24,6 +24,7 @@ use super::moves::Reply;
 use super::paused::Paused;
 use super::pods::Pods;
 use super::pressure::Pressure;
+use super::refusals::Refusal;
 use super::rooms::Room;
 use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
@@ -87,6 +88,8 @@ pub struct Core {
     pub(super) departed: BTreeMap<u32, Time>,
     /// Processes of the clients that have ended last: the recording has only their ids.
     pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
+    /// Processes that were refused memory, the newest last; also after they have ended.
+    pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
     pub(super) counts: counts::Counts,
@@ -332,6 +335,7 @@ impl Core {
             swap_files: SwapFiles::default(),
             departed: BTreeMap::new(),
             ended: VecDeque::new(),
+            refusals: VecDeque::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
             counts: counts::Counts::default(),
