@@ -82,7 +82,7 @@ impl PlacementClient {
                     }
                 }
                 SchedulerMessage::Unplaced { outcome: NoPlacement::NoGpu, text } => {
-                    return Err(CtlError::Failed(format!("there is no GPU for the command: {}", text.as_str())));
+                    return Err(CtlError::Failed(format!("cannot place the command on a GPU: {}", text.as_str())));
                 }
                 SchedulerMessage::Unplaced { outcome: NoPlacement::Free, text } => {
                     if !text.as_str().is_empty() {

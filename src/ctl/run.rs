@@ -7,8 +7,11 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use nvshare_wire::env_limits::LimitName;
+
 use super::place::{self, GpuRequest};
 use super::{CtlError, Target, run_progress};
+use crate::config::rules::{EnvLimits, variable};
 
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
@@ -18,6 +21,10 @@ pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command
     let Some((program, arguments)) = command.split_first() else {
         return CtlError::Failed("there is no command to run".into());
     };
+    // A typo must not be no limit.
+    if let Some(mistake) = env_limits().mistake() {
+        return CtlError::Failed(mistake);
+    }
     let library = match find(library) {
         Ok(library) => library,
         Err(e) => return e,
@@ -33,6 +40,17 @@ pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command
     run_progress::begin(target);
     let error = starting.exec();
     CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error }
+}
+
+/// The limits that the environment sets.
+fn env_limits() -> EnvLimits {
+    let mut limits = EnvLimits::default();
+    for limit in LimitName::ALL {
+        if let Some(value) = std::env::var_os(variable(limit)).filter(|value| !value.is_empty()) {
+            limits.set(limit, &value.to_string_lossy());
+        }
+    }
+    limits
 }
 
 /// The library: the one that was asked for, or the one beside this program, or the one that the loader finds.

@@ -164,6 +164,10 @@ fn run_becomes_its_command() {
     let list = Output::of(ctl().args(["run", "sh", "-c", "echo $LD_PRELOAD"]).env("NVSHARE_LIBRARY", &library));
     assert_eq!(list.stdout, format!("{}\n", library.display()));
 
+    let typo = Output::of(run().arg("true").env("NVSHARE_MEMORY_MAX", "lots"));
+    assert_eq!(typo.code, Some(1));
+    assert!(typo.stderr.starts_with("nvsharectl: NVSHARE_MEMORY_MAX: "), "{}", typo.stderr);
+
     let missing = Output::of(run().arg("no-such-command-anywhere"));
     assert_eq!(missing.code, Some(127));
     assert!(missing.stderr.contains("cannot run no-such-command-anywhere: No such file"), "{}", missing.stderr);

@@ -113,7 +113,7 @@ fn run_gives_a_command_as_many_gpus_as_it_asks_for() {
     assert_eq!((report.number("gpus"), number_of(&machine, &report)), (2, 1), "the better one is the first");
     let mut refused = machine.run(&["--gpus", "3"], LOOK).quiet().start();
     assert_eq!(refused.wait().code(), Some(1));
-    let expected = "nvsharectl: there is no GPU for the command: it requests 3 GPUs and may use 2\n";
+    let expected = "nvsharectl: cannot place the command on a GPU: it requests 3 GPUs and may use 2\n";
     assert_eq!(refused.stderr(), expected);
     drop(stays);
 }
@@ -226,4 +226,13 @@ fn nvml_counts_the_gpus_that_a_program_was_given() {
 
     let chosen = machine.program("info --nvml 1").env("CUDA_VISIBLE_DEVICES", "1").start().finish();
     assert_eq!(["gpus", "nvml_gpus"].map(|name| chosen.number(name)), [1, 2], "as without nvshare");
+}
+
+#[test]
+fn a_command_that_needs_more_memory_than_any_gpu_has_is_not_started() {
+    let machine = two_gpus("none", "");
+    let mut refused = machine.run(&["--memory", "2G"], LOOK).start();
+    assert_eq!(refused.wait().code(), Some(1));
+    let expected = "nvsharectl: cannot place the command on a GPU: it requests 2 GiB of memory, and the largest GPU that it may use has 256 MiB\n";
+    assert_eq!(refused.stderr(), expected);
 }

@@ -90,6 +90,12 @@ impl EnvLimits {
         self.0.keys().filter_map(|limit| self.remark(*limit, rule)).collect()
     }
 
+    /// A mistake in a limit, with the variable's name.
+    pub fn mistake(&self) -> Option<String> {
+        let mut wrong = self.0.iter().filter_map(|(limit, env)| Some((limit, env.value.as_ref().err()?)));
+        wrong.next().map(|(limit, why)| format!("{}: {why}", variable(*limit)))
+    }
+
     /// The limits in effect, in the syntax of a rule: `memory-max 8 GiB, weight 10`.
     pub fn in_words(&self, rule: Option<&Rule>) -> String {
         let limits = self.0.keys().filter(|limit| self.remark(**limit, rule).is_none());

@@ -11,6 +11,7 @@ use super::state::{Core, Gpu};
 use super::views::NamedGpu;
 use crate::config::rules::variable;
 use crate::config::rules::{GpuName, Rule};
+use crate::config::units;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::PlacementQuery;
 use crate::identity::Identity;
@@ -96,6 +97,15 @@ impl Core {
         }
         let policy = self.config.settings.placement;
         let is_request = query.count > 0 || query.bytes.is_some();
+        let largest = left.iter().map(|(_, gpu, _)| gpu.total).max();
+        if let (Some(bytes), Some(largest)) = (query.bytes, largest)
+            && bytes > largest
+        {
+            let (bytes, largest) = (units::size(bytes), units::size(largest));
+            return Choice::None(format!(
+                "it requests {bytes} of memory, and the largest GPU that it may use has {largest}"
+            ));
+        }
         if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
             let mut candidates = ids(&left);
             if query.count > 1 {
