@@ -175,7 +175,7 @@ impl ClientThread {
     /// Does what is due. Returns the time until more is, unless a message arrives.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
-            self.report_offline("running without taking turns on the GPU");
+            self.report_offline("programs run at the same time, and take turns by a lock file where memory is short");
         }
         let mut wait = Duration::from_secs(3600);
         if let Some(since) = self.disconnected_since {
