@@ -46,6 +46,12 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
         let ends = request.lasts.map(|lasts| Instant::now() + lasts);
         let mut room = Room::make(target, request, &mut Progress::new()).await?;
         let mut command = Running::start(command)?;
+        if command.is_none() {
+            let until = request
+                .lasts
+                .map_or("until this is interrupted".into(), |lasts| format!("for {}", units::duration(lasts)));
+            eprintln!("nvsharectl: {} are free, and kept free {until}", units::size(request.bytes));
+        }
         loop {
             select! {
                 status = command.ends() => return Ok(exit_code(status)),
