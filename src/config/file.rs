@@ -392,7 +392,7 @@ mod tests {
             ),
             (
                 "time-quantum = \"soon\"",
-                "nvshare.toml:1:16: time-quantum: \"soon\" is not a duration: write a number and ms, s, min or h, like \"30s\"",
+                "nvshare.toml:1:16: time-quantum: \"soon\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"",
             ),
             (
                 "time-quantum = true",

@@ -33,7 +33,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 
 /// Reads `30s`, `2min`, `1min 30s`, `500ms`, `20us`, `1h` or a plain number of seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("\"{text}\" is not a duration: write a number and ms, s, min or h, like \"30s\"");
+    let wrong = || format!("\"{text}\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"");
     let mut rest = text.trim();
     let mut total: u64 = 0;
     loop {

@@ -397,12 +397,12 @@ pub enum Preload {
 pub enum Setting {
     /// How long a program keeps a GPU while others wait: whole seconds, from 1 to 3600
     TimeQuantum {
-        #[arg(value_parser = parse_seconds, value_hint = ValueHint::Other)]
+        #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
     },
     /// How long the last of those who wait is to wait, in the mode auto: whole seconds up to 3600, or 0 for no bound
     MaxWait {
-        #[arg(value_parser = parse_seconds, value_hint = ValueHint::Other)]
+        #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
     },
     /// Whether programs exclude each other on a GPU
@@ -427,7 +427,9 @@ fn parse_room(text: &str) -> Result<Duration, String> {
 
 /// `-10min`: so long ago.
 fn parse_since(text: &str) -> Result<Duration, String> {
-    let ago = text.strip_prefix('-').ok_or_else(|| format!("{text:?} is no time before now, like \"-10min\""))?;
+    let ago = text
+        .strip_prefix('-')
+        .ok_or_else(|| format!("write {text:?} with a minus, since it is a time before now: \"-10min\""))?;
     units::parse_duration(ago)
 }
 

@@ -117,6 +117,10 @@ fn mistakes_have_their_exit_codes_and_sentences() {
     for arguments in usage {
         assert_eq!(daemon.ctl(arguments).code, Some(2), "{arguments:?}");
     }
+    let negative = daemon.ctl(&["set", "time-quantum", "-5"]).stderr;
+    assert!(negative.contains("\"-5\" is not a duration") && !negative.contains("tip:"), "{negative}");
+    let since = daemon.ctl(&["report", "--since", "7d"]).stderr;
+    assert!(since.contains("write \"7d\" with a minus, since it is a time before now"), "{since}");
     assert!(daemon.ctl(&["-S", "maybe"]).stderr.contains("\"auto\", \"on\" or \"off\" are allowed"));
     assert_eq!(
         daemon.ctl(&["get"]).stdout,

@@ -410,7 +410,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         (both("gpu-time = \"0s\""), "7:12: gpu-time cannot be 0: a longer time is allowed"),
         (
             both("cpu-time = \"soon\""),
-            "7:12: \"soon\" is not a duration: write a number and ms, s, min or h, like \"30s\"",
+            "7:12: \"soon\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"",
         ),
         (both("drain = \"9000d\""), "7:9: that is too long: at most 3650d is allowed"),
         (both("rule = { weight = 0 }"), "7:19: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
