@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use nvshare::config::{Config, LogLevel, paths};
+use nvshare::config::file::Sources;
+use nvshare::config::{LogLevel, paths};
 use nvshare::daemon::{self, Options};
 
 /// Decides which CUDA program may use which GPU, and tells programs when to move their memory.
@@ -87,10 +88,16 @@ fn main() -> ExitCode {
 }
 
 fn check_config(arguments: &Arguments) -> ExitCode {
-    match Config::load(arguments.config.as_deref()) {
-        Ok(_) => {
-            let path = arguments.config.as_deref().unwrap_or(paths::CONFIGURATION.as_ref());
-            println!("{}: the configuration is right", path.display());
+    let read = Sources::read(arguments.config.as_deref()).and_then(|sources| sources.config().map(|_| sources));
+    match read {
+        Ok(sources) => {
+            let files: Vec<String> = sources.paths().map(|path| path.display().to_string()).collect();
+            match files.is_empty() {
+                true => {
+                    println!("the defaults are in effect: {} does not exist, nor do drop-ins", paths::CONFIGURATION)
+                }
+                false => println!("the configuration has no errors: {}", files.join(", ")),
+            }
             ExitCode::SUCCESS
         }
         Err(e) => {

@@ -236,7 +236,8 @@ fn a_wrong_configuration_file_keeps_it_from_starting() {
 
     std::fs::write(&config, "time-quantum = \"1min\"\n").expect("a file");
     let output = Output::of(command(&directory.0).arg("--config").arg(&config).arg("--check-config"));
-    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
+    let expected = format!("the configuration has no errors: {}\n", config.display());
+    assert_eq!((output.code, output.stdout, output.stderr.as_str()), (Some(0), expected, ""));
 
     // Its drop-ins are part of it.
     let drop_in = directory.0.join("nvshare.toml.d/rules.toml");
