@@ -48,7 +48,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Set(Setting::Policy { value })) => settings::set(&target, &[Change::Policy(value)]),
         Some(Verb::SetRule { name, keys }) => rules::set(&target, &name, &keys),
         Some(Verb::UnsetRule { name }) => rules::set(&target, &name, &[]),
-        Some(Verb::Reset) => settings::reset(&target),
+        Some(Verb::Reset) => print(&settings::reset(&target)?),
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
         Some(Verb::Pressure(_)) => print(&pressure::show(&target, json)?),

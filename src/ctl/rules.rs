@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use toml::Value;
 use zbus::{OwnedVariant, Variant};
 
-use super::{CtlError, Target, block_on, password};
+use super::{CtlError, Target, block_on, password, status};
 use crate::bus::SchedulerProxy;
 use crate::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
+use crate::identity::printable;
 
 /// Keys whose value is a list; commas are between its parts.
 const LISTS: [&str; 1] = ["allowed-gpus"];
@@ -52,10 +53,23 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
         // Keys of later versions come before all others.
         let place = |key: &str| SUBJECT_KEYS.iter().chain(&LIMIT_KEYS).position(|known| *known == key);
         keys.sort_by_key(|(key, _)| (place(key), key.clone()));
-        let lines = keys.into_iter().filter_map(|(key, value)| Some(format!("{key} = {}\n", plain(&value)?)));
+        let lines = keys.into_iter().filter_map(|(key, value)| {
+            let name = match &*value {
+                Variant::I64(uid) if key == "user" => u32::try_from(*uid).ok().and_then(status::name_of),
+                _ => None,
+            };
+            let name = name.map_or(String::new(), |name| format!(" # {}", printable(&name)));
+            Some(format!("{key} = {}{name}\n", plain(&value)?))
+        });
         format!("\n# {origin}\n[[rule]]\n{}", lines.collect::<String>())
     };
     rules.into_iter().map(one).collect()
+}
+
+/// The name of a rule, if it was set at run time.
+pub(super) fn set_at_run_time(rule: &HashMap<String, OwnedVariant>) -> Option<String> {
+    let text = |key: &str| rule.get(key).and_then(|value| <&str>::try_from(value).ok());
+    (text("origin") == Some("set at run time")).then(|| text("name").unwrap_or_default().to_owned())
 }
 
 /// A rule with its keys, as JSON.
@@ -99,12 +113,13 @@ mod tests {
         let rule = [
             ("origin", owned("nvshare.toml:3".into())),
             ("weight", owned(5i64.into())),
-            ("user", owned(7i64.into())),
+            ("user", owned(0i64.into())),
             ("name", owned("a \"b\"".into())),
             ("interactive", owned(true.into())),
         ];
         let rule = rule.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        let expected = "\n# nvshare.toml:3\n[[rule]]\nname = 'a \"b\"'\nuser = 7\nweight = 5\ninteractive = true\n";
+        let expected =
+            "\n# nvshare.toml:3\n[[rule]]\nname = 'a \"b\"'\nuser = 0 # root\nweight = 5\ninteractive = true\n";
         assert_eq!(text(vec![rule]), expected);
     }
 }

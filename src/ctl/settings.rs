@@ -81,9 +81,19 @@ pub fn reload(target: &Target) -> Result<(), CtlError> {
     block_on(async { Ok(password::call(&target.connect().await?, "Reload", &()).await?) })
 }
 
-/// Has the scheduler forget what was changed at run time.
-pub fn reset(target: &Target) -> Result<(), CtlError> {
-    block_on(async { Ok(password::call(&target.connect().await?, "Reset", &()).await?) })
+/// Has the scheduler forget what was changed at run time. Names the rules that are gone.
+pub fn reset(target: &Target) -> Result<String, CtlError> {
+    block_on(async {
+        let scheduler = target.connect().await?;
+        let before = scheduler.list_rules().await?;
+        password::call::<()>(&scheduler, "Reset", &()).await?;
+        let gone: Vec<String> = before.iter().filter_map(rules::set_at_run_time).collect();
+        Ok(if gone.is_empty() {
+            String::new()
+        } else {
+            format!("Removed the rules that were set at run time: {}\n", gone.join(", "))
+        })
+    })
 }
 
 /// Reads `45`, `45s` or `1min`.

@@ -382,7 +382,7 @@ pub(super) fn tenant(tenant: &str) -> String {
 }
 
 /// A user's name on this host. Only the file is read: a static program has no other services of names.
-fn name_of(uid: u32) -> Option<String> {
+pub(super) fn name_of(uid: u32) -> Option<String> {
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     accounts.lines().find_map(|line| {
         let mut fields = line.split(':');

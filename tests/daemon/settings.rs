@@ -159,15 +159,15 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     let settings = get(&daemon);
     let drop_ins = daemon.directory.0.join("nvshare.toml.d");
     fs::create_dir_all(&drop_ins).expect("a directory for drop-ins");
-    fs::write(drop_ins.join("a.toml"), "[[rule]]\nuser = 5\nmemory-max = \"8G\"\n").expect("a drop-in");
+    fs::write(drop_ins.join("a.toml"), "[[rule]]\nuser = 54321\nmemory-max = \"8G\"\n").expect("a drop-in");
     ctl(&daemon, &["reload"]);
-    let written = format!("\n# {}/a.toml:1\n[[rule]]\nuser = 5\nmemory-max = 8589934592\n", drop_ins.display());
+    let written = format!("\n# {}/a.toml:1\n[[rule]]\nuser = 54321\nmemory-max = 8589934592\n", drop_ins.display());
     assert_eq!(get(&daemon), format!("{settings}{written}"));
 
     ctl(&daemon, &["set-rule", "batch", "slice=batch.slice", "weight=idle"]);
-    ctl(&daemon, &["set-rule", "five", "user=5", "memory-max=25%", "interactive=true"]);
+    ctl(&daemon, &["set-rule", "five", "user=54321", "memory-max=25%", "interactive=true"]);
     let batch = "\n# set at run time\n[[rule]]\nname = \"batch\"\nslice = \"batch.slice\"\nweight = \"idle\"\n";
-    let five = "\n# set at run time\n[[rule]]\nname = \"five\"\nuser = 5\nmemory-max = \"25%\"\nweight = 100\ninteractive = true\n";
+    let five = "\n# set at run time\n[[rule]]\nname = \"five\"\nuser = 54321\nmemory-max = \"25%\"\nweight = 100\ninteractive = true\n";
     assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"), "the newest first, and those of files last");
     let text = get(&daemon);
     fs::write(daemon.directory.0.join("again.toml"), text.split_once("\n\n").expect("rules").1).expect("a file");
@@ -177,7 +177,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"));
     for (wrong, expected) in [
-        (&["set-rule", "five", "user=5"][..], "the rule sets nothing"),
+        (&["set-rule", "five", "user=54321"][..], "the rule sets nothing"),
         (&["set-rule", "six", "weight=0"], "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
         (&["set-rule", "six", "wait=5"], "unknown field `wait`"),
         (&["set-rule", "six", "user=nobody-of-this-name", "weight=5"], "there is no user \"nobody-of-this-name\" here"),
@@ -190,7 +190,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     }
     ctl(&daemon, &["unset-rule", "five"]);
     assert_eq!(get(&daemon), format!("{settings}{batch}{written}"));
-    ctl(&daemon, &["reset"]);
+    assert_eq!(daemon.ctl(&["reset"]).stdout, "Removed the rules that were set at run time: batch\n");
     assert_eq!(get(&daemon), format!("{settings}{written}"));
 }
 

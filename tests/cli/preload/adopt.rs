@@ -104,7 +104,7 @@ fn a_service_of_a_user_has_it_in_the_users_files() {
             text.contains("`nvsharectl release --user comfyui.service` undoes that") && text.contains(OF_USER),
             "{text}"
         );
-        assert!(rules(&daemon).contains("\nuser = 0\n"), "it is that of this user only: {}", rules(&daemon));
+        assert!(rules(&daemon).contains("\nuser = 0 # root\n"), "it is that of this user only: {}", rules(&daemon));
         assert!(!Path::new("/etc/systemd/system/comfyui.service.d").exists());
         ctl(&daemon, &["release", "comfyui"]).fine();
         assert!(Path::new(OF_USER).exists(), "that is another one");
