@@ -282,6 +282,11 @@ pub enum Error {
     Stopping(String),
 }
 
+/// How the last sentence of `Explain` about a program that waits begins: when it runs.
+pub const EXPECTED: &str = "It is expected to run ";
+/// The same where that is not known.
+pub const UNKNOWN_START: &str = "Its start cannot be estimated.";
+
 /// The name of a GPU as `nvidia-smi -L` writes it.
 pub fn gpu_name(kind: GpuKind, gpu: GpuId) -> String {
     match kind {

@@ -19,7 +19,8 @@
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
 //! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password. `errors`: errors
-//!   and exit codes. `table`: aligned columns. `progress`: how far something is that takes long.
+//!   and exit codes. `table`: aligned columns. `program_state`: what a
+//!   program does, in few words. `progress`: how far something is that takes long.
 
 pub mod adopt;
 pub mod arguments;
@@ -37,6 +38,7 @@ pub mod pause;
 pub mod place;
 pub mod preload;
 pub mod pressure;
+mod program_state;
 mod progress;
 pub mod replay;
 pub mod report;

@@ -70,16 +70,15 @@ fn names(row: &Usage, by: By) -> Vec<(&'static str, String)> {
 
 fn text(rows: &[Usage], by: By) -> String {
     if rows.is_empty() {
-        return "Nobody has used a GPU in that time.\n".into();
+        return "No program has used a GPU in that time.\n".into();
     }
     let mut columns: Vec<(&str, Align)> = match by {
         By::User => vec![("USER", Align::Left)],
         By::Unit => vec![("USER", Align::Left), ("UNIT", Align::Left)],
         By::Container => vec![("USER", Align::Left), ("CONTAINER", Align::Left)],
     };
-    columns.extend(
-        ["GPU TIME", "ON GPU", "SWAPPED", "WAITS", "WAITED", "MOVED IN", "MOVED OUT"].map(|c| (c, Align::Right)),
-    );
+    columns
+        .extend(["HELD", "ON GPU", "SWAPPED", "WAITS", "WAITED", "MOVED IN", "MOVED OUT"].map(|c| (c, Align::Right)));
     let mut table = Table::new(&columns);
     let time = |seconds: f64| units::duration(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX));
     let over_time = |byte_seconds: f64| match byte_seconds / SECONDS_OF_AN_HOUR {
@@ -163,13 +162,13 @@ mod tests {
         // A number that nobody has, and one that has a name everywhere.
         let rows = [row("user 4294967294", "a.service"), row("user 0", "")];
         let expected = "\
-USER             UNIT       GPU TIME     ON GPU  SWAPPED  WAITS    WAITED  MOVED IN  MOVED OUT
+USER             UNIT           HELD     ON GPU  SWAPPED  WAITS    WAITED  MOVED IN  MOVED OUT
 user 4294967294  a.service  1h 05min  1.5 GiB h        0     12  1min 02s     3 GiB        0 B
 root             -          1h 05min  1.5 GiB h        0     12  1min 02s     3 GiB        0 B
 ";
         assert_eq!(text(&rows, By::Unit), expected);
-        assert!(text(&rows, By::User).starts_with("USER             GPU TIME  "));
-        assert!(text(&[], By::User).starts_with("Nobody"));
+        assert!(text(&rows, By::User).starts_with("USER                 HELD  "));
+        assert!(text(&[], By::User).starts_with("No program"));
     }
 
     #[test]

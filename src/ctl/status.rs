@@ -1,12 +1,12 @@
 //! `nvsharectl status`: who uses which GPU, who holds it and who waits, as a table for people or as JSON.
 
 use std::fmt::Write;
-use std::time::Duration;
 
 use nvshare_wire::client::EngineReason;
 
-use super::table::{Align, Table};
-use super::why::Waits;
+use super::program_state::{self, Tone, seconds};
+use super::table::{Align, Table, wrapped};
+use super::why::{self, Waits};
 use super::{CtlError, Target, block_on};
 use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy};
@@ -64,7 +64,7 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
         status.version, status.time_quantum, status.anti_thrash, status.policy
     );
     for problem in &status.problems {
-        let _ = writeln!(out, "{}", paint(style, RED, problem));
+        paragraph(&mut out, problem, "", RED, style);
     }
     if status.gpus.is_empty() {
         out.push_str("\nNo GPU is known yet: one appears when a program uses it.\n");
@@ -76,61 +76,56 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     let elsewhere: Vec<&Client> = status.clients.iter().filter(|client| client.gpus.is_empty()).collect();
     if !elsewhere.is_empty() {
         let _ = writeln!(out, "\nOn no GPU");
-        let mut table = Table::new(&[
-            ("CLIENT", Align::Right),
-            ("PID", Align::Right),
-            ("USER", Align::Left),
-            ("COMMAND", Align::Left),
-        ]);
+        let mut table = Table::new(&[("PID", Align::Right), ("USER", Align::Left), ("COMMAND", Align::Left)]);
         for client in elsewhere {
-            table.row(vec![client.id.to_string(), pid(client), user(client.uid), command(client)]);
+            table.row(vec![pid(client), user(client.uid), command(client)]);
         }
-        write_table(&mut out, &table, &[], style);
+        write_table(&mut out, table, &[], style);
     }
     out
 }
 
+/// Columns in the order in which they are left out where there is no room for all.
+const DISPENSABLE: [&str; 7] = ["ENGINE", "FOR", "HELD", "DEMAND", "UNIT", "WAITED", "USER"];
+/// Characters of a command line that are shown at least.
+const LEAST_COMMAND: usize = 12;
+
 fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
     let number = gpu.index.map_or(String::new(), |index| format!(" {index}"));
     let kind = if gpu.kind == "mig" { "MIG slice of GPU" } else { "GPU" };
-    let heading = format!("{kind}{number}  {}  {}", gpu.name, gpu.uuid);
+    let heading = format!("{kind}{number}  {}  {}  {}", gpu.name, units::size(gpu.total), gpu.uuid);
     let _ = writeln!(out, "{}", paint(style, BOLD, &heading));
-    let mut parts = vec![format!("{} resident", units::size(gpu.resident))];
-    if gpu.swapped > 0 {
-        parts.push(format!("{} swapped", units::size(gpu.swapped)));
-    }
-    if let Some(overhead) = gpu.overhead {
-        parts.push(format!("{} contexts and others", units::size(overhead)));
-    }
-    let (capacity, total) = (units::size(gpu.capacity), units::size(gpu.total));
-    let _ = writeln!(out, "  memory   {capacity} of {total} for programs: {}", parts.join(", "));
-    let _ = writeln!(out, "  demand   {}", units::size(gpu.demand));
+    let swapped = if gpu.swapped > 0 { format!(", {} swapped", units::size(gpu.swapped)) } else { String::new() };
+    let (resident, capacity) = (units::size(gpu.resident), units::size(gpu.capacity));
+    let overhead =
+        gpu.overhead.map_or(String::new(), |bytes| format!("; {} contexts and other programs", units::size(bytes)));
+    let mut say = |text: &str| paragraph(out, text, "  ", "", style);
+    say(&format!("memory   {resident} of {capacity} for programs{swapped}{overhead}"));
+    say(&format!("demand   {}", units::size(gpu.demand)));
     if gpu.shortfall > 0 {
-        let _ = writeln!(
-            out,
-            "  a program needs {} more than it uses, since it could not map memory that is measured as free",
-            units::size(gpu.shortfall)
-        );
+        let shortfall = units::size(gpu.shortfall);
+        say(&format!(
+            "A program needs {shortfall} more than it uses, since it could not map memory that is measured as free."
+        ));
     }
     if gpu.gone {
-        out.push_str("  this GPU is gone: the driver no longer lists it, and programs that use it get errors\n");
+        say("This GPU is gone: the driver no longer lists it, and programs that use it get errors.");
     } else if gpu.accounting == "reports" {
-        out.push_str("  NVML does not measure this GPU: programs are believed what memory they report\n");
+        say("NVML does not measure this GPU: programs are believed what memory they report.");
     }
     if gpu.drained {
-        out.push_str("  drained: programs leave this GPU, and none gets there (to end it: nvsharectl undrain)\n");
+        say("drained: programs leave this GPU, and none gets there (to end it: nvsharectl undrain)");
     }
-    for room in gpu.rooms.iter().flatten() {
-        let Room { who, pid, uid, bytes, ready, ends_in } = room;
-        let ends = units::duration(Duration::try_from_secs_f64(*ends_in).unwrap_or_default());
-        let (bytes, user, free) =
-            (units::size(*bytes), user(*uid), if *ready { "" } else { " as soon as they are free" });
-        let _ =
-            writeln!(out, "  room     {bytes} are kept free{free} for {who} (process {pid}) of {user}, for {ends} yet");
+    for Room { who, pid, uid, bytes, ready, ends_in } in gpu.rooms.iter().flatten() {
+        let (bytes, user, ends) = (units::size(*bytes), user(*uid), seconds(*ends_in));
+        let free = if *ready { "" } else { " as soon as they are free" };
+        say(&format!(
+            "room     {bytes} are kept free{free} for {who} (process {pid}) of {user}; this ends in {ends} unless {who} renews it"
+        ));
     }
     let in_rooms = gpu.rooms.iter().flatten().any(|_| true);
     if let Some(kept) = gpu.kept.filter(|kept| *kept > 0 && !in_rooms) {
-        let _ = writeln!(out, "  {} are kept free ahead of other programs that grow", units::size(kept));
+        say(&format!("{} are kept free ahead of other programs that grow.", units::size(kept)));
     }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
@@ -151,7 +146,6 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     }
     rows.sort_by_key(|(place, client, _)| (*place, client.id));
     let mut table = Table::new(&[
-        ("CLIENT", Align::Right),
         ("PID", Align::Right),
         ("USER", Align::Left),
         ("STATE", Align::Left),
@@ -166,25 +160,16 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
         ("COMMAND", Align::Left),
     ]);
     let mut colours = Vec::new();
-    for (place, client, usage) in rows {
-        let state = match (usage.state.as_str(), place) {
-            _ if client.paused && client.sleep == "sleeping" => "paused".to_owned(),
-            _ if client.sleep != "awake" && !client.sleep.is_empty() => client.sleep.clone(),
-            (state, _) if client.paused => format!("{state}, paused"),
-            ("waiting", 1..usize::MAX) => format!("waiting #{place}"),
-            (state, _) if client.stopped => format!("{state}, stopped"),
-            (state, _) => state.to_owned(),
-        };
-        colours.push(match usage.state.as_str() {
-            "holding" | "revoking" => GREEN,
-            "waiting" | "attaching" => YELLOW,
-            "stuck" | "undrainable" | "suspended" => RED,
-            _ => "",
+    for (_, client, usage) in rows {
+        let (state, tone) = program_state::state(client, Some(usage), Some(gpu), true);
+        colours.push(match tone {
+            Tone::Runs => GREEN,
+            Tone::Waits => YELLOW,
+            Tone::Bad => RED,
+            Tone::Plain => "",
         });
-        let seconds = |seconds: f64| units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default());
         let place = place_of(client);
         table.row(vec![
-            client.id.to_string(),
             pid(client),
             user(client.uid),
             state,
@@ -199,120 +184,163 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
             command(client),
         ]);
     }
-    write_table(out, &table, &colours, style);
-    // The sentences are about all of its GPUs.
+    write_table(out, table, &colours, style);
+    reasons_text(out, gpu, clients, waits, style);
+    for sentence in sentences(gpu, clients) {
+        paragraph(out, &sentence, "  ", "", style);
+    }
+}
+
+/// A line for each program that waits: the reason. `nvsharectl why` tells the rest.
+fn reasons_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
+    let mut has_more = false;
+    // They are about all of its GPUs.
     for client in clients.iter().filter(|client| client.gpus.first().is_some_and(|usage| usage.uuid == gpu.uuid)) {
-        if let Some(sentences) = waits.get(&client.id) {
-            let _ = writeln!(out, "  Client {}: {}", client.id, sentences.join(" "));
+        if let Some(reason) = waits.get(&client.id).and_then(|sentences| why::reason(sentences)) {
+            let line = format!("  {}: {reason}", process(client));
+            let _ = writeln!(out, "{}", cut(&line, style));
+            has_more = true;
         }
     }
-    for client in clients {
-        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && is_unusual(u)) {
-            let (id, engine, why) = (client.id, &usage.engine, &usage.engine_reason);
-            let _ = writeln!(out, "  Client {id} has engine {engine}: {why}.");
+    if has_more {
+        out.push_str("  `nvsharectl why PID` tells more.\n");
+    }
+}
+
+/// What is unusual about the programs of a GPU.
+fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
+    let mut all = Vec::new();
+    let here: Vec<(&Client, &GpuUse)> = clients
+        .iter()
+        .filter_map(|client| Some((client, client.gpus.iter().find(|usage| usage.uuid == gpu.uuid)?)))
+        .collect();
+    for (client, usage) in here.iter().filter(|(_, usage)| is_unusual(usage)) {
+        all.push(format!("{} has engine {}: {}.", process(client), usage.engine, usage.engine_reason));
+    }
+    for (client, usage) in &here {
+        if let Some(bytes) = usage.in_file {
+            let bytes = units::size(bytes);
+            all.push(format!("{} has {bytes} of its swapped memory in a file on a disk.", process(client)));
         }
     }
-    for client in clients {
-        for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.in_file) {
-            let (id, bytes) = (client.id, units::size(bytes));
-            let _ = writeln!(out, "  Client {id} has {bytes} of its swapped memory in a file on a disk.");
+    let limits = here.iter().filter_map(|(client, usage)| Some((*client, usage.memory_max?)));
+    all.extend(groups(
+        limits.map(|(client, max)| (client, format!("may have {} by rule {}", units::size(max), rule(client)))),
+    ));
+    for (client, usage) in &here {
+        let who = process(client);
+        if let Some(bytes) = usage.pending_limit {
+            let bytes = units::size(bytes);
+            all.push(format!("{who} waits for memory: for {bytes} in all, when other programs have freed enough."));
+        }
+        if let Some(bytes) = usage.unverified.filter(|_| gpu.accounting != "reports") {
+            all.push(format!("{who} reports {} that NVML does not show: they do not count.", units::size(bytes)));
+        }
+        if usage.mapping_failures > 1 {
+            let failures = usage.mapping_failures;
+            all.push(format!(
+                "{who} has had the GPU {failures} times in a row without room for its memory: other memory is evicted for it."
+            ));
         }
     }
-    let limits = clients.iter().flat_map(|client| {
-        let here = client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid);
-        here.filter_map(|usage| usage.memory_max)
-            .map(move |max| (client.id, format!("may have {} by rule {}", units::size(max), rule(client))))
-    });
-    groups_text(out, limits);
-    for client in clients {
-        for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.pending_limit) {
-            let (id, bytes) = (client.id, units::size(bytes));
-            let _ = writeln!(out, "  Client {id} waits for memory: for {bytes} in all, when others have freed enough.");
-        }
-    }
-    for client in clients {
-        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid) {
-            if let Some(bytes) = usage.unverified.filter(|_| gpu.accounting != "reports") {
-                let (id, bytes) = (client.id, units::size(bytes));
-                let _ = writeln!(out, "  Client {id} reports {bytes} that NVML does not show: they do not count.");
-            }
-            if usage.mapping_failures > 1 {
-                let (id, failures) = (client.id, usage.mapping_failures);
-                let _ = writeln!(
-                    out,
-                    "  Client {id} has had the GPU {failures} times in a row without room for its memory: \
-                     other memory is evicted for it."
-                );
-            }
-        }
-    }
-    let here = |client: &&Client| client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
-    let shares = clients.iter().filter(here).filter(|client| !client.share.is_empty());
-    groups_text(out, shares.map(|client| (client.id, format!("have {} by rule {}", client.share, rule(client)))));
-    for client in clients.iter().filter(here) {
-        let id = client.id;
+    let shares = here.iter().filter(|(client, _)| !client.share.is_empty());
+    all.extend(groups(shares.map(|(client, _)| (*client, format!("have {} by rule {}", client.share, rule(client))))));
+    for (client, _) in &here {
+        let who = process(client);
         if !client.environment.is_empty() {
-            let _ = writeln!(out, "  Client {id} has {} by its own environment.", client.environment);
+            all.push(format!("{who} has {} by its own environment.", client.environment));
         }
-        for remark in &client.environment_ignored {
-            let _ = writeln!(out, "  Client {id}: {remark}.");
-        }
-    }
-    for client in clients.iter().filter(here) {
-        let (id, why) = (client.id, &client.sleep_obstacle);
-        if client.sleep == "lost" {
-            let _ = writeln!(out, "  Client {id} was off the GPU and cannot come back: its CUDA calls fail.");
-        } else if !client.moving.is_empty() {
-            let _ = writeln!(out, "  Client {id} is on its way to {}.", client.moving);
-        } else if !why.is_empty() {
-            let held = if client.paused { " is held off all the same, but" } else { "" };
-            let _ = writeln!(out, "  Client {id}{held} cannot sleep: {why}.");
-        }
-        if let Some(took) = client.wake_time {
-            let took = units::duration(Duration::try_from_secs_f64(took).unwrap_or_default());
-            let by = if client.woken_by == "resume" { "it was resumed" } else { "it called the driver" };
-            let _ = writeln!(out, "  Client {id} was last woken because {by}, in {took}.");
-        }
+        all.extend(client.environment_ignored.iter().map(|remark| format!("{who}: {remark}.")));
+        all.extend(sleep_sentences(client));
     }
     // Each gang once.
-    let first = |client: &&Client| client.gang.first().is_some_and(|peer| client.id < *peer);
-    for client in clients.iter().filter(here).filter(first) {
-        let others: Vec<String> = client.gang.iter().map(u64::to_string).collect();
-        let _ = writeln!(out, "  Client {} runs together with {}.", client.id, others.join(", "));
+    let first = |client: &Client| client.gang.first().is_some_and(|peer| client.id < *peer);
+    for (client, _) in here.iter().filter(|(client, _)| first(client)) {
+        let others = client.gang.iter().map(|id| match clients.iter().find(|other| other.id == *id) {
+            Some(other) => number(other),
+            None => format!("client {id}"),
+        });
+        all.push(format!("{} runs together with {}.", process(client), others.collect::<Vec<_>>().join(", ")));
     }
     for client in clients.iter().filter(|client| client.placed.contains(&gpu.uuid)) {
         let is_here = client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
         let still = if is_here { "" } else { ", and does not use it yet" };
-        let _ = writeln!(out, "  Client {} was placed on this GPU{still}.", client.id);
+        all.push(format!("{} was placed on this GPU{still}.", process(client)));
     }
-    for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.untracked_work)) {
-        let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
+    for (client, _) in here.iter().filter(|(_, usage)| usage.untracked_work) {
+        all.push(format!("{} gives this GPU work by another API than CUDA: its memory stays.", process(client)));
     }
-    for client in clients {
-        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.eviction_blocked.is_empty()) {
-            let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.eviction_blocked);
-        }
+    for (client, usage) in here.iter().filter(|(_, usage)| !usage.eviction_blocked.is_empty()) {
+        all.push(format!("The memory of {} stays on the GPU: {}.", number(client), usage.eviction_blocked));
     }
+    all
+}
+
+fn sleep_sentences(client: &Client) -> Vec<String> {
+    let (who, why) = (process(client), &client.sleep_obstacle);
+    let mut all = Vec::new();
+    if client.sleep == "lost" {
+        all.push(format!("{who} was off the GPU and cannot come back: its CUDA calls fail."));
+    } else if !client.moving.is_empty() {
+        all.push(format!("{who} is on its way to {}.", client.moving));
+    } else if !why.is_empty() {
+        let held = if client.paused { " is kept from running, but" } else { "" };
+        all.push(format!("{who}{held} cannot sleep: {why}."));
+    }
+    if let Some(took) = client.wake_time {
+        let by = if client.woken_by == "resume" { "it was resumed" } else { "it called the driver" };
+        all.push(format!("{who} last woke because {by}, which took {}.", seconds(took)));
+    }
+    all
 }
 
 /// What clients' groups have by a rule: a line for all of which the same can be said, since a class of notebooks has one rule.
-fn groups_text(out: &mut String, have: impl Iterator<Item = (u64, String)>) {
-    let mut lines: Vec<(String, Vec<String>)> = Vec::new();
-    for (id, what) in have {
+fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
+    let mut lines: Vec<(String, Vec<&Client>)> = Vec::new();
+    for (client, what) in have {
         match lines.iter_mut().find(|(said, _)| *said == what) {
-            Some((_, ids)) => ids.push(id.to_string()),
-            None => lines.push((what, vec![id.to_string()])),
+            Some((_, clients)) => clients.push(client),
+            None => lines.push((what, vec![client])),
         }
     }
-    for (what, ids) in lines {
-        let _ = match ids.split_last() {
-            Some((last, others)) if !others.is_empty() => {
-                let others = others.join(", ");
-                writeln!(out, "  Clients {others} and {last}, each with all that count with it, {what}.")
-            }
-            _ => writeln!(out, "  Client {}, and all that count with it, {what}.", ids.concat()),
-        };
+    let line = |(what, clients): (String, Vec<&Client>)| match *clients {
+        [client] => format!("{} and its group {what}.", process(client)),
+        _ => {
+            let pids: Vec<String> = clients.iter().map(|client| pid(client)).collect();
+            let (last, others) =
+                pids.split_last().map_or((String::new(), &[][..]), |(last, others)| (last.clone(), others));
+            format!("Processes {} and {last} and their groups {what}.", others.join(", "))
+        }
+    };
+    lines.into_iter().map(line).collect()
+}
+
+/// Text that is broken at the width, below an indent, and further lines two characters deeper.
+fn paragraph(out: &mut String, text: &str, indent: &str, colour: &str, style: Style) {
+    let width = style.width.map_or(usize::MAX, |width| width.saturating_sub(indent.len() + 2).max(20));
+    for (number, line) in wrapped(text, width).iter().enumerate() {
+        let deeper = if number > 0 { "  " } else { "" };
+        let _ = writeln!(out, "{}", paint(style, colour, &format!("{indent}{deeper}{line}")));
     }
+}
+
+/// A line as far as it fits.
+fn cut(line: &str, style: Style) -> String {
+    let width = style.width.unwrap_or(usize::MAX);
+    match line.chars().count() > width {
+        true => line.chars().take(width.saturating_sub(1)).chain(['…']).collect(),
+        false => line.to_owned(),
+    }
+}
+
+/// A client at the beginning of a sentence.
+fn process(client: &Client) -> String {
+    if client.pid == 0 { format!("Client {}", client.id) } else { format!("Process {}", client.pid) }
+}
+
+/// The same within one.
+fn number(client: &Client) -> String {
+    if client.pid == 0 { format!("client {}", client.id) } else { format!("process {}", client.pid) }
 }
 
 /// A client's pod, by its name in Kubernetes, else its container, else its unit.
@@ -347,12 +375,13 @@ fn paint(style: Style, colour: &str, text: &str) -> String {
     if style.colour && !colour.is_empty() { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
 }
 
-fn write_table(out: &mut String, table: &Table, colours: &[&str], style: Style) {
+fn write_table(out: &mut String, mut table: Table, colours: &[&str], style: Style) {
+    if let Some(width) = style.width {
+        table.fit(width.saturating_sub(2), &DISPENSABLE, LEAST_COMMAND);
+    }
     for (number, line) in table.lines().iter().enumerate() {
-        let line = format!("  {line}");
-        let cut: String = line.chars().take(style.width.unwrap_or(usize::MAX)).collect();
         let colour = number.checked_sub(1).and_then(|row| colours.get(row)).unwrap_or(&"");
-        let _ = writeln!(out, "{}", paint(style, colour, &cut));
+        let _ = writeln!(out, "{}", paint(style, colour, &cut(&format!("  {line}"), style)));
     }
 }
 
@@ -454,20 +483,20 @@ mod tests {
         let expected = "\
 nvshare 1.2.3: time quantum 30s, anti-thrash auto, policy fcfs
 
-GPU 0  NVIDIA H200  GPU-1
-  memory   138 GiB of 140 GiB for programs: 20 GiB resident
+GPU 0  NVIDIA H200  140 GiB  GPU-1
+  memory   20 GiB of 138 GiB for programs
   demand   30 GiB
-  CLIENT  PID  USER  STATE               FOR  DEMAND  ON GPU  SWAPPED  ENGINE        HELD  WAITED  UNIT             COMMAND
-       2  102  root  holding            4.2s  10 GiB  10 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 b.py
-       3  103  root  waiting #1     1min 10s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 c.py
-       1  101  root  waiting #2         1.0s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 a.py
+  PID  USER  STATE             FOR  DEMAND  ON GPU  SWAPPED  ENGINE        HELD  WAITED  UNIT             COMMAND
+  102  root  runs             4.2s  10 GiB  10 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 b.py
+  103  root  waits        1min 10s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 c.py
+  101  root  waits            1.0s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 a.py
 ";
         assert!(!text(&status, &Waits::new(), Style::default()).contains("another API"));
         let mut other = status.clone();
         other.clients[1].gpus[0].untracked_work = true;
         assert!(
             text(&other, &Waits::new(), Style::default())
-                .ends_with("  Client 2 gives this GPU work by another API than CUDA: its memory stays.\n")
+                .ends_with("  Process 102 gives this GPU work by another API than CUDA: its memory stays.\n")
         );
         assert!(!text(&status, &Waits::new(), Style::default()).contains("engine swap"), "the usual needs no words");
         let mut asked = status.clone();
@@ -475,13 +504,13 @@ GPU 0  NVIDIA H200  GPU-1
         (usage.engine, usage.engine_reason) = ("none".into(), bus::engine_reason(EngineReason::Asked).into());
         assert!(
             text(&asked, &Waits::new(), Style::default())
-                .ends_with("  Client 3 has engine none: NVSHARE_ENGINE asks for it.\n")
+                .ends_with("  Process 103 has engine none: NVSHARE_ENGINE asks for it.\n")
         );
         let mut stays = status.clone();
         stays.clients[0].gpus[0].eviction_blocked = "host memory is full".into();
         assert!(
             text(&stays, &Waits::new(), Style::default())
-                .ends_with("  The memory of client 1 stays on the GPU: host memory is full.\n")
+                .ends_with("  The memory of process 101 stays on the GPU: host memory is full.\n")
         );
         let squeeze =
             |text: &str| text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>();
@@ -490,7 +519,9 @@ GPU 0  NVIDIA H200  GPU-1
         assert!(!shown.contains('\x1b'));
         let coloured = text(&status, &Waits::new(), Style { colour: true, width: Some(40) });
         assert!(coloured.contains("\x1b[32m"), "{coloured}");
-        assert!(!coloured.contains("c.py"), "lines are cut: {coloured}");
+        let lines =
+            coloured.replace("\x1b[32m", "").replace("\x1b[33m", "").replace("\x1b[0m", "").replace("\x1b[1m", "");
+        assert!(lines.lines().skip(1).all(|line| line.chars().count() <= 40), "{lines}");
     }
 
     #[test]
@@ -502,14 +533,69 @@ GPU 0  NVIDIA H200  GPU-1
             let gpus = vec![Gpu { uuid: "GPU-1".into(), queue: vec![7], ..Gpu::default() }];
             text(&Status { gpus, clients: vec![client], ..Status::default() }, &Waits::new(), Style::default())
         };
-        assert!(shown(|_| ()).contains("waiting #1"));
-        assert!(shown(|client| client.sleep = "sleeping".into()).contains("sleeping"));
+        assert!(shown(|_| ()).contains(" waits "));
+        assert!(shown(|client| client.sleep = "sleeping".into()).contains(" asleep "));
         assert!(shown(|client| (client.sleep, client.paused) = ("sleeping".into(), true)).contains(" paused "));
         let held = shown(|client| (client.sleep_obstacle, client.paused) = ("it is in a gang".into(), true));
-        assert!(held.contains("waiting, paused"), "{held}");
-        assert!(held.ends_with("  Client 7 is held off all the same, but cannot sleep: it is in a gang.\n"), "{held}");
+        assert!(held.contains(" paused "), "{held}");
+        assert!(held.ends_with("  Process 107 is kept from running, but cannot sleep: it is in a gang.\n"), "{held}");
         let woken = shown(|client| (client.woken_by, client.wake_time) = ("call".into(), Some(1.5)));
-        assert!(woken.ends_with("  Client 7 was last woken because it called the driver, in 1.5s.\n"), "{woken}");
+        assert!(woken.ends_with("  Process 107 last woke because it called the driver, which took 1.5s.\n"), "{woken}");
+    }
+
+    #[test]
+    fn eighty_columns_have_all_and_two_hundred_have_every_column() {
+        let mut clients = vec![
+            client(1, "python3 train.py --epochs 90 --data /srv/images", usage("holding", 12.0, 10 << 30)),
+            client(2, "python3 server.py", usage("waiting", 3.0, 7 << 30)),
+        ];
+        clients[0].environment_ignored = vec![
+            "NVSHARE_WEIGHT=200 has no effect: without a rule the program has weight 100, and can only have less"
+                .into(),
+        ];
+        let gpu = Gpu {
+            uuid: "GPU-23126b4e-41f2-d4d3-4dd0-968a5c3b5fe6".into(),
+            name: "NVIDIA H200".into(),
+            index: Some(0),
+            total: 140 << 30,
+            capacity: 138 << 30,
+            resident: 17 << 30,
+            swapped: 3 << 30,
+            overhead: Some(2 << 30),
+            demand: 20 << 30,
+            holders: vec![1],
+            queue: vec![2],
+            turn_ends: Some([(1, 3.25)].into()),
+            expected_starts: Some([(2, 4.0)].into()),
+            ..Gpu::default()
+        };
+        for client in &mut clients {
+            client.gpus[0].uuid = gpu.uuid.clone();
+        }
+        let problems = vec!["the NVIDIA driver cannot be used: ".to_owned() + &"x".repeat(60)];
+        let status = Status { problems, gpus: vec![gpu], clients, ..Status::default() };
+        let waits = Waits::from([(
+            2,
+            vec!["It has waited.".into(), "python3 (process 101) holds GPU 0; its turn ends in about 3.2s.".into()],
+        )]);
+        let shown = |width: usize| text(&status, &waits, Style { colour: false, width: Some(width) });
+        let narrow = shown(80);
+        assert!(narrow.lines().all(|line| line.chars().count() <= 80), "{narrow}");
+        let one_line: String = narrow.split_whitespace().collect::<Vec<_>>().join(" ");
+        for part in [
+            "101 root runs, 3.2s left",
+            "102 root waits, about 4s",
+            "Process 102: python3 (process 101) holds GPU 0; its turn ends in about 3.2s.",
+            "and can only have less.",
+        ] {
+            assert!(one_line.contains(part), "{part}: {narrow}");
+        }
+        assert!(!narrow.contains("ENGINE") && narrow.contains("python3 serve"), "{narrow}");
+        let wide = shown(200);
+        for heading in DISPENSABLE {
+            assert!(wide.contains(heading), "{heading}: {wide}");
+        }
+        assert!(wide.contains("--data /srv/images"), "{wide}");
     }
 
     #[test]
@@ -524,17 +610,12 @@ GPU 0  NVIDIA H200  GPU-1
         };
         let one = shown(&["weight 200"]);
         assert!(
-            one.ends_with(
-                "  Client 1, and all that count with it, have weight 200 by rule \"notebooks\" (a.toml:1).\n"
-            ),
+            one.ends_with("  Process 101 and its group have weight 200 by rule \"notebooks\" (a.toml:1).\n"),
             "{one}"
         );
         let three = shown(&["weight 200", "weight 300", "weight 200", "weight 200"]);
-        assert!(
-            three.contains("  Clients 1, 3 and 4, each with all that count with it, have weight 200 by rule"),
-            "{three}"
-        );
-        assert!(three.contains("  Client 2, and all that count with it, have weight 300 by rule"), "{three}");
+        assert!(three.contains("  Processes 101, 103 and 104 and their groups have weight 200 by rule"), "{three}");
+        assert!(three.contains("  Process 102 and its group have weight 300 by rule"), "{three}");
     }
 
     #[test]
@@ -555,6 +636,7 @@ GPU 0  NVIDIA H200  GPU-1
         let status = Status { gpus, clients, ..Status::default() };
         let waits = Waits::from([(7, vec!["It has waited.".into(), "It is expected to run at once.".into()])]);
         let shown = text(&status, &waits, Style::default());
-        assert!(shown.contains("\n  Client 7: It has waited. It is expected to run at once.\n"), "{shown}");
+        let expected = "\n  Process 107: It has waited.\n  `nvsharectl why PID` tells more.\n";
+        assert!(shown.contains(expected), "{shown}");
     }
 }

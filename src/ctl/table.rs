@@ -1,5 +1,8 @@
 //! Text in aligned columns.
 
+/// Between columns.
+const GAP: &str = "  ";
+
 /// Which side of a column its cells stand at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Align {
@@ -26,26 +29,88 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// The lines, headings first, two blanks between columns and none at the end.
-    pub fn lines(&self) -> Vec<String> {
+    /// Removes columns, in the order of their names here, until lines leave so many characters of `width` for the last one.
+    pub fn fit(&mut self, width: usize, order: &[&str], least: usize) {
+        for name in order {
+            let widths = self.widths();
+            let others: usize = widths.iter().rev().skip(1).map(|width| width + GAP.len()).sum();
+            if others + widths.last().copied().unwrap_or(0).min(least) <= width {
+                return;
+            }
+            if let Some(at) = self.rows.first().and_then(|headings| headings.iter().position(|heading| heading == name))
+            {
+                self.align.remove(at);
+                self.rows.iter_mut().filter(|row| at < row.len()).for_each(|row| drop(row.remove(at)));
+            }
+        }
+    }
+
+    fn widths(&self) -> Vec<usize> {
         let width = |column: usize| {
             self.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
         };
-        let widths: Vec<usize> = (0..self.align.len()).map(width).collect();
+        (0..self.align.len()).map(width).collect()
+    }
+
+    /// The lines, headings first, two blanks between columns and none at the end.
+    pub fn lines(&self) -> Vec<String> {
+        let widths = self.widths();
         let line = |row: &Vec<String>| {
             let cells = row.iter().zip(&widths).zip(&self.align).map(|((cell, width), align)| match align {
                 Align::Left => format!("{cell:<width$}"),
                 Align::Right => format!("{cell:>width$}"),
             });
-            cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+            cells.collect::<Vec<_>>().join(GAP).trim_end().to_owned()
         };
         self.rows.iter().map(line).collect()
     }
 }
 
+/// Lines of at most that many characters, broken between words where that is possible.
+pub fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let mut word: Vec<char> = word.chars().collect();
+        while let Some(line) = lines.last_mut() {
+            let length = line.chars().count();
+            let gap = usize::from(length > 0);
+            if length + gap + word.len() <= width || (length == 0 && word.len() <= width.max(1)) {
+                line.extend(std::iter::repeat_n(' ', gap).chain(word));
+                break;
+            }
+            if length == 0 {
+                line.extend(word.drain(..width.max(1)));
+            }
+            lines.push(String::new());
+        }
+    }
+    lines
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn columns_go_until_the_rest_fits() {
+        let columns = ["PID", "ENGINE", "HELD", "COMMAND"].map(|name| (name, Align::Left));
+        let fitted = |width: usize| {
+            let mut table = Table::new(&columns);
+            table.row(["12345", "swap", "4.0s", "python3 train.py"].map(str::to_owned).to_vec());
+            table.fit(width, &["ENGINE", "HELD"], 10);
+            table.lines()[0].split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(fitted(31), "PID ENGINE HELD COMMAND");
+        assert_eq!(fitted(30), "PID HELD COMMAND");
+        assert_eq!(fitted(10), "PID COMMAND");
+    }
+
+    #[test]
+    fn text_is_broken_between_words() {
+        assert_eq!(wrapped("ab cde f", 5), ["ab", "cde f"]);
+        assert_eq!(wrapped("abcdefgh i", 3), ["abc", "def", "gh", "i"]);
+        assert_eq!(wrapped("", 3), [""]);
+    }
 
     #[test]
     fn columns_are_as_wide_as_their_widest_cell() {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::{CtlError, Target, block_on, pause};
-use crate::bus::Client;
+use crate::bus::{Client, EXPECTED, UNKNOWN_START};
 
 /// What clients wait for, in sentences, by the client's id.
 pub type Waits = BTreeMap<u64, Vec<String>>;
@@ -53,6 +53,12 @@ pub fn of_all(target: &Target, clients: &[Client]) -> Result<Waits, CtlError> {
         }
         Ok(waits)
     })
+}
+
+/// The sentence that says what is in a program's way: after the one that it waits, unless nothing follows but when it runs.
+pub fn reason(sentences: &[String]) -> Option<&str> {
+    let second = sentences.get(1).filter(|sentence| !sentence.starts_with(EXPECTED) && *sentence != UNKNOWN_START);
+    second.or(sentences.first()).map(String::as_str)
 }
 
 fn text(all: &[(u32, Vec<String>)]) -> String {

@@ -19,7 +19,7 @@ fn status_shows_who_holds_and_who_waits() {
     );
     assert!(empty.stdout.contains("No GPU is known yet"), "{}", empty.stdout);
 
-    let ([holder, waiter], idle) = (daemon.holder_and_waiter(), daemon.client());
+    let ([holder, waiter], _idle) = (daemon.holder_and_waiter(), daemon.client());
     let status = daemon.ctl(&["status"]);
     assert_eq!(status.code, Some(0));
     let lines: Vec<&str> = status.stdout.lines().collect();
@@ -27,12 +27,14 @@ fn status_shows_who_holds_and_who_waits() {
         let found = lines.iter().find(|line| line.trim_start().starts_with(start));
         found.unwrap_or_else(|| panic!("no line {start:?} in\n{}", status.stdout))
     };
-    line(&format!("GPU  Test GPU  {GPU_NAME}"));
-    assert!(line(&holder.id.to_string()).contains("holding"), "{}", status.stdout);
-    assert!(line(&holder.id.to_string()).contains("12 GiB  12 GiB"), "{}", status.stdout);
-    assert!(line(&waiter.id.to_string()).contains("waiting #1"), "{}", status.stdout);
+    line(&format!("GPU  Test GPU  16 GiB  {GPU_NAME}"));
+    let pid = std::process::id().to_string();
+    let programs: Vec<&str> = lines.iter().copied().filter(|line| line.trim_start().starts_with(&pid)).collect();
+    assert!(programs[0].contains(" runs") && programs[0].contains("12 GiB  12 GiB"), "{}", status.stdout);
+    assert!(programs[1].contains(" waits, about "), "{}", status.stdout);
+    assert!(line(&format!("Process {pid}: ")).contains(" GPU-07070707"), "{}", status.stdout);
     line("On no GPU");
-    line(&idle.id.to_string());
+    assert_eq!(programs.len(), 3, "{}", status.stdout);
     assert!(!status.stdout.contains('\x1b'), "no colour but on a terminal");
 
     let json = daemon.ctl(&["--json"]);

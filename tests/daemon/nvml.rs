@@ -196,7 +196,7 @@ fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
     waiter.until_granted();
     wait_for_list(&daemon, &[format!("{} gone", name(0)), name(1)]);
     let text = daemon.ctl(&["status"]).stdout;
-    assert!(text.contains("this GPU is gone: the driver no longer lists it"), "{text}");
+    assert!(text.contains("This GPU is gone: the driver no longer lists it"), "{text}");
     daemon.log.wait("is gone, and programs still use it");
 
     // It cannot be chosen any more, and others can.

@@ -146,7 +146,7 @@ fn programs_run_again_when_the_bus_is_lost_before_the_machine_wakes() {
     });
     client.report(GIB, 0);
     client.request();
-    wait_for("its request", || daemon.ctl(&["status"]).stdout.contains("waiting #1").then_some(()));
+    wait_for("its request", || daemon.ctl(&["status"]).stdout.contains(" waits").then_some(()));
     drop(bus);
     client.until_granted();
 }

@@ -74,3 +74,16 @@ fn a_dumb_terminal_gets_text() {
     assert!(!screen.contains("q quit"), "{screen}");
     terminal.press("C-c");
 }
+
+#[test]
+fn figures_that_are_old_say_so() {
+    let daemon = Daemon::start();
+    let _clients = daemon.holder_and_waiter();
+    let Some(terminal) = top(&daemon, "NO_COLOR=1") else { return };
+    terminal.wait(&["runs, "]);
+    daemon.signal(libc::SIGSTOP);
+    terminal.wait(&["the scheduler does not answer: these figures are ", " s old"]);
+    daemon.signal(libc::SIGCONT);
+    terminal.press("q");
+    terminal.wait(&["ended with 0"]);
+}

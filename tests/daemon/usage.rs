@@ -216,7 +216,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
 fn the_report_is_for_people_and_for_programs() {
     let daemon = start(Directory::new());
     let none = daemon.ctl(&["report"]);
-    assert_eq!((none.code, none.stdout.as_str()), (Some(0), "Nobody has used a GPU in that time.\n"));
+    assert_eq!((none.code, none.stdout.as_str()), (Some(0), "No program has used a GPU in that time.\n"));
     use_the_gpu(&daemon);
     let table = daemon.ctl(&["report", "--since", "-1h"]);
     assert_eq!((table.code, table.stderr.as_str()), (Some(0), ""));

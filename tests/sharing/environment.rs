@@ -72,7 +72,7 @@ fn what_is_idle_by_its_own_environment_waits_for_all_others() {
     machine.wait_for_grants(&idle, 2);
     let status = machine.ctl(&["status"]);
     assert!(status.contains("has weight idle by its own environment."), "{status}");
-    assert!(status.contains("and all that count with it, have weight 500 by rule \"mine\""), "{status}");
+    assert!(status.contains(" and its group have weight 500 by rule \"mine\""), "{status}");
     idle.kill();
 }
 

@@ -224,7 +224,7 @@ fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
     let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds endless").start();
     machine.wait_for_grants(&program, 3); // and nobody else waits
     let status = machine.ctl(&["status"]);
-    assert!(status.contains("and all that count with it, have weight 100, time-max 30% by rule "), "{status}");
+    assert!(status.contains(" and its group have weight 100, time-max 30% by rule "), "{status}");
     // It always wants the GPU, so it waits in all of the rest of the time.
     let before = lock_times(&machine, &program);
     machine.wait_for_grants(&program, before.2 as usize + 4);

@@ -143,7 +143,7 @@ fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
     let shown = wait_until(machine, program, "sleep-obstacle", why);
     assert_eq!((&shown["sleep"], &shown["paused"]), (&"awake".into(), &true.into()));
     let status = machine.ctl(&["status"]);
-    assert!(status.contains(&format!("is held off all the same, but cannot sleep: {why}.")), "{status}");
+    assert!(status.contains(&format!("is kept from running, but cannot sleep: {why}.")), "{status}");
     machine.program("mix --mem 64M --chunks 4 --reps 2 --rounds 3").start().finish();
     resume(machine, program);
     wait_until(machine, program, "paused", false);

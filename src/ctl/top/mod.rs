@@ -32,7 +32,18 @@ const PERIOD: Duration = Duration::from_secs(1);
 const MESSAGE_TIME: Duration = Duration::from_secs(8);
 /// Where there is no terminal. As much as is usual for one.
 const WIDTH: u16 = 80;
-const KEYS: &str = "up/down select  s sort  p pause/resume  m migrate  w why  q quit";
+const KEYS: &str = "up/down select  s sort  p pause  m migrate  w why  ? help  q quit";
+
+const HELP: [&str; 8] = [
+    "ON GPU, SWAPPED  memory on the GPU, and in host memory",
+    "DUE, HAD         part of the GPU's time due by rules, and had in the last",
+    "                 minute; programs that run together share that time",
+    "WAITED           time spent waiting for turns",
+    "up, down         select a program",
+    "p, m, w          pause or resume it, migrate it, explain why it waits",
+    "s                sort by memory, time had, waits, name",
+    "q, Ctrl-C        quit",
+];
 
 /// Shows it until a key ends it, or so many times.
 ///
@@ -136,7 +147,11 @@ async fn show(
                         return Ok(());
                     }
                 }
-                if !std::mem::replace(&mut is_asking, true) {
+                if is_asking {
+                    let age = ui.snapshot.as_ref().map_or(0, |snapshot| snapshot.at.elapsed().as_secs());
+                    ui.say(&format!("the scheduler does not answer: these figures are {age} s old"));
+                } else {
+                    is_asking = true;
                     tokio::spawn(ask(target.clone(), scheduler.clone(), answers.clone()));
                 }
             }
@@ -175,7 +190,7 @@ async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers
     let _ = answers.send(Answer::Snapshot(Box::new(answer.await)));
 }
 
-/// Nobody is asked for a password here, since that would be asked on this terminal: without authorization it fails.
+/// No password is asked for here, since that would need this terminal: without authorization it fails.
 async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: mpsc::UnboundedSender<Answer>) {
     let done = |result: zbus::Result<()>, text: String| match result {
         Ok(()) => Answer::Done(text),
@@ -347,6 +362,10 @@ impl Ui {
         }
         match key.code {
             KeyCode::Char('q') => Some(Action::Quit),
+            KeyCode::Char('?') => {
+                self.popup = Some(Popup::new("help", &HELP.map(str::to_owned)));
+                None
+            }
             KeyCode::Char('s') => {
                 self.sort = self.sort.next();
                 None

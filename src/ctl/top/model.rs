@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::bus::status::Status;
-use crate::bus::{Client, Gpu, GpuUse, Pressure};
+use crate::bus::{Client, Gpu, Pressure};
 use crate::config::units;
+use crate::ctl::program_state::{Tone, about, seconds, state};
 use crate::ctl::status;
 use crate::identity::printable;
 
@@ -69,16 +70,6 @@ impl Panel {
         }
         if words.is_empty() { "nobody".into() } else { words }
     }
-}
-
-/// How a state looks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Tone {
-    #[default]
-    Plain,
-    Runs,
-    Waits,
-    Bad,
 }
 
 /// What is summed up from processes to units and slices.
@@ -237,20 +228,6 @@ pub fn short_size(bytes: u64) -> String {
     text.replace(' ', "").replace("iB", "")
 }
 
-fn seconds(seconds: f64) -> String {
-    units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default())
-}
-
-/// `about 12s`: in whole units, since what is expected is no more exact.
-fn about(time: f64) -> String {
-    match time {
-        ..0.1 => "at once".into(),
-        ..60.0 => format!("about {:.0}s", time.ceil()),
-        ..3600.0 => format!("about {:.0}min", (time / 60.0).round()),
-        _ => format!("about {:.0}h", (time / 3600.0).round()),
-    }
-}
-
 pub fn panels(snapshot: &Snapshot, history: &History) -> Vec<Panel> {
     snapshot.status.gpus.iter().map(|gpu| panel(gpu, snapshot, history)).collect()
 }
@@ -321,48 +298,6 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
         rates: history.rates.get(&gpu.uuid).copied(),
         link: gpu.link_rate,
         notes: notes.iter().filter(|(is_so, _)| *is_so).map(|(_, text)| (*text).to_owned()).chain(rooms).collect(),
-    }
-}
-
-/// What a program does on a GPU, in few words. `moves_in`: memory comes to that GPU.
-fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_in: bool) -> (String, Tone) {
-    let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));
-    let percent = |part: u64| (part as f64 * 100.0 / (resident.saturating_add(swapped).max(1) as f64)).floor();
-    let leaving = || if resident == 0 { "leaving".into() } else { format!("leaving {} %", percent(swapped)) };
-    match client.sleep.as_str() {
-        "preparing" => return (leaving(), Tone::Waits),
-        "checkpointing" => return ("leaving, driver".into(), Tone::Waits),
-        "sleeping" if client.paused => return ("paused".into(), Tone::Plain),
-        "sleeping" => return ("asleep".into(), Tone::Plain),
-        "waking" => return ("waits for room".into(), Tone::Waits),
-        "restoring" => return ("coming back, driver".into(), Tone::Waits),
-        "settling" => return ("being found".into(), Tone::Waits),
-        "lost" => return ("lost: calls fail".into(), Tone::Bad),
-        _ => {}
-    }
-    if client.paused {
-        return (if swapped < resident { leaving() } else { "paused".into() }, Tone::Plain);
-    }
-    let Some(usage) = usage else { return ("uses no GPU".into(), Tone::Plain) };
-    let is_coming = swapped > 0 && usage.allowance > resident && moves_in;
-    let coming = || format!("coming back {} %", percent(resident));
-    let time = |of: Option<&HashMap<u64, f64>>| of.and_then(|times| times.get(&client.id)).copied();
-    match usage.state.as_str() {
-        "attaching" => ("waits for room".into(), Tone::Waits),
-        _ if client.stopped => ("stopped".into(), Tone::Bad),
-        "holding" if is_coming => (coming(), Tone::Runs),
-        "holding" => match time(gpu.and_then(|gpu| gpu.turn_ends.as_ref())) {
-            Some(left) => (format!("runs, {} left", seconds(left)), Tone::Runs),
-            None => ("runs".into(), Tone::Runs),
-        },
-        "waiting" if usage.pending_limit.is_some() => ("waits for memory".into(), Tone::Waits),
-        "waiting" => match time(gpu.and_then(|gpu| gpu.expected_starts.as_ref())) {
-            Some(start) => (format!("waits, {}", about(start)), Tone::Waits),
-            None => ("waits".into(), Tone::Waits),
-        },
-        "revoking" => ("ends its turn".into(), Tone::Runs),
-        "stuck" | "undrainable" => ("work does not end".into(), Tone::Bad),
-        other => (printable(other), Tone::Plain),
     }
 }
 

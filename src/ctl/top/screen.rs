@@ -8,12 +8,16 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{self, Block, Clear, Paragraph, StatefulWidget, Table, TableState, Widget, Wrap};
 
-use super::model::{Kind, Panel, Row, Tone, short_size};
+use super::model::{Kind, Panel, Row, short_size};
 use crate::config::units;
+use crate::ctl::program_state::Tone;
+use crate::ctl::table::wrapped;
 use crate::identity::printable;
 
 /// Screens that are smaller show as much as fits.
 const NARROWEST: u16 = 40;
+/// Narrower ones leave columns out, for the names of programs.
+const NARROW: u16 = 72;
 
 /// What is drawn.
 #[derive(Debug, Default)]
@@ -205,7 +209,10 @@ impl Screen {
     fn draw_tree(&self, area: Rect, buffer: &mut Buffer, state: &mut TableState) {
         let has_gpus = self.panels.len() > 1;
         let right = |text: String| Line::from(text).right_aligned();
-        let names = ["ON GPU", "IN HOST", "DUE", "HAD", "WAITED"].map(|name| right(name.into()));
+        // Narrow terminals show the columns that the least room is lost to.
+        let columns = if area.width < NARROW { 2 } else { 5 };
+        let names =
+            ["ON GPU", "SWAPPED", "DUE", "HAD", "WAITED"].map(|name| right(name.into())).into_iter().take(columns);
         let gpu = has_gpus.then(|| Line::from("GPU"));
         let heading = [Line::from("PROGRAM"), Line::from("STATE")].into_iter().chain(gpu).chain(names);
         let heading = widgets::Row::new(heading).style(Style::new().add_modifier(Modifier::BOLD));
@@ -229,38 +236,17 @@ impl Screen {
             let gpu = has_gpus.then(|| Line::from(row.gpu.as_str()));
             let label = Line::from(format!("{:1$}{label}", "", depth * 2));
             let state = Line::styled(state.as_str(), style);
-            let cells = [label, state].into_iter().chain(gpu).chain(cells.map(right));
+            let cells = [label, state].into_iter().chain(gpu).chain(cells.map(right).into_iter().take(columns));
             let weight = if is_process { Modifier::empty() } else { Modifier::BOLD };
             widgets::Row::new(cells).style(Style::new().add_modifier(weight))
         });
         let gpu = has_gpus.then_some(Constraint::Length(4));
         let widths = [Constraint::Fill(1), Constraint::Length(19)].into_iter().chain(gpu);
-        let widths = widths.chain([7, 7, 4, 4, 9].map(Constraint::Length));
+        let widths = widths.chain([7, 7, 4, 4, 9].map(Constraint::Length).into_iter().take(columns));
         let table = Table::new(rows, widths).header(heading).row_highlight_style(Modifier::REVERSED);
         state.select(self.selected);
         StatefulWidget::render(table, area, buffer, state);
     }
-}
-
-/// Lines of at most that many characters, broken between words where that is possible.
-pub fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split(' ') {
-        let mut word: Vec<char> = word.chars().collect();
-        while let Some(line) = lines.last_mut() {
-            let length = line.chars().count();
-            let gap = usize::from(length > 0);
-            if length + gap + word.len() <= width || (length == 0 && word.len() <= width.max(1)) {
-                line.extend(std::iter::repeat_n(' ', gap).chain(word));
-                break;
-            }
-            if length == 0 {
-                line.extend(word.drain(..width.max(1)));
-            }
-            lines.push(String::new());
-        }
-    }
-    lines
 }
 
 /// Text at both sides of a line. What does not fit is cut off the left one.

@@ -111,7 +111,7 @@ GPU 0  NVIDIA GeForce RTX 4090  24 GiB      pressure, 10s: some 81.5%, full 2.0%
 holder  ollama (1201), 3.2s left                  in 477M/s, out 238M/s of 24G/s
 queue   comfyui (1203) about 4s, python3 (1202) about 13s
 
-PROGRAM                  STATE                ON GPU IN HOST  DUE  HAD    WAITED
+PROGRAM                  STATE                ON GPU SWAPPED  DUE  HAD    WAITED
 system.slice                                     14G      4G  75%  50%  1min 10s
   ollama.service                                 11G      0B  50%  50%      0.0s
     1201 ollama --serve  runs, 3.2s left         11G      0B  50%  50%      0.0s
@@ -123,7 +123,7 @@ user-1000.slice                                   1G     11G  25%   0%       12s
   jupyter.service                                 0B      2G    -   0%      0.0s
     1204 python3 --serve paused                   0B      2G    -   0%      0.0s
 
-up/down select  s sort  p pause/resume  m migrate  w why  q quit   by memory
+up/down select  s sort  p pause  m migrate  w why  ? help  q quit   by memory
 ";
 
 #[test]
@@ -357,4 +357,19 @@ fn what_is_wrong_stands_below_the_head() {
     });
     nothing.is_text = true;
     assert!(nothing.text(80).contains("the configuration has an error"), "{}", nothing.text(80));
+}
+
+#[test]
+fn a_narrow_screen_leaves_out_columns_and_not_names() {
+    let shown = lines(&drawn(&ui(false), 60, 24));
+    assert!(shown.contains("user-1000.slice") && shown.contains("1201 ollama"), "{shown}");
+    assert!(shown.contains("SWAPPED") && !shown.contains("WAITED"), "{shown}");
+}
+
+#[test]
+fn a_key_explains_columns_and_keys() {
+    let mut ui = ui(false);
+    assert_eq!(press(&mut ui, KeyCode::Char('?')), None);
+    let shown = lines(&drawn(&ui, 80, 24));
+    assert!(shown.contains("part of the GPU's time due by rules") && shown.contains("Ctrl-C"), "{shown}");
 }

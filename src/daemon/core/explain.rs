@@ -7,6 +7,7 @@ use std::time::Duration;
 use zbus::fdo;
 
 use super::state::Core;
+use crate::bus::{EXPECTED, UNKNOWN_START};
 use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
@@ -120,9 +121,9 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     }
     text.extend(moves(what));
     text.push(match what.starts {
-        Some(starts) if starts < SHORTEST => "It is expected to run at once.".into(),
-        Some(starts) => format!("It is expected to run in {}.", about(starts)),
-        None => "When it will run cannot be told.".into(),
+        Some(starts) if starts < SHORTEST => format!("{EXPECTED}at once."),
+        Some(starts) => format!("{EXPECTED}in {}.", about(starts)),
+        None => UNKNOWN_START.into(),
     });
     text
 }
@@ -132,7 +133,7 @@ fn holds(gpu: &str, own: &HolderAhead) -> String {
     match (own.state, own.left) {
         (LockState::Suspended, _) => format!("It holds {gpu}, and its process is stopped: others run beside it."),
         (LockState::Holding, Some(left)) => format!("It holds {gpu}; its turn ends in {}.", about(left)),
-        (LockState::Holding, None) => format!("It holds {gpu}, and no end of its turn is set."),
+        (LockState::Holding, None) => format!("It holds {gpu}; its turn has no end yet."),
         _ => format!("It holds {gpu}, and was asked to release it: it finishes its work."),
     }
 }
@@ -146,7 +147,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             SleepPhase::Waking => format!("It comes back from sleep, and waits for room on {gpu}."),
             SleepPhase::Restoring => format!("It comes back from sleep: the driver puts it back on {gpu}."),
             SleepPhase::Lost => "It was off its GPUs and cannot come back: its CUDA calls fail.".into(),
-            SleepPhase::Settling => "Whether it is on its GPUs is being found out.".into(),
+            SleepPhase::Settling => "Its state is being determined.".into(),
             SleepPhase::Asleep | SleepPhase::Awake => "It sleeps, and wakes when it calls the driver.".into(),
         },
         Obstacle::Stopped => "Its process is stopped, by a signal or a debugger.".into(),
@@ -155,7 +156,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             "It waits for room for its context on {gpu}: beside it, a program that is there could never run again."
         ),
         Obstacle::Memory(bytes) => {
-            format!("An allocation of it waits until others have freed memory, for {} in all.", units::size(*bytes))
+            format!("It waits until other programs have freed memory, to have {} in all.", units::size(*bytes))
         }
         Obstacle::Away(members) => {
             let members: Vec<String> = members.iter().map(|member| names.client(*member)).collect();
@@ -200,7 +201,7 @@ fn holder_sentence(names: &impl Names, client: ClientId, gpu: &str, holder: &Hol
             let by = rule.map_or(String::new(), |rule| format!(" by {rule}"));
             format!("{who} holds {gpu} for as long as it has work{by}.")
         }
-        (_, None) => format!("{who} holds {gpu}, and no end of its turn is set."),
+        (_, None) => format!("{who} holds {gpu}; its turn has no end yet."),
     }
 }
 
@@ -326,7 +327,7 @@ mod tests {
         let what = Explanation { holders: vec![holder(9, LockState::Holding, None)], ..waiting() };
         let text = of(&what);
         assert_eq!(text[1], "program 9 holds GPU 0 for as long as it has work by rule \"render\".");
-        assert_eq!(text[2], "When it will run cannot be told.");
+        assert_eq!(text[2], "Its start cannot be estimated.");
         let what = Explanation { holders: vec![holder(2, LockState::Stuck, Some(s(0)))], ..waiting() };
         assert_eq!(of(&what)[1], "program 2 holds GPU 0, was asked to release it, and its work does not end.");
     }
@@ -344,7 +345,7 @@ mod tests {
         let expected = [
             "It has waited for GPU 0 for 4.2s.",
             "It has used its time-max of GPU 0: it may run again in about 2.0s.",
-            "When it will run cannot be told.",
+            "Its start cannot be estimated.",
         ];
         assert_eq!(of(&capped), expected);
     }
