@@ -90,7 +90,7 @@ pub enum Verb {
     /// Where standard output is no terminal, it prints the same as text.
     #[cfg(feature = "top")]
     Top {
-        /// End after it was shown so many times
+        /// End after N updates, one a second
         #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), value_hint = ValueHint::Other)]
         iterations: Option<u32>,
     },
@@ -99,18 +99,18 @@ pub enum Verb {
     /// Change a setting; it outranks the configuration file, also after a restart
     #[command(subcommand)]
     Set(Setting),
-    /// Set a rule: what programs of a unit, a container, a user may have; it comes before those of the configuration
+    /// Set a rule with limits for programs of a unit, container or user; it comes before those of the configuration
     ///
     /// The keys are those of nvshare.toml(5). A rule of that name that was set before is replaced.
     SetRule {
         /// A name for it
         #[arg(value_hint = ValueHint::Other)]
         name: String,
-        /// Whom it is about and what they may have, like unit=jupyter-*.service memory-max=8G
+        /// The programs it applies to and their limits, like unit=jupyter-*.service memory-max=8G
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = rules::parse_pair, value_hint = ValueHint::Other)]
         keys: Vec<(String, toml::Value)>,
     },
-    /// Take away a rule that was set with `set-rule`
+    /// Remove a rule that was set with `set-rule`
     UnsetRule {
         /// Its name
         #[arg(value_hint = ValueHint::Other)]
@@ -118,19 +118,19 @@ pub enum Verb {
     },
     /// Forget what was changed with `set` and `set-rule`: the configuration file decides again
     Reset,
-    /// Have the scheduler read its configuration file again
+    /// Make the scheduler read its configuration files again
     Reload,
-    /// Have the scheduler let go of the driver, so that it can be unloaded or a GPU be reset
+    /// Make the scheduler release the driver, so that it can be unloaded or a GPU be reset
     ///
-    /// Names the programs that use the driver all the same, and then fails.
+    /// Fails if programs use the driver, and names them.
     ReleaseDriver {
-        /// For how long at most, in seconds; a program that uses a GPU ends it, too
+        /// Longest time, in seconds; it also ends when a program uses a GPU
         #[arg(long = "for", value_name = "SECONDS", value_parser = parse_release, value_hint = ValueHint::Other, default_value = "60")]
         lasts: Duration,
     },
     /// Show for which part of the time programs were kept from GPUs
     Pressure(Json),
-    /// Tell what a program waits for, and when it is expected to run
+    /// Explain what a program waits for, when it is expected to run, and why it was refused memory
     Why {
         /// Its process id, its systemd unit or its container, as `status` shows them
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
@@ -138,14 +138,14 @@ pub enum Verb {
         #[command(flatten)]
         json: Json,
     },
-    /// Show what users, units and containers have had of the GPUs: time, memory, waits and moved memory
+    /// Show the GPU time, memory, waits and moved memory of users, units and containers
     ///
-    /// Users see what they had themselves; root sees all, and so does whom polkit lets see command lines.
+    /// Users see their own; root sees all, and so do users whom polkit lets see command lines.
     Report {
-        /// Only what was used since then, to the hour, and to the day what is older than a month
+        /// Start of the period, to the hour, or to the day if it is older than a month
         #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other, default_value = "-30d")]
         since: Duration,
-        /// By what it is told apart
+        /// Group by: user, unit, container
         #[arg(
             long,
             value_name = "user|unit|container",
@@ -160,19 +160,19 @@ pub enum Verb {
         #[command(flatten)]
         json: Json,
     },
-    /// Take a running program off its GPUs altogether, until it is resumed
+    /// Take a running program off its GPUs, its contexts included, until it is resumed
     Pause {
         /// Its process id, its systemd unit or its container, as `status` shows them
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
-    /// Let a program go on that was paused
+    /// Resume a paused program
     Resume {
         /// Its process id, its systemd unit or its container, as `status` shows them
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
-    /// Have a running program go to another GPU of the same kind
+    /// Move a running program to another GPU of the same kind
     ///
     /// Returns once it is there.
     Migrate {
@@ -183,15 +183,15 @@ pub enum Verb {
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         to: String,
     },
-    /// Have all programs leave a GPU, for others of the same kind or to sleep, and let no more onto it
+    /// Empty a GPU: its programs move to others of the same kind or sleep, and no more may use it
     ///
-    /// Returns once all that can have left, and names those that sleep or stay.
+    /// Returns once it is empty, and names the programs that sleep or stay.
     Drain {
         /// The GPU: its UUID or number
         #[arg(value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: String,
     },
-    /// Let programs use a GPU again that was drained
+    /// Let programs use a drained GPU again
     Undrain {
         /// The GPU: its UUID or number
         #[arg(value_name = "GPU", value_hint = ValueHint::Other)]
@@ -239,9 +239,9 @@ pub enum Verb {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
     },
-    /// Have memory of a GPU vacated and kept free for programs that do not use nvshare: a game, a render, a desktop
+    /// Vacate memory of a GPU and keep it free for programs without nvshare: a game, a renderer, a desktop
     ///
-    /// Programs under nvshare go on with what is left, or wait where that is not enough. Without a command, the memory is kept until
+    /// Programs under nvshare continue with the rest, or wait if it is too little. Without a command, the memory is kept free until
     /// this one is interrupted.
     MakeRoom {
         /// How much, like 8G
@@ -253,7 +253,7 @@ pub enum Verb {
         /// For how long at most, up to a day [default: until the command ends, or this one is interrupted]
         #[arg(long = "for", value_name = "TIME", value_parser = parse_room, value_hint = ValueHint::Other)]
         lasts: Option<Duration>,
-        /// Whenever a game runs, as GameMode says on the session's bus; 8 GiB unless a size is given
+        /// Only while a game runs, as GameMode says on the session's bus; 8 GiB unless a size is given
         #[arg(long, conflicts_with_all = ["lasts", "command"])]
         games: bool,
 
@@ -261,14 +261,14 @@ pub enum Verb {
         #[arg(last = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
     },
-    /// Have the scheduler play a described mix of programs in virtual time, and compare how that goes under each policy
+    /// Simulate a described mix of programs in virtual time under each policy, and compare
     ///
-    /// Needs no scheduler, no GPU and no right. The file is described in nvsharectl(1).
+    /// Needs no running scheduler, GPU or privileges. The file is described in nvsharectl(1).
     Simulate {
         /// Only under this policy; can be given several times [default: all]
         #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
         policy: Vec<String>,
-        /// Draw who held which GPU when under each policy, who waited, and what moved, as an SVG picture
+        /// Draw holders, waits and moved memory of each GPU over time, under each policy, as an SVG file
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "replay")]
         timeline: Option<PathBuf>,
         /// Instead, replay a debug bundle: show what happened, and check that the scheduler still decides the same
@@ -292,9 +292,9 @@ pub enum Verb {
         #[arg(long)]
         command_lines: bool,
     },
-    /// Draw who held which GPU when, who waited for it and when memory moved, as an SVG file
+    /// Draw holders, waits and moved memory of each GPU over time, as an SVG file
     ///
-    /// From the scheduler's flight recorder, or from a file. Users see their own programs by name, and of others only when.
+    /// From the scheduler's flight recorder, or from a file. Users see the names of their own programs only.
     Timeline {
         /// The file, which is overwritten; - is standard output
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -309,10 +309,10 @@ pub enum Verb {
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         bundle: Option<PathBuf>,
     },
-    /// Have a service share GPUs from its next start on, and give it a rule for a server
+    /// Make a service share GPUs from its next start on, and give it a rule for a server
     ///
-    /// It preloads the library, as by `preload enable --unit`, may run at once while it has had no more than its share, and leaves a
-    /// GPU where others lack room and it has been idle for 5 minutes.
+    /// It preloads the library, as by `preload enable --unit`, skips the queue while it is within its share, and is evicted after 5
+    /// idle minutes if others need the room.
     Adopt {
         #[command(flatten)]
         server: adopt::Server,
@@ -328,7 +328,7 @@ pub enum Verb {
         #[command(flatten)]
         server: adopt::Server,
     },
-    /// Have every program of this machine load the library, or those of a service
+    /// Make every program of this machine load the library, or those of a service
     #[command(subcommand)]
     Preload(Preload),
     /// Bring GPUs and nvshare into containers, by the Container Device Interface (CDI)
@@ -400,7 +400,7 @@ pub enum Setting {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
     },
-    /// How long the last of those who wait is to wait, in the mode auto: whole seconds up to 3600, or 0 for no bound
+    /// Longest wait for a turn, in the mode auto: whole seconds up to 3600, or 0 for no limit
     MaxWait {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
@@ -410,7 +410,7 @@ pub enum Setting {
         #[arg(value_name = "auto|on|off", value_parser = Mode, hide_possible_values = true)]
         value: AntiThrash,
     },
-    /// Who runs when: first come, first served; or who has had least first, so that on average jobs end soon
+    /// Order of programs: first come, first served; or least GPU time first, which shortens mean completion time
     Policy {
         #[arg(value_name = "fcfs|adaptive", value_parser = Order, hide_possible_values = true)]
         value: PolicyName,
