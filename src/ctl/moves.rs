@@ -99,7 +99,7 @@ impl There {
         };
         match gpus.iter().find(is_meant) {
             Some(listed) if listed.drained => Ok(Self::of(scheduler.list_clients().await?, &listed.uuid)),
-            Some(_) => Err(CtlError::Failed("programs may use it again: somebody has undrained it".into())),
+            Some(_) => Err(CtlError::Failed("cannot drain it: it has been undrained since".into())),
             None => Ok(Self::default()), // it is gone
         }
     }

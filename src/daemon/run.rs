@@ -229,7 +229,7 @@ impl Sockets {
                     }
                     Err(e) if options.control_socket.is_some() => return Err(StartError::new(e)),
                     Err(e) => {
-                        warn!("there is no control socket: {e}");
+                        warn!("cannot serve the control socket: {e}");
                         None
                     }
                 }
@@ -312,7 +312,7 @@ impl Startup {
         match helpers(in_pod) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}
-            Err(e) => warn!("programs cannot be taken off their GPUs: {e}"),
+            Err(e) => warn!("cannot take programs off their GPUs: {e}"),
         }
         tasks::start_swap_files(&core)?;
         let connections = start_connections(&core, clients, stored, bus_attempted);

@@ -97,8 +97,7 @@ fn assert_refused(daemon: &Daemon, why: &str) {
     for change in [&["set", "time-quantum", "9"][..], &["set-rule", "batch", "user=5", "weight=5"], &["reset"]] {
         let output = daemon.ctl(change);
         assert_eq!(output.code, Some(1), "{change:?}");
-        let text =
-            format!("nothing has changed, since the change cannot be saved: {}", state(&daemon.directory.0).display());
+        let text = format!("cannot save the change, so nothing has changed: {}", state(&daemon.directory.0).display());
         assert!(output.stderr.contains(&text) && output.stderr.contains(why), "{change:?}: {}", output.stderr);
     }
     assert_eq!(get(daemon), before);
@@ -113,7 +112,7 @@ fn a_change_that_cannot_be_saved_is_refused() {
     fs::rename(&path, path.with_extension("away")).expect("a directory");
     fs::write(&path, "").expect("a file");
     assert_refused(&daemon, "Not a directory");
-    daemon.log.wait("a change was refused, since it could not be saved");
+    daemon.log.wait("cannot save a change, which is refused");
     fs::remove_file(&path).expect("a file");
     fs::rename(path.with_extension("away"), &path).expect("a directory");
     ctl(&daemon, &["set", "time-quantum", "8"]);

@@ -263,7 +263,7 @@ fn a_directory_that_cannot_be_written_to_harms_nobody() {
     use_the_gpu(&daemon);
     fs::write(config(&daemon.directory.0), "[accounting]\nkeep = \"30d\"\n").expect("a file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
-    daemon.log.wait("what programs use cannot be recorded");
+    daemon.log.wait("cannot write usage records");
     use_the_gpu(&daemon);
     let report = daemon.ctl(&["report"]);
     assert!(report.code == Some(1) && report.stderr.contains("Not a directory"), "{}", report.stderr);

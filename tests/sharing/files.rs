@@ -130,7 +130,7 @@ fn a_directory_that_cannot_be_used_is_said_and_ram_is_all_there_is() {
     for program in &mut programs {
         program.finish();
     }
-    machine.wait_for_log("no space for programs' memory can be reserved in /etc/passwd/swap");
+    machine.wait_for_log("cannot reserve space for programs' memory in /etc/passwd/swap");
     machine.wait_until_empty();
 }
 

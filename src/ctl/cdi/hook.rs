@@ -68,7 +68,7 @@ pub fn merge_preload(state: impl Read) -> Result<(), CtlError> {
     let found = match Found::look(state) {
         Ok(found) => found,
         Err(why) => {
-            eprintln!("nvsharectl: the image's own /etc/ld.so.preload cannot be looked for: {why}");
+            eprintln!("nvsharectl: cannot look for the image's own /etc/ld.so.preload: {why}");
             return Ok(());
         }
     };

@@ -69,7 +69,9 @@ pub fn lock() -> Result<File, CtlError> {
             Ok(()) => return Ok(file),
             Err(TryLockError::Error(e)) => return Err(cannot("lock", path, &e)),
             Err(TryLockError::WouldBlock) if Instant::now() > until => {
-                return Err(CtlError::Failed(format!("another nvsharectl has been changing {FILE} for too long")));
+                return Err(CtlError::Failed(format!(
+                    "cannot lock {FILE}: another nvsharectl has been changing it for too long"
+                )));
             }
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(20)),
         }

@@ -168,7 +168,7 @@ impl Systemd {
     /// Has systemd read its files again.
     pub async fn reload(&self) -> Result<(), CtlError> {
         let reloaded = async { self.manager().await?.reload().await }.await;
-        reloaded.map_err(|e| CtlError::Failed(format!("systemd cannot read its files again (daemon-reload): {e}")))
+        reloaded.map_err(|e| CtlError::Failed(format!("cannot make systemd read its files again (daemon-reload): {e}")))
     }
 
     /// The service of that name; of a template, what its instances have in common.

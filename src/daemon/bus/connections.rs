@@ -72,7 +72,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
 pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
     let listener = match descriptors::watch(listener) {
         Ok(listener) => listener,
-        Err(e) => return error!("there is no control socket: {e}"),
+        Err(e) => return error!("cannot serve the control socket: {e}"),
     };
     let places = Arc::new(Semaphore::new(MAX_PEERS));
     loop {

@@ -52,7 +52,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         Ok(known) => known,
         Err(e) => {
             if connections.log_limit.borrow_mut().allows("identify", &Tenant::Root) {
-                error!(name: "client-refused", "a program is refused: cannot identify it: {e}");
+                error!(name: "client-refused", "cannot identify a program, which is refused: {e}");
             }
             return refuse(
                 socket.as_fd(),

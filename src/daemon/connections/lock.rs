@@ -246,7 +246,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
     let (arrival, keeper, held, place) = match taken_over() {
         Ok(taken_over) => taken_over,
         Err(e) => {
-            warn!(name: "lock-lost", client = name.client, "a lock over D-Bus ends, since it cannot be taken over: {e}");
+            warn!(name: "lock-lost", client = name.client, "cannot take over a lock over D-Bus, which ends: {e}");
             systemd::forget(&name.to_string());
             // For every process that has it: systemd still does.
             end.iter().for_each(|socket| socket::shut_down(socket.as_fd()));

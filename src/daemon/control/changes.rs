@@ -93,7 +93,7 @@ impl Changes {
             }
         });
         if let Err(e) = thread {
-            warn!(name: "settings-unsaved", "settings cannot be changed at run time, for want of a thread that saves them: {e}");
+            warn!(name: "settings-unsaved", "cannot start the thread that saves settings, so they cannot be changed at run time: {e}");
         }
         Self { changed: RefCell::new(changed), saver: Some(Saver { path, texts: sender }), turn: Mutex::default() }
     }
@@ -166,9 +166,9 @@ impl Turn<'_> {
             };
             if let Err(e) = outcome {
                 let path = path.display();
-                warn!(name: "settings-unsaved", "a change was refused, since it could not be saved: {path}: {e}");
+                warn!(name: "settings-unsaved", "cannot save a change, which is refused: {path}: {e}");
                 return Err(fdo::Error::IOError(format!(
-                    "nothing has changed, since the change cannot be saved: {path}: {e}"
+                    "cannot save the change, so nothing has changed: {path}: {e}"
                 )));
             }
         }

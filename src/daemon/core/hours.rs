@@ -123,7 +123,7 @@ impl Core {
             let (used, time, window) = (units::duration(used), units::duration(time), units::duration(window.time()));
             info!(
                 client = client.0,
-                "{name} and all that count with it have used {used} of {time} of GPU time in the last {window}"
+                "{name} and its group have used {used} of {time} of GPU time in the last {window}"
             );
         }
         self.apply(Event::Groups { groups });

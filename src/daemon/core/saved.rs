@@ -49,7 +49,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Text { boot: String::new(), all: BTreeSet::new() }),
             Err(e) => Err(e.to_string()),
         };
-        let read = read.inspect_err(|e| warn!("what an earlier scheduler was told is lost: {}: {e}", path.display()));
+        let read = read.inspect_err(|e| warn!("cannot restore saved state: {}: {e}", path.display()));
         let all = read.ok().filter(|read| read.boot == boot()).map(|read| read.all).unwrap_or_default();
         let (saver, texts) = mpsc::channel::<String>();
         let started = thread::Builder::new().name("saved".into()).spawn(move || {

@@ -158,7 +158,7 @@ impl Core {
             && self.log_limit.allows("checkpoint", tenant)
         {
             let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
-            warn!(client = client.0, pid, "{name} could not be {what} its GPUs: {failure}");
+            warn!(client = client.0, pid, "{name} cannot be {what} its GPUs: {failure}");
         }
         match answer.failure {
             Some(Failure::NoCalls | Failure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),

@@ -299,7 +299,7 @@ impl Core {
                     let directory = self.config.swap_file.as_deref().unwrap_or("".as_ref());
                     if !std::mem::replace(&mut self.swap_files.has_warned, true) {
                         warn!(
-                            "no space for programs' memory can be reserved in {}: {}; they are promised no more than RAM has room for",
+                            "cannot reserve space for programs' memory in {}: {}; they are promised no more than RAM has room for",
                             directory.display(),
                             swap_files::in_words(&error)
                         );

@@ -63,7 +63,7 @@ pub fn activated() -> Result<Activated, String> {
             CONTROL => Kind::Stream,
             METRICS => Kind::Metrics,
             _ => {
-                warn!("systemd passed a descriptor named {name:?}, of which this version knows nothing");
+                warn!("ignoring the descriptor {name:?} from systemd, which this version does not know");
                 sockets.unknown.push(name);
                 continue;
             }

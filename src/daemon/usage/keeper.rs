@@ -101,12 +101,12 @@ impl Records {
         match result {
             Ok(()) if self.has_failed => {
                 self.has_failed = false;
-                info!("what programs use is recorded again in {}", self.path.display());
+                info!("usage is recorded again in {}", self.path.display());
             }
             Ok(()) => {}
             Err(failure) => {
                 if !std::mem::replace(&mut self.has_failed, true) {
-                    warn!("what programs use cannot be recorded: {}: {}", self.path.display(), failure.reason());
+                    warn!("cannot write usage records: {}: {}", self.path.display(), failure.reason());
                 }
             }
         }
@@ -163,7 +163,7 @@ impl Records {
         match set_aside(&self.path) {
             Ok(aside) => {
                 let (path, aside) = (self.path.display(), aside.display());
-                warn!("{path} cannot be used ({reason}): it is now {aside}, and a new one is begun");
+                warn!("cannot use {path} ({reason}): it is now {aside}, and a new one is begun");
                 self.tidied = None;
                 attempt(self)
             }

@@ -206,7 +206,7 @@ impl Keeper {
             }
             drop(end);
         });
-        started.inspect_err(|e| warn!("what programs use is not recorded: {e}")).ok().map(|_| Self { jobs, ended })
+        started.inspect_err(|e| warn!("cannot record usage: {e}")).ok().map(|_| Self { jobs, ended })
     }
 
     #[cfg(not(feature = "accounting"))]
@@ -243,7 +243,7 @@ impl Keeper {
         let Self { jobs, ended } = self;
         drop(jobs);
         if ended.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
-            warn!("what programs used in the last minute is not recorded: the disk does not answer");
+            warn!("cannot write the last minute of usage records: the disk does not answer");
         }
     }
 }
