@@ -217,7 +217,12 @@ fn green_contexts_take_turns() {
 /// Its capture ends with it, so that memory leaves afterwards.
 #[test]
 fn a_green_context_that_is_destroyed_while_it_captures_is_forgotten() {
-    both_end_and_drain("green --mem 32M --rounds 8 --leaves-capture 1");
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let mut program = machine.program("green --mem 60M --rounds 100000 --leaves-capture 1").start();
+    machine.wait_for_grants(&program, 1);
+    machine.program("mix --mem 90M --reps 3 --rounds 3").start().finish();
+    assert!(program.poll().is_none());
+    program.kill();
 }
 
 #[test]
