@@ -275,6 +275,7 @@ mod tests {
             format: 1,
             version: String::new(),
             protocol: (1, 1),
+            host: String::new(),
             kernel: String::new(),
             driver: None,
             nvml: None,

@@ -45,6 +45,7 @@ pub fn timeline(
             return Err(CtlError::Failed(format!("no program used a GPU {gpu:?}: its number or its UUID is needed")));
         }
     }
+    timeline.cut_blank_beginning();
     if let Some(since) = since {
         timeline.keep_last(since);
     }
@@ -97,10 +98,10 @@ fn open(path: &Path) -> Result<File, CtlError> {
 
 fn read_bundle(file: File, shown: &str) -> Result<Read, CtlError> {
     let failed = |e: bundle::ReadError| CtlError::Failed(format!("{shown}, {e}"));
-    let Bundle { status, checkpoint, mut entries, .. } = bundle::read(BufReader::new(file)).map_err(failed)?;
+    let Bundle { header, status, checkpoint, mut entries } = bundle::read(BufReader::new(file)).map_err(failed)?;
     let replay = replay::replay(checkpoint, &mut entries).map_err(failed)?;
     let labels = entries.clients.iter().map(|(client, process)| (*client, process.label())).collect();
-    Ok(Read { timeline: from_recording(&replay, &labels), names: gpus(&status) })
+    Ok(Read { timeline: from_recording(&replay, &labels, &header), names: gpus(&status) })
 }
 
 /// `GPU 0  NVIDIA H200`, by the UUID without its prefix.

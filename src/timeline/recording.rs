@@ -4,13 +4,18 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Activity, Span, Timeline};
+use crate::recorder::bundle::Header;
 use crate::recorder::replay::{Moment, Replay, What};
 
-/// The timeline of a replayed recording; `labels` has a text for each client that is known by more than its number.
-pub fn from_recording(replay: &Replay, labels: &BTreeMap<u64, String>) -> Timeline {
-    let mut timeline = Timeline { span: replay.span, ..Timeline::default() };
+/// The timeline of a replayed recording, in the time of the host's clock when the recording was made; `labels` has a text for each
+/// client that is known by more than its number.
+pub fn from_recording(replay: &Replay, labels: &BTreeMap<u64, String>, header: &Header) -> Timeline {
+    let epoch = header.epoch();
+    let span = replay.span.map(|(first, last)| (epoch + first, epoch + last));
+    let mut timeline = Timeline { host: Some(header.host.clone()), span, ..Timeline::default() };
     for Moment { at, client, gpu, what, .. } in replay.moments.iter().chain(&replay.unfinished) {
-        let span = |activity, took: Duration| Span { activity, from: at.saturating_sub(took), to: *at, bytes: 0 };
+        let at = epoch + *at;
+        let span = |activity, took: Duration| Span { activity, from: at.saturating_sub(took), to: at, bytes: 0 };
         let spans = match what {
             What::Granted(waited) => [Some(span(Activity::Waits, *waited)), None],
             What::Released(_, held) => [Some(span(Activity::Holds, *held)), None],
@@ -60,11 +65,27 @@ mod tests {
         let replay =
             replay::replay(Machine::new(scheduler_sim::settings(AntiThrash::Auto, Duration::from_secs(1))), entries)
                 .expect("entries");
-        let timeline = from_recording(&replay, &BTreeMap::new());
+        let header = Header {
+            format: 1,
+            version: String::new(),
+            protocol: (1, 1),
+            host: "lab3".into(),
+            kernel: String::new(),
+            driver: None,
+            nvml: None,
+            made: 500_000_000,
+            now_ns: 400_000_000_000,
+            command_lines: false,
+        };
+        let timeline = from_recording(&replay, &BTreeMap::new(), &header);
+        assert_eq!(
+            (timeline.host.as_deref(), timeline.span),
+            (Some("lab3"), Some((Duration::from_secs(100), Duration::from_millis(108_500))))
+        );
         let lane = timeline.lanes.values().next().and_then(|lanes| lanes.get(&1)).expect("the program");
         let moves = lane.spans.iter().filter(|span| span.bytes > 0);
         let moves: Vec<_> =
             moves.map(|span| (span.activity, span.from.as_millis(), span.to.as_millis(), span.bytes)).collect();
-        assert_eq!(moves, [(Activity::Leaves, 5000, 5900, 80), (Activity::Returns, 8100, 8500, 70)]);
+        assert_eq!(moves, [(Activity::Leaves, 105_000, 105_900, 80), (Activity::Returns, 108_100, 108_500, 70)]);
     }
 }
