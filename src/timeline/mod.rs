@@ -1,12 +1,13 @@
 //! Timelines: who held a GPU when, who waited for it, and when memory moved, as a picture.
 //!
 //! - `recording`: from what the flight recorder has.
-//! - `svg`: draws it; `axis`: the times below. `json`: writes and reads it.
+//! - `svg` and `text`: draw it; `axis`: the times below. `json`: writes and reads it.
 
 mod axis;
 pub mod json;
 mod recording;
 pub mod svg;
+pub mod text;
 
 pub use recording::from_recording;
 
@@ -107,6 +108,18 @@ impl Timeline {
         self.lanes.retain(|gpu, _| !wanted.is_empty() && plain(gpu).starts_with(&wanted));
         !self.lanes.is_empty()
     }
+}
+
+/// The lanes of the programs that held or moved for the longest time, in their own order.
+fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>, most: usize) -> Vec<&'a Lane> {
+    let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
+    if all.len() > most {
+        let busy = |lane: &Lane| lane.spans.iter().map(|span| span.to.saturating_sub(span.from)).sum::<Duration>();
+        all.sort_by_key(|(_, lane)| std::cmp::Reverse(busy(lane)));
+        all.truncate(most);
+        all.sort_by_key(|(place, _)| *place);
+    }
+    all.into_iter().map(|(_, lane)| lane).collect()
 }
 
 #[cfg(test)]

@@ -90,7 +90,7 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
         let _ = writeln!(body, r#"<text class="gpu" x="8" y="{:.0}">{}</text>"#, y + 20.0, escaped(&names(gpu)));
         y += HEADING;
         let top = y;
-        let shown = busiest(lanes.values());
+        let shown = super::busiest(lanes.values(), MOST_LANES);
         for lane in &shown {
             draw_lane(&mut body, lane, y, &x);
             y += ROW;
@@ -164,18 +164,6 @@ fn draw_axis(out: &mut String, timeline: &Timeline, blocks: &[(f64, f64)], botto
             bottom + 16.0
         );
     }
-}
-
-/// Those that held or moved for the longest time, in their own order.
-fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>) -> Vec<&'a Lane> {
-    let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
-    if all.len() > MOST_LANES {
-        let busy = |lane: &Lane| lane.spans.iter().map(|span| span.to.saturating_sub(span.from)).sum::<Duration>();
-        all.sort_by_key(|(_, lane)| std::cmp::Reverse(busy(lane)));
-        all.truncate(MOST_LANES);
-        all.sort_by_key(|(place, _)| *place);
-    }
-    all.into_iter().map(|(_, lane)| lane).collect()
 }
 
 fn draw_lane(out: &mut String, lane: &Lane, top: f64, x: &impl Fn(Duration) -> f64) {
