@@ -157,7 +157,8 @@ impl Story {
                     self.back += bytes;
                 }
             }
-            "release" | "disconnect" => {
+            // A program that ends detaches the GPU, which is granted at that moment, before it disconnects.
+            "release" | "detach" | "disconnect" => {
                 if let Some(since) = player.holds.take() {
                     let back = player.returned();
                     let waited = player.waited;
@@ -235,6 +236,19 @@ mod tests {
     fn two_holders_at_once_are_noticed() {
         let (story, _) = story(&[(0, 1, "connect", 0), (0, 2, "connect", 0), (1, 1, "grant", 0), (2, 2, "grant", 0)]);
         assert_eq!(story.overlaps(), 1);
+    }
+
+    #[test]
+    fn a_program_that_detaches_holds_the_lock_no_longer() {
+        let (story, turns) = story(&[
+            (0, 1, "connect", 0),
+            (0, 2, "connect", 0),
+            (1, 1, "grant", 0),
+            (2, 1, "detach", 0),
+            (2, 2, "grant", 0),
+            (3, 1, "disconnect", 0),
+        ]);
+        assert_eq!((story.overlaps(), turns.len()), (0, 1));
     }
 
     #[test]
