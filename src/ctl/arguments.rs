@@ -263,7 +263,7 @@ pub enum Verb {
     },
     /// Simulate a described mix of programs in virtual time under each policy, and compare
     ///
-    /// Needs no running scheduler, GPU or privileges. The file is described in nvsharectl(1).
+    /// Needs no running scheduler, GPU or privileges. The file is described in nvshare-simulation(7).
     Simulate {
         /// Only under this policy; can be given several times [default: all]
         #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
