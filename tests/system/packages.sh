@@ -67,8 +67,11 @@ quietly systemd-sysusers
 mkdir -p /run/mount
 everything >"$work/before"
 
-step "installing starts, enables and preloads nothing"
-install "$old"
+step "installing starts, enables and preloads nothing, and says what is next"
+# The names are meant to be split.
+# shellcheck disable=SC2046
+quietly dpkg --install $(debs "$old")
+grep -q 'systemctl enable --now nvshare.socket' "$log" || fail "no next step is named"
 is "nvshare" "$(installed nvshare)" "ii $old"
 [ ! -e $list ] || fail "there is a $list"
 is "the socket" "$(systemctl is-enabled nvshare.socket 2>&1)" disabled
