@@ -190,7 +190,8 @@ deb:
 	@mkdir -p '$(PACKAGES)'
 	NVSHARE_VERSION='$(VERSION)' NVSHARE_PACKAGES='$(PACKAGES)' \
 	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
-	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
+	@echo 'Built, and -dbgsym packages with the lines of backtraces. To install:'
+	@echo "  sudo apt install $$(sed -n '/-dbgsym_/d; s|^\([^ ]*\.deb\) .*|$(PACKAGES)/\1|p' debian/files | paste -sd ' ')"
 	@dh_clean -Xvendor/
 
 # Of the last commit. What cargo vendor prints is what has cargo use it.
