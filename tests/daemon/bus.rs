@@ -287,7 +287,20 @@ fn a_timeline_names_only_ones_own_programs() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let seen = block_on(async { timeline(&on_bus(&bus).await).await });
     assert!(seen.iter().all(|label| !label.contains("another")), "root sees all: {seen:?}");
-    assert!(seen.iter().any(|label| label.ends_with(&format!("(PID {})", std::process::id()))), "{seen:?}");
+    let own = format!("(PID {})", std::process::id());
+    assert!(seen.iter().any(|label| label.ends_with(&own)), "{seen:?}");
+
+    // Also once it has ended.
+    drop(holder);
+    block_on(async {
+        let connection = on_bus(&bus).await;
+        let scheduler = scheduler(&connection).await;
+        while !scheduler.list_clients().await.expect("everybody may read").is_empty() {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let seen = timeline(&connection).await;
+        assert!(seen.iter().any(|label| label.ends_with(&own)), "{seen:?}");
+    });
 }
 
 #[test]
