@@ -49,7 +49,8 @@ help:
 	@echo '                 GPU=real                the first GPU of this machine'
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
-	@echo 'make check-system  boots Debian 12 and 13 in containers, and goes through the packages there (root)'
+	@echo 'make check-system  boots Debian 12 and 13 in containers, and goes through the packages there; then the demo and'
+	@echo '                 the check in fresh ones, as CONTRIBUTING.md has it (root); FRESH=demo, FRESH=no: without the check, or both'
 	@echo 'make check-containers  containers of Debian 11 and 12 share a simulated GPU under a real podman (root)'
 	@echo 'make check-kubernetes  pods share a simulated GPU on a real Kubernetes node, built for it at first (root)'
 	@echo 'make check-compatibility FROM=v0.1.0  the library of that version beside this scheduler, and the other way round'
@@ -124,6 +125,7 @@ check-system: $(PROGRAMS)
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages' VERSION=999~test
 	tests/system/check.sh $(BUILT) $(TARGET)/system/packages
+	for suite in $(or $(SUITES),bookworm trixie); do FRESH='$(FRESH)' tests/system/fresh.sh $$suite || exit; done
 
 check-containers: artifacts
 	@tests/needs.sh podman crun mmdebstrap musl-gcc python3
@@ -188,7 +190,8 @@ deb:
 	@mkdir -p '$(PACKAGES)'
 	NVSHARE_VERSION='$(VERSION)' NVSHARE_PACKAGES='$(PACKAGES)' \
 	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
-	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
+	@echo 'Built, and -dbgsym packages with the lines of backtraces. To install:'
+	@echo "  sudo apt install $$(sed -n '/-dbgsym_/d; s|^\([^ ]*\.deb\) .*|$(PACKAGES)/\1|p' debian/files | paste -sd ' ')"
 	@dh_clean -Xvendor/
 
 # Of the last commit. What cargo vendor prints is what has cargo use it.

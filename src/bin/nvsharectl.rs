@@ -88,9 +88,14 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             print(&simulate::simulate(&file, &policy, timeline.as_deref(), json)?)
         }
         Some(Verb::Debug { output, command_lines }) => print(&debug::debug(&target, output.as_deref(), command_lines)?),
-        Some(Verb::Timeline { output, gpu, since, bundle }) => {
+        Some(Verb::Timeline { output, gpu, since, bundle, .. }) => {
             let source = bundle.map_or(timeline::Source::Scheduler(target), timeline::Source::Bundle);
-            print(&timeline::timeline(&source, gpu.as_deref(), since, &output)?)
+            let form = match output {
+                Some(output) => timeline::Form::Svg(output),
+                None if json => timeline::Form::Json,
+                None => timeline::Form::Text,
+            };
+            print(&timeline::timeline(&source, gpu.as_deref(), since, &form)?)
         }
         #[cfg(feature = "cdi")]
         Some(Verb::Cdi(command)) => containers(command, &target),

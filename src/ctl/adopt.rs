@@ -247,7 +247,7 @@ pub fn container(server: &Server) -> String {
     });
     let keys = keys.collect::<Vec<_>>().join(" ");
     format!(
-        "Start it with its GPU by nvshare's CDI file, in the place of --gpus or nvidia.com/gpu (see CONTAINERS in nvsharectl(1)):\n\n  \
+        "Start it with its GPU by nvshare's CDI file, in the place of --gpus or nvidia.com/gpu (see nvshare-containers(7)):\n\n  \
          docker run --device nvshare.com/gpu=0 --name {name} ...\n  podman run --device nvshare.com/gpu=0 --name {name} ...\n\n\
          nvshare-cdi.service, or once `nvsharectl cdi generate`, writes that file. While it runs, this gives it what suits a server:\n\n  \
          sudo nvsharectl set-rule {name:?} container=ID {keys}\n\n\

@@ -263,7 +263,7 @@ pub enum Verb {
     },
     /// Simulate a described mix of programs in virtual time under each policy, and compare
     ///
-    /// Needs no running scheduler, GPU or privileges. The file is described in nvsharectl(1).
+    /// Needs no running scheduler, GPU or privileges. The file is described in nvshare-simulation(7).
     Simulate {
         /// Only under this policy; can be given several times [default: all]
         #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
@@ -292,13 +292,13 @@ pub enum Verb {
         #[arg(long)]
         command_lines: bool,
     },
-    /// Draw holders, waits and moved memory of each GPU over time, as an SVG file
+    /// Draw holders, waits and moved memory of each GPU over time, as text or as an SVG file
     ///
     /// From the scheduler's flight recorder, or from a file. Users see the names of their own programs only.
     Timeline {
-        /// The file, which is overwritten; - is standard output
-        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-        output: PathBuf,
+        /// Write an SVG picture to this file, which is overwritten; - is standard output
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "json")]
+        output: Option<PathBuf>,
         /// Only this GPU: its UUID or its number; in a running record, its UUID
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: Option<String>,
@@ -308,6 +308,8 @@ pub enum Verb {
         /// Of a debug bundle, or of what `nvshare-scheduler --record` writes
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         bundle: Option<PathBuf>,
+        #[command(flatten)]
+        json: Json,
     },
     /// Make a service share GPUs from its next start on, and give it a rule for a server
     ///
@@ -343,6 +345,7 @@ impl Verb {
         match self {
             Self::Status(json) | Self::Get(json) | Self::Pressure(json) => Some(*json),
             Self::Why { json, .. } | Self::Report { json, .. } | Self::Simulate { json, .. } => Some(*json),
+            Self::Timeline { json, .. } => Some(*json),
             Self::Preload(Preload::Status { json, .. } | Preload::Verify { json, .. }) => Some(*json),
             _ => None,
         }

@@ -178,6 +178,11 @@ impl Replayed {
                     ("released", "held", json!(held.as_secs_f64()))
                 }
                 What::Evicted(bytes) => ("evicted", "bytes", json!(bytes)),
+                What::MemoryLeft(bytes, took) | What::MemoryReturned(bytes, took) => {
+                    moment["seconds-taken"] = json!(took.as_secs_f64());
+                    let name = if matches!(what, What::MemoryLeft(..)) { "memory-left" } else { "memory-returned" };
+                    (name, "bytes", json!(bytes))
+                }
                 What::Denied(bytes) => ("denied", "bytes", json!(bytes)),
                 What::Left { waited, held } => {
                     moment["waited"] = json!(waited.map(|waited| waited.as_secs_f64()));
@@ -236,6 +241,10 @@ fn in_words(what: &What) -> String {
             format!("released after {} ({why})", units::fine_duration(*held))
         }
         What::Evicted(bytes) => format!("asked to evict {}", units::size(*bytes)),
+        What::MemoryLeft(bytes, took) => format!("{} left within {}", units::size(*bytes), units::fine_duration(*took)),
+        What::MemoryReturned(bytes, took) => {
+            format!("{} returned within {}", units::size(*bytes), units::fine_duration(*took))
+        }
         What::Denied(bytes) => format!("refused a limit of {}", units::size(*bytes)),
         What::Left { held: Some(held), .. } => format!("left, after holding it for {}", units::fine_duration(*held)),
         What::Left { waited: Some(waited), .. } => format!("left, after waiting for {}", units::fine_duration(*waited)),
@@ -266,6 +275,7 @@ mod tests {
             format: 1,
             version: String::new(),
             protocol: (1, 1),
+            host: String::new(),
             kernel: String::new(),
             driver: None,
             nvml: None,

@@ -1,4 +1,4 @@
-//! `nvsharectl timeline`: who held a GPU when, who waited, and what moved, as a picture.
+//! `nvsharectl timeline`: who held a GPU when, who waited, and what moved, as text, a picture, or JSON.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::status::Style;
 use super::{CtlError, Target, block_on, debug};
 use crate::recorder::bundle::{self, Bundle};
 use crate::recorder::replay;
-use crate::timeline::{Timeline, from_recording, json, svg};
+use crate::timeline::{Timeline, from_recording, json, svg, text};
 
 /// Where a timeline comes from.
 #[derive(Debug)]
@@ -22,19 +23,25 @@ pub enum Source {
     Bundle(PathBuf),
 }
 
+/// What is made of a timeline.
+#[derive(Debug)]
+pub enum Form {
+    /// For the terminal.
+    Text,
+    /// As the scheduler gives it on D-Bus.
+    Json,
+    /// A picture, for a file or, with `-`, for standard output.
+    Svg(PathBuf),
+}
+
 /// A timeline, and a name for each GPU that has one.
 struct Read {
     timeline: Timeline,
     names: BTreeMap<String, String>,
 }
 
-/// Draws the timeline, and returns what is to be printed: the picture, if `output` is `-`.
-pub fn timeline(
-    source: &Source,
-    gpu: Option<&str>,
-    since: Option<Duration>,
-    output: &Path,
-) -> Result<String, CtlError> {
+/// Draws the timeline, and returns what is to be printed.
+pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, form: &Form) -> Result<String, CtlError> {
     let Read { mut timeline, names } = match source {
         Source::Scheduler(target) => ask(target)?,
         Source::Bundle(path) => read_bundle(open(path)?, &path.display().to_string())?,
@@ -45,16 +52,35 @@ pub fn timeline(
             return Err(CtlError::Failed(format!("no program used a GPU {gpu:?}: its number or its UUID is needed")));
         }
     }
+    timeline.cut_blank_beginning();
     if let Some(since) = since {
         timeline.keep_last(since);
     }
     let named = |uuid: &str| names.get(uuid).cloned().unwrap_or_else(|| format!("GPU-{uuid}"));
+    let output = match form {
+        Form::Text => return Ok(text::draw(&timeline, named, paint())),
+        Form::Json => {
+            let mut text = json::write(&timeline, &names).map_err(CtlError::Failed)?;
+            text.push(b'\n');
+            return Ok(String::from_utf8_lossy(&text).into_owned());
+        }
+        Form::Svg(output) => output,
+    };
     let picture = svg::draw(&timeline, "Who held the GPU, who waited, and what moved", named);
     if output == Path::new("-") {
         return Ok(picture);
     }
     write(output, &picture)?;
     Ok(String::new())
+}
+
+/// What standard output can show. Where it is no terminal, lines are as long as in a wide one.
+fn paint() -> text::Paint {
+    let Style { colour, width } = Style::of_stdout();
+    let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let locale = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().find_map(set).unwrap_or_default().to_uppercase();
+    let unicode = locale.contains("UTF-8") || locale.contains("UTF8");
+    text::Paint { width: width.unwrap_or(100), colour, unicode }
 }
 
 /// Writes a picture to a file.
@@ -97,10 +123,10 @@ fn open(path: &Path) -> Result<File, CtlError> {
 
 fn read_bundle(file: File, shown: &str) -> Result<Read, CtlError> {
     let failed = |e: bundle::ReadError| CtlError::Failed(format!("{shown}, {e}"));
-    let Bundle { status, checkpoint, mut entries, .. } = bundle::read(BufReader::new(file)).map_err(failed)?;
+    let Bundle { header, status, checkpoint, mut entries } = bundle::read(BufReader::new(file)).map_err(failed)?;
     let replay = replay::replay(checkpoint, &mut entries).map_err(failed)?;
     let labels = entries.clients.iter().map(|(client, process)| (*client, process.label())).collect();
-    Ok(Read { timeline: from_recording(&replay, &labels), names: gpus(&status) })
+    Ok(Read { timeline: from_recording(&replay, &labels, &header), names: gpus(&status) })
 }
 
 /// `GPU 0  NVIDIA H200`, by the UUID without its prefix.

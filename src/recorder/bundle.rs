@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, Write};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -45,6 +46,8 @@ pub struct Header {
     pub version: String,
     /// The versions of the protocol that it speaks with programs.
     pub protocol: (u16, u16),
+    /// The name of the host, and its kernel.
+    pub host: String,
     pub kernel: String,
     /// Of the NVIDIA driver and of NVML, where they are known.
     pub driver: Option<String>,
@@ -55,6 +58,13 @@ pub struct Header {
     pub now_ns: u64,
     /// The bundle has names and command lines of programs.
     pub command_lines: bool,
+}
+
+impl Header {
+    /// The time since 1970 at which the times of entries are 0.
+    pub fn epoch(&self) -> Duration {
+        Duration::from_micros(self.made).saturating_sub(Duration::from_nanos(self.now_ns))
+    }
 }
 
 /// A client's process, for tables and pictures. What is unknown or left out is 0 or empty.

@@ -4,7 +4,7 @@
 //! - this file: the [`Recorder`], which the daemon gives every event to.
 //! - `samples`: measurements name all clients of a GPU; only the differences from the one before are stored.
 //! - [`bundle`]: a recording as a file, for bug reports, or as it happens.
-//! - [`replay`]: what a recording shows, and whether the machine still does the same.
+//! - [`replay`]: what a recording shows, and whether the machine still does the same; `movement`: when memory moved.
 //!
 //! The recording is a sequence of spans, each a checkpoint of the machine followed by the entries since. Whole spans are
 //! dropped from its front, so it always begins with a checkpoint. Entries are appended to one buffer in a compact
@@ -13,6 +13,7 @@
 //! file, too.
 
 pub mod bundle;
+mod movement;
 pub mod replay;
 mod samples;
 

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Entry;
+use super::movement::{Direction, Movement};
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, ReleaseReason, TenantId, Time};
 
 #[derive(Debug)]
@@ -56,6 +57,10 @@ pub enum What {
     Released(ReleaseReason, Duration),
     /// The client was told to move that many bytes to the host.
     Evicted(u64),
+    /// So many bytes left the GPU, within so long.
+    MemoryLeft(u64, Duration),
+    /// So many bytes came back from the host, within so long.
+    MemoryReturned(u64, Duration),
     /// So many bytes were refused.
     Denied(u64),
     /// It detached or ended, after it had waited, or held the GPU, for so long.
@@ -130,8 +135,9 @@ struct Observer {
 struct Attachment {
     waits_since: Option<Time>,
     holds_since: Option<Time>,
-    mapped: u64,
-    allowance: u64,
+    memory: Movement,
+    /// The place of its newest moment of moved memory.
+    moved: usize,
 }
 
 impl Observer {
@@ -139,9 +145,8 @@ impl Observer {
         let mut attachments: BTreeMap<(ClientId, GpuId), Attachment> = BTreeMap::new();
         for client in machine.clients() {
             for attachment in client.attachments {
-                let known =
-                    Attachment { mapped: attachment.mapped, allowance: attachment.allowance, ..Attachment::default() };
-                attachments.insert((client.client, attachment.gpu), known);
+                let memory = Movement::new(attachment.allowance, attachment.mapped, attachment.swapped);
+                attachments.insert((client.client, attachment.gpu), Attachment { memory, ..Attachment::default() });
             }
         }
         for gpu in machine.gpus() {
@@ -164,6 +169,7 @@ impl Observer {
         for attachment in self.attachments.values_mut() {
             attachment.waits_since = attachment.waits_since.map(|_| at);
             attachment.holds_since = attachment.holds_since.map(|_| at);
+            attachment.memory.begin(at);
         }
     }
 
@@ -193,10 +199,22 @@ impl Observer {
                 self.note(entry, *client, gpus, what);
             }
             Event::Memory { client, gpu, report } => {
-                self.each(*client, &GpuSet::from([*gpu]), |attachment, _| {
-                    attachment.mapped = report.mapped;
-                    None
-                });
+                let attachment = self.attachments.entry((*client, *gpu)).or_default();
+                if let Some((moved, continues)) = attachment.memory.report(at, report) {
+                    let took = moved.until.saturating_sub(moved.since);
+                    let what = match moved.direction {
+                        Direction::ToHost => What::MemoryLeft(moved.bytes, took),
+                        Direction::ToGpu => What::MemoryReturned(moved.bytes, took),
+                    };
+                    let moment = Moment { entry: entry.number, at, client: *client, gpu: *gpu, what };
+                    match self.moments.get_mut(attachment.moved) {
+                        Some(known) if continues => *known = moment,
+                        _ => {
+                            attachment.moved = self.moments.len();
+                            self.moments.push(moment);
+                        }
+                    }
+                }
             }
             Event::Detached { client, gpu } => {
                 let moment = self.leave(*client, *gpu, entry.number, at);
@@ -224,6 +242,7 @@ impl Observer {
             Command::Grant { client, gpus } => self.note(entry, *client, gpus, |attachment, tally| {
                 let waited = attachment.stop_waiting(tally, at);
                 attachment.holds_since.get_or_insert(at);
+                attachment.memory.grant(at);
                 tally.grants += 1;
                 Some(What::Granted(waited))
             }),
@@ -233,8 +252,7 @@ impl Observer {
             }),
             Command::Allowance { client, gpu, bytes, .. } => {
                 self.note(entry, *client, &GpuSet::from([*gpu]), |attachment, tally| {
-                    let may_have = attachment.mapped.min(std::mem::replace(&mut attachment.allowance, *bytes));
-                    let leaves = may_have.saturating_sub(*bytes);
+                    let leaves = attachment.memory.allow(at, *bytes);
                     (leaves > 0).then(|| {
                         tally.evictions += 1;
                         tally.evicted += leaves;
@@ -287,8 +305,10 @@ impl Observer {
     /// Waits and turns that go on are counted until then.
     fn end(mut self, at: Time) -> (Vec<Moment>, Vec<Moment>, Tallies) {
         let keys: Vec<(ClientId, GpuId)> = self.attachments.keys().copied().collect();
-        let last = self.moments.last().map_or(0, |moment| moment.entry);
+        let last = self.moments.iter().map(|moment| moment.entry).max().unwrap_or(0);
         let unfinished = keys.into_iter().filter_map(|(client, gpu)| self.leave(client, gpu, last, at)).collect();
+        // A move of memory has the place of its beginning.
+        self.moments.sort_by_key(|moment| moment.entry);
         (self.moments, unfinished, self.tallies)
     }
 }

@@ -29,6 +29,39 @@ pub fn utc(seconds: u64) -> String {
     format!("{year}{month:02}{:02}T{:02}{:02}{:02}Z", date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec)
 }
 
+/// A moment in the time zone of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Local {
+    pub year: i64,
+    /// From 1.
+    pub month: u32,
+    pub day: u32,
+    pub hour: u32,
+    pub minute: u32,
+    pub second: u32,
+    /// Seconds by which it is ahead of UTC.
+    pub offset: i32,
+}
+
+/// The local time, so many seconds after 1970.
+pub fn local(seconds: u64) -> Local {
+    // SAFETY: a `tm` is numbers and a pointer, for which zero is valid.
+    let mut date: libc::tm = unsafe { std::mem::zeroed() };
+    let seconds = libc::time_t::try_from(seconds).unwrap_or(0);
+    // SAFETY: both are valid for the call. A year that does not fit leaves `date` as it is.
+    unsafe { libc::localtime_r(&raw const seconds, &raw mut date) };
+    let number = |field: libc::c_int| u32::try_from(field).unwrap_or(0);
+    Local {
+        year: i64::from(date.tm_year) + 1900,
+        month: number(date.tm_mon) + 1,
+        day: number(date.tm_mday),
+        hour: number(date.tm_hour),
+        minute: number(date.tm_min),
+        second: number(date.tm_sec),
+        offset: i32::try_from(date.tm_gmtoff).unwrap_or(0),
+    }
+}
+
 /// A timer on `CLOCK_MONOTONIC` with the kernel's resolution; tokio's own timers have a resolution of one millisecond.
 #[derive(Debug)]
 pub struct Timer(AsyncFd<OwnedFd>);

@@ -10,10 +10,11 @@ use super::{Activity, Lane, Span, Timeline};
 /// A change that older programs cannot read counts it up.
 const FORMAT: u32 = 1;
 
-/// Times are seconds, from any moment that all have in common.
+/// Times are seconds: since 1970 by the clock of `host`, or since the beginning where there is none.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document {
     format: u32,
+    host: Option<String>,
     begins: f64,
     ends: f64,
     gpus: Vec<Gpu>,
@@ -63,8 +64,8 @@ pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Ve
         name: names.get(uuid).cloned().unwrap_or_default(),
         lanes: lanes.values().map(lane).collect(),
     });
-    let document =
-        Document { format: FORMAT, begins: begins.as_secs_f64(), ends: ends.as_secs_f64(), gpus: gpus.collect() };
+    let (begins, ends) = (begins.as_secs_f64(), ends.as_secs_f64());
+    let document = Document { format: FORMAT, host: timeline.host.clone(), begins, ends, gpus: gpus.collect() };
     serde_json::to_vec(&document).map_err(|e| e.to_string())
 }
 
@@ -78,7 +79,8 @@ pub fn read(text: &[u8]) -> Result<(Timeline, BTreeMap<String, String>), String>
         return Err(format!("it has the format {}, and this nvsharectl reads {FORMAT}", document.format));
     }
     let time = |seconds: f64| Duration::try_from_secs_f64(seconds).map_err(|_| format!("{seconds} is no time"));
-    let mut timeline = Timeline { span: Some((time(document.begins)?, time(document.ends)?)), lanes: BTreeMap::new() };
+    let span = Some((time(document.begins)?, time(document.ends)?));
+    let mut timeline = Timeline { host: document.host, span, lanes: BTreeMap::new() };
     let mut names = BTreeMap::new();
     for gpu in document.gpus {
         let mut lanes = BTreeMap::new();
@@ -110,7 +112,8 @@ mod tests {
     #[test]
     fn what_was_written_is_read() {
         let second = Duration::from_secs;
-        let mut timeline = Timeline { span: Some((second(5), second(9))), ..Timeline::default() };
+        let host = Some("lab3".to_owned());
+        let mut timeline = Timeline { host, span: Some((second(5), second(9))), ..Timeline::default() };
         for (client, activity) in [(1, Activity::Holds), (2, Activity::Waits)] {
             let span = Span { activity, from: second(6), to: second(7), bytes: client };
             timeline.lane("0af9", client, || format!("program {client}")).spans.push(span);

@@ -1,11 +1,13 @@
 //! Timelines: who held a GPU when, who waited for it, and when memory moved, as a picture.
 //!
 //! - `recording`: from what the flight recorder has.
-//! - `svg`: draws it. `json`: writes and reads it.
+//! - `svg` and `text`: draw it; `axis`: the times below. `json`: writes and reads it.
 
+mod axis;
 pub mod json;
 mod recording;
 pub mod svg;
+pub mod text;
 
 pub use recording::from_recording;
 
@@ -25,7 +27,7 @@ pub enum Activity {
     Returns,
 }
 
-/// From when to when, since any moment that all spans of a timeline have in common.
+/// From when to when, in the timeline's time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub activity: Activity,
@@ -33,6 +35,13 @@ pub struct Span {
     pub to: Duration,
     /// What moved; 0 where nothing did.
     pub bytes: u64,
+}
+
+impl Span {
+    /// A span that took no time and moved nothing is not: a grant without a wait, for instance.
+    fn is_seen(&self) -> bool {
+        self.to > self.from || self.bytes > 0
+    }
 }
 
 /// One program on one GPU.
@@ -45,6 +54,8 @@ pub struct Lane {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Timeline {
+    /// The host whose clock the times are of, since 1970. `None`: they are since the beginning.
+    pub host: Option<String>,
     /// The first moment and the last.
     pub span: Option<(Duration, Duration)>,
     /// By the GPU's UUID, and the number of the client.
@@ -70,6 +81,14 @@ impl Timeline {
         self.lanes.extend(other.lanes.into_iter().map(|(gpu, lanes)| (name(&gpu), lanes)));
     }
 
+    /// Begins with the first span.
+    pub fn cut_blank_beginning(&mut self) {
+        let spans = self.lanes.values().flat_map(BTreeMap::values).flat_map(|lane| &lane.spans);
+        if let (Some((begin, _)), Some(first)) = (&mut self.span, spans.map(|span| span.from).min()) {
+            *begin = first.max(*begin);
+        }
+    }
+
     /// Leaves only what happened within `last` before the end. A span that began earlier is cut.
     pub fn keep_last(&mut self, last: Duration) {
         let Some((first, end)) = self.span else { return };
@@ -91,6 +110,18 @@ impl Timeline {
     }
 }
 
+/// The lanes of the programs that held or moved for the longest time, in their own order.
+fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>, most: usize) -> Vec<&'a Lane> {
+    let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
+    if all.len() > most {
+        let busy = |lane: &Lane| lane.spans.iter().map(|span| span.to.saturating_sub(span.from)).sum::<Duration>();
+        all.sort_by_key(|(_, lane)| std::cmp::Reverse(busy(lane)));
+        all.truncate(most);
+        all.sort_by_key(|(place, _)| *place);
+    }
+    all.into_iter().map(|(_, lane)| lane).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,6 +139,10 @@ mod tests {
         }
         timeline.reach(at(0));
         timeline.reach(at(10_000));
+        timeline.lanes.get_mut("0af9").and_then(|lanes| lanes.get_mut(&1)).expect("a lane").spans[0].from = at(700);
+        timeline.lanes.get_mut("1af9").expect("a GPU").clear();
+        timeline.cut_blank_beginning();
+        assert_eq!(timeline.span, Some((at(700), at(10_000))));
         timeline.keep_last(at(5000));
         assert_eq!(timeline.span, Some((at(5000), at(10_000))));
         assert_eq!(timeline.lanes["0af9"][&1].spans, [holds(5000, 9000)]);

@@ -1,11 +1,13 @@
 //! Timelines as SVG: a picture that stands alone, without scripts, fonts or anything from elsewhere.
 //!
-//! Its size is bounded: spans that are closer than a pixel are drawn as one, and of each GPU no more than [`MOST_LANES`] programs are
-//! drawn, those that did most.
+//! Its size is bounded: short spans that are closer than a pixel are drawn as one, as opaque as the share of time that they take, and
+//! of each GPU no more than [`MOST_LANES`] programs are drawn, those that did most.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
+use super::axis::{self, Tick};
 use super::{Activity, Lane, Span, Timeline};
 use crate::config::units;
 use crate::identity::printable;
@@ -16,7 +18,8 @@ pub const MOST_LANES: usize = 200;
 // All lengths are pixels.
 const WIDTH: f64 = 1200.0;
 const LEFT: f64 = 250.0;
-const RIGHT: f64 = 20.0;
+/// Half of the last time below fits.
+const RIGHT: f64 = 44.0;
 const ROW: f64 = 24.0;
 const HEADING: f64 = 30.0;
 const TOP: f64 = 64.0;
@@ -24,8 +27,12 @@ const BAR: f64 = 10.0;
 const STRIP: f64 = 4.0;
 /// Spans that are this close are drawn as one, and none is narrower.
 const FINEST: f64 = 0.75;
-/// As many letters as there is room for.
-const LABEL: usize = 36;
+/// Spans that are this wide are drawn alone, and no more than so much of the others is drawn as one.
+const COLUMN: f64 = 6.0;
+/// The least opacity, so that a rare span is seen.
+const FAINTEST: f64 = 0.1;
+/// From where the name of a program begins.
+const INDENT: f64 = 20.0;
 const TICKS: f64 = 10.0;
 
 const STYLE: &str = "text{font:12px sans-serif;fill:#222}.gpu{font-weight:bold}.axis{fill:#666}.grid{stroke:#ddd}\
@@ -58,9 +65,19 @@ const ACTIVITIES: [Activity; 4] = [Activity::Waits, Activity::Holds, Activity::L
 struct Piece {
     left: f64,
     right: f64,
+    from: Duration,
+    to: Duration,
     count: usize,
     time: Duration,
     bytes: u64,
+}
+
+impl Piece {
+    /// The share of its time that its spans take, unless it is one.
+    fn opacity(&self) -> f64 {
+        let all = self.to.saturating_sub(self.from).as_secs_f64();
+        if self.count == 1 || all <= 0.0 { 1.0 } else { (self.time.as_secs_f64() / all).clamp(FAINTEST, 1.0) }
+    }
 }
 
 /// Draws it; `title` is the heading. `names` gives a GPU's name.
@@ -68,11 +85,12 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
     let (begin, end) = timeline.span.unwrap_or_default();
     let length = end.saturating_sub(begin).as_secs_f64().max(1e-6);
     let x = |at: Duration| LEFT + at.saturating_sub(begin).as_secs_f64().min(length) / length * (WIDTH - LEFT - RIGHT);
-    let (mut body, mut y) = (String::new(), TOP);
+    let (mut body, mut y, mut blocks) = (String::new(), TOP, Vec::new());
     for (gpu, lanes) in &timeline.lanes {
         let _ = writeln!(body, r#"<text class="gpu" x="8" y="{:.0}">{}</text>"#, y + 20.0, escaped(&names(gpu)));
         y += HEADING;
-        let shown = busiest(lanes.values());
+        let top = y;
+        let shown = super::busiest(lanes.values(), MOST_LANES);
         for lane in &shown {
             draw_lane(&mut body, lane, y, &x);
             y += ROW;
@@ -86,6 +104,7 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
             );
             y += ROW;
         }
+        blocks.push((top, y));
     }
     if timeline.lanes.is_empty() {
         let _ = writeln!(body, r#"<text class="axis" x="8" y="{:.0}">No program used a GPU.</text>"#, y + 20.0);
@@ -100,13 +119,26 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
     let _ = writeln!(out, "<title>{0}</title>\n<style>{STYLE}</style>", escaped(title));
     let _ = writeln!(out, r##"<rect width="100%" height="100%" fill="#fff"/>"##);
     let _ = writeln!(out, r#"<text class="gpu" x="8" y="22">{}</text>"#, escaped(title));
-    draw_legend(&mut out);
-    draw_axis(&mut out, length, TOP, bottom);
+    if let Some(period) = axis::period(timeline) {
+        let _ = writeln!(
+            out,
+            r#"<text class="axis" x="{:.0}" y="22" text-anchor="end">{}</text>"#,
+            WIDTH - 8.0,
+            escaped(&period)
+        );
+    }
+    draw_legend(&mut out, timeline);
+    draw_axis(&mut out, timeline, &blocks, bottom, &x);
     out + &body + "</svg>\n"
 }
 
-fn draw_legend(out: &mut String) {
-    for (activity, left) in ACTIVITIES.into_iter().zip([8.0, 160.0, 290.0, 430.0]) {
+/// Names the activities that are drawn.
+fn draw_legend(out: &mut String, timeline: &Timeline) {
+    let all = || timeline.lanes.values().flat_map(BTreeMap::values).flat_map(|lane| &lane.spans);
+    let mut left = 8.0;
+    for activity in
+        ACTIVITIES.into_iter().filter(|activity| all().any(|span| span.activity == *activity && span.is_seen()))
+    {
         let Look { class, name, height, .. } = look(activity);
         let top = 44.0 - height / 2.0;
         let _ = writeln!(
@@ -114,71 +146,37 @@ fn draw_legend(out: &mut String) {
             r#"<rect class="{class}" x="{left:.0}" y="{top:.1}" width="24" height="{height:.0}"/><text x="{:.0}" y="48">{name}</text>"#,
             left + 30.0
         );
+        left += 30.0 + width(name) + 24.0;
     }
 }
 
-/// Lines at round times, and what these are.
-fn draw_axis(out: &mut String, length: f64, top: f64, bottom: f64) {
-    let step = round_step(length / TICKS);
-    let mut tick = 0;
-    loop {
-        let seconds = f64::from(tick) * step;
-        if seconds > length {
-            break;
-        }
-        let at = LEFT + seconds / length * (WIDTH - LEFT - RIGHT);
-        let text = if tick == 0 { "0".into() } else { units::fine_duration(Duration::from_secs_f64(seconds)) };
+/// Lines at round times within the lanes of each GPU, and these times.
+fn draw_axis(out: &mut String, timeline: &Timeline, blocks: &[(f64, f64)], bottom: f64, x: &impl Fn(Duration) -> f64) {
+    for Tick { at, text } in axis::ticks(timeline, TICKS) {
+        let at = x(at);
+        let lines = blocks.iter().fold(String::new(), |mut lines, (top, end)| {
+            let _ = write!(lines, "M{at:.1} {top:.0}V{end:.0}");
+            lines
+        });
         let _ = writeln!(
             out,
-            r#"<path class="grid" d="M{at:.1} {top:.0}V{bottom:.0}"/><text class="axis" x="{at:.1}" y="{:.0}" text-anchor="middle">{text}</text>"#,
+            r#"<path class="grid" d="{lines}"/><text class="axis" x="{at:.1}" y="{:.0}" text-anchor="middle">{text}</text>"#,
             bottom + 16.0
         );
-        tick += 1;
     }
-}
-
-/// A round number of seconds, and no fewer than that: up to 20 s and from 12 h on one, two or five times a power of ten of seconds or
-/// days, else a part of an hour or of a day.
-fn round_step(least: f64) -> f64 {
-    const MINUTE: f64 = 60.0;
-    const HOUR: f64 = 60.0 * MINUTE;
-    const DAY: f64 = 24.0 * HOUR;
-    let parts = [1.0, 2.0, 5.0, 10.0, 30.0].map(|minutes| minutes * MINUTE).into_iter();
-    let mut parts = parts.chain([1.0, 2.0, 6.0, 12.0].map(|hours| hours * HOUR)).filter(|step| *step >= least);
-    match parts.next() {
-        _ if least <= 20.0 => decimal_step(least),
-        Some(step) => step,
-        None => decimal_step(least / DAY) * DAY,
-    }
-}
-
-/// One, two or five times a power of ten, and no less than that.
-fn decimal_step(least: f64) -> f64 {
-    let power = 10f64.powf(least.max(1e-6).log10().floor());
-    [1.0, 2.0, 5.0].into_iter().map(|times| times * power).find(|step| *step >= least).unwrap_or(10.0 * power)
-}
-
-/// Those that held or moved for the longest time, in their own order.
-fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>) -> Vec<&'a Lane> {
-    let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
-    if all.len() > MOST_LANES {
-        let busy = |lane: &Lane| lane.spans.iter().map(|span| span.to.saturating_sub(span.from)).sum::<Duration>();
-        all.sort_by_key(|(_, lane)| std::cmp::Reverse(busy(lane)));
-        all.truncate(MOST_LANES);
-        all.sort_by_key(|(place, _)| *place);
-    }
-    all.into_iter().map(|(_, lane)| lane).collect()
 }
 
 fn draw_lane(out: &mut String, lane: &Lane, top: f64, x: &impl Fn(Duration) -> f64) {
-    let label: String = match lane.label.chars().count() > LABEL {
-        true => lane.label.chars().take(LABEL - 1).chain(['…']).collect(),
-        false => lane.label.clone(),
-    };
-    let _ = writeln!(out, r#"<text x="20" y="{:.0}">{}</text>"#, top + 14.0, escaped(&label));
+    let label = shortened(&lane.label, LEFT - INDENT - 8.0);
+    let _ = writeln!(out, r#"<text x="{INDENT:.0}" y="{:.0}">{}</text>"#, top + 14.0, escaped(&label));
     for activity in ACTIVITIES {
         let Look { class, name, top: offset, height } = look(activity);
-        for Piece { left, right, count, time, bytes } in pieces(&lane.spans, activity, x) {
+        for piece in pieces(&lane.spans, activity, x) {
+            let opacity = match piece.opacity() {
+                1.0 => String::new(),
+                opacity => format!(r#" fill-opacity="{opacity:.2}""#),
+            };
+            let Piece { left, right, count, time, bytes, .. } = piece;
             let mut told = format!("{name}: {}", units::fine_duration(time));
             if count > 1 {
                 let _ = write!(told, " in {count} times");
@@ -188,7 +186,7 @@ fn draw_lane(out: &mut String, lane: &Lane, top: f64, x: &impl Fn(Duration) -> f
             }
             let _ = writeln!(
                 out,
-                r#"<rect class="{class}" x="{left:.2}" y="{:.0}" width="{:.2}" height="{height:.0}"><title>{told}</title></rect>"#,
+                r#"<rect class="{class}" x="{left:.2}" y="{:.0}" width="{:.2}" height="{height:.0}"{opacity}><title>{told}</title></rect>"#,
                 top + offset,
                 right - left
             );
@@ -197,25 +195,48 @@ fn draw_lane(out: &mut String, lane: &Lane, top: f64, x: &impl Fn(Duration) -> f
 }
 
 fn pieces(spans: &[Span], activity: Activity, x: &impl Fn(Duration) -> f64) -> Vec<Piece> {
-    let mut of_kind: Vec<&Span> = spans.iter().filter(|span| span.activity == activity).collect();
+    let mut of_kind: Vec<&Span> = spans.iter().filter(|span| span.activity == activity && span.is_seen()).collect();
     of_kind.sort_by_key(|span| span.from);
     let mut pieces: Vec<Piece> = Vec::new();
     for Span { from, to, bytes, .. } in of_kind {
         let (left, right, time) = (x(*from), x(*to), to.saturating_sub(*from));
-        // Nothing that took no time and moved nothing is to be seen: a grant at once, for instance.
-        if time.is_zero() && *bytes == 0 {
-            continue;
-        }
         let right = right.max(left + FINEST);
         match pieces.last_mut() {
-            Some(last) if left - last.right < FINEST => {
-                last.right = last.right.max(right);
+            Some(last) if left - last.right < FINEST && right - last.left < COLUMN => {
+                (last.right, last.to) = (last.right.max(right), last.to.max(*to));
                 (last.count, last.time, last.bytes) = (last.count + 1, last.time + time, last.bytes + bytes);
             }
-            _ => pieces.push(Piece { left, right, count: 1, time, bytes: *bytes }),
+            _ => pieces.push(Piece { left, right, from: *from, to: *to, count: 1, time, bytes: *bytes }),
         }
     }
     pieces
+}
+
+/// The width of a text as sans-serif fonts have it, rather too much than too little.
+fn width(text: &str) -> f64 {
+    let letter = |c: char| match c {
+        'i' | 'j' | 'l' | 'I' | '.' | ',' | ':' | ';' | '|' | '!' | '\'' | ' ' => 4.0,
+        'm' | 'w' | 'M' | 'W' | '@' | '%' => 11.5,
+        'A'..='Z' => 8.8,
+        c if c.is_ascii() => 7.2,
+        _ => 12.0,
+    };
+    text.chars().map(letter).sum()
+}
+
+/// As much of the text as there is room for.
+fn shortened(text: &str, room: f64) -> String {
+    if width(text) <= room {
+        return text.to_owned();
+    }
+    let mut kept = String::new();
+    for c in text.chars() {
+        if width(&kept) + width("…") + width(c.encode_utf8(&mut [0; 4])) > room {
+            break;
+        }
+        kept.push(c);
+    }
+    kept + "…"
 }
 
 /// Text as XML has it, which forbids control characters.
@@ -239,7 +260,7 @@ mod tests {
     fn timeline(spans: Vec<Span>, seconds: u64) -> Timeline {
         let lane = Lane { label: "client 1 <PID 7>".into(), spans };
         let lanes = [("0af9".to_owned(), [(1, lane)].into())].into();
-        Timeline { span: Some((Duration::ZERO, Duration::from_secs(seconds))), lanes }
+        Timeline { host: None, span: Some((Duration::ZERO, Duration::from_secs(seconds))), lanes }
     }
 
     fn span(activity: Activity, from_ms: u64, to_ms: u64, bytes: u64) -> Span {
@@ -264,16 +285,50 @@ mod tests {
     fn the_picture_of_a_long_time_is_small() {
         let all = (0..100_000).map(|i| span(Activity::Holds, 20 * i, 20 * i + 10, 0)).collect();
         let svg = draw(&timeline(all, 2000), "", str::to_owned);
-        assert!(svg.len() < 20_000, "{} bytes", svg.len());
-        assert!(svg.contains("in 100000 times"), "{svg}");
+        assert!(svg.len() < 40_000, "{} bytes", svg.len());
+        let counts = svg.split(" in ").skip(1).filter_map(|rest| rest.split_once(" times")?.0.parse::<u32>().ok());
+        assert_eq!(counts.sum::<u32>(), 100_000);
+        assert!(!svg.contains(r#"fill-opacity="1"#) && svg.contains(r#"fill-opacity="0.50""#), "{svg}");
     }
 
     #[test]
-    fn steps_are_round() {
-        let steps = [(0.03, 0.05), (1.0, 1.0), (1.1, 2.0), (7.0, 10.0), (20.0, 20.0), (21.0, 60.0), (700.0, 1800.0)];
-        let long = [(7000.0, 7200.0), (30_000.0, 43_200.0), (50_000.0, 86_400.0), (300_000.0, 432_000.0)];
-        for (least, step) in steps.into_iter().chain(long) {
-            assert!((round_step(least) - step).abs() < step * 1e-9, "{least}");
+    fn opacity_is_the_share_of_time() {
+        // A pixel is a second: a long turn, many short ones, and rare moves.
+        let mut all = vec![span(Activity::Holds, 0, 100_000, 0)];
+        all.extend((0..40).map(|i| span(Activity::Holds, 100_000 + 1000 * i, 100_250 + 1000 * i, 0)));
+        all.push(span(Activity::Leaves, 500_000, 500_001, 1 << 20));
+        let seconds = (WIDTH - LEFT - RIGHT) as u64;
+        let x = |at: Duration| LEFT + at.as_secs_f64();
+        let lane = &timeline(all.clone(), seconds).lanes["0af9"][&1];
+        let holds = pieces(&lane.spans, Activity::Holds, &x);
+        assert!((holds[0].opacity() - 1.0).abs() < 1e-9 && holds[0].count == 1, "{holds:?}");
+        for merged in &holds[1..holds.len() - 1] {
+            assert!(merged.right - merged.left <= COLUMN && (0.25..0.35).contains(&merged.opacity()), "{merged:?}");
         }
+        let svg = draw(&timeline(all, seconds), "", str::to_owned);
+        assert!(svg.contains(r#"height="4"><title>memory leaves: 1.0ms, 1 MiB"#), "one short move is solid: {svg}");
+        assert!(svg.contains(">memory leaves</text>") && !svg.contains("memory returns"), "{svg}");
+    }
+
+    #[test]
+    fn long_names_end_before_the_lanes() {
+        for name in ["GPU-b92bf750-d98f-fc0e-85dc-3c863e7ccbb8 of lane", &"W".repeat(60), &"日本".repeat(30)] {
+            let short = shortened(name, LEFT - INDENT - 8.0);
+            assert!(short.ends_with('…') && width(&short) <= LEFT - INDENT - 8.0, "{short}");
+        }
+        assert_eq!(shortened("python3 (PID 1234)", 222.0), "python3 (PID 1234)");
+    }
+
+    #[test]
+    fn a_recording_has_the_time_of_day() {
+        let day = |seconds: u64| Duration::from_secs(1_795_780_800 + seconds);
+        let lane = Lane {
+            label: "x".into(),
+            spans: vec![Span { activity: Activity::Holds, from: day(1), to: day(9), bytes: 0 }],
+        };
+        let lanes = [("0af9".to_owned(), [(1, lane)].into())].into();
+        let svg =
+            draw(&Timeline { host: Some("lab<3>".into()), span: Some((day(0), day(10))), lanes }, "", str::to_owned);
+        assert!(svg.contains("lab&lt;3&gt;, 2026-11-2") && svg.contains(":00:05</text>"), "{svg}");
     }
 }

@@ -442,6 +442,12 @@ fn a_timeline_is_drawn() {
     let draw = |more: &[&str]| Output::of(ctl().args(["timeline", "--output", "-"]).args(more));
     let bundle = path("bundle.jsonl");
     is_drawn(&draw(&["--bundle", &bundle, "--gpu", "0", "--since", "-1h"]).stdout);
+    let mut terminal = ctl();
+    let text = Output::of(terminal.env("LC_ALL", "C").args(["timeline", "--bundle", &bundle])).stdout;
+    assert!(text.contains(&format!("(PID {})", std::process::id())) && text.contains("# holds the GPU"), "{text}");
+    let json = daemon.ctl(&["timeline", "--json"]).stdout;
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert!(json["begins"].as_f64().expect("a number") > 1.7e9 && json["host"].is_string(), "{json}");
     let nobody = draw(&["--bundle", &bundle, "--gpu", "7"]);
     let expected = "nvsharectl: no program used a GPU \"7\": its number or its UUID is needed\n";
     assert_eq!((nobody.code, nobody.stderr.as_str()), (Some(1), expected));

@@ -224,7 +224,7 @@ fn one_user_can_have_so_many_clients_and_no_more() {
     daemon.log.wait("has 5 programs connected");
     // Nobody else is affected.
     if !is_root() {
-        test_support::skip("root, to act as another user");
+        return test_support::skip("root, to act as another user");
     }
     let many: Vec<Client> = (0..10).map(|_| daemon.client()).collect();
     drop(many);

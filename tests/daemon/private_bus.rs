@@ -54,9 +54,12 @@ impl Bus {
                 <allow own="com.feralinteractive.GameMode"/>
                 <allow send_destination="com.feralinteractive.GameMode"/>
               </policy>
+              <policy user="{}"><allow own="org.nvshare.Scheduler1"/></policy>
               <include>{}</include>
             </busconfig>"#,
             directory.0.join("bus").display(),
+            // The installed policy lets root and the user nvshare be the scheduler; here it is the user of the test.
+            rustix::process::getuid().as_raw(),
             policy.display()
         );
         let file = directory.0.join("bus.conf");

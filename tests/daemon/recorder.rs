@@ -95,6 +95,7 @@ fn header() -> Header {
         format: FORMAT,
         version: env!("CARGO_PKG_VERSION").into(),
         protocol: (1, 5),
+        host: "lab3".into(),
         kernel: "6.1".into(),
         driver: None,
         nvml: None,

@@ -241,3 +241,61 @@ fn pages_for_users_name_existing_commands() {
     }
     assert!(found > 20, "{found}");
 }
+
+/// The man pages: their file names and texts.
+fn man_pages() -> Vec<(String, String)> {
+    let files = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("man")).expect("the folder");
+    let names = files.map(|file| file.expect("a file").file_name().into_string().expect("a name"));
+    names.map(|name| (name.clone(), read(&format!("man/{name}")))).collect()
+}
+
+#[test]
+fn man_pages_refer_to_existing_pages_and_sections() {
+    let pages = man_pages();
+    let makefile = read("Makefile");
+    let is_ours = |name: &str| ["nvshare", "libnvshare", "org.nvshare"].iter().any(|start| name.starts_with(start));
+    let mut found = 0;
+    for (page, text) in &pages {
+        let lines: Vec<&str> = text.lines().collect();
+        for (number, line) in lines.iter().enumerate() {
+            let words: Vec<&str> = line.split(' ').collect();
+            // In an item or after another macro, a reference has no dot.
+            let at = words.iter().position(|word| matches!(*word, ".Xr" | "Xr"));
+            if let Some([name, section, ..]) = at.map(|at| &words[at + 1..])
+                && is_ours(name)
+            {
+                // Other names of a page are links that the Makefile makes.
+                let exists = pages.iter().any(|(file, _)| *file == format!("{name}.{section}"))
+                    || makefile.contains(&format!(" {name} ")) && *section == "8";
+                assert!(exists, "{page} refers to {name}({section}), which does not exist");
+                found += 1;
+            }
+            if let Some(heading) = line.strip_prefix(".Sx ") {
+                let heading = heading.trim_end_matches([' ', '.', ',', ')', ';']);
+                // A section of another page: `.Sx NAME`, `in`, `.Xr page 8`.
+                let other = match lines[number..] {
+                    [_, "in", reference, ..] => reference.strip_prefix(".Xr ").map(|words| words.split(' ').take(2)),
+                    _ => None,
+                };
+                let file = other.map_or_else(|| page.clone(), |words| words.collect::<Vec<_>>().join("."));
+                let text = &pages.iter().find(|(name, _)| *name == file).expect("a page").1;
+                let is_there = [".Sh ", ".Ss "].iter().any(|kind| text.contains(&format!("\n{kind}{heading}\n")));
+                assert!(is_there, "{page} refers to {heading} in {file}, which does not exist");
+            }
+        }
+    }
+    assert!(found > 50, "{found}");
+}
+
+/// What was part of nvsharectl(1) must be found from there.
+#[test]
+fn nvsharectl_1_lists_the_pages_about_its_commands() {
+    let page = read("man/nvsharectl.1");
+    let (_, see_also) = page.split_once(".Sh SEE ALSO\n").expect("the section");
+    for (name, text) in man_pages().iter().filter(|(name, _)| name.starts_with("nvshare-")) {
+        if text.contains("\n.Nm nvsharectl\n") || text.contains(".Ql nvsharectl debug") {
+            let (name, section) = name.rsplit_once('.').expect("a section");
+            assert!(see_also.contains(&format!(".Xr {name} {section}")), "{name}({section}) is not in SEE ALSO");
+        }
+    }
+}

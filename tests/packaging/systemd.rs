@@ -132,3 +132,12 @@ fn sockets_are_in_directories_that_outlive_the_service() {
     }
     assert!(!read("nvshare.service").contains("RuntimeDirectory="));
 }
+
+/// The user must exist before the bus reads its policy, and so before sysusers.d has the line.
+#[test]
+fn preinst_creates_the_user_of_sysusers_d() {
+    let sysusers = include_str!("../../systemd/nvshare.sysusers");
+    let line = sysusers.lines().find(|line| line.starts_with("u ")).expect("a user");
+    let preinst = include_str!("../../debian/nvshare.preinst");
+    assert!(preinst.contains(&format!("echo '{line}'")), "{line} is not in debian/nvshare.preinst");
+}

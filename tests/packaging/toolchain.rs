@@ -12,7 +12,7 @@ fn versions<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
 fn every_file_names_the_same_oldest_cargo() {
     let preload = include_str!("../../preload/Cargo.toml");
     assert_eq!(versions(preload, "\nrust-version = \"", "\""), [OLDEST]);
-    assert_eq!(versions(include_str!("../../README.md"), "cargo ", " from"), [OLDEST]);
+    assert_eq!(versions(include_str!("../../CONTRIBUTING.md"), "cargo ", " or newer"), [OLDEST]);
     assert_eq!(versions(include_str!("../../docs/install.md"), "cargo ", " or newer"), [OLDEST]);
     assert_eq!(versions(include_str!("../../debian/control"), "cargo (>= ", ")"), [OLDEST]);
     assert_eq!(versions(include_str!("../../debian/control"), "cargo-web (>= ", ")"), [OLDEST]);

@@ -67,8 +67,11 @@ quietly systemd-sysusers
 mkdir -p /run/mount
 everything >"$work/before"
 
-step "installing starts, enables and preloads nothing"
-install "$old"
+step "installing starts, enables and preloads nothing, and says what is next"
+# The names are meant to be split.
+# shellcheck disable=SC2046
+quietly dpkg --install $(debs "$old")
+grep -q 'systemctl enable --now nvshare.socket' "$log" || fail "no next step is named"
 is "nvshare" "$(installed nvshare)" "ii $old"
 [ ! -e $list ] || fail "there is a $list"
 is "the socket" "$(systemctl is-enabled nvshare.socket 2>&1)" disabled
@@ -177,11 +180,16 @@ quietly nvsharectl preload enable
 quietly systemctl enable nvshare.service nvshare.socket
 quietly usermod --append --groups nvshare nobody
 quietly gpasswd --delete nobody nvshare
-mkdir -p /var/lib/nvshare /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
+mkdir -p /var/lib/nvshare/swap /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
+chown -R nvshare: /var/lib/nvshare
+# Files of the administrator, where the package has its own.
+mkdir -p /var/lib/nvshare/backup && touch /var/lib/nvshare/backup/settings.toml /etc/cdi/other.json
 mkdir -p /etc/nvshare/nvshare.toml.d && touch /etc/nvshare/nvshare.toml.d/lab.toml
 quietly dpkg --purge nvshare libnvshare-preload
 is "what is left in /etc/nvshare" "$(find /etc/nvshare -type f)" /etc/nvshare/nvshare.toml.d/lab.toml
-rm -r /etc/nvshare
+is "what is left of its state" "$(find /var/lib/nvshare -printf '%U %P\n' | sort | paste -sd,)" "0 ,0 backup,0 backup/settings.toml"
+is "what is left in /etc/cdi" "$(ls /etc/cdi)" other.json
+rm -r /etc/nvshare /var/lib/nvshare /etc/cdi
 everything >"$work/after"
 diff "$work/before" "$work/after" >"$log" || fail "something is left, or missing"
 for file in /var/lib/dpkg/info/*nvshare*; do [ ! -e "$file" ] || fail "dpkg knows $file"; done

@@ -97,13 +97,19 @@ impl Snapshot {
     }
 }
 
+/// What the kernel says of the system.
+fn proc_text(name: &str) -> String {
+    std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().into()
+}
+
 /// The first line of a bundle or a record that is made at `now`.
 pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> Header {
     Header {
         format: FORMAT,
         version: env!("CARGO_PKG_VERSION").into(),
         protocol: (version::MIN, version::MAX),
-        kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().into(),
+        host: proc_text("hostname"),
+        kernel: proc_text("osrelease"),
         driver: driver.driver,
         nvml: driver.nvml,
         made: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64),

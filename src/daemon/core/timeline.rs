@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 
-use super::bundle::{Snapshot, process, sealed};
+use super::bundle::{Snapshot, header, process, sealed};
 use crate::identity::Tenant;
 use crate::recorder::replay;
 use crate::scheduler::TenantId;
@@ -36,7 +36,8 @@ impl Snapshot {
                 labels.entry(client.0).or_insert_with(|| format!("client {}, which has ended", client.0));
             }
         }
-        let timeline = anonymous(from_recording(&replay, &labels), &labels);
+        let header = header(self.now, self.driver, false);
+        let timeline = anonymous(from_recording(&replay, &labels, &header), &labels);
         let names = self.gpus.iter().filter_map(|gpu| {
             let uuid = gpu.uuid.split_once('-')?.1.to_owned();
             let number = gpu.index.map_or_else(|| gpu.uuid.clone(), |index| format!("GPU {index}"));

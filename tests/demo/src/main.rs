@@ -6,7 +6,7 @@
 mod processes;
 mod sizes;
 mod story;
-mod timeline;
+mod turns;
 
 use processes::{Process, Scratch, interrupted};
 use sizes::{GIB, MIB, Plan, mib};
@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 use story::Story;
-use timeline::Paint;
+use turns::Paint;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -110,6 +110,22 @@ impl Scene<'_> {
         command
     }
 
+    /// Prints the timeline of the record, and draws it into a file beside the programs.
+    fn draw_timeline(&self) -> Result<PathBuf> {
+        let picture = self.programs.join("demo.svg");
+        for output in [None, Some(&picture)] {
+            let mut command = self.command("nvsharectl");
+            command.arg("timeline").arg("--bundle").arg(self.record());
+            if let Some(file) = output {
+                command.arg("--output").arg(file);
+            }
+            if !command.status()?.success() {
+                return Err("nvsharectl cannot draw the timeline".into());
+            }
+        }
+        Ok(picture)
+    }
+
     /// What one of our CUDA programs says when nvshare has no part in it.
     fn ask(&self, arguments: &[String]) -> Result<serde_json::Value> {
         let output = self.command("cuda-program").args(arguments).stderr(Stdio::null()).output();
@@ -179,7 +195,10 @@ fn play(stage: &Stage) -> Result<bool> {
         .map(|(i, name)| {
             let mut command = scene.command("nvsharectl");
             command.arg("run").arg("--library").arg(scene.programs.join("libnvshare.so")).arg("--");
-            command.arg(scene.programs.join("cuda-program")).args(plan.arguments(i));
+            // Named as in the lines about turns, in what nvsharectl shows, too.
+            let program = scene.scratch.join(format!("program-{name}"));
+            std::os::unix::fs::symlink(scene.programs.join("cuda-program"), &program)?;
+            command.arg(program).args(plan.arguments(i));
             command.env("NVSHARE_SOCKET", scene.socket());
             Process::start(&format!("program {name}"), command, scene.scratch)
         })
@@ -187,14 +206,14 @@ fn play(stage: &Stage) -> Result<bool> {
     let pids: Vec<u32> = players.iter().map(Process::pid).collect();
 
     let (mut story, mut status) = (Story::new(&scene.record(), &pids), None);
-    say(&timeline::heading(&paint))?;
+    say(&turns::heading(&paint))?;
     let start = Instant::now();
     loop {
         let running = players.iter_mut().any(|player| player.is_running());
         // A packet that the last program sent may not have been read yet.
         thread::sleep(PERIOD);
         for turn in story.read() {
-            say(&timeline::turn(&turn, &NAMES, &paint))?;
+            say(&turns::turn(&turn, &NAMES, &paint))?;
         }
         if status.is_none() && story.grants() > 4 {
             status = Some(ask_status(&scene));
@@ -212,8 +231,11 @@ fn play(stage: &Stage) -> Result<bool> {
     for line in status.unwrap_or_default() {
         say(&line)?;
     }
-    say(&format!("\n{}", timeline::draw(&story, &NAMES, &paint)))?;
+    say("")?;
+    let picture = scene.draw_timeline()?;
+    say("")?;
     let right = judge(&story, &mut players, &plan, &paint)?;
+    say(&format!("\nThe same as a picture: {}", picture.display()))?;
     if !right {
         eprintln!("\n--- the scheduler's log ---\n{}", scheduler.errors());
     }
@@ -245,7 +267,7 @@ fn schedule(scene: &Scene<'_>, plan: &Plan) -> Result<Process> {
 fn ask_status(scene: &Scene<'_>) -> Vec<String> {
     let output = scene.command("nvsharectl").arg("--control").arg(scene.control()).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    let cut = |line: &str| line.chars().take(timeline::WIDTH).collect();
+    let cut = |line: &str| line.chars().take(turns::WIDTH).collect();
     let heading = ["".into(), "What nvsharectl showed meanwhile".into()];
     heading.into_iter().chain(text.lines().filter(|line| !line.is_empty()).map(cut)).collect()
 }

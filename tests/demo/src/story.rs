@@ -3,26 +3,6 @@
 use std::path::Path;
 use test_support::record::{Move as Happening, Record};
 
-/// What a program does for a while.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lane {
-    /// Holds the lock, and all of its memory is there.
-    Runs,
-    Waits,
-    /// Its memory goes to the host.
-    Leaves,
-    /// Its memory comes from the host.
-    Returns,
-}
-
-/// From when to when, in seconds since the first program connected.
-#[derive(Debug, Clone, Copy)]
-pub struct Span {
-    pub lane: Lane,
-    pub from: f64,
-    pub to: f64,
-}
-
 /// One turn with the lock, and what moved since the turn before it ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Turn {
@@ -68,7 +48,6 @@ struct Player {
     gone: Move,
     /// Bytes that are in host memory now.
     away: u64,
-    spans: Vec<Span>,
     turns: usize,
 }
 
@@ -78,7 +57,6 @@ pub struct Story {
     players: [Player; 2],
     record: Record,
     start: Option<f64>,
-    pub end: f64,
     order: Vec<usize>,
     overlaps: usize,
     out: u64,
@@ -92,16 +70,11 @@ impl Story {
             players: [player(0), player(1)],
             record: Record::new(record, 1),
             start: None,
-            end: 0.0,
             order: Vec::new(),
             overlaps: 0,
             out: 0,
             back: 0,
         }
-    }
-
-    pub fn spans(&self, who: usize) -> &[Span] {
-        &self.players[who].spans
     }
 
     pub fn turns(&self) -> [usize; 2] {
@@ -146,7 +119,6 @@ impl Story {
             player.client = Some(client);
         }
         let Some(who) = self.players.iter().position(|p| p.client == Some(client)) else { return };
-        self.end = now;
         let other_holds = self.players[1 - who].holds.is_some();
         let player = &mut self.players[who];
         match what {
@@ -154,7 +126,6 @@ impl Story {
             "cancel" => player.waits = None,
             "grant" => {
                 let since = player.waits.take().unwrap_or(now);
-                player.spans.push(Span { lane: Lane::Waits, from: since, to: now });
                 (player.holds, player.waited) = (Some(now), now - since);
                 player.turns += 1;
                 self.overlaps += usize::from(other_holds);
@@ -186,9 +157,9 @@ impl Story {
                     self.back += bytes;
                 }
             }
-            "release" | "disconnect" => {
+            // A program that ends detaches the GPU, which is granted at that moment, before it disconnects.
+            "release" | "detach" | "disconnect" => {
                 if let Some(since) = player.holds.take() {
-                    player.spans.push(Span { lane: Lane::Runs, from: since, to: now });
                     let back = player.returned();
                     let waited = player.waited;
                     let other = &mut self.players[1 - who];
@@ -211,20 +182,11 @@ impl Player {
         } else {
             Move { to: self.gone.to.max(moved.to), bytes: self.gone.bytes + moved.bytes, ..self.gone }
         };
-        self.moved(Lane::Leaves, moved);
     }
 
     /// Its bytes are there, as far as it has room.
     fn returned(&mut self) -> Move {
-        let moved = self.returning.take().unwrap_or_default();
-        self.moved(Lane::Returns, moved);
-        moved
-    }
-
-    fn moved(&mut self, lane: Lane, moved: Move) {
-        if moved.bytes > 0 {
-            self.spans.push(Span { lane, from: moved.from, to: moved.to });
-        }
+        self.returning.take().unwrap_or_default()
     }
 }
 
@@ -268,13 +230,25 @@ mod tests {
         assert_eq!(turns.iter().map(|turn| turn.back.bytes).collect::<Vec<_>>(), [0, 0, 100]);
         assert_eq!((story.turns(), story.alternations(), story.overlaps()), ([2, 1], 2, 0));
         assert_eq!(story.moved(), (200, 100));
-        assert!((story.end - 3.0).abs() < 1e-9);
     }
 
     #[test]
     fn two_holders_at_once_are_noticed() {
         let (story, _) = story(&[(0, 1, "connect", 0), (0, 2, "connect", 0), (1, 1, "grant", 0), (2, 2, "grant", 0)]);
         assert_eq!(story.overlaps(), 1);
+    }
+
+    #[test]
+    fn a_program_that_detaches_holds_the_lock_no_longer() {
+        let (story, turns) = story(&[
+            (0, 1, "connect", 0),
+            (0, 2, "connect", 0),
+            (1, 1, "grant", 0),
+            (2, 1, "detach", 0),
+            (2, 2, "grant", 0),
+            (3, 1, "disconnect", 0),
+        ]);
+        assert_eq!((story.overlaps(), turns.len()), (0, 1));
     }
 
     #[test]

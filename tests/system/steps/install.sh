@@ -19,6 +19,7 @@ printf '%s\n' "$signed" >"$repository/dists/stable/InRelease"
 
 apt_nvshare update
 apt_nvshare install nvshare
+! journalctl --quiet --boot --output=cat | grep 'Unknown username "nvshare"' || fail "the bus reads its policy before there is the user"
 for socket in nvshare.socket nvshare-control.socket nvshare-metrics.socket nvshare-checkpoint.socket nvshare-cdi.service nvshare-cdi.path $unit; do
     case $socket in nvshare-control.socket | nvshare-checkpoint.socket) state=static ;; *) state=disabled ;; esac
     [ "$(systemctl is-enabled $socket)" = $state ] || fail "$socket is $(systemctl is-enabled $socket)"
