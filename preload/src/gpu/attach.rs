@@ -71,7 +71,7 @@ impl Gpu {
         gpu.wait_for_admission()
     }
 
-    /// Makes what a GPU in use has. `false` if it was in use already.
+    /// Creates the state of a GPU on its first use. `false` if it exists already.
     fn prepare(&'static self, info: &Info) -> bool {
         let _one = self.attaching.lock();
         if self.is_attached() {

@@ -25,7 +25,7 @@ static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
 struct Aligned<T: ?Sized>(T);
 
 const THREADS: u32 = 256;
-/// A kernel that runs for so long has no end: it takes milliseconds, beside programs that share the GPU without taking turns as well.
+/// The kernel takes milliseconds, even beside programs that share the GPU without taking turns. After this time it counts as hung.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The bytes that one block reads.
 const PART: u64 = 4 << 20;

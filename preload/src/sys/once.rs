@@ -1,9 +1,8 @@
-//! What is done or made once for all threads.
+//! Values and actions that all threads share and that happen once.
 //!
-//! Nothing here is a lock: a fork would leave a lock that another thread holds taken in the child for ever.
+//! Neither is a lock: if another thread held a lock during a fork, the child could never take it.
 
-/// A value that is made on first use. Several threads may make one at the same time: the first to be done counts, the others' are
-/// dropped, and nobody waits.
+/// A value made on first use. Threads may race to make it; the first result is kept and the others are dropped, so no thread waits.
 pub use once_cell::race::OnceBox;
 
 use crate::sys::time::{self, Instant};
@@ -20,7 +19,7 @@ const NOT_DONE: u8 = 0;
 const DOING: u8 = 1;
 const DONE: u8 = 2;
 
-/// Something that one thread does for all, once.
+/// An action that one thread performs for all.
 #[derive(Debug)]
 pub struct Once(AtomicU8);
 

@@ -61,7 +61,7 @@ impl CopyContext {
         let result = fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
         if result == Err(ERROR_TIMEOUT) {
             trace!("the kernel for fingerprints does not end");
-            core::mem::forget(fingerprinter.take()); // what the kernel reads and writes stays
+            core::mem::forget(fingerprinter.take()); // the kernel may still read and write its buffers
         }
         result.ok()
     }

@@ -27,7 +27,7 @@ use rustix::{
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The name of this process as an exporter, made at its first export.
 static KEY: OnceBox<Secret> = OnceBox::new();
-/// Nobody uses the key before it is announced.
+/// Held from making the key until it is announced, so that no export uses it earlier.
 static ANNOUNCING: Mutex<()> = Mutex::new(Rank::ExportKey, ());
 
 fn random() -> Option<Secret> {

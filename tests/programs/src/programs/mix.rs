@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Elements that are copied out and compared one by one, in each chunk.
 const SAMPLES: u64 = 64;
-/// After each round of a program that has no end the GPU is busy for so many nanoseconds more, without work for the processors of those
-/// who simulate it.
+/// Nanoseconds for which an endless program keeps the GPU busy after each round. Spinning costs the simulated GPU hardly any processor
+/// time.
 const SPIN: u64 = 10_000_000;
 const INVALID_DEVICE: u32 = 101;
 
