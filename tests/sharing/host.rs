@@ -15,6 +15,16 @@ fn group(limit: u64) -> Option<Limited> {
     Limited::new(&format!("nvshare-host-{}", std::process::id()), limit)
 }
 
+/// The memory that the group uses, once that no longer changes.
+fn settled(group: &Limited) -> u64 {
+    let mut before = group.used();
+    wait_for("the group's memory to settle", || {
+        std::thread::sleep(Duration::from_millis(200));
+        let now = group.used();
+        (std::mem::replace(&mut before, now) == now).then_some(now)
+    })
+}
+
 #[test]
 fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
     stays_on_the_gpu("");
@@ -35,7 +45,7 @@ fn stays_on_the_gpu(options: &str) {
     machine.wait_for_grants(&inside, 1);
     // The simulated GPU's memory is the process' own: what it has by now is no matter, only what comes on top.
     wait_for("all of it to be there", || (group.used() >= SHARE).then_some(()));
-    group.set_limit(group.used() + 8 * MIB);
+    group.set_limit(settled(&group) + 8 * MIB);
     let mut other = machine.program(&mix("4")).start();
     wait_for("status to say why its memory stays", || {
         let status = machine.status();
@@ -129,7 +139,7 @@ fn buffers_made_ahead_are_given_back_when_their_control_group_needs_the_memory()
     wait_for("it to have buffers", || (group.used() >= before.min(SHARE) + SHARE).then_some(()));
     // All that the group has is in use, but for less than what is left to its other memory, a sixteenth of the limit. What that lacks is
     // less than one buffer of a quarter each, and the program may need a little more meanwhile.
-    let before = group.used();
+    let before = settled(&group);
     group.set_limit(before + 2 * MIB);
     wait_for("it to give them back", || (group.used() + SHARE / 8 <= before).then_some(()));
     assert_eq!(group.kills(), 0);

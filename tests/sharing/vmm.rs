@@ -112,12 +112,14 @@ fn given_to_others(words: &str, pinned: u64) {
 #[test]
 fn memory_that_another_device_was_given_stays() {
     given_to_others("--how sync", 16 * MIB);
+    given_to_others("--how tokens", 16 * MIB);
     given_to_others("--how range", 16 * MIB);
 }
 
 #[test]
 fn mapped_memory_that_another_device_was_given_stays() {
     given_to_others("--how sync --kind vmm", 16 * MIB);
+    given_to_others("--how tokens --kind vmm", 16 * MIB);
     given_to_others("--how range --kind vmm", 16 * MIB);
 }
 

@@ -46,6 +46,7 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         3 => out(data, at),
         4 if host || managed => out(data, at),
         4 => Err(Error::INVALID_VALUE),
+        5 if !host => out(data.cast::<[u64; 2]>(), [mapping.id, 1]),
         6 => out(as_u32, u32::from(!host)),
         10 => out(as_u32, u32::from(!host && !managed && !is_mapped && pool.is_none())),
         21 => out(as_u32, 0),

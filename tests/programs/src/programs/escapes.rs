@@ -12,6 +12,7 @@ use crate::{
 };
 use std::{os::fd::FromRawFd, os::fd::OwnedFd, time::Duration};
 
+const P2P_TOKENS: u32 = 5;
 const SYNC_MEMOPS: u32 = 6;
 const DMA_BUF: u32 = 1;
 const DESCRIPTOR: u32 = 1;
@@ -29,6 +30,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             let buffer = Buffer::new(kind, memory)?;
             match how {
                 "sync" => late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))?,
+                "tokens" => late_cu!(cuPointerGetAttribute([0_u64; 2].as_mut_ptr(), P2P_TOKENS, buffer.at))?,
                 "range" => late_cu!(cuMemGetHandleForAddressRange(&mut descriptor, buffer.at, memory, DMA_BUF, 0))?,
                 _ => {}
             }
