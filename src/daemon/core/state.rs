@@ -409,8 +409,8 @@ impl Core {
             warn!("[metrics] listen changed; restart the scheduler to apply it");
         }
         let settings = sleep::settings(&self.config, self.driver.driver.as_deref());
-        let changes = changes(&self.settings.borrow(), &settings);
-        if !changes.is_empty() {
+        if *self.settings.borrow() != settings {
+            let changes = changes(&self.settings.borrow(), &settings);
             info!(
                 name: "settings-changed",
                 time_quantum = settings.time_quantum.as_secs(),
@@ -463,7 +463,7 @@ impl Core {
     }
 }
 
-/// What differs between settings: `time-quantum from 30s to 45s`. Empty if nothing does.
+/// The differences between settings as text, such as `time-quantum from 30s to 45s`. Values that read the same are left out.
 fn changes(before: &Settings, now: &Settings) -> String {
     let texts = |settings: &Settings| {
         let Settings {
