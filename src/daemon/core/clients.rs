@@ -28,8 +28,6 @@ use crate::sys::clock;
 
 /// Processes that have disconnected, before those that did so long ago are forgotten.
 const MAX_DEPARTED: usize = 1024;
-/// The library of `nvsharectl run`, which only asks for the GPUs of its command.
-const QUESTION: &str = "nvsharectl";
 /// Clients that have ended and whose names are kept for pictures and bundles.
 const MAX_ENDED: usize = 1024;
 /// Host memory is measured no more often for limit requests.
@@ -59,12 +57,7 @@ impl Core {
         let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
         if self.log_limit.allows("connected", tenant) {
             let (library, of) = (printable(&arrival.library), of_pod(&identity));
-            match arrival.library == QUESTION {
-                true => debug!(client = client.0, pid, uid, "nvsharectl asks for the GPUs of a command"),
-                false => {
-                    info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected")
-                }
-            }
+            info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected");
         }
         let is_asleep = arrival.is_asleep;
         self.add_client(client, arrival, gang, false);
@@ -215,7 +208,7 @@ impl Core {
         }
         let Identity { pid, uid, unit, name, tenant, .. } = &*gone.identity;
         let identity = &gone.identity;
-        if gone.library != QUESTION && self.log_limit.allows("gone", tenant) {
+        if self.log_limit.allows("gone", tenant) {
             let of = of_pod(identity);
             info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
         }
