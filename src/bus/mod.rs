@@ -282,9 +282,9 @@ pub enum Error {
     Stopping(String),
 }
 
-/// How the last sentence of `Explain` about a program that waits begins: when it runs.
+/// The beginning of the sentence of `Explain` that estimates when a waiting program runs.
 pub const EXPECTED: &str = "It is expected to run ";
-/// The same where that is not known.
+/// The whole sentence where there is no estimate.
 pub const UNKNOWN_START: &str = "Its start cannot be estimated.";
 
 /// The name of a GPU as `nvidia-smi -L` writes it.

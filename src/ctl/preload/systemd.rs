@@ -146,7 +146,7 @@ impl Systemd {
             }
             let started = Instant::now();
             loop {
-                // A service that systemd starts again is neither.
+                // In `auto-restart`, systemd waits to start it again after a failure.
                 let has_failed = unit.active_state().await? == "failed" || unit.sub_state().await? == "auto-restart";
                 if has_failed || started.elapsed() >= SETTLING {
                     return Ok(has_failed);

@@ -52,7 +52,7 @@ impl Core {
     pub(super) fn refusal_sentence(&self, pid: u32, now: Time) -> Option<String> {
         let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
         let ago = units::duration(now.saturating_sub(refusal.at));
-        Some(format!("{ago} ago, {}.", printable(&refusal.text)))
+        Some(format!("Refused {ago} ago: {}.", printable(&refusal.text)))
     }
 
     /// Neither the GPU nor host memory has room.
