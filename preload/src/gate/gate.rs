@@ -111,7 +111,7 @@ impl Gate {
         timeout: Duration,
         before: impl FnOnce(),
     ) {
-        let earlier = slot.begin_waiting(gpu, what, timeout);
+        slot.begin_waiting(gpu, what, timeout);
         // Pairs with the fence in `close`: either the closing thread sees this one waiting, or `before` sees the reason.
         fence(Ordering::SeqCst);
         before();
@@ -119,7 +119,7 @@ impl Gate {
         if state & reasons != 0 {
             futex::wait(&self.state, state, timeout);
         }
-        slot.end_waiting(earlier);
+        slot.end_waiting();
     }
 
     /// Lets no thread enter from now on. Threads that are inside may still submit, until [`is_quiet`](Self::is_quiet).

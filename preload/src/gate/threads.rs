@@ -35,10 +35,10 @@ const NOWHERE: u32 = u32::MAX;
 /// Set in [`Slot::waits_at`] beside the GPU's index for a thread that allocates.
 const ALLOCATES: u32 = 1 << 30;
 
-/// A thread that has not come back from its wait so long after its end was killed, or has left it by a jump.
+/// A thread that has not returned this long after the end of its wait was killed, or left the wait by a jump.
 const COMES_BACK: Duration = Duration::from_secs(1);
 
-/// The stack that a call to the driver needs at the least, below the function that makes it.
+/// Bytes of stack that a call to the driver needs at least, below the function that makes it.
 const CALL_STACK: usize = 4096;
 
 #[derive(Debug)]
@@ -174,16 +174,17 @@ impl Slot {
         inside == OUTSIDE || was_left
     }
 
-    /// This thread, whose slot it must be, counts as waiting at the gate of this GPU until [`end_waiting`](Self::end_waiting), and no
-    /// longer than a moment after the timeout. Returns what to give that: a signal's handler may wait in the middle of a wait.
-    pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) -> u32 {
+    /// Counts this thread, whose slot it must be, as waiting at the gate of this GPU until [`end_waiting`](Self::end_waiting), and
+    /// no longer than [`COMES_BACK`] after the timeout. If a signal's handler waits during a wait, the thread does not count from the
+    /// handler's end until the interrupted wait is renewed, which the signal brings forward.
+    pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);
-        self.waits_at.swap(gpu | if what == Waits::ToAllocate { ALLOCATES } else { 0 }, Ordering::SeqCst)
+        self.waits_at.store(gpu | if what == Waits::ToAllocate { ALLOCATES } else { 0 }, Ordering::SeqCst);
     }
 
-    pub fn end_waiting(&self, earlier: u32) {
-        self.waits_at.store(earlier, Ordering::SeqCst);
+    pub fn end_waiting(&self) {
+        self.waits_at.store(NOWHERE, Ordering::SeqCst);
     }
 
     fn waits_at(&self, gpu: u32, what: Option<Waits>, now: u64) -> bool {
@@ -372,19 +373,21 @@ mod tests {
     fn a_wait_that_is_not_renewed_ends() {
         let slot = mine();
         let count = || (waiting(GPU, None), waiting(GPU, Some(Waits::WithWork)), waiting(GPU, Some(Waits::ToAllocate)));
-        let earlier = slot.begin_waiting(GPU, Waits::ToAllocate, Duration::from_secs(60));
+        slot.begin_waiting(GPU, Waits::ToAllocate, Duration::from_secs(60));
         assert_eq!(count(), (1, 0, 1));
-        let outer = slot.begin_waiting(GPU, Waits::WithWork, Duration::from_secs(60));
+        // In a signal's handler.
+        slot.begin_waiting(GPU, Waits::WithWork, Duration::from_secs(60));
         assert_eq!(count(), (1, 1, 0));
-        slot.end_waiting(outer);
-        assert_eq!(count(), (1, 0, 1));
-        slot.end_waiting(earlier);
+        slot.end_waiting();
         assert_eq!(count(), (0, 0, 0));
         // Left by a jump: nothing ends it.
         slot.begin_waiting(GPU, Waits::WithWork, Duration::ZERO);
         assert_eq!(count(), (1, 1, 0));
         std::thread::sleep(COMES_BACK + Duration::from_millis(100));
         assert_eq!(count(), (0, 0, 0));
-        slot.end_waiting(earlier);
+        // The wait that was left does not come back with the end of the next.
+        slot.begin_waiting(GPU + 1, Waits::WithWork, Duration::from_secs(60));
+        slot.end_waiting();
+        assert_eq!(count(), (0, 0, 0));
     }
 }

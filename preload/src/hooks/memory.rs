@@ -334,8 +334,8 @@ pub(super) fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnc
     })
 }
 
-/// Makes a call by which another device learns of the memory at this address: it is on the GPU then, and stays there for good.
-/// `announce` gets the addresses of the chunks if the memory is ours.
+/// Makes a call that hands the memory at this address to another device. The memory is on the GPU before the call, and is pinned from
+/// then on. `announce` gets the addresses of the chunks if the memory is ours.
 fn announcing(
     address: CUdeviceptr,
     real: impl FnOnce() -> CUresult,

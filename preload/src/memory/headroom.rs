@@ -174,7 +174,7 @@ fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -
 /// The files of one version of control groups.
 struct Files {
     mount: &'static [u8],
-    /// Its limits, of which the least holds.
+    /// Names of its limits; the smallest is in effect.
     most: &'static [&'static [u8]],
     used: &'static [u8],
     /// The field of `memory.stat` that counts page cache, which the kernel reclaims first.

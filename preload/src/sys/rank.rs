@@ -1,6 +1,6 @@
 //! The order in which a thread takes locks, so that no two threads ever wait for each other.
 //!
-//! What is in [`once`](super::once) has no rank: nobody waits for it for ever.
+//! [`once`](super::once) has no rank: waits there are bounded.
 
 /// All locks of the library, the outermost first. While a thread holds one, it takes only later ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -15,8 +15,7 @@ const STACK: usize = 256 << 10;
 
 type Main = Box<dyn FnOnce() + Send>;
 
-/// Starts a detached thread to which no signals are delivered, and which is scheduled as the process is; `false` if that
-/// fails.
+/// Starts a detached thread that receives no signals and has the scheduling of the process; `false` if that fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     let run: Main = Box::new(move || {
         let _ = rustix::thread::set_name(name);

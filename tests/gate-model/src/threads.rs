@@ -52,12 +52,12 @@ impl Slot {
     }
 
     /// As the library's, which counts no thread that was killed in its wait. None is here.
-    pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) -> u32 {
-        self.waits_at.swap(gpu, Ordering::SeqCst)
+    pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) {
+        self.waits_at.store(gpu, Ordering::SeqCst);
     }
 
-    pub fn end_waiting(&self, earlier: u32) {
-        self.waits_at.store(earlier, Ordering::SeqCst);
+    pub fn end_waiting(&self) {
+        self.waits_at.store(NOWHERE, Ordering::SeqCst);
     }
 }
 
