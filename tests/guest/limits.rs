@@ -2,7 +2,7 @@
 //! the driver's answers, and go on.
 
 use crate::compare::*;
-use test_support::machine::grants;
+use test_support::machine::*;
 
 /// Each of these ends as without the library; it may be that no scheduler can be reached.
 #[track_caller]
@@ -66,12 +66,18 @@ fn a_file_of_the_program_by_the_number_of_stderr_gets_no_line() {
 
 #[test]
 fn a_clock_that_stands_still_does_not_stop_the_library() {
-    let mut host = Host::new();
-    let program = host.program("clock");
-    let mut program = host.case(program, &[]).on_bare_driver().start();
-    test_support::wait_for("it to begin", || program.stdout().contains("begun").then_some(()));
+    let setup = Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() };
+    let mut host = Host(Machine::with_scheduler(setup));
+    let path = host.program("clock");
+    let mut holder = host.case(&path, &[]).on_bare_driver().start();
+    wait_for("it to begin", || holder.stdout().contains("begun").then_some(()));
+    let mut waiting = host.case(&path, &[]).on_bare_driver().start();
+    host.0.wait_for_move(0, "a request", |m| m.pid == waiting.pid() && m.what == "request");
+    // Without a scheduler, the gate opens after a time.
     host.0.kill_scheduler();
-    assert_eq!(end(&mut program).stdout, "begun\nworked\n");
+    for program in [&mut holder, &mut waiting] {
+        assert_eq!(end(program).stdout, "begun\nworked\n");
+    }
 }
 
 #[test]

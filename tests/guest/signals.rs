@@ -91,6 +91,8 @@ fn a_copy_that_is_left_by_a_jump_ends_with_the_next_call() {
         (turns.contains(&program.pid()) && turns.last() == Some(&worker.pid())).then_some(())
     });
     assert_eq!(program.poll(), None);
+    let drains = host.0.moves().iter().filter(|m| m.pid == program.pid() && m.what == "undrainable").count();
+    assert_eq!(drains, 0, "the copy that was left counts as work that does not end");
     assert_eq!(end(&mut program).status, (Some(0), None));
     worker.kill();
 }
