@@ -13,7 +13,7 @@ use zbus::OwnedVariant;
 use super::preload::drop_in::{self, Manager};
 use super::preload::only_root;
 use super::preload::service::{self, Ready};
-use super::preload::systemd::Systemd;
+use super::systemd::Systemd;
 use super::{CtlError, Target, block_on, rules};
 use crate::bus::SchedulerProxy;
 

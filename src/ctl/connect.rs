@@ -9,7 +9,7 @@ use zbus::names::BusName;
 use zbus::proxy::CacheProperties;
 
 use super::CtlError;
-use super::preload::systemd::Systemd;
+use super::systemd::Systemd;
 use crate::bus::{NAME, SchedulerProxy};
 use crate::config::paths::CONTROL_SOCKET;
 

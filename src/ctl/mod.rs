@@ -19,8 +19,8 @@
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
 //! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password. `errors`: errors
-//!   and exit codes. `table`: aligned columns. `program_state`: what a
-//!   program does, in few words. `progress`: how far something is that takes long.
+//!   and exit codes. `systemd`: asking systemd about services. `table`: aligned columns. `program_state`: a program's
+//!   state in few words. `progress`: how far something is that takes long.
 
 pub mod adopt;
 pub mod arguments;
@@ -49,6 +49,7 @@ mod run_progress;
 pub mod settings;
 pub mod simulate;
 pub mod status;
+mod systemd;
 mod table;
 pub mod timeline;
 #[cfg(feature = "top")]

@@ -312,7 +312,10 @@ fn a_user_learns_why_memory_was_refused_also_afterwards() {
     };
     let expected = " is refused memory: it requests 3 GiB in total";
     let now = why();
-    assert!(now.contains("Refused ") && now.contains(expected) && now.contains("memory-max of rule \"small\""), "{now}");
+    assert!(
+        now.contains("Refused ") && now.contains(expected) && now.contains("memory-max of rule \"small\""),
+        "{now}"
+    );
     drop(client);
     test_support::wait_for("its end", || why().starts_with("It has ended. ").then_some(()));
     assert!(why().contains(expected), "{}", why());

@@ -4,7 +4,7 @@
 //! - `entries`: the text of that file, in bytes. `file`: the file on disk.
 //! - `library`: `libnvshare.so` as a file. `trial`: programs that are run with it.
 //! - `verify`: checks that the library can be loaded everywhere. `state`: the current state.
-//! - `service`: single services. `drop_in`: the file that systemd reads. `systemd`: asking systemd. `program`: whether a
+//! - `service`: single services. `drop_in`: the file that systemd reads. `program`: whether a
 //!   program heeds `LD_PRELOAD`.
 //!
 //! A library that cannot be loaded stops every program of the system from starting. So a new file is tried first by
@@ -20,7 +20,6 @@ pub(super) mod library;
 mod program;
 pub mod service;
 mod state;
-pub(super) mod systemd;
 mod trial;
 mod verify;
 

@@ -12,9 +12,9 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::drop_in::Manager;
-use super::systemd::{Service, Systemd};
 use super::{Answer, OFF, drop_in, file, library, only_root, program, verify};
 use crate::ctl::progress::Progress;
+use crate::ctl::systemd::{Service, Systemd};
 use crate::ctl::{CtlError, block_on};
 
 /// For which programs.

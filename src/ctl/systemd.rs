@@ -7,7 +7,7 @@ use zbus::OwnedObjectPath;
 use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 
-use super::drop_in::Manager;
+use super::preload::drop_in::Manager;
 use crate::ctl::CtlError;
 use crate::ctl::progress::Progress;
 
