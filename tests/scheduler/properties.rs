@@ -1,6 +1,7 @@
 //! What must hold whatever happens: random worlds of obedient and disobedient clients, and events that make no sense.
 //! The checks after every event are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
 
+use crate::talk::*;
 use crate::worlds::*;
 use nvshare_sched::*;
 use proptest::prelude::*;
@@ -540,6 +541,48 @@ proptest! {
                 let fits = view.charged <= view.capacity || confirmed;
                 prop_assert!(!raised || fits, "{:?} after {:?}", view, event);
             }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(config(200))]
+
+    /// Where everybody answers at once, a request for memory is granted whenever it fits beside what others have and were granted
+    /// before it.
+    #[test]
+    fn what_fits_is_granted(
+        host in 0..20 * GIB,
+        rounds in prop::collection::vec(prop::collection::btree_map(1u64..6, 0..8 * GIB, 1..5), 1..12),
+    ) {
+        let mut t = Talk::in_mode(AntiThrash::Auto);
+        t.say(Event::HostMemory { bytes: host });
+        (1..6).for_each(|n| drop(t.join(n, 0)));
+        for round in rounds {
+            let mut left = (16 * GIB + host) - (1..6).map(|n| t.attachment(n).demand).sum::<u64>();
+            let mut wishes = Vec::new();
+            for (n, more) in round {
+                let wanted = t.attachment(n).demand + more;
+                t.wish(n, wanted);
+                if more <= left && wanted <= 16 * GIB {
+                    left -= more;
+                    wishes.push((n, wanted));
+                }
+            }
+            for n in (0..5).flat_map(|_| 1..6) {
+                t.map(n);
+                // As the library does: whoever has what it wants takes it, and wishes again where its limit was lowered before that.
+                wishes.retain(|(n, wanted)| {
+                    let has = t.attachment(*n).limit >= *wanted;
+                    if has {
+                        t.report(*n, *wanted, 0, 0);
+                    } else if t.attachment(*n).pending_limit.is_none() {
+                        t.wish(*n, *wanted);
+                    }
+                    !has
+                });
+            }
+            prop_assert!(wishes.is_empty(), "{:?} wait, though there are {} left", wishes, left);
         }
     }
 }

@@ -6,9 +6,12 @@
 use super::LIMIT_STEP;
 use crate::api::{Denial, Time};
 use std::collections::VecDeque;
+use std::time::Duration;
 
 /// A client with this many unacknowledged limits is sent no lower ones.
 const MANY_STEPS: usize = 64;
+/// How long a client may take to use what it requested and was granted, before others may have it again.
+const GRANT_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Limit {
@@ -19,6 +22,8 @@ pub(crate) struct Limit {
     pub target: u64,
     /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
+    /// What it requested and was granted, in bytes, and until when that is kept for it.
+    granted: Option<(u64, Time)>,
     /// While the client has not acknowledged the newest limit since one was lowered: since when it has acknowledged none.
     /// Of many limits, each of which it acknowledges late, none counts as unanswered.
     pub lowered: Option<Time>,
@@ -52,6 +57,17 @@ impl Limit {
         self.demand
     }
 
+    /// Keeps for the client what it requested, until its demand says that it has taken it. Without this, two that are granted
+    /// theirs in turn could take it from each other for as long as they wait.
+    pub fn keep(&mut self, now: Time, bytes: u64) {
+        self.granted = Some((bytes, now + GRANT_TIMEOUT));
+    }
+
+    /// What it needs, in bytes: its demand, and what is kept for it.
+    pub fn needed(&self, now: Time) -> u64 {
+        self.granted.filter(|(_, until)| now < *until).map_or(self.demand, |(bytes, _)| bytes.max(self.demand))
+    }
+
     /// Whether the limit is to rise further, by more than is not worth a message.
     pub fn is_below_target(&self) -> bool {
         self.limit.saturating_add(LIMIT_STEP) < self.target
@@ -83,6 +99,7 @@ impl Limit {
     pub fn reported(&mut self, now: Time, ack: u32, demand: u64) -> bool {
         let before = self.committed();
         self.demand = demand;
+        self.granted = self.granted.filter(|(bytes, _)| demand < *bytes);
         let acked = ack.min(self.seq).max(self.acked);
         if std::mem::replace(&mut self.acked, acked) != acked {
             self.lowered = self.lowered.map(|_| now);
@@ -101,7 +118,6 @@ impl Limit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     const NOW: Time = Duration::from_secs(7);
 

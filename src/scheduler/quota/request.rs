@@ -56,6 +56,7 @@ impl Quota {
         let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
         // A client may keep what it has.
         let never = if bytes <= limit.limit.max(limit.demand()) {
+            self.keep(cx, client, id, bytes);
             self.tell(cx, fx, client, id);
             return false;
         } else if held.is_none() && self.hold_for_context(cx, client, id, bytes) {
@@ -148,6 +149,7 @@ impl Quota {
             let waits = cx.rules.waits_for_memory(client);
             if wanted.bytes <= limit {
                 self.set_wanted(client, id, None);
+                self.keep(cx, client, id, wanted.bytes);
             } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
                 continue; // other clients can still free memory, or only have to acknowledge a lower limit
             } else if until <= cx.now {
@@ -182,6 +184,11 @@ impl Quota {
             }
         }
         of_all || (of_group && held != Some(Denial::NoRoom))
+    }
+
+    /// Keeps for a client what it requested, which is within its limit.
+    fn keep(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
+        self.entry_mut(client, id).into_iter().for_each(|entry| entry.limit.keep(cx.now, bytes));
     }
 
     fn deny(&mut self, fx: &mut Effects, client: ClientId, id: GpuId, why: Denial) {

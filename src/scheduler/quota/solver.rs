@@ -272,7 +272,7 @@ impl Quota {
                 }
                 let at = At { gpu: problem.gpus.len(), quota: quotas.len() };
                 let unresponsive = self.is_unresponsive(cx, client, limit);
-                let floor = if unresponsive { limit.committed() } else { limit.demand() };
+                let floor = if unresponsive { limit.committed() } else { limit.needed(cx.now) };
                 let group = cx.rules.group(client);
                 if let Some(wanted) = limit.wanted {
                     requests.push(LimitRequest { client, gpu: id, group, wanted, at });

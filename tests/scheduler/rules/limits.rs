@@ -17,6 +17,7 @@ fn on_a_small_host() -> Talk {
     t.wish(1, 12 * GIB);
     t.map(1);
     t.map(2);
+    t.after(ms(1000)); // it has not taken it
     t
 }
 
