@@ -52,6 +52,8 @@ const IGNORE: Duration = Duration::from_secs(1800);
 /// The interval between looks at the lock, while the client runs and while it waits or holds the turn.
 const POLL_RUNNING: Duration = Duration::from_millis(50);
 const POLL_WAITING: Duration = Duration::from_millis(10);
+/// A client that has seen no other one for so many looks in a row is alone: one look may miss another client that looks, too.
+const ALONE: u32 = 2;
 /// The interval between attempts that failed: to find the files, to drain, to evict.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -59,6 +61,8 @@ const RETRY: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub struct Offline {
     files: Option<Files>,
+    /// How often in a row no other client has been seen.
+    seen_alone: u32,
     /// The turn, if this client holds it.
     held: Option<Held>,
     /// Since when another client has held the turn.
@@ -150,8 +154,9 @@ impl Files {
         self.turn.is_open() && self.here.is_open()
     }
 
-    /// Whether there are other clients without a scheduler on this GPU. They can see this one from now on.
-    fn has_company(&self) -> bool {
+    /// Whether other clients without a scheduler show up on this GPU. They can see this one from now on. Of two that look at the
+    /// same moment, each may miss the other, since a lock that changes is lost for a moment.
+    fn sees_others(&self) -> bool {
         let others = self.here.lock_exclusive() == TryLock::Taken;
         self.here.lock_shared();
         others
@@ -165,6 +170,14 @@ impl Offline {
         if let Some(space) = gpu.space() {
             space.lock().account.offline_room = None;
         }
+    }
+
+    /// Shows this client to others that have lost the scheduler, before it goes on without one. They all lose it at the same
+    /// moment, but some go on sooner, and find out then whether there are others who can make room.
+    pub fn show(&mut self, gpu: &Gpu) {
+        let is_new = self.files.is_none();
+        self.look_for_files(gpu, Instant::now());
+        self.files.iter().filter(|_| is_new).for_each(|files| drop(files.here.lock_shared()));
     }
 
     /// Whether the client waits for memory, or for others that bring theirs in.
@@ -236,12 +249,19 @@ impl Offline {
     }
 
     /// Sets the bytes that can be promised. With other clients it is less, since each has a context there.
-    fn update_account(&self, gpu: &Gpu, space: &Mutex<Space>) -> Account {
-        let has_company = self.files.as_ref().is_some_and(Files::has_company);
+    fn update_account(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Account {
+        self.seen_alone = match &self.files {
+            Some(files) if files.sees_others() => 0,
+            Some(_) => self.seen_alone.saturating_add(1),
+            None => ALONE,
+        };
         let shared = gpu.total() - gpu.total() / 8;
         let mut guard = space.lock();
-        guard.account.offline_room = Some(if has_company { shared } else { 0 });
-        guard.account.limit = guard.account.at_most(if has_company { shared } else { gpu.total() });
+        if self.seen_alone == 0 || self.seen_alone >= ALONE {
+            let is_alone = self.seen_alone > 0;
+            guard.account.offline_room = Some(if is_alone { 0 } else { shared });
+            guard.account.limit = guard.account.at_most(if is_alone { gpu.total() } else { shared });
+        }
         guard.account
     }
 

@@ -49,7 +49,7 @@ const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 /// The same while the scheduler, which would know, is away: until the client runs without one.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
 /// The longest wait without a scheduler until the client's thread has looked whether other clients can make room
-/// ([`crate::client::offline`]), which it does within 100 ms.
+/// ([`crate::client::offline`]), which it does within 200 ms.
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {

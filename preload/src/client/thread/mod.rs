@@ -194,6 +194,8 @@ impl ClientThread {
         for gpu in gpu::attached() {
             if self.ungated {
                 wait = wait.min(self.step_offline(gpu));
+            } else if self.disconnected_since.is_some() {
+                self.on(gpu).offline.show(gpu);
             }
             // The locks of peers are held together or not at all.
             if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
