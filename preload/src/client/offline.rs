@@ -177,7 +177,9 @@ impl Offline {
     pub fn show(&mut self, gpu: &Gpu) {
         let is_new = self.files.is_none();
         self.look_for_files(gpu, Instant::now());
-        self.files.iter().filter(|_| is_new).for_each(|files| drop(files.here.lock_shared()));
+        if let Some(files) = self.files.as_ref().filter(|_| is_new) {
+            files.here.lock_shared();
+        }
     }
 
     /// Whether the client waits for memory, or for others that bring theirs in.
