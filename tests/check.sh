@@ -105,9 +105,23 @@ else
     lacking "formatting" "rustup component add rustfmt"
 fi
 
+# Clippy is rustc with more lints, so it can build everything: a run of its own would compile all of it, and all that it needs,
+# once more. Its warnings fail nothing yet, so that the tests run in any case; cargo repeats them when nothing is left to build.
+lints() { # what to build
+    said=$("$cargo" build --quiet "$@" 2>&1) && [ -z "$said" ] || { printf '%s\n' "$said"; return 1; }
+}
+if cargo_has clippy; then export RUSTC_WORKSPACE_WRAPPER=clippy-driver; else lacking "lints" "rustup component add clippy"; fi
+
 # With the tests, because what these need has other features: without them, much would be built twice.
-step "build" "$cargo" build --workspace --lib --bins --examples --tests --locked || finish
-step "build of libnvshare.so" "$cargo" build $preload --lib --tests --locked || finish
+everything='--workspace --all-targets --locked'
+# shellcheck disable=SC2086
+step "build" "$cargo" build $everything || finish
+step "build of libnvshare.so" "$cargo" build $preload --all-targets --locked || finish
+if cargo_has clippy; then
+    # shellcheck disable=SC2086
+    step "lints" lints $everything
+    step "lints of libnvshare.so" lints $preload --all-targets --locked
+fi
 step "static nvsharectl" tests/static-nvsharectl.sh "$built" || finish
 oldest_cargo
 
@@ -118,13 +132,8 @@ if cargo_has nextest; then
     step "tests of libnvshare.so" "$cargo" nextest run $preload --locked --no-fail-fast
 fi
 
-cargo_has clippy || lacking "lints" "rustup component add clippy"
 {
     quietly "man pages" man_pages
-    if cargo_has clippy; then
-        quietly "lints" nice -n 19 "$cargo" clippy --workspace --locked --all-targets --quiet -- -D warnings
-        quietly "lints of libnvshare.so" nice -n 19 "$cargo" clippy $preload --locked --all-targets --quiet -- -D warnings
-    fi
     quietly "examples in the documentation" nice -n 19 "$cargo" test --workspace --locked --doc
 } &
 beside=$!
@@ -147,7 +156,7 @@ collect
 have() { for tool; do command -v "$tool" >/dev/null || return; done; }
 if [ "$(id -u)" = 0 ] && have mmdebstrap systemd-nspawn dpkg-buildpackage dh; then
     # The demo and the check in fresh systems would take several times as long as all of this.
-    step "packages on Debian 12 and 13" make check-system PROGRAMS= FRESH=no
+    step "packages on Debian 12 and 13" env -u RUSTC_WORKSPACE_WRAPPER make check-system PROGRAMS= FRESH=no
 else
     line skipped "packages on Debian 12 and 13" "wants root, mmdebstrap, systemd-nspawn, debhelper: make check-system"
 fi
