@@ -46,7 +46,7 @@ fn snapshot(at: Instant, held: f64) -> Snapshot {
     let gpu = Gpu {
         uuid: "GPU-1".into(),
         kind: "gpu".into(),
-        name: "NVIDIA GeForce RTX 4090".into(),
+        name: "Simulated GPU".into(),
         index: Some(0),
         total: 24 * GIB,
         overhead: Some(3 * GIB),
@@ -104,7 +104,7 @@ fn press(ui: &mut Ui, code: KeyCode) -> Option<Action> {
 
 const EXPECTED: &str = "\
 nvshare 0.1.0  1 GPU  4 programs  quantum 30s  anti-thrash auto  policy fcfs
-GPU 0  NVIDIA GeForce RTX 4090  24 GiB      pressure, 10s: some 81.5%, full 2.0%
+GPU 0  Simulated GPU  24 GiB                pressure, 10s: some 81.5%, full 2.0%
 [##################################=============!!cccxxxxxxx...................]
 # holder 10.5G  = others 4G  ! pinned 512M  c contexts 1G  x other programs 2G
 . free 6G
