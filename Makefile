@@ -39,7 +39,7 @@ DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\
 # Where apt-repository puts what it makes of them.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-compatibility bench install deb apt-repository dist clean
+.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-compatibility bench install uninstall deb apt-repository dist clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
@@ -57,6 +57,7 @@ help:
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
 	@echo '                 completions'
+	@echo 'make uninstall  removes what install installed, but for settings'
 	@echo 'make deb       Debian packages, in $(TARGET)/packages; VERSION=0.1.1~test gives them that version'
 	@echo 'make apt-repository  a signed apt repository of these packages, in $(TARGET)/repository:'
 	@echo '                 KEY=you@example.org        the gpg key that signs it; without it, one for tests is made'
@@ -183,6 +184,14 @@ install:
 	for name in nvshare-scheduler nvshare-checkpoint nvshare.socket nvshare-control.socket nvshare-metrics.socket \
 	    nvshare-checkpoint.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
+
+# Whatever `install` would install, but for settings.
+uninstall:
+	@! grep -qs libnvshare /etc/ld.so.preload || { echo 'First: nvsharectl preload disable' >&2; exit 1; }
+	rm -rf $(TARGET)/installed
+	$(MAKE) --no-print-directory install DESTDIR='$(abspath $(TARGET))/installed' >/dev/null
+	cd $(TARGET)/installed && find . ! -type d ! -name nvshare.toml -print0 | (cd $(DESTDIR)/ && xargs -0 rm -fv)
+	rm -rf $(TARGET)/installed
 
 # Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.
 deb:
