@@ -202,7 +202,8 @@ async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
     };
     let unhealthy = vec!["gpu.nvshare.com/unhealthy".to_owned()];
     api.until("a taint", |devices| taints(devices) == [vec![], unhealthy.clone()]);
-    reports.until(&[HealthStatus::Healthy, HealthStatus::Unhealthy]).await;
+    let reasons = reports.until(&[HealthStatus::Healthy, HealthStatus::Unhealthy]).await;
+    assert!(reasons[0].is_empty() && reasons[1].contains("XID 79"), "{reasons:?}");
     api.put_claim(claim(1, &[&device(&node, 1)], "0", "0", &[]));
     let refused = driver.prepare_one(&named(1)).await.expect_err("it is unhealthy");
     assert!(refused.contains("is unhealthy: the driver reported XID 79"), "{refused}");

@@ -79,12 +79,13 @@ const DRA_METHODS: [&str; 2] = [
     "DRAPlugin.NodeUnprepareResources NodeUnprepareResourcesRequest NodeUnprepareResourcesResponse",
 ];
 
-const DRA_HEALTH: [&str; 6] = [
+const DRA_HEALTH: [&str; 7] = [
     "DeviceIdentifier.pool_name 1 string",
     "DeviceIdentifier.device_name 2 string",
     "DeviceHealth.device 1 DeviceIdentifier",
     "DeviceHealth.health 2 enum",
     "DeviceHealth.last_updated_time 3 int64",
+    "DeviceHealth.message 5 string",
     "NodeWatchResourcesResponse.devices 1 repeated DeviceHealth",
 ];
 

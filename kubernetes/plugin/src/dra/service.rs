@@ -190,6 +190,7 @@ fn health(node: &str, devices: &Devices) -> NodeWatchResourcesResponse {
         device: Some(DeviceIdentifier { pool_name: node.to_owned(), device_name: device_name(&gpu.uuid) }),
         health: if gpu.problem.is_none() { HealthStatus::Healthy } else { HealthStatus::Unhealthy }.into(),
         last_updated_time: i64::try_from(now).unwrap_or(i64::MAX),
+        message: gpu.problem.clone().unwrap_or_default(),
     };
     NodeWatchResourcesResponse { devices: devices.gpus.iter().map(device).collect() }
 }

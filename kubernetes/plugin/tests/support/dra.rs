@@ -91,18 +91,18 @@ impl Driver {
 pub struct Health(Streaming<NodeWatchResourcesResponse>);
 
 impl Health {
-    /// Waits until that is the health of all devices.
-    pub async fn until(&mut self, expected: &[HealthStatus]) {
+    /// Waits until that is the health of all devices. Returns the reasons.
+    pub async fn until(&mut self, expected: &[HealthStatus]) -> Vec<String> {
         let waiting = async {
             loop {
                 let report = self.0.message().await.expect("a stream").expect("a report");
                 assert!(report.devices.iter().all(|device| device.last_updated_time > 1_700_000_000));
                 if report.devices.iter().map(|device| device.health()).eq(expected.iter().copied()) {
-                    return;
+                    return report.devices.into_iter().map(|device| device.message).collect();
                 }
             }
         };
-        timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("{expected:?} never came"));
+        timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("{expected:?} never came"))
     }
 }
 
