@@ -1,6 +1,10 @@
 //! Errors as sentences, and their exit codes.
 
 use std::fmt;
+use std::path::Path;
+
+/// The directory of the control socket in nvshare's own pod; see `kubernetes/base/daemonset.yaml`.
+const CONTROL_IN_POD: &str = "/run/nvshare-control";
 
 #[derive(Debug)]
 pub enum CtlError {
@@ -23,15 +27,23 @@ impl CtlError {
     }
 
     pub(super) fn not_running(why: impl fmt::Display) -> Self {
-        // kubelet sets it in every container.
-        let remedy = match std::env::var_os("KUBERNETES_SERVICE_HOST") {
-            Some(_) => "kubelet starts it; the log of the container `scheduler` of this pod says what is wrong",
-            None => {
-                "start it with `systemctl start nvshare.socket` as root; one of your own listens where --control or \
-                 $NVSHARE_CONTROL says"
+        // kubelet sets the variable in every container, and only nvshare's own pod has the directory.
+        let (is_pod, is_own) =
+            (std::env::var_os("KUBERNETES_SERVICE_HOST").is_some(), Path::new(CONTROL_IN_POD).is_dir());
+        Self::NotRunning(match (is_pod, is_own) {
+            (true, false) => {
+                "cannot ask the scheduler from this pod. On Kubernetes, administrators ask it: `kubectl -n nvshare \
+                              exec daemonset/nvshare -c scheduler -- nvsharectl`"
+                    .to_owned()
             }
-        };
-        Self::NotRunning(format!("the scheduler is not running ({why}): {remedy}"))
+            (true, true) => format!(
+                "the scheduler is not running ({why}): kubelet starts it; see the log of the container `scheduler` of this pod"
+            ),
+            (false, _) => format!(
+                "the scheduler is not running ({why}): start it with `systemctl start nvshare.socket` as root; one of your own \
+                 listens where --control or $NVSHARE_CONTROL says"
+            ),
+        })
     }
 }
 
