@@ -48,6 +48,44 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
     }
 }
 
+/// A misspelt value is refused, and each value of `values.yaml` is not.
+#[test]
+fn the_schema_has_the_chart_s_values_and_no_others() {
+    fn compare(path: &str, values: &Value, schema: &Value) {
+        let (Some(values), Some(known)) = (values.as_object(), schema["properties"].as_object()) else { return };
+        assert_eq!(schema["additionalProperties"], json!(false), "{path}");
+        for (key, value) in values {
+            let path = format!("{path}.{key}");
+            compare(&path, value, known.get(key).unwrap_or_else(|| panic!("{path} is not in the schema")));
+        }
+        // `resources` names containers; Helm itself sets `global`.
+        for key in known.keys().filter(|key| *key != "global" && !path.ends_with(".resources")) {
+            assert!(values.contains_key(key), "{path}.{key} is in no values");
+        }
+    }
+    let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
+    let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
+    compare("", &values, &schema);
+    let named = |object: &Value| object["name"].as_str().expect("a name").to_owned();
+    let mut containers: Vec<String> = built_with_sleep("dra")
+        .iter()
+        .filter(|object| object["kind"] == "DaemonSet")
+        .flat_map(|object| {
+            let pod = &object["spec"]["template"]["spec"];
+            ["initContainers", "containers"]
+                .iter()
+                .flat_map(|list| pod[*list].as_array().cloned().unwrap_or_default())
+                .map(|container| named(&container))
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    containers.sort();
+    let known = schema.pointer("/properties/resources/properties").and_then(Value::as_object).expect("containers");
+    let mut known: Vec<&String> = known.keys().collect();
+    known.sort();
+    assert_eq!(known, containers.iter().collect::<Vec<_>>());
+}
+
 /// What the chart makes of these values.
 fn rendered_list(values: &Value) -> Vec<Value> {
     let file = tempfile::NamedTempFile::new().expect("a file");

@@ -13,6 +13,9 @@ pod charted "mix --mem 160M --reps 2 --rounds 4"
 until_true "a pod to run" is charted Succeeded
 kubectl logs charted | grep -q '"ok":true' || fail "charted: $(kubectl logs charted)"
 
+# A value of that name is none of the chart's.
+! /opt/tools/helm --namespace nvshare upgrade nvshare /images/chart "${values[@]}" --set slot=2 >>/logs/helm 2>&1 ||
+    fail "a misspelt value is taken"
 helm upgrade nvshare /images/chart "${values[@]}" --set slots=2 --set sleep.enabled=true
 until_true "other slots" slots_are 2
 a_pod_sleeps_and_wakes
