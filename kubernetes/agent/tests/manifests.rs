@@ -187,6 +187,7 @@ fn the_control_socket_is_in_no_directory_of_the_node() {
         "/run/nvshare",
         "/var/lib/kubelet/device-plugins",
         "/var/lib/nvshare-node",
+        "/var/lib/nvshare-node/state",
         "/var/run/cdi",
     ];
     assert_eq!(of_the_node.into_iter().collect::<Vec<_>>(), expected);
@@ -331,7 +332,7 @@ pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value
     for container in &containers {
         let name = container["name"].as_str().expect("a name");
         let (flag, expected): (Option<&str>, Vec<&str>) = match name {
-            "prepare" => (Some("--sockets=/run/nvshare-claims"), vec!["/run/nvshare-claims"]),
+            "prepare" => (Some("--give=/run/nvshare-claims"), vec!["/run/nvshare-claims"]),
             "scheduler" => (Some("--claims=/run/nvshare-claims"), vec!["/run/nvshare-claims"]),
             "device-plugin" => (
                 None,

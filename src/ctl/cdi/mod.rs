@@ -85,11 +85,11 @@ pub struct Install {
     /// The file that names the library as it is found in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
-    /// A directory of clients' sockets, which is made where there is none, and given to --owner; can be repeated
+    /// A directory in which the scheduler writes: created if it is missing, and given to --owner; can be repeated
     #[arg(long, value_name = "DIRECTORY", requires = "owner", value_hint = ValueHint::DirPath)]
-    sockets: Vec<PathBuf>,
+    give: Vec<PathBuf>,
     /// The number of the user, and of its group, as whom the scheduler runs
-    #[arg(long, value_name = "UID", requires = "sockets")]
+    #[arg(long, value_name = "UID", requires = "give")]
     owner: Option<u32>,
 }
 
@@ -114,7 +114,7 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     } else {
         copy(Path::new("/proc/self/exe"), PROGRAM, 0o755)?;
     }
-    for (directory, owner) in asked.sockets.iter().zip(asked.owner.into_iter().cycle()) {
+    for (directory, owner) in asked.give.iter().zip(asked.owner.into_iter().cycle()) {
         give(directory, owner)
             .map_err(|e| CtlError::Failed(format!("cannot give {} to user {owner}: {e}", directory.display())))?;
     }

@@ -26,6 +26,14 @@ for pair in checkpoint:nvshare-checkpo scheduler:nvshare-schedu; do
 done
 until_true "the scheduler" ctl status
 until_true "it to be known as asleep" sleeps sleeping
+# What administrators ordered outlives the pod: it is still paused, and the GPU still drained.
+ctl drain 0
+kubectl -n nvshare rollout restart daemonset/nvshare >/dev/null
+kubectl -n nvshare rollout status daemonset/nvshare --timeout=180s >/dev/null || fail "the DaemonSet is not ready again"
+until_true "it to be known as asleep to the next pod" sleeps sleeping
+[ "$(ctl --json status | jq -r '.clients[] | select(."pod-name" == "sleeper") | .paused')" = true ] || fail "it is no longer paused"
+[ "$(ctl --json status | jq -r '.gpus[0].drained')" = true ] || fail "the GPU is no longer drained"
+ctl undrain 0
 ctl resume default/sleeper
 until_true "it to be awake" sleeps awake
 is sleeper Running || fail "it has not gone on: $(kubectl logs sleeper)"
