@@ -1,5 +1,6 @@
 //! The folders of `src/` are layers: a module uses its own layer and those below it, never one above. So there is no circle of
-//! imports between folders, and each layer can be read without those above it.
+//! imports between folders, and each layer can be read without those above it. The files of a folder do the same, in an order
+//! that is not written down; `mod.rs`, which is the folder, uses them and is used by them.
 
 use std::{
     fs,
@@ -9,6 +10,23 @@ use std::{
 /// From the lowest to the highest.
 const LAYERS: [&str; 11] =
     ["sys", "env", "driver", "connection", "gate", "work", "memory", "gpu", "registry", "client", "hooks"];
+
+/// Circles of files that are left, which should be none.
+const KNOWN_CIRCLES: [&[&str]; 5] = [
+    &[
+        "hooks::address_info",
+        "hooks::gated",
+        "hooks::mappings",
+        "hooks::memory",
+        "hooks::peer_access",
+        "hooks::shapes",
+        "hooks::vmm",
+    ],
+    &["hooks::context", "hooks::deepbind", "hooks::interop", "hooks::lookup", "hooks::unknown"],
+    &["memory::chunk", "memory::file"],
+    &["sys::c", "sys::elf"],
+    &["work::capture", "work::contexts", "work::marks", "work::point", "work::streams"],
+];
 
 fn rank(layer: &str) -> Option<usize> {
     LAYERS.iter().position(|known| *known == layer)
@@ -27,38 +45,137 @@ fn code(source: &str) -> String {
     source.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
 }
 
-/// The names right behind each `crate::`, also of a list in braces.
-fn used(code: &str) -> Vec<String> {
-    let name = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
-    let mut used = Vec::new();
-    for rest in code.split("crate::").skip(1) {
-        let Some(list) = rest.strip_prefix('{') else {
-            used.push(name(rest));
-            continue;
-        };
-        let (mut depth, mut begins) = (0, true);
-        for (at, c) in list.char_indices() {
-            match c {
-                '{' => depth += 1,
-                '}' if depth == 0 => break,
-                '}' => depth -= 1,
-                ',' if depth == 0 => begins = true,
-                c if c.is_whitespace() => {}
-                _ if begins && depth == 0 => {
-                    used.push(name(&list[at..]));
-                    begins = false;
+/// The paths that begin with `root`, `crate::` or `super::`, with lists in braces written out.
+fn paths(code: &str, root: &str) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for rest in code.split(root).skip(1) {
+        expand(rest, &[], &mut found);
+    }
+    found
+}
+
+/// Adds the paths that `text` begins with, each behind `before`. Returns the rest of the text.
+fn expand<'a>(text: &'a str, before: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
+    let text = text.trim_start();
+    if let Some(mut rest) = text.strip_prefix('{') {
+        loop {
+            rest = expand(rest, before, found).trim_start();
+            match rest.strip_prefix(',').map(str::trim_start) {
+                Some(next) if !next.starts_with('}') => rest = next,
+                next => {
+                    let end = next.unwrap_or(rest);
+                    return end.strip_prefix('}').unwrap_or(end);
                 }
-                _ => {}
             }
         }
     }
-    used
+    let len = text.find(|c: char| !c.is_alphanumeric() && c != '_' && c != '*').unwrap_or(text.len());
+    let (name, rest) = text.split_at(len);
+    let path = [before, &[name.to_owned()]].concat();
+    match rest.strip_prefix("::") {
+        Some(rest) => expand(rest, &path, found),
+        None => {
+            found.push(path);
+            match rest.strip_prefix(" as ") {
+                Some(rest) => rest.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_'),
+                None => rest,
+            }
+        }
+    }
+}
+
+/// The names right behind each `crate::`, also of a list in braces.
+fn used(code: &str) -> Vec<String> {
+    paths(code, "crate::").into_iter().filter_map(|path| path.into_iter().next()).collect()
+}
+
+/// The paths of a file's modules: `memory::space::chunks`. A folder's `mod.rs` is the folder.
+fn module(source: &Path, file: &Path) -> Vec<String> {
+    let path = file.strip_prefix(source).expect("below src").with_extension("");
+    let parts = path.components().map(|part| part.as_os_str().to_str().expect("a name").to_owned());
+    parts.filter(|part| part != "mod").collect()
+}
+
+/// Uses of one file of a folder by another, where neither is the folder's `mod.rs`: from, to.
+fn uses_in_folders(source: &Path) -> Vec<(String, String)> {
+    let mut uses = Vec::new();
+    for file in files(source) {
+        let own = module(source, &file);
+        // What stands in a list of uses or a macro is of this file; unit tests are at the end.
+        let text = fs::read_to_string(&file).expect("a source");
+        let code = code(text.split("#[cfg(test)]\nmod tests").next().unwrap_or(""));
+        let parent = own.split_last().map_or(&[][..], |(_, parent)| parent);
+        let beside = paths(&code, "super::").into_iter().map(|path| [parent, &path[..]].concat());
+        for path in paths(&code, "crate::").into_iter().chain(beside) {
+            let common = own.iter().zip(&path).take_while(|(own, other)| own == other).count();
+            // In one folder, but not the folder itself.
+            if common == 0 || common >= own.len() || common >= path.len() {
+                continue;
+            }
+            let folder = own[..common].iter().fold(source.to_owned(), |folder, part| folder.join(part));
+            let target = folder.join(&path[common]);
+            if target.is_dir() || target.with_extension("rs").is_file() {
+                uses.push((own[..=common].join("::"), path[..=common].join("::")));
+            }
+        }
+    }
+    uses.sort();
+    uses.dedup();
+    uses
+}
+
+/// Groups of more than one module, each of which uses all others, at least by way of others.
+fn circles(uses: &[(String, String)]) -> Vec<Vec<String>> {
+    let reached = |from: &String| {
+        let mut reached = Vec::new();
+        let mut next = vec![from];
+        while let Some(module) = next.pop() {
+            for (_, to) in uses.iter().filter(|(user, _)| user == module) {
+                if !reached.contains(to) {
+                    reached.push(to.clone());
+                    next.push(to);
+                }
+            }
+        }
+        reached
+    };
+    let mut circles: Vec<Vec<String>> = Vec::new();
+    for (module, _) in uses {
+        if circles.iter().flatten().any(|known| known == module) {
+            continue;
+        }
+        let mut circle = reached(module);
+        circle.retain(|other| reached(other).contains(module));
+        circle.sort();
+        if circle.len() > 1 {
+            circles.push(circle);
+        }
+    }
+    circles
 }
 
 #[test]
 fn names_behind_crate_are_found() {
-    let code = code("use crate::{a::{self, b}, c, // crate::d\n e::f}; crate::g::h();");
-    assert_eq!(used(&code), ["a", "c", "e", "g"]);
+    let code = code("use crate::{a::{self, b::*}, c, // crate::d\n e::f,}; crate::g::h();");
+    assert_eq!(used(&code), ["a", "a", "c", "e", "g"]);
+    let found: Vec<_> = paths(&code, "crate::").iter().map(|path| path.join("::")).collect();
+    assert_eq!(found, ["a::self", "a::b::*", "c", "e::f", "g::h"]);
+}
+
+#[test]
+fn circles_are_found() {
+    let uses = [("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "e")];
+    let uses: Vec<_> = uses.map(|(from, to)| (from.to_owned(), to.to_owned())).into();
+    assert_eq!(circles(&uses), [["a", "b", "c"]]);
+}
+
+/// Files of one folder use each other in one direction only.
+#[test]
+fn no_folder_has_files_that_use_each_other_in_a_circle() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let uses = uses_in_folders(&source);
+    assert!(uses.len() > 50, "only {} uses were found", uses.len());
+    assert_eq!(circles(&uses), KNOWN_CIRCLES);
 }
 
 #[test]
