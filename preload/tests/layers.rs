@@ -13,16 +13,8 @@ const LAYERS: [&str; 11] =
 
 /// Circles of files that are left, which should be none.
 const KNOWN_CIRCLES: [&[&str]; 5] = [
-    &[
-        "hooks::address_info",
-        "hooks::gated",
-        "hooks::mappings",
-        "hooks::memory",
-        "hooks::peer_access",
-        "hooks::shapes",
-        "hooks::vmm",
-    ],
     &["hooks::context", "hooks::deepbind", "hooks::interop", "hooks::lookup", "hooks::unknown"],
+    &["hooks::gated", "hooks::mappings", "hooks::memory", "hooks::vmm"],
     &["memory::chunk", "memory::file"],
     &["sys::c", "sys::elf"],
     &["work::capture", "work::contexts", "work::marks", "work::point", "work::streams"],

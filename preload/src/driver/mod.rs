@@ -5,12 +5,15 @@
 //!
 //! [`entry`]: each way into the driver, which is shut while [`presence`] says that the process is off its GPUs.
 //!
+//! [`hook`]: what declares an interposed function.
+//!
 //! [`redirect`] leads those to the hooks who would find the driver's functions themselves.
 //!
 //! [`waiting`]: which calls may wait for running work, and where none of these may be made.
 
 pub mod context;
 pub mod entry;
+pub mod hook;
 pub mod library;
 pub mod presence;
 pub mod redirect;
@@ -53,6 +56,17 @@ pub fn has_untracked_library() -> bool {
 /// Any result except `CUDA_SUCCESS`.
 pub fn check(result: CUresult) -> Result<(), CUresult> {
     if result == SUCCESS { Ok(()) } else { Err(result) }
+}
+
+/// Writes through a pointer of the program, where the driver permits NULL.
+///
+/// # Safety
+/// `place` is NULL or valid for a `T`.
+pub unsafe fn put<T>(place: *mut T, value: T) {
+    if !place.is_null() {
+        // SAFETY: the caller's promise. The driver's attributes need not be aligned for us.
+        unsafe { place.write_unaligned(value) };
+    }
 }
 
 /// Room for the longest name of the driver, which has 49 bytes.

@@ -1,9 +1,8 @@
 //! Queries about addresses where the program has mapped our memory itself.
 
 use crate::{
-    driver::{self, types::*},
+    driver::{self, put, types::*},
     gate,
-    hooks::memory::put,
     memory::{
         engine::{self},
         space::Space,

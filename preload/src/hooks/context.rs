@@ -2,10 +2,10 @@
 
 use crate::{
     client, connection,
-    driver::{self, types::*},
+    driver::{self, hook::hooks, types::*},
     gate,
     gpu::{self, Gpu, peers::couple, reservation},
-    hooks::{self, deepbind, gated, hooks, lookup, peer_access},
+    hooks::{self, deepbind, gated, lookup, peer_access},
     memory::mover::Mover,
     registry::{pinned, pools, shared},
     sys::{

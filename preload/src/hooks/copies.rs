@@ -2,14 +2,16 @@
 //! and are made in another way where that is necessary ([`super::staged`]).
 
 use super::{
-    Flavour,
-    gated::{GRAPH, NULL, ONE, bytes, routed},
-    hooks,
+    gated::{GRAPH, ONE, bytes, routed},
     peer_access::{Side, Way, contexts, many, route},
     shapes::{BatchCopy3D, Copy2D, Copy3D},
     staged,
 };
-use crate::driver::{self, types::*};
+use crate::driver::{
+    self,
+    hook::{Flavour, hooks},
+    types::*,
+};
 use core::ffi::c_void;
 
 type P = *mut c_void;
@@ -23,7 +25,7 @@ const HOST: CUdeviceptr = 0;
 /// Makes a copy in the default stream.
 #[inline]
 fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let stream = flavour.stream(NULL);
+    let stream = flavour.stream(CTX_DEFAULT_STREAM);
     let route = route(stream, ends.map(Side::Address));
     routed(route, stream, bytes(n), || match route.way {
         Way::Direct => real(),
@@ -53,7 +55,7 @@ fn copy_async(
 #[inline]
 fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresult) -> CUresult {
     let Some(copy) = copy else { return real() };
-    let stream = flavour.stream(NULL);
+    let stream = flavour.stream(CTX_DEFAULT_STREAM);
     let route = route(stream, copy.sides());
     routed(route, stream, ONE, || match route.way {
         Way::Direct => real(),
@@ -82,7 +84,7 @@ fn shaped_async(
 /// Makes a copy to or from an array, in the default stream.
 #[inline]
 fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let stream = flavour.stream(NULL);
+    let stream = flavour.stream(CTX_DEFAULT_STREAM);
     routed(many(stream, || sides.into_iter()), stream, bytes(n), real)
 }
 
@@ -148,7 +150,7 @@ hooks! { real, flavour;
 
     // ---- between contexts ----
     [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
-        let stream = flavour.stream(NULL);
+        let stream = flavour.stream(CTX_DEFAULT_STREAM);
         routed(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
     [cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz] (
@@ -158,7 +160,7 @@ hooks! { real, flavour;
         routed(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
     [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
-        let stream = flavour.stream(NULL);
+        let stream = flavour.stream(CTX_DEFAULT_STREAM);
         routed(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
     }
     [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {

@@ -1,7 +1,7 @@
 //! Calls that give a GPU work: they wait at the gate of the GPU of their stream, and count as submitted.
 
 use crate::{
-    driver::{self, types::*},
+    driver::{self, hook::hooks, types::*},
     gate::{
         self, Gate, closed,
         threads::{self, Slot},
@@ -12,7 +12,6 @@ use crate::{
         reservation::{again, retried, retried_on},
     },
     hooks::{
-        hooks,
         memory::wait_beside_capture,
         peer_access::Route,
         shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
@@ -75,7 +74,7 @@ unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn()
 /// capture memory stays, and what is allocated comes at once.
 #[inline]
 pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
-    naming_for(NULL, call)
+    naming_for(CTX_DEFAULT_STREAM, call)
 }
 
 /// The same for memory of the GPU of this stream.
@@ -267,9 +266,6 @@ fn wait_at(gpu: &'static Gpu, slot: &Slot, here: usize, reasons: u32) -> Result<
     }
 }
 
-/// The stream of calls that have no stream argument.
-pub(super) const NULL: CUstream = CTX_DEFAULT_STREAM;
-
 hooks! { real, flavour;
     // ---- kernels ----
     [cuLaunchKernel | cuLaunchKernel_ptsz] (
@@ -282,15 +278,15 @@ hooks! { real, flavour;
     ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
         // SAFETY: the driver reads it too; NULL is its error to give.
-        let stream = unsafe { config.as_ref() }.map_or(NULL, |c| c.stream);
+        let stream = unsafe { config.as_ref() }.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
         launched(flavour.stream(stream), ONE, real)
     }
     [cuLaunchCooperativeKernelMultiDevice] (list: *const LaunchParams, devices: u32, flags: u32) {
         // SAFETY: the program passes that many entries.
         unsafe { launched_on_all(list, devices, real) }
     }
-    [cuLaunch] (f: CUfunction) { launched(flavour.stream(NULL), ONE, real) }
-    [cuLaunchGrid] (f: CUfunction, width: i32, height: i32) { launched(flavour.stream(NULL), ONE, real) }
+    [cuLaunch] (f: CUfunction) { launched(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
+    [cuLaunchGrid] (f: CUfunction, width: i32, height: i32) { launched(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
     [cuLaunchGridAsync] (f: CUfunction, width: i32, height: i32, stream: CUstream) { launched(flavour.stream(stream), ONE, real) }
     [cuGraphLaunch | cuGraphLaunch_ptsz] (graph: CUgraphExec, stream: CUstream) { launched(flavour.stream(stream), GRAPH, real) }
     [cuGraphUpload | cuGraphUpload_ptsz] (graph: CUgraphExec, stream: CUstream) {
@@ -298,17 +294,17 @@ hooks! { real, flavour;
     }
 
     // ---- memsets ----
-    [cuMemsetD8_v2 | cuMemsetD8_v2_ptds] (to: CUdeviceptr, value: u8, n: Size) { gated(flavour.stream(NULL), ONE, real) }
-    [cuMemsetD16_v2 | cuMemsetD16_v2_ptds] (to: CUdeviceptr, value: u16, n: Size) { gated(flavour.stream(NULL), ONE, real) }
-    [cuMemsetD32_v2 | cuMemsetD32_v2_ptds] (to: CUdeviceptr, value: u32, n: Size) { gated(flavour.stream(NULL), ONE, real) }
+    [cuMemsetD8_v2 | cuMemsetD8_v2_ptds] (to: CUdeviceptr, value: u8, n: Size) { gated(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
+    [cuMemsetD16_v2 | cuMemsetD16_v2_ptds] (to: CUdeviceptr, value: u16, n: Size) { gated(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
+    [cuMemsetD32_v2 | cuMemsetD32_v2_ptds] (to: CUdeviceptr, value: u32, n: Size) { gated(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
     [cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds] (to: CUdeviceptr, pitch: Size, value: u8, width: Size, height: Size) {
-        gated(flavour.stream(NULL), ONE, real)
+        gated(flavour.stream(CTX_DEFAULT_STREAM), ONE, real)
     }
     [cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds] (to: CUdeviceptr, pitch: Size, value: u16, width: Size, height: Size) {
-        gated(flavour.stream(NULL), ONE, real)
+        gated(flavour.stream(CTX_DEFAULT_STREAM), ONE, real)
     }
     [cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds] (to: CUdeviceptr, pitch: Size, value: u32, width: Size, height: Size) {
-        gated(flavour.stream(NULL), ONE, real)
+        gated(flavour.stream(CTX_DEFAULT_STREAM), ONE, real)
     }
     [cuMemsetD8Async | cuMemsetD8Async_ptsz] (to: CUdeviceptr, value: u8, n: Size, stream: CUstream) { gated(flavour.stream(stream), ONE, real) }
     [cuMemsetD16Async | cuMemsetD16Async_ptsz] (to: CUdeviceptr, value: u16, n: Size, stream: CUstream) { gated(flavour.stream(stream), ONE, real) }

@@ -2,9 +2,9 @@
 //! from then on the library cannot know when the program's work is done, and the program's memory stays where it is.
 
 use crate::{
-    driver::{self, types::*},
+    driver::{self, hook::hooks, types::*},
     gate, gpu,
-    hooks::{context, gated::naming, hooks},
+    hooks::{context, gated::naming},
 };
 use core::ffi::c_void;
 

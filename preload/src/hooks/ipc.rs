@@ -4,10 +4,10 @@
 //! The driver's own handles and events are left to the driver.
 
 use crate::{
-    driver::{context::is_current_broken, types::*},
+    driver::{context::is_current_broken, hook::hooks, types::*},
     gate::{self, closed},
     gpu,
-    hooks::{hooks, memory},
+    hooks::memory,
     registry::{
         self,
         shared::{self, Attempt, IpcHandle},

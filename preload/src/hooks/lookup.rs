@@ -6,7 +6,7 @@
 //! variant, or its entry if it is [`passed`], and one that this library does not know is [`unknown`].
 
 use crate::{
-    driver::{self, types::*},
+    driver::{self, hook::Hook, types::*},
     hooks::{self, deepbind, nvml, passed, unknown},
     sys::{c, once::OnceBox},
 };
@@ -228,7 +228,7 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     if found.is_null() {
         return found;
     }
-    let is_nowhere = |hook: hooks::Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
+    let is_nowhere = |hook: Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
     let entry_of_nothing =
         || passed::exported_at(found as usize).is_some_and(|entry| !(is_loaded && passed::is_there(entry)));
     if hooks::all().any(is_nowhere) || entry_of_nothing() {

@@ -7,6 +7,8 @@ use crate::{
     driver::{
         self, check,
         context::{current_context, is_current_broken},
+        hook::hooks,
+        put,
         types::*,
     },
     env::{settings, trace::trace},
@@ -15,7 +17,7 @@ use crate::{
         self, Gpu,
         limit_request::{self, Outcome},
     },
-    hooks::{address_info, gated, hooks, pinned, vmm},
+    hooks::{address_info, gated, pinned, vmm},
     memory::{
         engine::{self, GRANULE},
         foreign_devices, slab,
@@ -345,17 +347,6 @@ fn announcing(
         Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
         Some((gpu, allocation)) => escaping(gpu, allocation.base, announce),
         None => vmm::escaping_at(address, 1, real),
-    }
-}
-
-/// Writes through a pointer of the program, where the driver permits NULL.
-///
-/// # Safety
-/// `place` is NULL or valid for a `T`.
-pub(super) unsafe fn put<T>(place: *mut T, value: T) {
-    if !place.is_null() {
-        // SAFETY: the caller's promise. The driver's attributes need not be aligned for us.
-        unsafe { place.write_unaligned(value) };
     }
 }
 

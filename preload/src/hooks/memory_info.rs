@@ -4,11 +4,12 @@ use crate::{
     driver::{
         self,
         context::{current_context, is_current_broken},
+        hook::hooks,
+        put,
         types::*,
     },
     gate,
     gpu::{self, memory_info, memory_limits},
-    hooks::{hooks, memory::put},
 };
 
 /// Lowers the size of a GPU that the driver has reported to what the program can have of it.

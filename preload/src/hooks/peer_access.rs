@@ -1,7 +1,6 @@
 //! Calls that show which GPUs reach each other's memory ([`crate::gpu::peers`]), and the [`Route`] of a copy whose sides are of
 //! different GPUs.
 
-use super::gated::NULL;
 use crate::{
     driver::{self, types::*},
     gate,
@@ -160,7 +159,7 @@ fn has_access(device: CUdevice, place: &Place) -> bool {
 
 /// The program gives its current context access to another.
 pub fn enabled(context: CUcontext) {
-    contexts(NULL, || Some([context, core::ptr::null_mut()]));
+    contexts(CTX_DEFAULT_STREAM, || Some([context, core::ptr::null_mut()]));
 }
 
 /// The program copies between contexts.

@@ -2,11 +2,10 @@
 //! ([`crate::registry::pinned`]).
 
 use crate::{
-    driver::types::*,
+    driver::{hook::hooks, types::*},
     env::settings,
     gate,
     gpu::{self, Gpu, reservation::retried},
-    hooks::hooks,
     registry::pinned::{self, Kind},
 };
 

@@ -4,13 +4,12 @@
 
 use crate::{
     connection,
-    driver::{self, context::current_or_null, types::*},
+    driver::{self, context::current_or_null, hook::hooks, put, types::*},
     env::{settings, trace::trace},
     gate,
     gpu::{self, Gpu, peers::couple},
     hooks::{
-        hooks,
-        memory::{changing, free_later, is_backed_in_time, put, with_retries},
+        memory::{changing, free_later, is_backed_in_time, with_retries},
         pinned,
     },
     memory::{

@@ -2,9 +2,8 @@
 //! call is repeated ([`crate::gpu::reservation`]).
 
 use crate::{
-    driver::types::*,
+    driver::{hook::hooks, types::*},
     gpu::{Gpu, reservation::retried},
-    hooks::hooks,
     sys::errno,
 };
 use core::ffi::{c_char, c_void};

@@ -1,9 +1,6 @@
 //! Copies in two and three dimensions, and nodes of graphs, as the driver has them described.
 
-use super::{
-    gated::NULL,
-    peer_access::{Route, Side, many},
-};
+use super::peer_access::{Route, Side, many};
 use crate::driver::types::*;
 use core::{ffi::c_void, ptr::null_mut};
 
@@ -171,7 +168,7 @@ struct CopyNode {
 /// NULL, or what the driver is given for such a node.
 pub unsafe fn copy_node(params: *const Copy3D) -> Route {
     // SAFETY: the caller's promise.
-    many(NULL, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
+    many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
 }
 
 /// The route of a node that sets memory.
@@ -180,7 +177,7 @@ pub unsafe fn copy_node(params: *const Copy3D) -> Route {
 /// NULL, or what the driver is given for such a node.
 pub unsafe fn fill_node(params: *const Fill) -> Route {
     // SAFETY: the caller's promise.
-    many(NULL, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
+    many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
 }
 
 /// The route of a node of any kind.
@@ -195,7 +192,7 @@ pub unsafe fn any_node(params: *const NodeParams) -> Route {
         match params.as_ref().map(|params| params.kind) {
             Some(COPY) => copy_node(&raw const (*params.add(1).cast::<CopyNode>()).copy),
             Some(FILL) => fill_node(params.add(1).cast()),
-            _ => many(NULL, core::iter::empty),
+            _ => many(CTX_DEFAULT_STREAM, core::iter::empty),
         }
     }
 }

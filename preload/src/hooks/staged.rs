@@ -1,9 +1,9 @@
 //! Copies that cannot be made as the program wrote them, because a GPU has no access to memory of this library on another. For
 //! plain memory the driver stages such copies by itself.
 
-use super::{Flavour, gated::NULL, shapes::Copy3D};
+use super::shapes::Copy3D;
 use crate::{
-    driver::{self, check, context::with_current, types::*},
+    driver::{self, check, context::with_current, hook::Flavour, types::*},
     work::{capture, context_of},
 };
 use core::ptr::null_mut;
@@ -49,7 +49,7 @@ pub fn shaped_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -
 /// Makes a call that copies between the host and memory of this context's GPU: with that context current, after what the
 /// program's default stream was given, and before what it will be.
 pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUresult) -> CUresult {
-    let stream = flavour.stream(NULL);
+    let stream = flavour.stream(CTX_DEFAULT_STREAM);
     // SAFETY: a default stream.
     let synchronise = || check(unsafe { driver::cuStreamSynchronize(stream) });
     let copy = || {

@@ -10,13 +10,12 @@ use super::{
     mappings::{map, set_access, unmap},
 };
 use crate::{
-    driver::{self, types::*},
+    driver::{self, hook::hooks, types::*},
     env::{settings, trace::trace},
     gate,
     gpu::Gpu,
     hooks::{
         gated::{ONE, gated, naming_on},
-        hooks,
         memory::{self},
         pinned,
     },
