@@ -17,6 +17,7 @@
 //! | [`gpu`] | one GPU: its gate, work and memory together, and its requests to the scheduler |
 //! | [`registry`] | the program's memory by the names that the program knows, across GPUs |
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
+//! | [`copies`] | copies whose sides may be of different GPUs |
 //! | [`hooks`] | the interposed functions, and the look-ups that lead to them |
 //!
 //! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through the
@@ -35,6 +36,7 @@ extern crate std;
 
 mod client;
 mod connection;
+mod copies;
 mod driver;
 mod env;
 mod gate;

@@ -8,8 +8,8 @@ use std::{
 };
 
 /// From the lowest to the highest.
-const LAYERS: [&str; 11] =
-    ["sys", "env", "driver", "connection", "gate", "work", "memory", "gpu", "registry", "client", "hooks"];
+const LAYERS: [&str; 12] =
+    ["sys", "env", "driver", "connection", "gate", "work", "memory", "gpu", "registry", "client", "copies", "hooks"];
 
 /// Circles of files that are left, which should be none.
 const KNOWN_CIRCLES: [&[&str]; 5] = [

@@ -2,10 +2,11 @@
 
 use crate::{
     client, connection,
+    copies::route,
     driver::{self, hook::hooks, types::*},
     gate,
     gpu::{self, Gpu, peers::couple, reservation},
-    hooks::{self, deepbind, gated, lookup, peer_access},
+    hooks::{self, deepbind, gated, lookup},
     memory::mover::Mover,
     registry::{pinned, pools, shared},
     sys::{
@@ -304,7 +305,7 @@ hooks! { real, flavour;
     [cuCtxEnablePeerAccess] (peer: CUcontext, flags: u32) {
         let result = real();
         if result == SUCCESS {
-            peer_access::enabled(peer);
+            route::enabled(peer);
         }
         result
     }

@@ -1,16 +1,18 @@
 //! Copies, which wait at the gate as all work does ([`super::gated`]). Those that two GPUs have to do with are the work of both,
-//! and are made in another way where that is necessary ([`super::staged`]).
+//! and are made in another way where that is necessary ([`crate::copies::staged`]).
 
-use super::{
-    gated::{GRAPH, ONE, bytes, routed},
-    peer_access::{Side, Way, contexts, many, route},
-    shapes::{BatchCopy3D, Copy2D, Copy3D},
-    staged,
-};
-use crate::driver::{
-    self,
-    hook::{Flavour, hooks},
-    types::*,
+use super::gated::{GRAPH, ONE, bytes, routed};
+use crate::{
+    copies::{
+        route::{Side, Way, contexts, many, route},
+        shapes::{BatchCopy3D, Copy2D, Copy3D},
+        staged,
+    },
+    driver::{
+        self,
+        hook::{Flavour, hooks},
+        types::*,
+    },
 };
 use core::ffi::c_void;
 

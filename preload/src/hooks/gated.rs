@@ -1,6 +1,10 @@
 //! Calls that give a GPU work: they wait at the gate of the GPU of their stream, and count as submitted.
 
 use crate::{
+    copies::{
+        route::Route,
+        shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
+    },
     driver::{self, hook::hooks, types::*},
     gate::{
         self, Gate, closed,
@@ -11,11 +15,7 @@ use crate::{
         peers::couple,
         reservation::{again, retried, retried_on},
     },
-    hooks::{
-        memory::wait_beside_capture,
-        peer_access::Route,
-        shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
-    },
+    hooks::memory::wait_beside_capture,
     sys::{errno, thread::stack_pointer},
     work::{self, capture},
 };

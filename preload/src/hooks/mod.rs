@@ -1,14 +1,13 @@
 //! The interposed functions. Each hook is declared once, with the driver's name and signature, and serves direct linking (as an
 //! exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
 //!
-//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too; [`staged`] makes those out of a GPU's reach, and
-//!   [`shapes`] has their descriptions.
+//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too ([`crate::copies`]).
 //! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
 //! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
 //! - [`pools`]: memory pools. [`pinned`]: allocations that the driver makes. They are counted.
 //! - [`vmm`]: memory that the program reserves, creates and maps itself; [`mappings`] and [`address_info`] belong to it.
 //! - [`reservation`]: calls in which the driver takes memory for itself.
-//! - [`context`]: initialisation, contexts, captures, look-ups. [`peer_access`]: GPUs that reach each other's memory.
+//! - [`context`]: initialisation, contexts, captures, look-ups.
 //! - [`ipc`]: memory shared with other processes.
 //! - [`deepbind`]: libraries that would not find the hooks.
 //! - [`interop`]: other APIs, whose work passes no hook.
@@ -31,12 +30,9 @@ pub mod memory;
 pub mod memory_info;
 pub mod nvml;
 mod passed;
-mod peer_access;
 pub mod pinned;
 pub mod pools;
 pub mod reservation;
-pub mod shapes;
-mod staged;
 mod unknown;
 pub mod vmm;
 

@@ -1,6 +1,6 @@
 //! Copies in two and three dimensions, and nodes of graphs, as the driver has them described.
 
-use super::peer_access::{Route, Side, many};
+use super::route::{Route, Side, many};
 use crate::driver::types::*;
 use core::{ffi::c_void, ptr::null_mut};
 
