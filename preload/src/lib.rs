@@ -18,6 +18,7 @@
 //! | [`registry`] | the program's memory by the names that the program knows, across GPUs |
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
 //! | [`copies`] | copies whose sides may be of different GPUs |
+//! | [`calls`] | what hooks do beside calling the driver: submitting, allocating, mapping, exporting |
 //! | [`hooks`] | the interposed functions, and the look-ups that lead to them |
 //!
 //! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through the
@@ -34,6 +35,7 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+mod calls;
 mod client;
 mod connection;
 mod copies;

@@ -1,8 +1,8 @@
 //! Copies, which wait at the gate as all work does ([`super::gated`]). Those that two GPUs have to do with are the work of both,
 //! and are made in another way where that is necessary ([`crate::copies::staged`]).
 
-use super::gated::{GRAPH, ONE, bytes, routed};
 use crate::{
+    calls::submit::{GRAPH, ONE, bytes, gated, routed},
     copies::{
         route::{Side, Way, contexts, many, route},
         shapes::{BatchCopy3D, Copy2D, Copy3D},
@@ -228,6 +228,6 @@ hooks! { real, flavour;
         routed(many(stream, || unsafe { described(copy, 1) }), stream, ONE, real)
     }
     [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
-        super::gated::gated(flavour.stream(stream), GRAPH, real)
+        gated(flavour.stream(stream), GRAPH, real)
     }
 }

@@ -7,10 +7,11 @@
 //! whoever opened the library looks something up in it, and that look-up is where it is noticed.
 
 use crate::{
+    calls::interop,
     driver::{self, redirect},
     env::settings,
     gate,
-    hooks::{interop, lookup, nvml},
+    hooks::{lookup, nvml},
     sys::{c, elf, errno},
 };
 use core::{

@@ -4,10 +4,10 @@
 //! The driver's own handles and events are left to the driver.
 
 use crate::{
+    calls::allocate,
     driver::{context::is_current_broken, hook::hooks, types::*},
     gate::{self, closed},
     gpu,
-    hooks::memory,
     registry::{
         self,
         shared::{self, Attempt, IpcHandle},
@@ -62,7 +62,7 @@ fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOn
         return ERROR_INVALID_VALUE;
     }
     crate::sys::errno::preserved(|| {
-        let context = match memory::working_context() {
+        let context = match allocate::working_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,

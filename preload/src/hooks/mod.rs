@@ -1,22 +1,20 @@
-//! The interposed functions. Each hook is declared once, with the driver's name and signature, and serves direct linking (as an
-//! exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
+//! The interposed functions: tables of hooks, and the reading of their arguments. What a hook does beside calling the driver is
+//! in [`crate::calls`] and [`crate::copies`]. No file here uses another.
 //!
-//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too ([`crate::copies`]).
-//! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
-//! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
-//! - [`pools`]: memory pools. [`pinned`]: allocations that the driver makes. They are counted.
-//! - [`vmm`]: memory that the program reserves, creates and maps itself; [`mappings`] and [`address_info`] belong to it.
+//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too.
+//! - [`memory`]: allocations, frees and queries about addresses. [`memory_info`]: queries about the size of memory.
+//! - [`pools`]: memory pools. [`pinned`]: arrays.
+//! - [`vmm`]: memory that the program reserves, creates and maps itself.
 //! - [`reservation`]: calls in which the driver takes memory for itself.
 //! - [`context`]: initialisation, contexts, captures, look-ups.
-//! - [`ipc`]: memory shared with other processes.
-//! - [`deepbind`]: libraries that would not find the hooks.
-//! - [`interop`]: other APIs, whose work passes no hook.
-//! - [`passed`]: functions with which this library has nothing to do. [`unknown`]: those of which nothing is known. [`detour`]:
-//!   what comes before either.
+//! - [`ipc`]: memory shared with other processes. [`interop`]: other APIs, whose work passes no hook.
+//!
+//! Beside the hooks, the ways to them: [`lookup`] answers look-ups. [`nvml`]: hooks of NVML, which is another library. [`deepbind`]:
+//! libraries that would not find the hooks. [`passed`]: functions with which this library has nothing to do. [`unknown`]: those
+//! of which nothing is known. [`detour`]: what comes before either.
 //!
 //! `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
 
-mod address_info;
 pub mod context;
 pub mod copies;
 pub mod deepbind;
@@ -25,7 +23,6 @@ pub mod gated;
 pub mod interop;
 pub mod ipc;
 pub mod lookup;
-mod mappings;
 pub mod memory;
 pub mod memory_info;
 pub mod nvml;

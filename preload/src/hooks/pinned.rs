@@ -1,36 +1,11 @@
-//! Allocations that the driver makes and no engine can move: permitted within the limit, and counted
-//! ([`crate::registry::pinned`]).
+//! Hooks of arrays, which no engine can move.
 
 use crate::{
+    calls::pinned::{allocate, free},
     driver::{hook::hooks, types::*},
-    env::settings,
-    gate,
-    gpu::{self, Gpu, reservation::retried},
-    registry::pinned::{self, Kind},
+    gpu,
+    registry::pinned::Kind,
 };
-
-/// An allocation of `size` bytes, whose name the driver writes to `place`.
-pub(super) fn allocate(
-    gpu: Option<&'static Gpu>,
-    kind: Kind,
-    place: *const u64,
-    size: u64,
-    real: impl Fn() -> CUresult,
-) -> CUresult {
-    if !gate::is_active() {
-        return real();
-    }
-    if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
-        crate::sys::errno::preserved(|| gpu.inspect(|gpu| gpu.count_refusal()));
-        return ERROR_OUT_OF_MEMORY;
-    }
-    let result = retried(real);
-    // SAFETY: the driver has just written there.
-    if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
-        crate::sys::errno::preserved(|| pinned::add(gpu, kind, *name, size));
-    }
-    result
-}
 
 /// The size of a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR`.
 #[derive(Debug)]
@@ -108,16 +83,6 @@ where
     // Each level has at most half the size of the previous.
     let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };
     allocate(gpu::current(), Kind::Array, place.cast(), bytes, real)
-}
-
-/// Makes a call that releases what the name stands for.
-pub(super) fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
-    let result = real();
-    if let Some(taken) = taken {
-        crate::sys::errno::preserved(|| if result == SUCCESS { taken.release() } else { taken.restore() });
-    }
-    result
 }
 
 hooks! { real, flavour;

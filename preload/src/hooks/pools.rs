@@ -3,15 +3,15 @@
 //! GPU, and all else whose properties are not known. What is allocated while a stream is captured belongs to the graph.
 
 use crate::{
+    calls::{
+        allocate::{changing, free_later, is_backed_in_time, with_retries},
+        pinned,
+    },
     connection,
     driver::{self, context::current_or_null, hook::hooks, put, types::*},
     env::{settings, trace::trace},
     gate,
     gpu::{self, Gpu, peers::couple},
-    hooks::{
-        memory::{changing, free_later, is_backed_in_time, with_retries},
-        pinned,
-    },
     memory::{
         pool::StreamName,
         space::{Allocated, Awaited, Backing, Space, has_pending_frees},

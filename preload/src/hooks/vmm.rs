@@ -5,165 +5,21 @@
 //! None of these calls waits for the GPU lock. While memory is away, they only record how it will be mapped when it is back;
 //! the gate is closed until then. A call that exports memory waits until the memory is on the GPU, where it is then pinned.
 
-use super::{
-    address_info::{get_access, properties},
-    mappings::{map, set_access, unmap},
-};
 use crate::{
-    driver::{self, hook::hooks, types::*},
-    env::{settings, trace::trace},
-    gate,
-    gpu::Gpu,
-    hooks::{
-        gated::{ONE, gated, naming_on},
-        memory::{self},
+    calls::{
+        address_query::{get_access, properties},
+        export::{bind, bind_at, escaping_handle},
+        mappings::{create, is_ours, map, movable, release, set_access, unmap, whole},
         pinned,
+        submit::{ONE, gated},
     },
-    memory::{
-        engine::{Flags, GRANULE, has},
-        space::Space,
-    },
-    registry::{
-        self, pinned as account,
-        pinned::Kind,
-        virtual_memory as vmm,
-        virtual_memory::{Memory, TABLE},
-    },
-    sys::sync::Mutex,
+    driver::{self, hook::hooks, types::*},
+    gate,
+    registry::{self, pinned as account, pinned::Kind, virtual_memory::TABLE},
 };
 use core::ffi::c_void;
 
 type P = *mut c_void;
-
-pub(super) fn whole(len: u64) -> bool {
-    len != 0 && len.is_multiple_of(GRANULE)
-}
-
-/// Whether this is a virtual handle. In the child of a fork it does not matter: the driver refuses every call there.
-pub(super) fn is_ours(handle: Handle) -> bool {
-    gate::is_active() && vmm::is_virtual(handle)
-}
-
-/// The GPU, the space and the flags with which movable memory is created for this call: plain memory of a GPU whose memory this
-/// library moves. `None` for all other memory, which the driver creates, and for calls whose errors the driver reports.
-fn movable(
-    place: *mut Handle,
-    size: Size,
-    prop: *const AllocationProp,
-    flags: u64,
-) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
-    let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
-    let space = gpu.space().filter(|space| space.lock().engine().copies())?;
-    // SAFETY: the driver reads it too; it is not NULL, or it would have no GPU.
-    let prop = unsafe { prop.as_ref() }?;
-    let (device, types) = (prop.location.id, prop.requested_handle_types);
-    let is_plain = prop.kind == MEM_ALLOCATION_TYPE_PINNED
-        && prop.compression_type == 0
-        && prop.usage == 0
-        && prop.win32_handle_meta_data.is_null()
-        && prop.gpu_direct_rdma_capable <= 1
-        && prop.reserved == [0; 4];
-    let is_known = match types {
-        0 => true,
-        MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR => {
-            has(device, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
-        }
-        _ => false,
-    };
-    let rdma = prop.gpu_direct_rdma_capable;
-    let fits = rdma == 0 || has(device, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
-    let ours = is_plain && is_known && fits && !place.is_null() && flags == 0 && whole(size as u64);
-    ours.then_some((gpu, space, Flags { handle_types: types, rdma, ..Flags::default() }))
-}
-
-fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
-    let beyond = settings::get().oversubscribe;
-    let made = memory::with_retries(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
-    trace!("GPU {}: create {size}: {made:x?}", gpu.index);
-    match made {
-        Ok((base, backing)) => {
-            if !memory::is_backed_in_time(gpu, space, backing, |space| space.destroy(base)) {
-                return ERROR_OUT_OF_MEMORY;
-            }
-            let handle = TABLE.lock().add(gpu, base, size as u64, flags);
-            // SAFETY: the program's own place, not NULL.
-            unsafe { place.write(handle) };
-            SUCCESS
-        }
-        Err(error) => error,
-    }
-}
-
-/// Changes the space that holds this memory, and carries out the consequences.
-pub(super) fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
-    let mut guard = memory.gpu.space()?.lock();
-    let before = guard.account;
-    let result = change(&mut guard);
-    let after = guard.account;
-    memory.gpu.account_changed(&before, &after);
-    Some(result)
-}
-
-/// Frees memory that has no references.
-pub(super) fn drop_unused(memory: Option<Memory>) {
-    if let Some(memory) = memory {
-        changing(&memory, |space| space.destroy(memory.base));
-    }
-}
-
-fn release(handle: Handle) -> CUresult {
-    let mut table = TABLE.lock();
-    if table.memory(handle).is_none() {
-        return ERROR_INVALID_VALUE;
-    }
-    drop_unused(table.release(handle));
-    SUCCESS
-}
-
-/// Makes a call by which others reach the memory behind a handle: other processes, other GPUs, other hosts. The memory is on
-/// the GPU then, and stays. `call` gets the driver's handle, so the memory must be a single chunk.
-fn escaping(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
-    let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
-    naming_on(memory.gpu, || {
-        let pinned = {
-            // Again: it may have been released meanwhile.
-            let table = TABLE.lock();
-            let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
-            changing(&memory, |space| space.pin_chunk(memory.base)).flatten()
-        };
-        pinned.map_or(ERROR_NOT_SUPPORTED, call)
-    })
-}
-
-/// The same for a call that names memory by address. Only our memory is pinned.
-pub(super) fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
-    let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
-    let Some((_, memory)) = first else { return call() };
-    naming_on(memory.gpu, || {
-        {
-            let table = TABLE.lock();
-            for mapping in table.overlapping(address, size as u64) {
-                if let Some(memory) = table.behind(&mapping) {
-                    changing(&memory, |space| space.pin(memory.base));
-                }
-            }
-        }
-        call()
-    })
-}
-
-/// Makes a call that binds memory to an object through which other GPUs, or other hosts, reach it.
-fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
-    if is_ours(memory) { escaping(memory, call) } else { real() }
-}
-
-/// The same for memory that is named by address.
-fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    if registry::is_ours(address) {
-        return ERROR_INVALID_VALUE; // as for any memory that cuMemCreate did not make
-    }
-    escaping_at(address, size, real)
-}
 
 /// `CUarrayMapInfo`.
 #[derive(Debug)]
@@ -239,7 +95,7 @@ hooks! { real, flavour;
             return ERROR_INVALID_VALUE;
         }
         // SAFETY: the program's own arguments, and the driver's handle for its own.
-        escaping(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
+        escaping_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
     }
 
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {

@@ -1,11 +1,13 @@
 //! Queries about addresses where the program has mapped our memory itself.
 
+use super::export::is_exportable;
 use crate::{
     driver::{self, put, types::*},
     gate,
+    gpu::Gpu,
     memory::{
-        engine::{self},
-        space::Space,
+        engine::{self, GRANULE},
+        space::{Allocation, Space},
     },
     registry::{
         self,
@@ -32,7 +34,7 @@ fn home(memory: &Memory) -> Location {
     Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 }
 }
 
-pub(super) fn get_access(
+pub fn get_access(
     flags: *mut u64,
     location: *const Location,
     address: CUdeviceptr,
@@ -65,7 +67,7 @@ pub(super) fn get_access(
     driver_or_record(&memory, &real, recorded).unwrap_or_else(real)
 }
 
-pub(super) fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
+pub fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
     let table = TABLE.lock();
     let Some(memory) = table.memory(handle).filter(|_| !prop.is_null()) else { return ERROR_INVALID_VALUE };
     let Some(space) = memory.gpu.space() else { return ERROR_INVALID_VALUE };
@@ -109,7 +111,7 @@ fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Opt
 
 /// The start and length of the mapping at this address, or the driver's error (580) if its GPU has no access. `None` if nothing
 /// of ours is mapped there.
-pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
+pub fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
     query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }
 
@@ -151,8 +153,49 @@ unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) 
     Some(SUCCESS)
 }
 
+/// Writes an attribute of one of our allocations. `None` if the driver must answer. Flags are 4 bytes (driver 580).
+///
+/// # Safety
+/// `data` is valid for that attribute.
+pub unsafe fn write_own(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a: &Allocation) -> Option<CUresult> {
+    use crate::driver::types::pointer_attribute::*;
+    // SAFETY: the caller's promise; each attribute's type is the driver's.
+    unsafe {
+        match attribute {
+            CONTEXT => put(data.cast(), a.context),
+            MEMORY_TYPE => put(data.cast(), MEMORYTYPE_DEVICE),
+            DEVICE_POINTER => put(data.cast(), address),
+            HOST_POINTER => {
+                put(data.cast(), 0u64);
+                return Some(ERROR_INVALID_VALUE);
+            }
+            IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && is_exportable(address, gpu))),
+            SYNC_MEMOPS => put(data.cast(), 1u32),
+            IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            // Other devices do not reach memory of pools (driver 580).
+            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && gpu.is_rdma_capable())),
+            ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
+            BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
+            DEVICE_ORDINAL => put(data.cast(), gpu.index as i32),
+            RANGE_START_ADDR => put(data.cast(), a.base),
+            RANGE_SIZE => put(data.cast(), a.size),
+            // Small allocations share a mapping.
+            MAPPING_BASE_ADDR => put(data.cast(), a.base - a.base % GRANULE),
+            MAPPING_SIZE => {
+                let end = (a.base + a.size).next_multiple_of(GRANULE);
+                put(data.cast(), end - (a.base - a.base % GRANULE));
+            }
+            MAPPED => put(data.cast(), 1u32),
+            ALLOWED_HANDLE_TYPES => put(data.cast(), 0u64),
+            MEMPOOL_HANDLE => put(data.cast(), a.pool),
+            _ => return None,
+        }
+    }
+    Some(SUCCESS)
+}
+
 /// `cuPointerGetAttribute` for an address outside our allocations.
-pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
+pub fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
     if data.is_null() {
         return real();
     }
@@ -166,7 +209,7 @@ pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn
 }
 
 /// `cuPointerGetAttributes` for an address outside our allocations.
-pub(super) fn attributes(
+pub fn attributes(
     n: u32,
     which: *const i32,
     data: *mut P,

@@ -1,18 +1,112 @@
 //! Mapping and unmapping memory that the program created, and setting access rights for it.
 
-use super::vmm::{changing, drop_unused, whole};
+use super::allocate;
 use crate::{
     driver::{self, types::*},
-    gpu::peers,
-    memory::engine::GRANULE,
-    registry::{pinned as account, virtual_memory as vmm, virtual_memory::TABLE},
+    env::{settings, trace::trace},
+    gate,
+    gpu::{Gpu, peers},
+    memory::{
+        engine::{Flags, GRANULE, has},
+        space::Space,
+    },
+    registry::{
+        pinned as account, virtual_memory as vmm,
+        virtual_memory::{Memory, TABLE},
+    },
+    sys::sync::Mutex,
 };
 use alloc::vec::Vec;
 
 /// More entries than there are locations that could be given access.
 const MANY: usize = 256;
 
-pub(super) fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: u64) -> CUresult {
+pub fn whole(len: u64) -> bool {
+    len != 0 && len.is_multiple_of(GRANULE)
+}
+
+/// Whether this is a virtual handle. In the child of a fork it does not matter: the driver refuses every call there.
+pub fn is_ours(handle: Handle) -> bool {
+    gate::is_active() && vmm::is_virtual(handle)
+}
+
+/// The GPU, the space and the flags with which movable memory is created for this call: plain memory of a GPU whose memory this
+/// library moves. `None` for all other memory, which the driver creates, and for calls whose errors the driver reports.
+pub fn movable(
+    place: *mut Handle,
+    size: Size,
+    prop: *const AllocationProp,
+    flags: u64,
+) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
+    let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
+    let space = gpu.space().filter(|space| space.lock().engine().copies())?;
+    // SAFETY: the driver reads it too; it is not NULL, or it would have no GPU.
+    let prop = unsafe { prop.as_ref() }?;
+    let (device, types) = (prop.location.id, prop.requested_handle_types);
+    let is_plain = prop.kind == MEM_ALLOCATION_TYPE_PINNED
+        && prop.compression_type == 0
+        && prop.usage == 0
+        && prop.win32_handle_meta_data.is_null()
+        && prop.gpu_direct_rdma_capable <= 1
+        && prop.reserved == [0; 4];
+    let is_known = match types {
+        0 => true,
+        MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR => {
+            has(device, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        }
+        _ => false,
+    };
+    let rdma = prop.gpu_direct_rdma_capable;
+    let fits = rdma == 0 || has(device, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    let ours = is_plain && is_known && fits && !place.is_null() && flags == 0 && whole(size as u64);
+    ours.then_some((gpu, space, Flags { handle_types: types, rdma, ..Flags::default() }))
+}
+
+pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
+    let beyond = settings::get().oversubscribe;
+    let made = allocate::with_retries(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
+    trace!("GPU {}: create {size}: {made:x?}", gpu.index);
+    match made {
+        Ok((base, backing)) => {
+            if !allocate::is_backed_in_time(gpu, space, backing, |space| space.destroy(base)) {
+                return ERROR_OUT_OF_MEMORY;
+            }
+            let handle = TABLE.lock().add(gpu, base, size as u64, flags);
+            // SAFETY: the program's own place, not NULL.
+            unsafe { place.write(handle) };
+            SUCCESS
+        }
+        Err(error) => error,
+    }
+}
+
+/// Changes the space that holds this memory, and carries out the consequences.
+pub fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
+    let mut guard = memory.gpu.space()?.lock();
+    let before = guard.account;
+    let result = change(&mut guard);
+    let after = guard.account;
+    memory.gpu.account_changed(&before, &after);
+    Some(result)
+}
+
+/// Frees memory that has no references.
+pub fn drop_unused(memory: Option<Memory>) {
+    if let Some(memory) = memory {
+        changing(&memory, |space| space.destroy(memory.base));
+    }
+}
+
+pub fn release(handle: Handle) -> CUresult {
+    let mut table = TABLE.lock();
+    if table.memory(handle).is_none() {
+        return ERROR_INVALID_VALUE;
+    }
+    drop_unused(table.release(handle));
+    SUCCESS
+}
+
+pub fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: u64) -> CUresult {
     let mut table = TABLE.lock();
     let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
     if !whole(size) || flags != 0 || !address.is_multiple_of(GRANULE) {
@@ -35,7 +129,7 @@ pub(super) fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, 
     }
 }
 
-pub(super) fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut table = TABLE.lock();
     let Some(found) = table.ours_among(address, size) else {
         let gone = table.overlapping(address, size);
@@ -66,7 +160,7 @@ pub(super) fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUre
     SUCCESS
 }
 
-pub(super) fn set_access(
+pub fn set_access(
     address: CUdeviceptr,
     size: u64,
     wanted: *const AccessDesc,

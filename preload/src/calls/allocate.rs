@@ -1,0 +1,301 @@
+//! Allocations and frees. An allocation by a program that holds the GPU lock waits until its memory
+//! is on the GPU. One by another program only reserves addresses, unless the driver refuses memory that the scheduler has
+//! allowed, a stream is captured, or another device may reach memory: then it waits, too. Other calls do not wait.
+
+use super::pinned;
+use crate::{
+    connection,
+    driver::{
+        self, check,
+        context::{current_context, is_current_broken},
+        types::*,
+    },
+    env::{settings, trace::trace},
+    gate::{self, closed, threads},
+    gpu::{
+        self, Gpu,
+        limit_request::{self, Outcome},
+    },
+    memory::{
+        engine, foreign_devices, slab,
+        space::{Allocated, Backing, Space},
+    },
+    registry::pinned::Kind,
+    sys::{
+        sync::Mutex,
+        thread::stack_pointer,
+        time::{self, Instant},
+    },
+    work::capture,
+};
+use core::time::Duration;
+
+/// The interval between looks whether freed memory is available.
+const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
+/// The interval between looks whether memory of other programs is available.
+const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
+/// The longest wait of an allocation for freed memory that work may still use.
+const FREED_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest wait of an allocation for its memory, until other clients have made room or the scheduler says that they cannot.
+const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
+/// The longest wait of an allocation for memory of programs outside nvshare, one of which may just have ended.
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
+/// The same while the scheduler, which would know, is away: until the client runs without one.
+const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
+/// The longest wait without a scheduler until the client's thread has looked whether other clients can make room
+/// ([`crate::client::offline`]), which it does within 200 ms.
+const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
+
+pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
+    let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
+    let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
+    crate::sys::errno::preserved(|| {
+        let context = match working_context() {
+            Ok(Some(context)) => context,
+            Ok(None) => return real(),
+            Err(error) => return error,
+        };
+        let beyond = settings::get().oversubscribe;
+        let result = with_retries(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
+        trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
+        match result {
+            Ok(Allocated { backing, address }) => {
+                let undo = |space: &mut Space| space.undo(address);
+                if !is_backed_in_time(gpu, space, backing, undo) {
+                    return ERROR_OUT_OF_MEMORY;
+                }
+                // SAFETY: the program's own place, not NULL.
+                unsafe { *place = address };
+                SUCCESS
+            }
+            Err(error) => error,
+        }
+    })
+}
+
+/// Waits until new memory is on the GPU, as it would be without nvshare: if the program may run now, so that its next launch
+/// would wait; if the driver had no room although the allowance did, so that the allocation fails and not a launch; or if what uses it
+/// passes no gate: what is captured, and another device. `false` if no room can be made; the allocation is undone then.
+pub fn is_backed_in_time(
+    gpu: &'static Gpu,
+    space: &Mutex<Space>,
+    backing: Backing,
+    undo: impl FnOnce(&mut Space),
+) -> bool {
+    // A thread inside the gate would keep the client from draining.
+    let is_inside = !threads::mine().is_outside_for(stack_pointer());
+    if backing == Backing::There || is_inside {
+        return true;
+    }
+    let begin = Instant::now();
+    let is_reached_by_others = foreign_devices::may_reach_memory();
+    while connection::is_connected() {
+        let account = space.lock().account;
+        if account.can_run() || account.is_lost {
+            return true;
+        }
+        let must_be_there = is_reached_by_others || capture::any();
+        let is_late = begin.elapsed() >= BACKING_TIMEOUT;
+        if gpu.is_mapping_denied() || (is_late && must_be_there) {
+            let mut guard = space.lock();
+            let before = guard.account;
+            undo(&mut guard);
+            guard.account.counts.refused += 1;
+            let after = guard.account;
+            gpu.account_changed(&before, &after);
+            gpu.forget_denials();
+            return false;
+        }
+        let has_turn = !gpu.gate.is_closed_for(closed::LOCK);
+        // An open gate although memory is lacking: no context works any more, as the next call will say.
+        if !gpu.gate.is_closed_for(closed::MEMORY) || is_late {
+            break;
+        }
+        match must_be_there {
+            // With the lock comes the memory, of clients that run now, too. Running work may wait for this thread.
+            true => gpu.wait(closed::MEMORY),
+            false if backing == Backing::Later && !has_turn => break,
+            false => gpu.wait_to_allocate(),
+        }
+    }
+    true // it comes later, as for a program without the lock
+}
+
+/// Waits for memory that another thread is allocating, before a call beside a capture that names memory: such a call passes no gate.
+pub fn wait_beside_capture(gpu: &Gpu) {
+    let begin = Instant::now();
+    while gpu.gate.is_closed_for(closed::MEMORY)
+        && capture::any()
+        && gate::is_active()
+        && threads::mine().is_outside()
+        && begin.elapsed() < BACKING_TIMEOUT
+    {
+        gpu.wait(closed::MEMORY);
+    }
+}
+
+/// `cuMemAllocManaged`: all but small allocations are moved by prefetching, so they count as demand like other memory.
+pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
+    let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
+    let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
+    let gpu = if movable { gpu::current() } else { None };
+    let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
+    if !engine::can_prefetch(gpu.index as CUdevice) {
+        return counted();
+    }
+    crate::sys::errno::preserved(|| {
+        let context = match working_context() {
+            Ok(Some(context)) => context,
+            Ok(None) => return real(),
+            Err(error) => return error,
+        };
+        let beyond = settings::get().oversubscribe;
+        let make = || {
+            check(real())?;
+            // SAFETY: the driver has just written there.
+            Ok(unsafe { place.read() })
+        };
+        let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
+        let result = with_retries(gpu, space, size, take);
+        trace!("GPU {}: allocate {size} of managed memory: {result:x?}", gpu.index);
+        result.map_or_else(|error| error, |_| SUCCESS)
+    })
+}
+
+/// The current context; `None` if it does not work, so that the driver must return the error.
+pub fn working_context() -> Result<Option<usize>, CUresult> {
+    let context = current_context()?;
+    Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
+}
+
+/// Allocates memory, and tries again for a while if there is none.
+pub fn with_retries<T>(
+    gpu: &Gpu,
+    space: &Mutex<Space>,
+    size: Size,
+    take: impl Fn(&mut Space) -> Result<T, CUresult>,
+) -> Result<T, CUresult> {
+    let mut begin = Instant::now();
+    loop {
+        let mut guard = space.lock();
+        let before = guard.account;
+        let mut result = take(&mut guard);
+        if matches!(result, Err(ERROR_OUT_OF_MEMORY)) && guard.release_pools(&gpu.work) > 0 {
+            result = take(&mut guard);
+        }
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+        if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
+            return result;
+        }
+        // Memory that was freed beside a capture, or while work of other contexts may use it.
+        let is_pending = guard.has_freed() || guard.has_pending_in_pools();
+        let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
+        let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
+        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
+        let is_unknown = !connection::is_connected() && guard.account.awaits_company();
+        let may_find_room = is_unknown && begin.elapsed() < OFFLINE_TIMEOUT;
+        drop(guard);
+        let asked = Instant::now();
+        let outcome = limit_request::raise(gpu, size as u64, after.limit);
+        begin = begin + asked.elapsed(); // a rule may let that take long
+        match outcome {
+            Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
+            Outcome::Denied => may_come = false,
+            Outcome::Raised | Outcome::Beyond => {}
+        }
+        if !(comes || may_come || may_find_room) {
+            gpu.count_refusal();
+            return result;
+        }
+        time::sleep(if comes { FREED_POLL_INTERVAL } else { OTHERS_POLL_INTERVAL });
+    }
+}
+
+/// The time for which a free looks again and again whether work is done: an event takes 4 µs where the GPU is idle [H200].
+const FREE_SPIN: Duration = Duration::from_micros(50);
+
+/// The longest wait of a free while it cannot be told whether work is done.
+const FREE_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Frees an allocation of ours, on any GPU, once the work that may use it is done. `false` if it is not ours.
+pub fn free_later(address: CUdeviceptr) -> bool {
+    free_with(address, |_, _, _| {})
+}
+
+/// The same like the driver's own function, which returns when all work in the memory's context is done, in whatever stream:
+/// programs may rely on that. Not beside a capture, whose end may depend on the calling thread.
+pub fn free(address: CUdeviceptr) -> bool {
+    free_with(address, |gpu, space, id| {
+        let begin = Instant::now();
+        while gate::is_active() && !capture::any() {
+            match space.lock().is_awaited(id, &gpu.work) {
+                Some(false) => break,
+                None if begin.elapsed() >= FREE_TIMEOUT => break,
+                _ if begin.elapsed() < FREE_SPIN => core::hint::spin_loop(),
+                _ => time::sleep(FREED_POLL_INTERVAL),
+            }
+        }
+    })
+}
+
+pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) -> bool {
+    let free = |gpu: &Gpu| {
+        let Some(space) = gpu.space() else { return false };
+        let Some(id) = changing(gpu, space, |space| space.free(address, &gpu.work)) else { return false };
+        if space.lock().has_freed() {
+            wait(gpu, space, id);
+            changing(gpu, space, |space| space.reclaim(&gpu.work));
+        }
+        true
+    };
+    gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
+}
+
+/// Frees memory, and has the client's thread free what has to wait.
+pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
+    let mut guard = space.lock();
+    let before = guard.account;
+    let result = change(&mut guard);
+    let after = guard.account;
+    gpu.account_changed(&before, &after);
+    if guard.has_freed() || guard.has_dying_pools() {
+        connection::wake();
+    }
+    result
+}
+
+/// The interval between looks whether the mover is done with memory that is to be freed.
+const MOVING_POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// Frees managed memory in this thread, which waits for work as without this library. `None` if that is not how the memory at
+/// this address is freed.
+pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
+    // SAFETY: memory of ours, which nothing else knows any more.
+    let by_driver = |base| unsafe { driver::cuMemFree_v2(base) };
+    let free = |gpu: &'static Gpu| {
+        let space = gpu.space()?;
+        // What could not be freed when it should have been.
+        let mut unfreed = space.lock().take_unfreed();
+        unfreed.retain(|base| by_driver(*base) != SUCCESS);
+        if !unfreed.is_empty() {
+            space.lock().keep_unfreed(unfreed);
+        }
+        let freeing = loop {
+            match space.lock().take_managed(address) {
+                Ok(taken) => break taken?,
+                Err(_) if !gate::is_active() => return None,
+                Err(_) => {}
+            }
+            time::sleep(MOVING_POLL_INTERVAL);
+        };
+        let result = by_driver(freeing.base());
+        let mut guard = space.lock();
+        let before = guard.account;
+        guard.end_of_freeing(freeing, result == SUCCESS);
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+        Some(result)
+    };
+    if gate::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
+}

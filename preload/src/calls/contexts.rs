@@ -1,0 +1,237 @@
+//! Creating and destroying contexts, and captures: what the library must know about, and what never waits for the lock.
+
+use super::submit::naming_for;
+use crate::{
+    connection,
+    driver::{self, types::*},
+    gate,
+    gpu::{self, Gpu, peers::couple, reservation},
+    memory::mover::Mover,
+    registry::{pinned, pools, shared},
+    sys::{
+        sync::{Mutex, Rank},
+        time::{self, Instant},
+    },
+    work::{self, capture},
+};
+use alloc::vec::Vec;
+use core::{ffi::c_void, time::Duration};
+
+type P = *mut c_void;
+
+/// The longest wait for memory for a context, and the interval between attempts.
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
+const CONTEXT_RETRY: Duration = Duration::from_millis(5);
+
+/// Creates a context on this GPU, which is known to the library afterwards.
+pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
+    if !gate::is_active() {
+        return real();
+    }
+    if !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
+        return ERROR_OUT_OF_MEMORY;
+    }
+    let begin = Instant::now();
+    let create = || loop {
+        // Room has been made, but a program that has just ended may still be releasing its memory.
+        match real() {
+            ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_TIMEOUT => {
+                crate::sys::errno::preserved(|| time::sleep(CONTEXT_RETRY))
+            }
+            result => break result,
+        }
+    };
+    let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
+    // SAFETY: the driver has just written there.
+    let context = unsafe { place.as_ref() }.filter(|_| result == SUCCESS);
+    if let Some(context) = context {
+        work::context_is_there(*context);
+    }
+    if let (Some(context), Some(gpu)) = (context, gpu::by_ordinal(device)) {
+        crate::sys::errno::preserved(|| {
+            gpu.add_context(*context);
+            if gpu::are_several() {
+                pools::now_in_use(gpu);
+            }
+            connection::wake();
+        });
+    }
+    result
+}
+
+/// Destroys a context, while nothing of ours uses it or begins to.
+pub fn destroying(
+    gpu: Option<&Gpu>,
+    context: CUcontext,
+    real: impl FnOnce() -> CUresult,
+    is_gone: impl FnOnce() -> bool,
+) -> CUresult {
+    let Some(gpu) = gpu.filter(|_| gate::is_active()) else { return real() };
+    let begun = crate::sys::errno::preserved(|| {
+        let leave = |space| Mover::leave(&gpu.moving, context, space, &|account| gpu.report(account));
+        gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
+    });
+    let Some(left) = begun else { return real() };
+    // The driver waits for work that may need the host, so nothing is held.
+    let result = real();
+    crate::sys::errno::preserved(|| {
+        let is_gone = result == SUCCESS && is_gone();
+        // No thread adds a context of this handle before all of the old one is forgotten.
+        let mut mover = gpu.moving.lock();
+        if is_gone {
+            forget(gpu, context);
+        }
+        match left {
+            Some(left) if is_gone => left.forget(),
+            Some(left) => mover.come_back(left),
+            None => {}
+        }
+        gpu.work.end_of_destroying(context, is_gone, result);
+        drop(mover);
+        connection::wake();
+    });
+    result
+}
+
+/// Forgets all that belonged to a context that is gone.
+pub fn forget(gpu: &Gpu, context: CUcontext) {
+    let is_last = gpu.work.is_last(context);
+    capture::end_all_in(context);
+    pinned::drop_context(gpu, context, is_last);
+    shared::drop_context(gpu, context, is_last);
+    if let Some(space) = gpu.space() {
+        let mut guard = space.lock();
+        let before = guard.account;
+        guard.drop_context(context as usize, is_last);
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+    }
+}
+
+/// The GPU of a known context.
+pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
+    if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
+}
+
+/// Ends one use of a context. Only the last destroys it: until then, whatever works in it goes on.
+pub fn releasing(
+    gpu: Option<&Gpu>,
+    context: CUcontext,
+    real: impl Fn() -> CUresult,
+    is_gone: impl FnOnce() -> bool,
+) -> CUresult {
+    let others_left = gpu.filter(|_| gate::is_active()).and_then(|gpu| gpu.work.releasing_context(context, &real));
+    others_left.unwrap_or_else(|| destroying(gpu, context, real, is_gone))
+}
+
+pub fn primary_of(gpu: Option<&Gpu>) -> CUcontext {
+    gpu.and_then(Gpu::primary).unwrap_or(core::ptr::null_mut())
+}
+
+pub fn is_primary_gone(device: CUdevice) -> bool {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: valid places.
+    unsafe { driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
+}
+
+pub fn releasing_primary(device: CUdevice, real: impl Fn() -> CUresult) -> CUresult {
+    let gpu = gpu::by_ordinal(device);
+    releasing(gpu, primary_of(gpu), real, || is_primary_gone(device))
+}
+
+/// Whoever else has retained it.
+pub fn resetting_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+    let gpu = gpu::by_ordinal(device);
+    destroying(gpu, primary_of(gpu), real, || is_primary_gone(device))
+}
+
+/// Retains the primary context of a GPU as if the program had. Returns whether that succeeded.
+pub fn retain_primary(device: CUdevice) -> bool {
+    let mut primary = core::ptr::null_mut();
+    let place = &raw mut primary;
+    // SAFETY: a valid place.
+    let result = creating(device, place, || unsafe { driver::cuDevicePrimaryCtxRetain(place, device) });
+    if let (SUCCESS, Some(gpu)) = (result, gpu::by_ordinal(device)) {
+        gpu.set_primary(primary);
+    }
+    result == SUCCESS
+}
+
+/// Green contexts, each with the GPU whose primary context it belongs to. The primary context is retained as long, because a
+/// fence or mark there also waits for the work of the green context.
+static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
+
+pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+    if gate::is_active() && !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
+        return ERROR_OUT_OF_MEMORY;
+    }
+    let result = real();
+    // It is not added like others: the library learns of it by the first launch there.
+    work::contexts_are_several();
+    // SAFETY: the driver has just written there.
+    if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
+        && crate::sys::errno::preserved(|| retain_primary(device))
+    {
+        GREEN.lock().push((*green as usize, device));
+    }
+    result
+}
+
+pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !gate::is_active() {
+        return real();
+    }
+    let mut context = core::ptr::null_mut();
+    // SAFETY: a valid place, and the program's own green context.
+    unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
+    // Before it is destroyed, so that its work is not asked about afterwards. The primary context waits for that work as well.
+    gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
+    let result = real();
+    if result != SUCCESS {
+        return result;
+    }
+    capture::end_all_in(context);
+    let mut greens = GREEN.lock();
+    let known = greens.iter().position(|(handle, _)| *handle == green as usize);
+    let device = known.map(|at| greens.swap_remove(at).1);
+    drop(greens);
+    if let Some(device) = device {
+        // SAFETY: retained when it was made.
+        releasing_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
+    }
+    result
+}
+
+/// A capture refers to memory. So it begins, like work, when memory is on the GPU, and memory stays there until it ends.
+pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    naming_for(stream, || {
+        if gate::is_active()
+            && let Some(gpu) = gpu::of_stream(stream)
+        {
+            // The stream cannot be asked while it captures.
+            gpu.work.mark_stream(stream);
+        }
+        capture::begin(stream, real)
+    })
+}
+
+pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = real();
+    // It still captures if this was the wrong thread to end it.
+    if capture::any() && !capture::is_capturing(stream) {
+        capture::end(stream);
+    }
+    result
+}
+
+/// A stream that waits for an event of a capture joins the capture. A graph of streams of several GPUs is work of all of them.
+pub fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
+        return real();
+    }
+    let (result, joined) = capture::joining(stream, real);
+    if let Some([Some(gpu), Some(other)]) = joined.map(|contexts| contexts.map(gpu::of_context)) {
+        crate::sys::errno::preserved(|| couple(gpu, other));
+    }
+    result
+}

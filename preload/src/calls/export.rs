@@ -1,0 +1,102 @@
+//! Calls by which others reach memory: other processes, other devices. The memory is on the GPU then, and stays.
+
+use super::{
+    mappings::{changing, is_ours},
+    submit::naming_on,
+};
+use crate::{
+    driver::types::*,
+    gate,
+    gpu::Gpu,
+    memory::space::Space,
+    registry::{self, virtual_memory::TABLE},
+    sys::sync::Mutex,
+};
+use alloc::vec::Vec;
+
+/// Whether the allocation can be exported to other processes.
+pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
+    let can = |space: &Mutex<Space>| {
+        let space = space.lock();
+        space.find(address).is_some() && space.engine().shares(space.gpu())
+    };
+    gpu.space().is_some_and(can)
+}
+
+/// Makes a call that exports our memory: its range is on the GPU then, and stays there for good. `call` gets the addresses of
+/// the chunks.
+pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
+    naming_on(gpu, || {
+        let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
+        let mut guard = space.lock();
+        let before = guard.account;
+        let Some(base) = guard.range_of(address) else { return ERROR_NOT_SUPPORTED };
+        if !guard.pin(base) {
+            return ERROR_NOT_SUPPORTED;
+        }
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+        let chunks = guard.chunk_addresses(base);
+        drop(guard);
+        call(chunks)
+    })
+}
+
+/// Makes a call that hands the memory at this address to another device. The memory is on the GPU before the call, and is pinned from
+/// then on. `announce` gets the addresses of the chunks if the memory is ours.
+pub fn announcing(
+    address: CUdeviceptr,
+    real: impl FnOnce() -> CUresult,
+    announce: impl FnOnce(Vec<u64>) -> CUresult,
+) -> CUresult {
+    match registry::find(address) {
+        Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
+        Some((gpu, allocation)) => escaping(gpu, allocation.base, announce),
+        None => escaping_at(address, 1, real),
+    }
+}
+
+/// Makes a call by which others reach the memory behind a handle: other processes, other GPUs, other hosts. The memory is on
+/// the GPU then, and stays. `call` gets the driver's handle, so the memory must be a single chunk.
+pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
+    let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
+    naming_on(memory.gpu, || {
+        let pinned = {
+            // Again: it may have been released meanwhile.
+            let table = TABLE.lock();
+            let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
+            changing(&memory, |space| space.pin_chunk(memory.base)).flatten()
+        };
+        pinned.map_or(ERROR_NOT_SUPPORTED, call)
+    })
+}
+
+/// The same for a call that names memory by address. Only our memory is pinned.
+pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
+    let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
+    let Some((_, memory)) = first else { return call() };
+    naming_on(memory.gpu, || {
+        {
+            let table = TABLE.lock();
+            for mapping in table.overlapping(address, size as u64) {
+                if let Some(memory) = table.behind(&mapping) {
+                    changing(&memory, |space| space.pin(memory.base));
+                }
+            }
+        }
+        call()
+    })
+}
+
+/// Makes a call that binds memory to an object through which other GPUs, or other hosts, reach it.
+pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
+    if is_ours(memory) { escaping_handle(memory, call) } else { real() }
+}
+
+/// The same for memory that is named by address.
+pub fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
+    if registry::is_ours(address) {
+        return ERROR_INVALID_VALUE; // as for any memory that cuMemCreate did not make
+    }
+    escaping_at(address, size, real)
+}

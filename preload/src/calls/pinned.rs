@@ -1,0 +1,43 @@
+//! Allocations that the driver makes and no engine can move: permitted within the limit, and counted
+//! ([`crate::registry::pinned`]).
+
+use crate::{
+    driver::types::*,
+    env::settings,
+    gate,
+    gpu::{Gpu, reservation::retried},
+    registry::pinned::{self, Kind},
+};
+
+/// An allocation of `size` bytes, whose name the driver writes to `place`.
+pub fn allocate(
+    gpu: Option<&'static Gpu>,
+    kind: Kind,
+    place: *const u64,
+    size: u64,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    if !gate::is_active() {
+        return real();
+    }
+    if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
+        crate::sys::errno::preserved(|| gpu.inspect(|gpu| gpu.count_refusal()));
+        return ERROR_OUT_OF_MEMORY;
+    }
+    let result = retried(real);
+    // SAFETY: the driver has just written there.
+    if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
+        crate::sys::errno::preserved(|| pinned::add(gpu, kind, *name, size));
+    }
+    result
+}
+
+/// Makes a call that releases what the name stands for.
+pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
+    let result = real();
+    if let Some(taken) = taken {
+        crate::sys::errno::preserved(|| if result == SUCCESS { taken.release() } else { taken.restore() });
+    }
+    result
+}

@@ -1,0 +1,245 @@
+//! Calls that give a GPU work: they wait at the gate of the GPU of their stream, and count as submitted.
+
+use super::allocate::wait_beside_capture;
+use crate::{
+    copies::route::Route,
+    driver::{self, types::*},
+    gate::{
+        self, Gate, closed,
+        threads::{self, Slot},
+    },
+    gpu::{
+        self, Gpu,
+        reservation::{again, retried_on},
+    },
+    sys::{errno, thread::stack_pointer},
+    work::{self, capture},
+};
+
+/// The weight of a kernel, a memset or a small copy.
+pub const ONE: u32 = 1;
+/// The weight of a graph, which is many kernels.
+pub const GRAPH: u32 = 4;
+
+/// The weight of a call that gives the GPU no work.
+const NOTHING: u32 = 0;
+
+/// The weight of a copy of `n` bytes, in kernels.
+pub fn bytes(n: usize) -> u32 {
+    1 + u32::try_from(n >> 24).unwrap_or(u32::MAX).min(1 << 10)
+}
+
+/// Makes a call that submits a copy, a memset or a flag: inside the gate, and counted.
+#[inline(always)]
+pub fn gated(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
+    pass::<false>(stream, weight, closed::FOR_COPIES, call)
+}
+
+/// Makes a call that submits a kernel or a graph.
+#[inline(always)]
+pub fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
+    // The driver may load code at the first launch or enlarge the stack. Room for that is made outside the gate.
+    pass::<true>(stream, weight, closed::FOR_ALL, call)
+}
+
+/// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up. Beside a
+/// capture memory stays, and what is allocated comes at once.
+#[inline]
+pub fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
+    naming_for(CTX_DEFAULT_STREAM, call)
+}
+
+/// The same for memory of the GPU of this stream.
+pub fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
+    if capture::any() {
+        gpu::of_stream(stream).inspect(|gpu| errno::preserved(|| wait_beside_capture(gpu)));
+        call()
+    } else {
+        pass_anyhow(stream, NOTHING, closed::MEMORY, call)
+    }
+}
+
+/// The same for memory of this GPU, whichever context is current.
+pub fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
+    if capture::any() {
+        errno::preserved(|| wait_beside_capture(gpu));
+        call()
+    } else {
+        inside(gpu, closed::MEMORY, call)
+    }
+}
+
+/// Makes a call inside the gate of this GPU, which must be done when it returns: its work is not counted.
+pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    let (slot, here) = (threads::mine(), stack_pointer());
+    if !gate::is_active() || !slot.is_outside_for(here) {
+        return call();
+    }
+    match wait_at(gpu, slot, here, reasons) {
+        Ok(true) => {
+            let result = call();
+            Gate::leave(gpu.index, slot);
+            result
+        }
+        Ok(false) => call(),
+        Err(error) => error,
+    }
+}
+
+/// Makes a call that copies by this route.
+#[inline]
+pub fn routed(route: Route, stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    match route.gate {
+        None => pass_anyhow(stream, weight, closed::FOR_COPIES, call),
+        // The stream's work cannot be followed, so nothing remains of it when the gate is left.
+        Some(gpu) => inside(gpu, closed::FOR_COPIES, || match call() {
+            SUCCESS if !capture::is_capturing(stream) => {
+                // SAFETY: the program has just used it.
+                capture::relaxed(|| unsafe { driver::cuStreamSynchronize(stream) })
+            }
+            result => result,
+        }),
+    }
+}
+
+/// Makes a call that names memory of several GPUs.
+pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
+    match route.gate {
+        None => naming(call),
+        Some(gpu) => naming_on(gpu, call),
+    }
+}
+
+/// Makes a call inside the gate; one that is `REPEATED` is made again where it runs out of memory and room can be made. Nearly every
+/// launch goes to the stream of the one before: it is here where instructions count, so this is a part of each hook, whose arguments
+/// stay where they are. It calls nothing but the driver, and after that call it needs nothing but the slot, in which the GPU and the
+/// stream are. Whatever else happens is a closure of its own, which is put into memory where it is needed; the call itself would be
+/// before each launch.
+#[inline(always)]
+pub fn pass<const REPEATED: bool>(
+    stream: CUstream,
+    weight: u32,
+    reasons: u32,
+    call: impl Fn() -> CUresult + Copy,
+) -> CUresult {
+    let here = stack_pointer();
+    let gpu = move || gpu::of_stream(stream);
+    let pass_anyhow = move || pass_from(here, stream, weight, reasons, call);
+    let Some(slot) = threads::known().filter(|slot| enter_as_before(slot, here, stream as usize, reasons)) else {
+        return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
+    };
+    let result = call();
+    // Before it leaves, as the result is at hand here.
+    if REPEATED && result == ERROR_OUT_OF_MEMORY {
+        return out_of_line(move || {
+            // SAFETY: it has entered as before.
+            let gpu_of_call = unsafe { Gpu::of_last_launch(slot) };
+            again(gpu_of_call.leave(slot, weight, stream, ERROR_OUT_OF_MEMORY), gpu, pass_anyhow)
+        });
+    }
+    // SAFETY: as above.
+    unsafe { Gpu::leave_as_before(slot, weight, || slot.stream.get() as CUstream, result) }
+}
+
+#[inline(never)]
+pub fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
+    call()
+}
+
+/// The same for a call of which nothing is known yet. The legacy stream also comes here each time if the program has had several
+/// contexts, as the driver must say of which one it is.
+#[inline]
+pub fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    pass_from(stack_pointer(), stream, weight, reasons, call)
+}
+
+/// The same for a function with this stack pointer.
+#[inline]
+pub fn pass_from(
+    here: usize,
+    stream: CUstream,
+    weight: u32,
+    reasons: u32,
+    call: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let known = threads::known().filter(|slot| slot.is_current());
+    let enters = |slot: &Slot| work::name_of(stream).is_some_and(|name| enter_as_before(slot, here, name, reasons));
+    if let Some(slot) = known.filter(|slot| enters(slot)) {
+        let result = call();
+        // SAFETY: it has entered as before.
+        return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };
+    }
+    match enter(stream, here, reasons) {
+        Ok(Some((gpu, slot))) => gpu.leave(slot, weight, stream, call()),
+        Ok(None) => call(),
+        Err(error) => error,
+    }
+}
+
+/// Enters the gate of this thread's last launch, if the launch was to the stream of this name, nothing has changed, and the gate is
+/// open.
+#[inline(always)]
+pub fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> bool {
+    if !slot.is_outside() {
+        return false;
+    }
+    // Before it looks at the last launch: a signal handler may launch at any time, and changes nothing of that from here on.
+    Gate::approach(slot, here);
+    // SAFETY: there has been a launch if one is as before.
+    let entered = Gpu::is_as_before(slot, name) && unsafe { Gpu::of_last_launch(slot) }.gate.lets_in(reasons);
+    if !entered {
+        Gate::turn_back(slot);
+    }
+    entered
+}
+
+type Entered = Option<(&'static Gpu, &'static Slot)>;
+
+/// Waits until it may enter. `None` if the call does not concern the gate.
+///
+/// # Errors
+/// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
+#[inline(never)]
+pub fn enter(stream: CUstream, here: usize, reasons: u32) -> Result<Entered, CUresult> {
+    if !gate::is_active() {
+        return Ok(None);
+    }
+    let slot = threads::mine();
+    // A call from within another, or one that is captured into a graph, submits nothing now.
+    if !slot.is_outside_for(here) || (capture::any() && capture::is_capturing(stream)) {
+        return Ok(None);
+    }
+    let Some(gpu) = gpu::of_stream(stream) else { return Ok(None) };
+    if stream == STREAM_PER_THREAD {
+        errno::preserved(Gpu::expect_blocking_streams);
+    }
+    gpu.work.throttle(stream);
+    Ok(wait_at(gpu, slot, here, reasons)?.then_some((gpu, slot)))
+}
+
+/// Waits until this thread is inside the gate of this GPU. `false` if the gates are no more.
+///
+/// # Errors
+/// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
+pub fn wait_at(gpu: &'static Gpu, slot: &Slot, here: usize, reasons: u32) -> Result<bool, CUresult> {
+    loop {
+        let closed = if gpu.gate.try_enter(gpu.index, slot, here, reasons) {
+            // The work may also touch memory of peers.
+            gpu.peers().find(|other| other.gate.is_closed_for(reasons))
+        } else {
+            Some(gpu)
+        };
+        let Some(closed) = closed else { return Ok(true) };
+        Gate::turn_back(slot);
+        if closed.has_lost_memory() {
+            return Err(ERROR_ECC_UNCORRECTABLE);
+        }
+        closed.wait(reasons);
+        if !gate::is_active() {
+            return Ok(false);
+        }
+        if closed.is_mapping_denied() {
+            return Err(ERROR_OUT_OF_MEMORY);
+        }
+    }
+}
