@@ -15,7 +15,7 @@ Each LIBCUDA is the file of a driver, libcuda.so.N. No GPU is needed. It compare
 
 - what the driver exports with entry-points.tsv;
 - what cuGetProcAddress finds, for every name in every version and flavour, with what the driver exports: hooks are found by
-  the address of an export (src/hooks/lookup.rs).
+  the address of an export (src/lookup/table.rs).
 
 It exits with 1 if anything differs. What a release does not have yet is no difference. With --since it also prints in which
 of the given releases each hooked or called function, and each constant, is there first.
@@ -52,13 +52,13 @@ CONSTANTS = {
     ("hooks/gated.rs", "GRAPH_INSTANTIATE_UPLOAD"): "CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD",
     ("hooks/ipc.rs", "LAZY_ENABLE_PEER_ACCESS"): "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS",
     ("hooks/pinned.rs", "ARRAY3D_UNBACKED"): "CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING",
-    ("hooks/shapes.rs", "MEMORYTYPE_DEVICE"): "CU_MEMORYTYPE_DEVICE",
-    ("hooks/shapes.rs", "MEMORYTYPE_ARRAY"): "CU_MEMORYTYPE_ARRAY",
-    ("hooks/shapes.rs", "MEMORYTYPE_UNIFIED"): "CU_MEMORYTYPE_UNIFIED",
-    ("hooks/shapes.rs", "POINTER"): "CU_MEMCPY_OPERAND_TYPE_POINTER",
-    ("hooks/shapes.rs", "ARRAY"): "CU_MEMCPY_OPERAND_TYPE_ARRAY",
-    ("hooks/shapes.rs", "COPY"): "CU_GRAPH_NODE_TYPE_MEMCPY",
-    ("hooks/shapes.rs", "FILL"): "CU_GRAPH_NODE_TYPE_MEMSET",
+    ("copies/shapes.rs", "MEMORYTYPE_DEVICE"): "CU_MEMORYTYPE_DEVICE",
+    ("copies/shapes.rs", "MEMORYTYPE_ARRAY"): "CU_MEMORYTYPE_ARRAY",
+    ("copies/shapes.rs", "MEMORYTYPE_UNIFIED"): "CU_MEMORYTYPE_UNIFIED",
+    ("copies/shapes.rs", "POINTER"): "CU_MEMCPY_OPERAND_TYPE_POINTER",
+    ("copies/shapes.rs", "ARRAY"): "CU_MEMCPY_OPERAND_TYPE_ARRAY",
+    ("copies/shapes.rs", "COPY"): "CU_GRAPH_NODE_TYPE_MEMCPY",
+    ("copies/shapes.rs", "FILL"): "CU_GRAPH_NODE_TYPE_MEMSET",
     ("memory/staging.rs", "REGISTER_FLAGS"): "CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP",
 }
 
@@ -84,20 +84,20 @@ STRUCTURES = {
         "win32_handle_meta_data": "win32HandleMetaData", "compression_type": "allocFlags.compressionType",
         "gpu_direct_rdma_capable": "allocFlags.gpuDirectRDMACapable", "usage": "allocFlags.usage",
         "reserved": "allocFlags.reserved"})],
-    ("hooks/shapes.rs", "Copy2D"): [("CUDA_MEMCPY2D", False, sides(SIDE) | EXTENT)],
-    ("hooks/shapes.rs", "Copy3D"): [
+    ("copies/shapes.rs", "Copy2D"): [("CUDA_MEMCPY2D", False, sides(SIDE) | EXTENT)],
+    ("copies/shapes.rs", "Copy3D"): [
         ("CUDA_MEMCPY3D", False, sides(SIDE | LAYER) | EXTENT | {"extent[2]": "Depth"}),
         ("CUDA_MEMCPY3D_PEER", False,
          sides(SIDE | LAYER | {"context": "{}Context"}) | EXTENT | {"extent[2]": "Depth"}),
     ],
-    ("hooks/shapes.rs", "Operand"): [("CUmemcpy3DOperand", False, {"kind": "type", "name": "op.ptr.ptr"}),
+    ("copies/shapes.rs", "Operand"): [("CUmemcpy3DOperand", False, {"kind": "type", "name": "op.ptr.ptr"}),
                                      ("CUmemcpy3DOperand", False, {"name": "op.array.array"})],
-    ("hooks/shapes.rs", "BatchCopy3D"): [("CUDA_MEMCPY3D_BATCH_OP", False, {
+    ("copies/shapes.rs", "BatchCopy3D"): [("CUDA_MEMCPY3D_BATCH_OP", False, {
         "from": "src", "to": "dst", "extent": "extent", "order": "srcAccessOrder", "flags": "flags"})],
-    ("hooks/shapes.rs", "Fill"): [(version, True, {"to": "dst"})
+    ("copies/shapes.rs", "Fill"): [(version, True, {"to": "dst"})
                                   for version in ["CUDA_MEMSET_NODE_PARAMS", "CUDA_MEMSET_NODE_PARAMS_v2"]],
-    ("hooks/shapes.rs", "NodeParams"): [("CUgraphNodeParams", True, {"kind": "type", "reserved": "reserved0"})],
-    ("hooks/shapes.rs", "CopyNode"): [("CUDA_MEMCPY_NODE_PARAMS", False, {
+    ("copies/shapes.rs", "NodeParams"): [("CUgraphNodeParams", True, {"kind": "type", "reserved": "reserved0"})],
+    ("copies/shapes.rs", "CopyNode"): [("CUDA_MEMCPY_NODE_PARAMS", False, {
         "flags[0]": "flags", "context": "copyCtx", "copy": "copyParams"})],
     ("hooks/gated.rs", "LaunchConfig"): [("CUlaunchConfig", True, {
         "grid": "gridDimX", "block": "blockDimX", "shared": "sharedMemBytes", "stream": "hStream"})],

@@ -19,7 +19,9 @@
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
 //! | [`copies`] | copies whose sides may be of different GPUs |
 //! | [`calls`] | what hooks do beside calling the driver: submitting, allocating, mapping, exporting |
-//! | [`hooks`] | the interposed functions, and the look-ups that lead to them |
+//! | [`nvml`] | the interposed functions of NVML |
+//! | [`lookup`] | the look-ups that lead to hooks |
+//! | [`hooks`] | the interposed functions |
 //!
 //! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through the
 //! client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the file of [`hooks`] that fits,
@@ -44,7 +46,9 @@ mod env;
 mod gate;
 mod gpu;
 mod hooks;
+mod lookup;
 mod memory;
+mod nvml;
 mod registry;
 mod sys;
 mod version_note;

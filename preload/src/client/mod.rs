@@ -41,14 +41,13 @@ pub fn cancel_placement() {
 /// it is started: a context that a thread created before that would be unknown. Returns `false` if the user requires a scheduler
 /// and there is none; the next `cuInit` tries again.
 ///
-/// `resolve_hooks` looks up the real function of every hook. A first look-up takes the loader's lock, which a thread of the
-/// program may hold while it waits at a gate. `shut_driver` shuts all ways into the driver, or opens them.
-pub fn start(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> bool {
+/// `shut_driver` shuts all ways into the driver, or opens them.
+pub fn start(shut_driver: fn(bool)) -> bool {
     static STARTED: Once = Once::new();
-    settings::get().disabled || STARTED.run(|| start_once(resolve_hooks, shut_driver))
+    settings::get().disabled || STARTED.run(|| start_once(shut_driver))
 }
 
-fn start_once(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> bool {
+fn start_once(shut_driver: fn(bool)) -> bool {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if settings::get().memory_max_is_unread {
         trace!(
@@ -61,7 +60,7 @@ fn start_once(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> bool {
         exit::watch();
         c::at_fork_in_child(in_child);
     }
-    match thread::start(resolve_hooks, shut_driver) {
+    match thread::start(shut_driver) {
         Start::Started => gate::set_active(true),
         Start::NoThread => connection::set_connection(None), // nothing would read from it
         Start::NoScheduler => return false,

@@ -14,32 +14,37 @@ pub struct Hook {
     pub real: &'static Function,
 }
 
-/// The hooks of one file: lists of functions and of the driver's, which are written as their distances from where they are written.
-/// As pointers, the loader would have to relocate all of them in every program, whether it uses CUDA or not.
-#[derive(Debug, Clone, Copy)]
-pub struct Hooks {
-    hooks: *const i32,
-    reals: *const i32,
-    len: usize,
+/// A hook and the driver's [`Function`], written as their distances from where they are written. As pointers, the loader would
+/// have to relocate all of them in every program, whether it uses CUDA or not.
+#[repr(C)]
+struct Entry {
+    hook: i32,
+    real: i32,
 }
 
-impl Hooks {
-    /// # Safety
-    /// Both lists are that long and made by [`hooks!`], the first of functions and the second of [`Function`]s.
-    pub const unsafe fn new(hooks: unsafe extern "C" fn(), reals: unsafe extern "C" fn(), len: usize) -> Self {
-        Self { hooks: hooks as *const i32, reals: reals as *const i32, len }
-    }
+unsafe extern "C" {
+    // The linker's names for the section to which each use of `hooks!` adds its entries.
+    #[link_name = "__start_nvshare_hooks"]
+    static FIRST: Entry;
+    #[link_name = "__stop_nvshare_hooks"]
+    static END: Entry;
+}
 
-    pub fn iter(self) -> impl Iterator<Item = Hook> {
-        let at = |list: *const i32, index: usize| {
-            let entry = list.wrapping_add(index);
-            // SAFETY: within the list, as `new` was promised.
-            entry.wrapping_byte_offset(unsafe { entry.read() } as isize)
-        };
-        // SAFETY: a static, as `new` was promised.
-        let real = move |index| unsafe { &*at(self.reals, index).cast::<Function>() };
-        (0..self.len).map(move |index| Hook { hook: at(self.hooks, index).cast(), real: real(index) })
-    }
+// They are exported otherwise.
+core::arch::global_asm!(".hidden __start_nvshare_hooks", ".hidden __stop_nvshare_hooks");
+
+/// Every hook. The linker makes the list, so that what needs it is not above all hooks.
+pub fn all() -> impl Iterator<Item = Hook> {
+    let (first, end) = (&raw const FIRST, &raw const END);
+    let len = (end as usize - first as usize) / size_of::<Entry>();
+    (0..len).map(move |index| {
+        let entry = first.wrapping_add(index);
+        // SAFETY: between the begin and the end of the section, which has entries only.
+        let distances = unsafe { &*entry };
+        let target = |distance: &i32| (&raw const *distance).wrapping_byte_offset(*distance as isize);
+        // SAFETY: `hooks!` wrote the distance of a static `Function` here.
+        Hook { hook: target(&distances.hook).cast(), real: unsafe { &*target(&distances.real).cast() } }
+    })
 }
 
 impl Hook {
@@ -83,27 +88,12 @@ macro_rules! hooks {
     ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
         $( $( $crate::driver::hook::hook! { $real $flavour $name $args $body } )+ )*
 
-        pub fn hooks() -> $crate::driver::hook::Hooks {
-            /// Not a function, but the list of hooks.
-            #[unsafe(naked)]
-            unsafe extern "C" fn hooks() {
-                core::arch::naked_asm!(
-                    $( $( concat!(".long {", stringify!($name), "} - .") ),+ ),*,
-                    $( $( $name = sym $name ),+ ),*
-                )
-            }
-            /// The same of the driver's functions.
-            #[unsafe(naked)]
-            unsafe extern "C" fn reals() {
-                core::arch::naked_asm!(
-                    $( $( concat!(".long {", stringify!($name), "} - .") ),+ ),*,
-                    $( $( $name = sym $name::REAL ),+ ),*
-                )
-            }
-            const LEN: usize = [$( $( stringify!($name) ),+ ),*].len();
-            // SAFETY: these are the lists.
-            unsafe { $crate::driver::hook::Hooks::new(hooks, reals, LEN) }
-        }
+        core::arch::global_asm!(
+            ".pushsection nvshare_hooks, \"aR\", @progbits",
+            $( $( concat!(".long {} - . // ", stringify!($name)), ".long {} - ." ),+ ),*,
+            ".popsection",
+            $( $( sym $name, sym $name::REAL ),+ ),*
+        );
     };
 }
 

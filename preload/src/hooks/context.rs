@@ -6,23 +6,16 @@ use crate::{
     copies::route,
     driver::{hook::hooks, types::*},
     gate, gpu,
-    hooks::{self, deepbind, lookup},
+    lookup::{dlsym, entries, table},
     work::capture,
 };
 use core::ffi::{c_char, c_void};
 
 type P = *mut c_void;
 
-/// Looks up the real function of every hook.
-fn resolve_hooks() {
-    hooks::all().for_each(|hook| {
-        hook.real.find();
-    });
-}
-
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
-        deepbind::look();
+        dlsym::look();
         if !crate::sys::errno::preserved(client::request_placement) {
             return ERROR_NO_DEVICE;
         }
@@ -31,17 +24,17 @@ hooks! { real, flavour;
             crate::sys::errno::preserved(client::cancel_placement);
             return result;
         }
-        if crate::sys::errno::preserved(|| client::start(resolve_hooks, hooks::shut_driver)) { result } else { ERROR_SYSTEM_NOT_READY }
+        if crate::sys::errno::preserved(|| client::start(entries::shut_driver)) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- look-ups ----
     [cuGetProcAddress] (name: *const c_char, function: *mut P, version: i32, flags: u64) {
         // SAFETY: the program's own pointer.
-        unsafe { lookup::replace(real(), function) }
+        unsafe { table::replace(real(), function) }
     }
     [cuGetProcAddress_v2] (name: *const c_char, function: *mut P, version: i32, flags: u64, status: P) {
         // SAFETY: the program's own pointer.
-        unsafe { lookup::replace(real(), function) }
+        unsafe { table::replace(real(), function) }
     }
 
     // ---- contexts ----

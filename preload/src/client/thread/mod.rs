@@ -58,10 +58,12 @@ const MESSAGES_AT_ONCE: u32 = 256;
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
 /// Starts the thread. The first attempt to connect comes before that, so that the program's first launch is already gated.
-pub fn start(resolve_hooks: impl FnOnce(), shut_driver: fn(bool)) -> Start {
+pub fn start(shut_driver: fn(bool)) -> Start {
     // A first look-up takes the loader's lock, which a thread of the program may hold while it waits at a gate.
     driver::resolve_all();
-    resolve_hooks();
+    driver::hook::all().for_each(|hook| {
+        hook.real.find();
+    });
     wakeup::init();
     let mut thread = ClientThread::new(shut_driver);
     thread.connect();

@@ -3,16 +3,22 @@
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
 //! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can ask, and for
 //! all 459 look-ups of a PyTorch program with 580). So whatever variant a program is given, it gets the hook of just that
-//! variant, or its entry if it is [`passed`], and one that this library does not know is [`unknown`].
+//! variant, or its entry ([`entries`]); one that this library does not know has a thunk (`thunks.rs`).
 
-use crate::{
-    driver::{self, hook::Hook, types::*},
-    hooks::{self, deepbind, nvml, passed, unknown},
-    sys::{c, once::OnceBox},
+use super::{
+    deepbind, entries,
+    table::{self, answer},
 };
-use alloc::{boxed::Box, vec::Vec};
+use crate::{
+    driver::{
+        self,
+        hook::{self, Hook},
+    },
+    nvml,
+    sys::c,
+};
 use core::{
-    ffi::{CStr, c_char, c_void},
+    ffi::{CStr, c_char, c_int, c_void},
     ptr,
 };
 
@@ -104,7 +110,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "pop rdi",
         "jmp 8b",
         watching = sym deepbind::WATCHING,
-        look = sym deepbind::look,
+        look = sym look,
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -197,7 +203,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "ldp x0, x1, [sp], #32",
         "b 8b",
         watching = sym deepbind::WATCHING,
-        look = sym deepbind::look,
+        look = sym look,
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -213,11 +219,101 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
     )
 }
 
+/// `dlopen`, whose meaning depends on the caller's address: jumps to the real function with that on the stack.
+#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
+pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_void {
+    core::arch::naked_asm!(
+        "test esi, {deepbind}",
+        "jnz 4f",
+        "2:",
+        "mov rax, qword ptr [rip + {real}]",
+        "test rax, rax",
+        "jz 3f",
+        "jmp rax",
+        "3:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // keeps the stack aligned for the call
+        "call {find}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 6f",
+        "jmp rax",
+        "6:",
+        "ret", // there is none, so nothing is opened
+        "4:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // as above
+        "call {opening}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp 2b",
+        deepbind = const libc::RTLD_DEEPBIND,
+        opening = sym opening,
+        real = sym c::REAL_DLOPEN,
+        find = sym c::find_real_dlopen,
+    )
+}
+
+#[cfg(target_arch = "aarch64")]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
+pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_void {
+    core::arch::naked_asm!(
+        "tst w1, #{deepbind}",
+        "b.ne 4f",
+        "2:",
+        "adrp x9, {real}",
+        "ldr x9, [x9, #:lo12:{real}]",
+        "cbz x9, 3f",
+        "br x9",
+        "3:",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "bl {find}",
+        "mov x9, x0",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "cbz x9, 6f",
+        "br x9",
+        "6:",
+        "mov x0, xzr", // there is none, so nothing is opened
+        "ret",
+        "4:",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "bl {opening}",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "b 2b",
+        deepbind = const libc::RTLD_DEEPBIND,
+        opening = sym opening,
+        real = sym c::REAL_DLOPEN,
+        find = sym c::find_real_dlopen,
+    )
+}
+
+/// A library is about to be opened with `RTLD_DEEPBIND`.
+extern "C" fn opening() {
+    deepbind::opening(dlsym as *const () as usize);
+}
+
+/// Looks whether a library opened that way has brought the driver.
+pub extern "C" fn look() {
+    deepbind::look(dlsym as *const () as usize);
+}
+
 /// Whether this library exports this name of the driver.
 unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
     // SAFETY: the name that `dlsym` was called with, which it has found to begin with `cu`.
     let name = unsafe { CStr::from_ptr(name) };
-    hooks::all().any(|hook| hook.real.name() == name) || passed::has(name)
+    hook::all().any(|hook| hook.real.name() == name) || entries::has(name)
 }
 
 /// `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
@@ -230,8 +326,8 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     }
     let is_nowhere = |hook: Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
     let entry_of_nothing =
-        || passed::exported_at(found as usize).is_some_and(|entry| !(is_loaded && passed::is_there(entry)));
-    if hooks::all().any(is_nowhere) || entry_of_nothing() {
+        || entries::exported_at(found as usize).is_some_and(|entry| !(is_loaded && entries::is_there(entry)));
+    if hook::all().any(is_nowhere) || entry_of_nothing() {
         // Without the driver these names do not exist, nor does one that this driver lacks, unless a library behind this one
         // defines them. They were found only because this library exports them.
         return c::real_dlsym(libc::RTLD_NEXT, name);
@@ -240,17 +336,8 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     let name = unsafe { CStr::from_ptr(name) };
     match driver::loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
         Some(_) => answer(found),
-        None => hook_of(found), // not the driver's own, or a hook already
+        None => table::hook_of(found), // not the driver's own, or a hook already
     }
-}
-
-/// What the program is given for a function that the driver exports.
-fn answer(real: *mut c_void) -> *mut c_void {
-    let hook = hook_of(real);
-    // Where the driver's own table leads to hooks and entries, one of these is what was found.
-    let is_ours = |address| table().is_some_and(|table| table.iter().any(|(_, hook)| *hook == address));
-    let is_known = hook != real || is_ours(real as usize) || passed::exported_at(real as usize).is_some();
-    if is_known || passed::never_blocks(real as usize) { hook } else { unknown::guarded(real) }
 }
 
 /// The same for a name of NVML that has a hook.
@@ -264,43 +351,4 @@ unsafe extern "C" fn dlsym_of_nvml(handle: *mut c_void, name: *const c_char) -> 
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
     nvml::hook_of(found)
-}
-
-/// The hook or the entry of a real function, or the function itself.
-pub fn hook_of(real: *mut c_void) -> *mut c_void {
-    let Some(table) = table() else { return real };
-    match table.binary_search_by_key(&(real as usize), |(real, _)| *real) {
-        Ok(at) => table.get(at).map_or(real, |(_, hook)| *hook as *mut c_void),
-        Err(_) => real,
-    }
-}
-
-/// Pairs of real address and hook or entry, sorted. Made when the driver is loaded; `None` before.
-pub fn table() -> Option<&'static [(usize, usize)]> {
-    static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
-    if TABLE.get().is_none() {
-        driver::loaded()?;
-        let mut table: Vec<_> = hooks::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
-        table.extend(passed::pairs());
-        table.sort_by_key(|(real, _)| *real);
-        table.dedup_by_key(|(real, _)| *real); // of two names of one function the one with a hook counts
-        let _ = TABLE.set(Box::new(table));
-    }
-    TABLE.get().map(Vec::as_slice)
-}
-
-/// Replaces the function that `cuGetProcAddress` returned by its hook.
-///
-/// # Safety
-/// `function` is NULL or what the program passed to `cuGetProcAddress`.
-pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
-    if result == SUCCESS && !function.is_null() {
-        // SAFETY: the driver has just written there; it may have found nothing.
-        unsafe {
-            if !(*function).is_null() {
-                *function = answer(*function);
-            }
-        }
-    }
-    result
 }

@@ -6,18 +6,15 @@
 //! That is so before the call if the program uses CUDA already; at its end, if the library brings the driver with it; then
 //! whoever opened the library looks something up in it, and that look-up is where it is noticed.
 
+use super::table;
 use crate::{
     calls::interop,
     driver::{self, redirect},
     env::settings,
-    gate,
-    hooks::{lookup, nvml},
-    sys::{c, elf, errno},
+    gate, nvml,
+    sys::{elf, errno},
 };
-use core::{
-    ffi::{c_char, c_int, c_void},
-    sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering},
-};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use rustix::{process::getpid, thread::gettid};
 
 /// The process that has opened such a library and not loaded all libraries with hooks since; 0 if there is none. The hook of
@@ -30,94 +27,15 @@ static C_LIBRARY: AtomicBool = AtomicBool::new(false);
 static DRIVER: AtomicBool = AtomicBool::new(false);
 static NVML: AtomicBool = AtomicBool::new(false);
 
-/// `dlopen`, whose meaning depends on the caller's address: jumps to the real function with that on the stack.
-#[cfg(target_arch = "x86_64")]
-#[cfg_attr(not(test), unsafe(no_mangle))]
-#[unsafe(naked)]
-pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_void {
-    core::arch::naked_asm!(
-        "test esi, {deepbind}",
-        "jnz 4f",
-        "2:",
-        "mov rax, qword ptr [rip + {real}]",
-        "test rax, rax",
-        "jz 3f",
-        "jmp rax",
-        "3:",
-        "push rdi",
-        "push rsi",
-        "sub rsp, 8", // keeps the stack aligned for the call
-        "call {find}",
-        "add rsp, 8",
-        "pop rsi",
-        "pop rdi",
-        "test rax, rax",
-        "jz 6f",
-        "jmp rax",
-        "6:",
-        "ret", // there is none, so nothing is opened
-        "4:",
-        "push rdi",
-        "push rsi",
-        "sub rsp, 8", // as above
-        "call {opening}",
-        "add rsp, 8",
-        "pop rsi",
-        "pop rdi",
-        "jmp 2b",
-        deepbind = const libc::RTLD_DEEPBIND,
-        opening = sym opening,
-        real = sym c::REAL_DLOPEN,
-        find = sym c::find_real_dlopen,
-    )
-}
-
-#[cfg(target_arch = "aarch64")]
-#[cfg_attr(not(test), unsafe(no_mangle))]
-#[unsafe(naked)]
-pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_void {
-    core::arch::naked_asm!(
-        "tst w1, #{deepbind}",
-        "b.ne 4f",
-        "2:",
-        "adrp x9, {real}",
-        "ldr x9, [x9, #:lo12:{real}]",
-        "cbz x9, 3f",
-        "br x9",
-        "3:",
-        "stp x0, x1, [sp, #-32]!",
-        "str x30, [sp, #16]",
-        "bl {find}",
-        "mov x9, x0",
-        "ldr x30, [sp, #16]",
-        "ldp x0, x1, [sp], #32",
-        "cbz x9, 6f",
-        "br x9",
-        "6:",
-        "mov x0, xzr", // there is none, so nothing is opened
-        "ret",
-        "4:",
-        "stp x0, x1, [sp, #-32]!",
-        "str x30, [sp, #16]",
-        "bl {opening}",
-        "ldr x30, [sp, #16]",
-        "ldp x0, x1, [sp], #32",
-        "b 2b",
-        deepbind = const libc::RTLD_DEEPBIND,
-        opening = sym opening,
-        real = sym c::REAL_DLOPEN,
-        find = sym c::find_real_dlopen,
-    )
-}
-
 /// A library is about to be opened with `RTLD_DEEPBIND`.
-extern "C" fn opening() {
+/// `dlsym` is the hook of that function.
+pub fn opening(dlsym: usize) {
     errno::preserved(|| {
         if settings::is_disabled() || are_all_redirected() {
             return;
         }
         WATCHING.store(getpid().as_raw_pid(), Ordering::SeqCst);
-        redirect_what_is_loaded();
+        redirect_what_is_loaded(dlsym);
         if redirect::was_refused() && gate::is_active() {
             interop::tie(); // memory that is away must return before the library can use it
         }
@@ -125,13 +43,13 @@ extern "C" fn opening() {
 }
 
 /// Redirects what has been loaded by now, if such a library was opened.
-pub extern "C" fn look() {
+pub fn look(dlsym: usize) {
     if WATCHING.load(Ordering::SeqCst) == getpid().as_raw_pid() {
-        errno::preserved(redirect_what_is_loaded);
+        errno::preserved(|| redirect_what_is_loaded(dlsym));
     }
 }
 
-fn redirect_what_is_loaded() {
+fn redirect_what_is_loaded(dlsym: usize) {
     /// What had been loaded at the last look.
     static SEEN: AtomicU64 = AtomicU64::new(0);
     /// A thread that is here. Where `malloc` is a library's that looks something up each time, it would come here again.
@@ -145,20 +63,20 @@ fn redirect_what_is_loaded() {
         return;
     }
     let is_noted = BUSY.compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst).is_ok();
-    redirect_each();
+    redirect_each(dlsym);
     SEEN.store(loaded.unwrap_or(0), Ordering::SeqCst);
     if is_noted {
         BUSY.store(0, Ordering::SeqCst);
     }
 }
 
-fn redirect_each() {
+fn redirect_each(dlsym: usize) {
     once(&C_LIBRARY, || {
-        redirect::redirect_in_c_library(c"dlsym", lookup::dlsym as *const () as usize);
+        redirect::redirect_in_c_library(c"dlsym", dlsym);
         true
     });
     once(&DRIVER, || {
-        let (Some(driver), Some(table)) = (driver::loaded(), lookup::table()) else { return false };
+        let (Some(driver), Some(table)) = (driver::loaded(), table::table()) else { return false };
         driver::resolve_all(); // afterwards their names lead to hooks
         redirect::redirect(driver::library::inside(driver), table);
         true

@@ -4,14 +4,14 @@
 //!
 //! A few functions never block in the driver, and have no entry; `build.rs` lists them.
 
+use super::detour::detour;
 use crate::{
     driver::{
         self,
         entry::{Entry, MISSING},
-        library,
+        hook, library,
         types::*,
     },
-    hooks::detour::detour,
     sys::{errno, once::OnceBox},
 };
 use alloc::{boxed::Box, vec::Vec};
@@ -80,7 +80,7 @@ macro_rules! entries {
             )
         }
 
-        /// Not a function, but the distance of each exported name from where it is written here, see [`hooks::Hooks`].
+        /// Not a function, but the distance of each exported name from where it is written here, see [`crate::driver::hook`].
         #[unsafe(naked)]
         unsafe extern "C" fn exports() {
             core::arch::naked_asm!($( concat!(".long {", stringify!($name), "} - .") ),*, $( $name = sym exported::$name ),*)
@@ -119,9 +119,12 @@ extern "C" fn missing() -> CUresult {
     ERROR_NOT_FOUND
 }
 
-/// Every way.
-pub fn ways() -> &'static [Entry] {
-    &WAYS
+/// Shuts every way into the driver, for the program and for this library, or opens all again
+/// ([`entry`](crate::driver::entry)).
+pub fn shut_driver(shut: bool) {
+    driver::each_function(|function| function.entry().set_shut(shut));
+    hook::all().for_each(|hook| hook.real.entry().set_shut(shut));
+    WAYS.iter().for_each(|way| way.set_shut(shut));
 }
 
 /// Pairs of the addresses of a function that this driver has and of its entry. Looks up all functions.

@@ -2,7 +2,8 @@
 //! passes no gate. So a program that looks one up is given a thunk, which keeps the program's memory on the GPU from the first
 //! call on and then jumps to the function, with the caller's registers and stack.
 
-use crate::{calls::interop, driver::presence, hooks::detour::detour, sys::errno};
+use super::detour::detour;
+use crate::{calls::interop, driver::presence, sys::errno};
 use core::{
     arch::naked_asm,
     ffi::c_void,

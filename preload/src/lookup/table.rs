@@ -1,0 +1,57 @@
+//! The table of hooks and entries by the *address* of the real function.
+
+use super::{entries, thunks};
+use crate::{
+    driver::{self, hook, types::*},
+    sys::once::OnceBox,
+};
+use alloc::{boxed::Box, vec::Vec};
+use core::ffi::c_void;
+
+/// What the program is given for a function that the driver exports.
+pub fn answer(real: *mut c_void) -> *mut c_void {
+    let hook = hook_of(real);
+    // Where the driver's own table leads to hooks and entries, one of these is what was found.
+    let is_ours = |address| table().is_some_and(|table| table.iter().any(|(_, hook)| *hook == address));
+    let is_known = hook != real || is_ours(real as usize) || entries::exported_at(real as usize).is_some();
+    if is_known || entries::never_blocks(real as usize) { hook } else { thunks::guarded(real) }
+}
+
+/// The hook or the entry of a real function, or the function itself.
+pub fn hook_of(real: *mut c_void) -> *mut c_void {
+    let Some(table) = table() else { return real };
+    match table.binary_search_by_key(&(real as usize), |(real, _)| *real) {
+        Ok(at) => table.get(at).map_or(real, |(_, hook)| *hook as *mut c_void),
+        Err(_) => real,
+    }
+}
+
+/// Pairs of real address and hook or entry, sorted. Made when the driver is loaded; `None` before.
+pub fn table() -> Option<&'static [(usize, usize)]> {
+    static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
+    if TABLE.get().is_none() {
+        driver::loaded()?;
+        let mut table: Vec<_> = hook::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
+        table.extend(entries::pairs());
+        table.sort_by_key(|(real, _)| *real);
+        table.dedup_by_key(|(real, _)| *real); // of two names of one function the one with a hook counts
+        let _ = TABLE.set(Box::new(table));
+    }
+    TABLE.get().map(Vec::as_slice)
+}
+
+/// Replaces the function that `cuGetProcAddress` returned by its hook.
+///
+/// # Safety
+/// `function` is NULL or what the program passed to `cuGetProcAddress`.
+pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
+    if result == SUCCESS && !function.is_null() {
+        // SAFETY: the driver has just written there; it may have found nothing.
+        unsafe {
+            if !(*function).is_null() {
+                *function = answer(*function);
+            }
+        }
+    }
+    result
+}
