@@ -28,7 +28,7 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
         let at = pairs.binary_search_by_key(&address, |(real, _)| *real).ok()?;
         pairs.get(at).map(|(_, hook)| *hook)
     };
-    let page = elf::page_size();
+    let page = c::page_size();
     let mut done = true;
     let mut bounds = (0, 0);
     elf::each_object(|object| {

@@ -3,7 +3,12 @@
 //! A chunk that comes back onto the GPU leaves what it came from behind, in host memory or in its file, as long as there is room for
 //! it. If its fingerprint is still the same when it leaves again, it is neither copied nor written a second time.
 
-use super::{engine::Flags, file::FileCopy, fingerprint::Fingerprint, staging::Buffer};
+use super::{
+    engine::Flags,
+    file::{FileCopy, HostCopy},
+    fingerprint::Fingerprint,
+    staging::Buffer,
+};
 use crate::driver::types::*;
 
 #[derive(Debug)]
@@ -29,16 +34,6 @@ pub(super) enum Residency {
     Constant(u32),
     /// The mover has taken the chunk.
     Moving,
-}
-
-/// A chunk's contents in host memory.
-#[derive(Debug)]
-pub(super) struct HostCopy {
-    pub buffer: Buffer,
-    /// The fingerprint of the contents, if known.
-    pub fingerprint: Option<Fingerprint>,
-    /// The same contents in a swap file: they need not be written again.
-    pub file: Option<FileCopy>,
 }
 
 /// What is kept of a chunk that is on the GPU.

@@ -4,7 +4,7 @@
 //! A call is made once the driver says that what its context had been given before is done. Work that ends only after the program's next
 //! call would otherwise be waited for inside the driver, where that call might have to wait as well.
 
-use super::{chunk::HostCopy, fingerprint::Fingerprinter};
+use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
     connection,
     driver::{self, types::*},

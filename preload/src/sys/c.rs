@@ -125,6 +125,14 @@ pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     }
 }
 
+/// Not while objects are visited: the first time it looks something up, and that waits for the loader's other lock.
+pub fn page_size() -> usize {
+    const LEAST: usize = 4096;
+    // SAFETY: any name may be asked for.
+    let size = sysconf().map_or(0, |sysconf| unsafe { sysconf(libc::_SC_PAGESIZE) });
+    usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(LEAST)
+}
+
 /// Registers a function that runs first in the child of every fork.
 pub fn at_fork_in_child(call: extern "C" fn()) {
     // SAFETY: this library is never unloaded, so it needs no handle to be unregistered by.

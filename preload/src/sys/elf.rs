@@ -3,7 +3,6 @@
 //! `dlsym` would find a symbol, too, but it takes the loader's lock, which a thread that waits at a gate may hold, and it
 //! changes what `dlerror` says, which the program may still want to know.
 
-use crate::sys::c;
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
     sync::atomic::{AtomicUsize, Ordering},
@@ -280,14 +279,6 @@ impl Object<'_> {
         }
         all
     }
-}
-
-/// Not while objects are visited: the first time it looks something up, and that waits for the loader's other lock.
-pub fn page_size() -> usize {
-    const LEAST: usize = 4096;
-    // SAFETY: any name may be asked for.
-    let size = c::sysconf().map_or(0, |sysconf| unsafe { sysconf(libc::_SC_PAGESIZE) });
-    usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(LEAST)
 }
 
 impl Tables {

@@ -13,7 +13,7 @@
 mod extents;
 mod worker;
 
-use super::{chunk::HostCopy, fingerprint::Fingerprint, staging::Buffer};
+use super::{fingerprint::Fingerprint, staging::Buffer};
 use crate::{
     connection::socket::LOWEST_DESCRIPTOR,
     gate::threads,
@@ -136,6 +136,16 @@ pub(in crate::memory) enum Outcome {
     /// The disk has failed, or holds something else than what was written. The buffer may be registered with the driver, which these
     /// threads do not enter.
     Lost(Buffer),
+}
+
+/// A chunk's contents in host memory.
+#[derive(Debug)]
+pub(in crate::memory) struct HostCopy {
+    pub buffer: Buffer,
+    /// The fingerprint of the contents, if known.
+    pub fingerprint: Option<Fingerprint>,
+    /// The same contents in a swap file: they need not be written again.
+    pub file: Option<FileCopy>,
 }
 
 /// A chunk's contents in a file. Dropping it frees the space.

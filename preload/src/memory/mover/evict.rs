@@ -9,7 +9,8 @@ use crate::{
     env::trace::trace,
     memory::{
         account::Account,
-        chunk::{Chunk, HostCopy, Kept, Leaving, Residency},
+        chunk::{Chunk, Kept, Leaving, Residency},
+        file::HostCopy,
         space::Space,
         staging::Taken,
     },

@@ -6,8 +6,9 @@ use crate::{
     env::trace::trace,
     memory::{
         account::Account,
-        chunk::{HostCopy, Kept, Residency},
+        chunk::{Kept, Residency},
         engine::{CHUNK, Engine},
+        file::HostCopy,
         fingerprint::{Fingerprint, Fingerprinter},
         space::Space,
         staging::Buffer,

@@ -2,7 +2,8 @@
 
 use super::Space;
 use crate::memory::{
-    chunk::{Chunk, HostCopy, Kept, Residency},
+    chunk::{Chunk, Kept, Residency},
+    file::HostCopy,
     staging::Buffer,
     waiter::{Finished, Place, Waiter},
 };

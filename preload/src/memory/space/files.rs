@@ -2,8 +2,8 @@
 
 use super::Space;
 use crate::memory::{
-    chunk::{HostCopy, Kept, Residency},
-    file::{ChunkName, Done, FileCopy, Outcome, SwapFile},
+    chunk::{Kept, Residency},
+    file::{ChunkName, Done, FileCopy, HostCopy, Outcome, SwapFile},
 };
 
 impl Space {
