@@ -23,7 +23,7 @@ use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
 use crate::daemon::control::last_good::{self, Fallback, LastGood};
-use crate::daemon::control::lists::Lists;
+use crate::daemon::control::views::Views;
 use crate::daemon::core::Core;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
@@ -181,7 +181,7 @@ fn run_logged(
         last_good,
         is_default: Cell::new(is_default),
         loading: Mutex::default(),
-        lists: Lists::default(),
+        views: Views::default(),
     };
     let (claims, in_pod) = (options.claims, options.in_pod);
     let daemon = Startup { control, config, error, sockets, record, bus, state, claims, in_pod };
@@ -315,10 +315,10 @@ impl Startup {
             Err(e) => warn!("cannot take programs off their GPUs: {e}"),
         }
         tasks::start_swap_files(&core)?;
-        let connections = start_connections(&core, clients, stored, bus_attempted);
+        let connections = start_connections(&core, &control.views, clients, stored, bus_attempted);
         let mut claims = claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
         tasks::start(&core, holders, clients_list);
-        control.lists.start(&core);
+        control.views.start(&core);
         info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
 
         let watchdog = systemd::watchdog_period();
@@ -331,7 +331,7 @@ impl Startup {
                     systemd::watchdog();
                 }
                 Some(report) = reports.recv() => core.borrow_mut().nvml_report(report),
-                Some(reply) = scrapes.recv() => drop(reply.send(core.borrow().snapshot())),
+                Some(reply) = scrapes.recv() => control.views.answer(reply),
                 Some(request) = requests.recv() => {
                     control.answer(&core, &connections, claims.as_mut(), request);
                     // However many requests there are, clients are served between them.
@@ -389,6 +389,7 @@ async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
 /// Takes over stored connections, accepts new ones, and tells systemd that the daemon is ready when both are possible.
 fn start_connections(
     core: &Rc<RefCell<Core>>,
+    views: &Views,
     listener: OwnedFd,
     stored: Vec<StoredConnection>,
     bus_attempted: oneshot::Receiver<()>,
@@ -411,13 +412,13 @@ fn start_connections(
         }
     });
     spawn_local({
-        let core = core.clone();
+        let (core, views) = (core.clone(), views.clone());
         async move {
             let _ = resumed.wait_for(|resumed| *resumed).await;
             let _ = tokio::time::timeout(BUS_TIMEOUT, bus_attempted).await;
             systemd::ready();
             if systemd::is_there() {
-                tasks::keep_status_line(core).await;
+                tasks::keep_status_line(&core, &views).await;
             }
         }
     });

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::select;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::spawn_local;
+use tokio::task::{spawn_blocking, spawn_local};
 
 use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
+use crate::daemon::control::views::Views;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
@@ -234,14 +235,13 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
 }
 
 /// Keeps the line that `systemctl status` shows current.
-pub async fn keep_status_line(core: Rc<RefCell<Core>>) {
+pub async fn keep_status_line(core: &Rc<RefCell<Core>>, views: &Views) {
     let signals = core.borrow().signals.clone();
     let mut shown = String::new();
-    loop {
-        let line = {
-            let core = core.borrow();
-            status_line::format(&core.problems().borrow(), &core.list_gpus(), &core.list_clients())
-        };
+    while let Some(view) = views.next().await {
+        let line =
+            spawn_blocking(move || status_line::format(view.problems(), &view.list_gpus(), &view.list_clients()));
+        let line = line.await.unwrap_or_default();
         if line != shown {
             systemd::status(&line);
             shown = line;

@@ -7,7 +7,7 @@ use crate::{
 };
 use std::collections::BTreeSet;
 
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Effects {
     commands: Vec<Command>,
     touched: BTreeSet<GpuId>,

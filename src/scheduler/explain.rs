@@ -115,21 +115,21 @@ pub enum Obstacle {
 }
 
 impl Machine {
-    /// Explains what a client waits for on each of its GPUs. `now` must not be before the newest event.
-    pub fn explain(&self, client: ClientId, now: Time) -> Vec<Explanation> {
-        let gpus: Vec<GpuId> = self.lock.all_of(client).map(|(id, _)| id).collect();
-        gpus.into_iter().filter_map(|id| self.explain_on(client, id, now)).collect()
+    /// Explains what a client waits for on each of its GPUs, one at a time, since each takes time in proportion to the queue.
+    /// `now` must not be before the newest event.
+    pub fn explain(&self, client: ClientId, now: Time) -> impl Iterator<Item = Explanation> {
+        self.lock.all_of(client).filter_map(move |(id, _)| self.explain_on(client, id, now))
     }
 
-    /// In about what time each client in the queue of a GPU is expected to run, the next one first. It ends where nothing can be
-    /// expected any more.
-    pub fn expected_starts(&self, id: GpuId, now: Time) -> Vec<(ClientId, Duration)> {
+    /// In about what time each of the next `most` requests in the queue of a GPU is expected to run, the next one first. It ends
+    /// where nothing can be expected any more.
+    pub fn expected_starts(&self, id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)> {
         let queue = self.whole_queue(id);
         let mut starts = Vec::new();
         let Some(mut at) = queue.first().and_then(|first| self.holders_leave_in(*first, id, now)) else {
             return starts;
         };
-        for (position, entity) in queue.iter().enumerate() {
+        for (position, entity) in queue.iter().take(most).enumerate() {
             let clients = self.lock.wanting(*entity, id);
             starts.extend(clients.map(|client| (client, at.saturating_add(self.arrival(*entity, id, position == 0)))));
             let Some(takes) = self.takes(*entity, queue.get(position + 1).copied(), id, position == 0) else { break };

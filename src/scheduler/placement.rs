@@ -31,7 +31,7 @@ struct Place {
 }
 
 /// Placements that were given, including those of programs that have not started yet, and the labels of all clients.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,

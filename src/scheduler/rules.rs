@@ -9,14 +9,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// A group that has members.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GroupRule {
     limits: RuleLimits,
     members: BTreeSet<ClientId>,
 }
 
 /// The groups, their rules, and the limits of environments.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Rules {
     groups: BTreeMap<GroupId, GroupRule>,
     group_of: BTreeMap<ClientId, GroupId>,

@@ -29,7 +29,7 @@ pub(crate) enum Wake {
     Sleep(ClientId),
 }
 
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Timers {
     #[serde(with = "crate::encoding::pairs")]
     at: BTreeMap<Wake, Time>,

@@ -10,6 +10,7 @@ mod clients;
 mod fake;
 mod nonsense;
 mod peer;
+mod readers;
 mod sequences;
 mod sleep;
 

@@ -10,7 +10,7 @@ fn s(seconds: u64) -> Duration {
 }
 
 fn of(t: &Talk, n: u64) -> Explanation {
-    t.machine.explain(client(n), t.now).remove(0)
+    t.machine.explain(client(n), t.now).next().expect("it has a GPU")
 }
 
 fn reasons(t: &Talk, n: u64) -> Vec<(u64, Reason)> {
@@ -31,7 +31,7 @@ fn turns_that_end_by_the_clock_end_when_expected() {
     assert_eq!(what.waits, Some(ms(300)));
     let starts = what.starts.expect("all turns end");
     assert!((ms(1700)..ms(1800)).contains(&starts), "the rest of a turn, a drain and a turn: {starts:?}");
-    let all = t.machine.expected_starts(gpu(0), t.now);
+    let all = t.machine.expected_starts(gpu(0), usize::MAX, t.now);
     assert_eq!(all.iter().map(|(client, _)| client.0).collect::<Vec<_>>(), [2, 3]);
     assert_eq!(all[1].1, starts);
     // And so it is.
@@ -54,7 +54,7 @@ fn who_waits_for_nothing_is_told_nothing_else() {
     t.request(1);
     let alone = of(&t, 1);
     assert_eq!((alone.state, alone.holders[0].left), (LockState::Holding, None), "nobody waits");
-    assert!(t.machine.explain(client(77), t.now).is_empty(), "it is unknown");
+    assert!(t.machine.explain(client(77), t.now).next().is_none(), "it is unknown");
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn errors(mode: AntiThrash, clients: u64, demand: u64, until: u64) -> Vec<f64> {
     for at in (until / 2..until).step_by(3) {
         world.run(s(at));
         for client in &all {
-            let what = world.machine.explain(*client, world.now).remove(0);
+            let what = world.machine.explain(*client, world.now).next().expect("it has a GPU");
             if what.waits.is_some() {
                 expected.push((*client, world.now, what.starts.expect("all turns end")));
             }

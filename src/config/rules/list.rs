@@ -1,20 +1,23 @@
 //! All rules, in the order in which they are tried.
 
+use std::sync::Arc;
+
 use super::rule::{Origin, Rule, Subject};
 use super::runtime::Added;
 
 /// All rules, in the order in which they are tried: those set at run time, those of files, those of claims, those of pods.
+/// A copy shares them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
-    added: Vec<Rule>,
-    written: Vec<Rule>,
-    claimed: Vec<Rule>,
-    wished: Vec<Rule>,
+    added: Arc<[Rule]>,
+    written: Arc<[Rule]>,
+    claimed: Arc<[Rule]>,
+    wished: Arc<[Rule]>,
 }
 
 impl Rules {
     pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        self.added.iter().chain(&self.written).chain(&self.claimed).chain(&self.wished)
+        self.added.iter().chain(&*self.written).chain(&*self.claimed).chain(&*self.wished)
     }
 
     pub fn get(&self, at: usize) -> Option<&Rule> {
@@ -29,7 +32,7 @@ impl Rules {
     /// Replaces the rules of claims and of pods, which come last: an administrator's rules take precedence, and what a claim was
     /// allocated over what a pod asks for by itself.
     pub fn put_last(&mut self, claimed: Vec<Rule>, wished: Vec<Rule>) {
-        (self.claimed, self.wished) = (claimed, wished);
+        (self.claimed, self.wished) = (claimed.into(), wished.into());
     }
 
     /// Those rules come first, then the others. A rule that can never match is an error, as its place and a sentence.
@@ -46,12 +49,12 @@ impl Rules {
                 return Err((rule.origin.clone(), text));
             }
         }
-        Ok(Self { written: all, ..Self::default() })
+        Ok(Self { written: all.into(), ..Self::default() })
     }
 
     /// Why a rule cannot be set at run time, in the place of one of that name, if it cannot.
     pub fn contradicted(&self, rule: &Rule) -> Option<String> {
         let added = self.added.iter().filter(|other| other.name != rule.name);
-        added.chain(&self.written).find_map(|other| rule.contradicts(other))
+        added.chain(&*self.written).find_map(|other| rule.contradicts(other))
     }
 }

@@ -28,15 +28,14 @@ use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
 use zbus::fdo;
 
-use crate::bus;
 use crate::config::rules::Addition;
 use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
-    Present, RoomRequest,
-    views::{ClientPids, ClientView, Holders, NamedGpu},
+    Present, RoomRequest, View,
+    views::{ClientPids, Holders, NamedGpu},
 };
 use crate::daemon::usage::{Answer, Query};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
@@ -49,17 +48,12 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 /// A request of the object to the scheduling loop.
 #[derive(Debug)]
 pub enum Request {
-    Clients(oneshot::Sender<Arc<Vec<ClientView>>>),
-    Gpus(oneshot::Sender<Arc<Vec<bus::Gpu>>>),
-    Pressure(oneshot::Sender<Vec<bus::Pressure>>),
-    /// Why the program with that process id does not run, in sentences.
-    Explain(u32, oneshot::Sender<fdo::Result<Vec<String>>>),
+    /// The next view of the state.
+    View(oneshot::Sender<Arc<View>>),
     /// What was used.
     Usage(Query, oneshot::Sender<Answer>),
     /// Changes a setting, for a caller that the log names, as for all that follow with a name.
     Set(Change, String, oneshot::Sender<Result<(), Failure>>),
-    /// Every rule in effect, in the order in which they are tried, and where it is from.
-    Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
     SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),
     /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
@@ -93,8 +87,8 @@ pub enum Request {
     },
     /// Has a GPU be empty, or used again (`false`).
     Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Copies the content of a debug bundle.
-    Debug(oneshot::Sender<Box<Snapshot>>),
+    /// Adds to a view what else a debug bundle has.
+    Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
     /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
     /// The machine is about to sleep, or has woken up. The answer comes once all memory that can leave the GPUs has left.

@@ -16,11 +16,11 @@ use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::connections::lock::LockRequest;
-use crate::daemon::core::RoomRequest;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::views::{ClientView, Holders};
+use crate::daemon::core::{RoomRequest, View};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
 /// Shortest time between two answers of what was used.
@@ -47,7 +47,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Gpu>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
-        Ok(self.ask(Request::Gpus).await.map(Arc::unwrap_or_clone)?)
+        Ok(self.read(|view| view.list_gpus()).await.map(Arc::unwrap_or_clone)?)
     }
 
     #[zbus(out_args("clients"))]
@@ -59,7 +59,7 @@ impl Object {
         // A caller that the bus does not identify sees what every user may see.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
-        let clients = self.ask(Request::Clients).await?;
+        let clients = self.read(|view| view.list_clients()).await?;
         let uid = caller.as_ref().map(|caller| caller.uid);
         let is_hidden = |client: &ClientView| Some(client.identity.uid) != uid && !client.identity.command.is_empty();
         let sees_all = match caller {
@@ -77,7 +77,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Pressure>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
-        Ok(self.ask(Request::Pressure).await?)
+        Ok(self.read(|view| view.list_pressure()).await?)
     }
 
     #[zbus(out_args("sentences"))]
@@ -88,7 +88,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<String>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
-        Ok(self.ask(|reply| Request::Explain(pid, reply)).await??)
+        Ok(self.read(move |view| view.explain(pid)).await??)
     }
 
     #[zbus(out_args("usage"))]
@@ -227,7 +227,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<HashMap<String, OwnedVariant>>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
-        let rules = self.ask(Request::Rules).await?;
+        let rules = self.read(|view| view.rules()).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
     }
 
@@ -282,7 +282,8 @@ impl Object {
         let command_lines = debug_options(&options)?;
         self.callers.identify(Some(&header), connection).await?.may_debug().await?;
         let _one_at_a_time = self.shared.bundling.lock().await;
-        let snapshot = self.ask(Request::Debug).await?;
+        let view = self.ask(Request::View).await?;
+        let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.write(command_lines)).await;
         let failed = |e: String| fdo::Error::Failed(format!("cannot make a debug bundle: {e}"));
         Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
@@ -300,7 +301,8 @@ impl Object {
         let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
         let turn = self.shared.drawing.clone().lock_owned().await;
         let begin = Instant::now();
-        let snapshot = self.ask(Request::Debug).await?;
+        let view = self.ask(Request::View).await?;
+        let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
         // To replay a recording takes a processor for a while: no more than a small part of one, whoever asks how often.
         let rest = TIMELINE_PERIOD.max(begin.elapsed() * TIMELINE_REST);
@@ -482,6 +484,13 @@ impl Object {
             caller.may_pause(*user, what).await?;
         }
         Ok(users)
+    }
+
+    /// Reads the state, on a thread for that: it can take a while if there are many clients.
+    async fn read<T: Send + 'static>(&self, read: impl FnOnce(&View) -> T + Send + 'static) -> Result<T, Error> {
+        let view = self.ask(Request::View).await?;
+        let read = tokio::task::spawn_blocking(move || read(&view)).await;
+        read.map_err(|e| Error::Stopping(format!("the scheduler is stopping: {e}")))
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {

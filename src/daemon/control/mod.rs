@@ -1,14 +1,14 @@
-//! Requests of the D-Bus object, carried out on the scheduling loop: lists, changed settings and rules, reloading.
+//! Requests of the D-Bus object, carried out on the scheduling loop: views, changed settings and rules, reloading.
 //!
 //! - [`changes`]: settings changed at run time.
 //! - [`last_good`]: the last configuration without an error, for a start with wrong files.
-//! - [`lists`]: lists of clients and GPUs.
 //! - [`status_line`]: the line that `systemctl status` shows.
+//! - [`views`]: copies of the state, for readers.
 
 pub mod changes;
 pub mod last_good;
-pub mod lists;
 pub mod status_line;
+pub mod views;
 
 use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ use crate::daemon::systemd;
 use crate::scheduler::ClientId;
 use changes::Changes;
 use last_good::{LastGood, in_effect_despite};
-use lists::Lists;
+use views::Views;
 
 /// Answers requests.
 pub struct Control {
@@ -49,7 +49,7 @@ pub struct Control {
     pub is_default: Cell<bool>,
     /// Held while the configuration is read, so that the last one that was asked for is the last to take effect.
     pub loading: Mutex<()>,
-    pub lists: Lists,
+    pub views: Views,
 }
 
 impl Control {
@@ -63,16 +63,8 @@ impl Control {
     ) {
         // It is no error if the caller no longer waits for the answer.
         match request {
-            Request::Clients(reply) => self.lists.clients(reply),
-            Request::Gpus(reply) => self.lists.gpus(reply),
-            Request::Pressure(reply) => drop(reply.send(core.borrow().list_pressure())),
-            Request::Explain(pid, reply) => drop(reply.send(core.borrow().explain(pid))),
+            Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
-            Request::Rules(reply) => {
-                let core = core.borrow();
-                let all = core.config.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string()));
-                drop(reply.send(all.collect()));
-            }
             Request::SetPods(pods, reply) => drop(reply.send(core.borrow_mut().set_pods(pods))),
             Request::SetClaims(new, reply) => {
                 let none = || fdo::Error::NotSupported("this scheduler has no claims: start it with --claims".into());
@@ -89,7 +81,7 @@ impl Control {
             }
             Request::Migrate { pid, gpu, users, reply } => core.borrow_mut().migrate(pid, &gpu, &users, reply),
             Request::Drain(gpu, drained, reply) => drop(reply.send(core.borrow_mut().drain(&gpu, drained))),
-            Request::Debug(reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot()))),
+            Request::Debug(view, reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot(view)))),
             Request::ReleaseDriver(lasts, reply) => {
                 let (released, programs) = core.borrow().release_driver(lasts);
                 spawn_local(async move {

@@ -12,6 +12,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
 use super::state::Core;
+use super::view::View;
 use super::views::ClientView;
 use crate::bus::{self, status::Status};
 use crate::config::metrics::Listen;
@@ -28,9 +29,7 @@ use crate::sys::clock;
 pub struct Snapshot {
     pub now: Time,
     pub config: Config,
-    pub problems: Vec<String>,
-    pub gpus: Vec<bus::Gpu>,
-    pub clients: Vec<ClientView>,
+    pub view: Arc<View>,
     /// Clients that have ended, the newest last.
     pub ended: Vec<(ClientId, Arc<Identity>)>,
     /// The newest measurement of each GPU, by its label.
@@ -40,15 +39,13 @@ pub struct Snapshot {
 }
 
 impl Core {
-    /// A copy, so that it is formatted and written away from the scheduling loop.
-    pub fn debug_snapshot(&self) -> Snapshot {
+    /// Adds to a view what else a bundle has. It is formatted and written away from the scheduling loop.
+    pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
         let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
         Snapshot {
             now: clock::now(),
             config: self.config.clone(),
-            problems: self.problems().borrow().clone(),
-            gpus: self.list_gpus(),
-            clients: self.list_clients(),
+            view,
             ended: self.ended.iter().cloned().collect(),
             samples: samples.collect(),
             driver: self.driver.clone(),
@@ -68,7 +65,9 @@ impl Snapshot {
     }
 
     fn circumstances(self, command_lines: bool) -> Circumstances {
-        let Self { now, config, problems, gpus, clients, ended, samples, driver, recording: _ } = self;
+        let Self { now, config, view, ended, samples, driver, recording: _ } = self;
+        let (problems, gpus) = (view.problems().to_vec(), Arc::unwrap_or_clone(view.list_gpus()));
+        let clients = view.list_clients();
         let settings = &config.settings;
         let living = clients.iter().map(|client| (client.id, &client.identity));
         let processes = ended.iter().map(|(client, identity)| (*client, identity)).chain(living);
@@ -85,7 +84,7 @@ impl Snapshot {
             policy: names::policy_name(settings.policy).into(),
             problems,
             gpus,
-            clients: clients.into_iter().map(|client| visible(client, command_lines)).collect(),
+            clients: clients.iter().map(|client| visible(client, command_lines)).collect(),
         };
         let nvml = samples.iter().map(|(uuid, sample)| {
             let Sample { gpu: _, begun, steady, used, processes } = sample;
@@ -139,7 +138,7 @@ pub(super) fn sealed(
     Ok(file.into())
 }
 
-fn visible(client: ClientView, command_lines: bool) -> bus::Client {
+fn visible(client: &ClientView, command_lines: bool) -> bus::Client {
     let client = client.present(command_lines);
     match command_lines {
         true => client,

@@ -11,7 +11,7 @@ use super::usage::Used;
 use crate::daemon::metrics::snapshot::{Counted, Waits, Workload};
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub struct Counts {
     gpus: BTreeMap<GpuId, GpuCounts>,
     clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,

@@ -4,44 +4,54 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use nvshare_wire::client::GpuKind;
 use zbus::fdo;
 
-use super::state::Core;
-use crate::bus::{EXPECTED, UNKNOWN_START};
+use super::view::View;
+use crate::bus::{self, EXPECTED, UNKNOWN_START};
 use crate::config::units;
-use crate::identity::printable;
+use crate::identity::{Identity, printable};
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
-use crate::sys::clock;
 
 /// So many of the programs ahead are named; the others are counted.
 const NAMED: usize = 5;
 /// Shorter times are not told: what is expected is no more exact.
 const SHORTEST: Duration = Duration::from_millis(100);
+/// Waits that are explained in one answer: as many as one connection can have.
+const MAX_EXPLAINED: usize = nvshare_wire::MAX_SLOTS as usize;
 
 /// Names of clients and GPUs, and the rule of a client.
-pub(super) trait Names {
+trait Names {
     fn client(&self, client: ClientId) -> String;
     fn gpu(&self, gpu: GpuId) -> String;
     fn rule(&self, client: ClientId) -> Option<String>;
 }
 
-impl Names for Core {
+/// The name of a client for people.
+pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> String {
+    let name = identity.map(|identity| printable(&identity.name)).filter(|name| !name.is_empty());
+    let name = name.unwrap_or_else(|| "a program".into());
+    match identity.map_or(0, |identity| identity.pid) {
+        pid if pid > 0 => format!("{name} (process {pid})"),
+        _ => format!("{name} (client {})", client.0),
+    }
+}
+
+/// The name of a GPU for people: its number if it has one of its own.
+pub(super) fn gpu_name(gpu: GpuId, kind: GpuKind, index: Option<u32>) -> String {
+    match index.filter(|_| kind != GpuKind::Mig) {
+        Some(index) => format!("GPU {index}"),
+        None => bus::gpu_name(kind, gpu),
+    }
+}
+
+impl Names for View {
     fn client(&self, client: ClientId) -> String {
-        let identity = self.clients.get(&client).map(|entry| &entry.identity);
-        let name = identity.map(|identity| printable(&identity.name)).filter(|name| !name.is_empty());
-        let name = name.unwrap_or_else(|| "a program".into());
-        match identity.map_or(0, |identity| identity.pid) {
-            pid if pid > 0 => format!("{name} (process {pid})"),
-            _ => format!("{name} (client {})", client.0),
-        }
+        client_name(client, self.clients.get(&client).map(|entry| &*entry.identity))
     }
 
     fn gpu(&self, gpu: GpuId) -> String {
-        let entry = self.gpus.get(&gpu);
-        match entry.and_then(|entry| entry.index.filter(|_| !entry.is_slice())) {
-            Some(index) => format!("GPU {index}"),
-            None => entry.map_or_else(|| gpu.0.to_string(), |entry| entry.label(gpu)),
-        }
+        self.gpus.get(&gpu).map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index))
     }
 
     fn rule(&self, client: ClientId) -> Option<String> {
@@ -50,8 +60,9 @@ impl Names for Core {
     }
 }
 
-impl Core {
-    /// The sentences about a process, for each of its GPUs.
+impl View {
+    /// The sentences about a process, for each of its GPUs, of which [`MAX_EXPLAINED`] are explained: each takes time in
+    /// proportion to the queue, and a process can have many connections.
     ///
     /// # Errors
     /// `InvalidArgs` if no client has that process id.
@@ -59,8 +70,7 @@ impl Core {
         let is_meant = |identity_pid: i32| pid > 0 && i64::from(identity_pid) == i64::from(pid);
         let clients = self.clients.iter().filter(|(_, client)| is_meant(client.identity.pid)).map(|(id, _)| *id);
         let clients: Vec<ClientId> = clients.collect();
-        let now = clock::now();
-        let refusal = self.refusal_sentence(pid, now);
+        let refusal = self.refusal_sentence(pid);
         if let (true, Some(refusal)) = (clients.is_empty(), &refusal) {
             return Ok(vec![format!("It has ended. {refusal}")]);
         }
@@ -68,8 +78,14 @@ impl Core {
             return Err(fdo::Error::InvalidArgs(format!("no program under nvshare has the process id {pid}")));
         }
         let mut text = Vec::new();
+        let mut left = MAX_EXPLAINED;
         for client in clients {
-            let all = self.machine.explain(client, now);
+            if left == 0 {
+                text.push("It has more connections, which are not explained.".into());
+                break;
+            }
+            let all: Vec<Explanation> = self.machine.explain(client, self.now).take(left).collect();
+            left -= all.len();
             if all.is_empty() {
                 text.push("It uses no GPU.".into());
             }

@@ -1,17 +1,15 @@
-//! The snapshot that metrics are made from.
+//! The figures of metrics.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::state::Core;
+use super::view::View;
 use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, OfWorkload, Snapshot, Workload};
 use crate::scheduler::{AttachmentView, GpuId};
-use crate::sys::clock;
 
-impl Core {
-    /// A copy, so that it is formatted away from the scheduling loop.
-    pub fn snapshot(&self) -> Snapshot {
-        let now = clock::now();
+impl View {
+    pub fn figures(&self) -> Snapshot {
+        let now = self.now;
         let views = self.machine.clients();
         let attachments: HashMap<_, _> = views
             .iter()
@@ -78,14 +76,14 @@ impl Core {
                     workloads.insert(key, workload);
                 }
             }
-            if self.config.metrics_of_programs {
+            if self.metrics_of_programs {
                 clients.push(client);
             }
         }
         let workloads = workloads.into_values().collect();
         let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
         gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
-        Snapshot { gpus, workloads, clients, groups: self.stalls() }
+        Snapshot { gpus, workloads, clients, groups: self.stall_totals() }
     }
 }
 

@@ -6,7 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
 //!   from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory.
-//! - `event_log` and `refusals`: log lines; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - `event_log` and `refusals`: log lines; `counts`: counters, and `metrics`: the figures that are made of them.
 //! - `usage`: what tenants, units and containers use, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `lock_files`: files that clients lock while there is no scheduler.
@@ -14,7 +14,7 @@
 //! - `sleep`: sleep of the machine, and of programs; `moves`: programs that go to other GPUs.
 //! - `rooms`: memory that is kept free for programs that are no clients.
 //! - `explain`: why a program does not run, in sentences.
-//! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
+//! - [`View`] (`view`): a copy of the state, for all who read it; [`views`]: what D-Bus shows of it; [`bundle`]: debug bundles.
 
 pub mod bundle;
 pub mod claims;
@@ -44,6 +44,7 @@ mod state;
 mod swap_files;
 pub mod timeline;
 mod usage;
+mod view;
 pub mod views;
 
 pub use gpus::Present;
@@ -51,3 +52,4 @@ pub use measure::EXIT_TIME;
 pub use rooms::{PendingRoom, RoomRequest};
 pub use sleep::{Checkpoint, CheckpointRequest};
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
+pub use view::View;

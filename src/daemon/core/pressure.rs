@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::state::Core;
+use super::view::View;
 use crate::bus;
 use crate::daemon::metrics::snapshot::OfGroup;
 use crate::identity::{Identity, Tenant};
@@ -94,6 +95,15 @@ impl Group {
         self.some.set(now, self.stalled > 0);
         self.full.set(now, self.stalled > 0 && self.running == 0);
     }
+}
+
+/// For how long the clients of one group were stalled.
+#[derive(Debug)]
+pub(super) struct GroupStall {
+    kind: &'static str,
+    name: String,
+    some: Stall,
+    full: Stall,
 }
 
 #[derive(Debug)]
@@ -183,27 +193,30 @@ impl Core {
         }
     }
 
-    /// The groups: kind and name, and for how long clients were stalled: some, and full.
-    fn groups(&self) -> impl Iterator<Item = (&'static str, String, Stall, Stall)> {
+    /// For how long the clients of each GPU, tenant and unit were stalled.
+    pub(super) fn stalls(&self) -> Vec<GroupStall> {
         let now = clock::now();
-        let known = self.pressure.groups.iter().filter(move |(_, group)| group.is_known(now));
-        known.filter_map(move |(subject, group)| {
+        let known = self.pressure.groups.iter().filter(|(_, group)| group.is_known(now));
+        let stall = |(subject, group): (&Subject, &Group)| {
             let (kind, name) = match subject {
                 Subject::Gpu(gpu) => ("gpu", self.gpus.get(gpu)?.label(*gpu)),
                 Subject::Tenant(tenant) => ("tenant", tenant.to_string()),
                 Subject::Unit(unit) => ("unit", unit.clone()),
             };
-            Some((kind, name, group.some.advanced(now), group.full.advanced(now)))
-        })
+            Some(GroupStall { kind, name, some: group.some.advanced(now), full: group.full.advanced(now) })
+        };
+        known.filter_map(stall).collect()
     }
+}
 
+impl View {
     /// The pressure on each GPU, and of each tenant and unit.
     pub fn list_pressure(&self) -> Vec<bus::Pressure> {
-        let view = |(kind, name, some, full): (&str, String, Stall, Stall)| {
+        let view = |GroupStall { kind, name, some, full }: &GroupStall| {
             let [some_avg10, some_avg60, some_avg300] = some.averages.map(|part| part * 100.0);
             let [full_avg10, full_avg60, full_avg300] = full.averages.map(|part| part * 100.0);
             let (some_total, full_total) = (some.total.as_secs_f64(), full.total.as_secs_f64());
-            let kind = kind.into();
+            let (kind, name) = ((*kind).into(), name.clone());
             bus::Pressure {
                 kind,
                 name,
@@ -217,14 +230,18 @@ impl Core {
                 full_total,
             }
         };
-        self.groups().map(view).collect()
+        self.stalls.iter().map(view).collect()
     }
 
     /// The same for metrics, which tell nothing but totals.
-    pub(super) fn stalls(&self) -> Vec<OfGroup> {
-        let view =
-            |(kind, name, some, full): (_, _, Stall, Stall)| OfGroup { kind, name, some: some.total, full: full.total };
-        self.groups().map(view).collect()
+    pub(super) fn stall_totals(&self) -> Vec<OfGroup> {
+        let total = |stall: &GroupStall| OfGroup {
+            kind: stall.kind,
+            name: stall.name.clone(),
+            some: stall.some.total,
+            full: stall.full.total,
+        };
+        self.stalls.iter().map(total).collect()
     }
 }
 

@@ -4,6 +4,7 @@ use tracing::debug;
 
 use super::event_log::{is_recent, log_client};
 use super::state::Core;
+use super::view::View;
 use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
@@ -15,11 +16,20 @@ const MAX_NAMED: usize = 5;
 const MAX_KEPT: usize = 256;
 
 /// A process that was refused memory.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Refusal {
     pid: i32,
     text: String,
     at: Time,
+}
+
+impl View {
+    /// When a process was last refused memory and why, in a sentence: its user may not read the journal.
+    pub(super) fn refusal_sentence(&self, pid: u32) -> Option<String> {
+        let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
+        let ago = units::duration(self.now.saturating_sub(refusal.at));
+        Some(format!("Refused {ago} ago: {}.", printable(&refusal.text)))
+    }
 }
 
 impl Core {
@@ -46,13 +56,6 @@ impl Core {
             }
             self.refusals.push_back(Refusal { pid, text, at: now });
         }
-    }
-
-    /// When a process was last refused memory and why, in a sentence: its user may not read the journal.
-    pub(super) fn refusal_sentence(&self, pid: u32, now: Time) -> Option<String> {
-        let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
-        let ago = units::duration(now.saturating_sub(refusal.at));
-        Some(format!("Refused {ago} ago: {}.", printable(&refusal.text)))
     }
 
     /// Neither the GPU nor host memory has room.

@@ -1,6 +1,7 @@
 //! Rooms: memory of a GPU that is kept free, for a user, for programs that are no clients. The machine makes them; who has which, and
 //! who waits for one, is kept here.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,14 +10,14 @@ use tokio::sync::{Notify, oneshot};
 use tracing::info;
 use zbus::fdo;
 
-use super::explain::Names;
+use super::explain::{client_name, gpu_name};
 use super::state::Core;
 use super::views::NamedGpu;
 use crate::bus;
 use crate::config::units;
 use crate::daemon::gpu::nvml::Query;
-use crate::identity::{Identity, printable};
-use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle, RoomView, Time};
+use crate::identity::Identity;
+use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle};
 use crate::sys::clock;
 
 /// Rooms of one user: a user who can have more would have no more memory for it.
@@ -152,7 +153,8 @@ impl Core {
 
     /// Why there is no room, and what to do about it.
     fn room_refused(&self, gpu: GpuId, why: RoomObstacle) -> fdo::Error {
-        let name = Names::gpu(self, gpu);
+        let entry = self.gpus.get(&gpu);
+        let name = entry.map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index));
         match why {
             RoomObstacle::TooLarge { most } => fdo::Error::InvalidArgs(format!(
                 "{name} has no more than {} for a room: the rest is in use by other programs and rooms, or reserved",
@@ -189,7 +191,7 @@ impl Core {
                 }
                 (None, _) => continue,
             };
-            all.push((bytes, format!("{}: {what}", self.client(view.client))));
+            all.push((bytes, format!("{}: {what}", client_name(view.client, self.identity(view.client)))));
         }
         all.sort_by(|a, b| b.cmp(a));
         let text: Vec<String> = all.into_iter().take(NAMED).map(|(_, text)| text).collect();
@@ -200,18 +202,8 @@ impl Core {
     }
 
     /// Rooms, for those who look.
-    pub(super) fn present_rooms(&self, views: &[RoomView], now: Time) -> Vec<bus::Room> {
-        let present = |view: &RoomView| {
-            let Room { owner, .. } = self.rooms.get(&view.room)?;
-            Some(bus::Room {
-                who: printable(&owner.name),
-                pid: u32::try_from(owner.pid).unwrap_or(0),
-                uid: owner.uid,
-                bytes: view.bytes,
-                ready: view.is_ready,
-                ends_in: view.until.saturating_sub(now).as_secs_f64(),
-            })
-        };
-        views.iter().filter_map(present).collect()
+    /// The caller of each room.
+    pub(super) fn room_owners(&self) -> BTreeMap<RoomId, Arc<Identity>> {
+        self.rooms.iter().map(|(room, entry)| (*room, entry.owner.clone())).collect()
     }
 }

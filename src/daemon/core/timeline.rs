@@ -23,7 +23,8 @@ impl Snapshot {
     pub fn timeline(self, viewer: &Viewer) -> Result<OwnedFd, String> {
         let replay = replay::replay(self.recording.checkpoint()?, self.recording.entries())?;
         let mut labels = BTreeMap::new();
-        let living = self.clients.iter().map(|client| (client.id, &client.identity));
+        let clients = self.view.list_clients();
+        let living = clients.iter().map(|client| (client.id, &client.identity));
         for (client, identity) in self.ended.iter().map(|(client, identity)| (*client, identity)).chain(living) {
             let is_own = identity.uid == viewer.uid || identity.tenant == viewer.tenant;
             if viewer.sees_all || is_own {
@@ -38,7 +39,8 @@ impl Snapshot {
         }
         let header = header(self.now, self.driver, false);
         let timeline = anonymous(from_recording(&replay, &labels, &header), &labels);
-        let names = self.gpus.iter().filter_map(|gpu| {
+        let gpus = self.view.list_gpus();
+        let names = gpus.iter().filter_map(|gpu| {
             let uuid = gpu.uuid.split_once('-')?.1.to_owned();
             let number = gpu.index.map_or_else(|| gpu.uuid.clone(), |index| format!("GPU {index}"));
             Some((uuid, format!("{number}  {}", gpu.name)))

@@ -8,13 +8,19 @@ use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 
 use super::state::{Client, Core, Gpu};
+use super::view::View;
 use crate::bus;
 use crate::config::rules::Rule;
 use crate::config::units;
-use crate::daemon::gpu::accounting::Basis;
-use crate::identity::Identity;
+use crate::identity::{Identity, Tenant};
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepView, Time};
-use crate::sys::clock;
+
+/// Attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; more than so many are
+/// no use to people, and a list of all would be larger than the bus carries.
+const MAX_USES: usize = 2048;
+
+/// Requests in the queue of a GPU whose start is estimated.
+const MAX_EXPECTED: usize = 128;
 
 /// A client, for the D-Bus object, which leaves out what its caller may not see.
 #[derive(Debug, Clone)]
@@ -98,34 +104,42 @@ fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String 
     all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-impl Core {
+impl View {
     /// What a client's rule says of its time: `weight 50, gpu-hours 20h/week (3h 05min used)`.
     fn share_in_words(&self, client: ClientId, rule: &Rule) -> String {
         let has_used_up = self.clients.get(&client).is_some_and(|entry| entry.has_used_up);
         let limits = if has_used_up { rule.limits_when_used_up() } else { rule.limits };
-        let hours =
-            self.hours_of(client).map(|(hours, used)| format!("gpu-hours {hours} ({} used)", units::duration(used)));
+        let hours = self.clients.get(&client).and_then(|client| client.hours);
+        let hours = hours.map(|(hours, used)| format!("gpu-hours {hours} ({} used)", units::duration(used)));
         limits.share.map(in_words).into_iter().chain(hours).collect::<Vec<_>>().join(", ")
     }
 
-    pub fn list_clients(&self) -> Vec<ClientView> {
-        let now = clock::now();
+    /// The clients. Of the attachments of one tenant's clients only the first [`MAX_USES`] are there.
+    pub fn list_clients(&self) -> Arc<Vec<ClientView>> {
+        self.listed_clients.get_or_init(|| Arc::new(self.make_clients())).clone()
+    }
+
+    fn make_clients(&self) -> Vec<ClientView> {
+        let mut listed: HashMap<&Tenant, usize> = HashMap::new();
         let since = self.since();
         let due: BTreeMap<GpuId, _> = self.gpus.keys().map(|gpu| (*gpu, self.machine.shares_due(*gpu))).collect();
-        let view = |seen: scheduler::ClientView| {
+        let mut view = |seen: scheduler::ClientView| {
             let client = self.clients.get(&seen.client)?;
             let rule = self.rule_of(seen.client);
-            let uses = seen.attachments.iter().map(|attachment| {
-                let stats = client.gpus.get(&attachment.gpu);
+            let listed = listed.entry(&client.identity.tenant).or_default();
+            let uses = seen.attachments.iter().take(MAX_USES.saturating_sub(*listed));
+            *listed = listed.saturating_add(seen.attachments.len());
+            let uses = uses.map(|attachment| {
+                let stats = client.uses.get(&attachment.gpu);
                 let since = since.get(&(seen.client, attachment.gpu)).copied();
-                let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(now);
+                let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(self.now);
                 bus::GpuUse {
                     uuid: self.gpus.get(&attachment.gpu).map_or_else(String::new, |entry| entry.label(attachment.gpu)),
                     state: bus::state_name(attachment.state, attachment.attached).into(),
-                    since: now.saturating_sub(since).as_secs_f64(),
+                    since: self.now.saturating_sub(since).as_secs_f64(),
                     engine: bus::engine_name(attachment.engine).into(),
                     engine_reason: stats
-                        .filter(|_| client.lock.is_none())
+                        .filter(|_| !client.is_lock)
                         .map_or("", |stats| bus::engine_reason(stats.reason))
                         .into(),
                     demand: attachment.demand,
@@ -163,11 +177,11 @@ impl Core {
                 connected: client.connected,
                 stopped: seen.stopped,
                 sleep,
-                moving: sleep.moving.and_then(|both| self.label(both.to)).unwrap_or_default(),
+                moving: sleep.moving.and_then(|both| Some(self.gpus.get(&both.to)?.label(both.to))).unwrap_or_default(),
                 uses: uses.collect(),
             })
         };
-        self.machine.clients().into_iter().filter_map(view).collect()
+        self.machine.clients().into_iter().filter_map(&mut view).collect()
     }
 
     /// Since when each holder has held, and each waiter waited.
@@ -180,6 +194,61 @@ impl Core {
         since
     }
 
+    /// In the order of their indices; those that only clients know come last.
+    pub fn list_gpus(&self) -> Arc<Vec<bus::Gpu>> {
+        self.listed_gpus.get_or_init(|| Arc::new(self.make_gpus())).clone()
+    }
+
+    fn make_gpus(&self) -> Vec<bus::Gpu> {
+        let now = self.now;
+        let attachments: Vec<AttachmentView> =
+            self.machine.clients().into_iter().flat_map(|client| client.attachments).collect();
+        let view = |seen: scheduler::GpuView| {
+            let entry = self.gpus.get(&seen.gpu)?;
+            let attachments = || attachments.iter().filter(|attachment| attachment.gpu == seen.gpu);
+            let ends =
+                seen.holders.iter().filter_map(|holder| Some((holder.client.0, holder.ends?.saturating_sub(now))));
+            let starts = self
+                .machine
+                .expected_starts(seen.gpu, MAX_EXPECTED, now)
+                .into_iter()
+                .map(|(client, start)| (client.0, start));
+            let counted = self.counts.gpu(seen.gpu).counted;
+            Some(bus::Gpu {
+                uuid: entry.label(seen.gpu),
+                kind: bus::kind_name(entry.kind).into(),
+                name: entry.name.clone(),
+                index: entry.index,
+                total: entry.total,
+                capacity: if seen.gone { 0 } else { seen.capacity },
+                overhead: entry.overhead,
+                accounting: entry.basis.name().into(),
+                shortfall: seen.shortfall,
+                demand: attachments().map(|attachment| attachment.demand).sum(),
+                resident: attachments().map(|attachment| attachment.mapped).sum(),
+                swapped: attachments().map(|attachment| attachment.swapped).sum(),
+                clients: attachments().count() as u32,
+                holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
+                queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
+                gone: seen.gone,
+                drained: seen.drained,
+                contexts: entry.contexts,
+                turn_ends: Some(ends.map(|(client, left)| (client, left.as_secs_f64())).collect()),
+                expected_starts: Some(starts.map(|(client, start)| (client, start.as_secs_f64())).collect()),
+                swapped_in_bytes: Some(counted.swapped_in),
+                swapped_out_bytes: Some(counted.swapped_out),
+                link_rate: Some(seen.link),
+                kept: Some(seen.kept),
+                rooms: Some(self.present_rooms(&seen.rooms)),
+            })
+        };
+        let mut gpus: Vec<_> = self.machine.gpus().into_iter().filter_map(view).collect();
+        gpus.sort_by_key(|gpu| (gpu.index.is_none(), gpu.index));
+        gpus
+    }
+}
+
+impl Core {
     /// The holders of each GPU's lock.
     pub fn holders(&self) -> Holders {
         let gpus = self.machine.gpus().into_iter();
@@ -193,58 +262,6 @@ impl Core {
     pub fn client_pids(&self) -> ClientPids {
         let pid = |client: &Client| u32::try_from(client.identity.pid).unwrap_or(0);
         self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
-    }
-
-    /// In the order of their indices; those that only clients know come last.
-    pub fn list_gpus(&self) -> Vec<bus::Gpu> {
-        let now = clock::now();
-        let attachments: Vec<AttachmentView> =
-            self.machine.clients().into_iter().flat_map(|client| client.attachments).collect();
-        let view = |seen: scheduler::GpuView| {
-            let entry = self.gpus.get(&seen.gpu)?;
-            let attachments = || attachments.iter().filter(|attachment| attachment.gpu == seen.gpu);
-            let lists_processes = entry.accounting.basis() == Basis::Processes;
-            let ends =
-                seen.holders.iter().filter_map(|holder| Some((holder.client.0, holder.ends?.saturating_sub(now))));
-            let starts =
-                self.machine.expected_starts(seen.gpu, now).into_iter().map(|(client, start)| (client.0, start));
-            let counted = self.counts.gpu(seen.gpu).counted;
-            Some(bus::Gpu {
-                uuid: entry.label(seen.gpu),
-                kind: bus::kind_name(entry.kind).into(),
-                name: entry.name.clone(),
-                index: entry.index,
-                total: entry.total,
-                capacity: if seen.gone { 0 } else { seen.capacity },
-                overhead: entry.accounting.overhead(),
-                accounting: self.basis(entry).name().into(),
-                shortfall: seen.shortfall,
-                demand: attachments().map(|attachment| attachment.demand).sum(),
-                resident: attachments().map(|attachment| attachment.mapped).sum(),
-                swapped: attachments().map(|attachment| attachment.swapped).sum(),
-                clients: attachments().count() as u32,
-                holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
-                queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
-                gone: seen.gone,
-                drained: seen.drained,
-                contexts: lists_processes.then(|| entry.accounting.contexts().values().sum()),
-                turn_ends: Some(ends.map(|(client, left)| (client, left.as_secs_f64())).collect()),
-                expected_starts: Some(starts.map(|(client, start)| (client, start.as_secs_f64())).collect()),
-                swapped_in_bytes: Some(counted.swapped_in),
-                swapped_out_bytes: Some(counted.swapped_out),
-                link_rate: Some(seen.link),
-                kept: Some(seen.kept),
-                rooms: Some(self.present_rooms(&seen.rooms, now)),
-            })
-        };
-        let mut gpus: Vec<_> = self.machine.gpus().into_iter().filter_map(view).collect();
-        gpus.sort_by_key(|gpu| (gpu.index.is_none(), gpu.index));
-        gpus
-    }
-
-    /// The source of a GPU's figures.
-    fn basis(&self, entry: &Gpu) -> Basis {
-        if self.is_measured(entry) { entry.accounting.basis() } else { Basis::Reports }
     }
 
     /// Why no GPU is known.

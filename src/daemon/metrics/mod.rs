@@ -1,11 +1,11 @@
 //! Metrics in the OpenMetrics format over HTTP, if they are configured. They have a thread and a runtime of their
-//! own, so that no scraper can delay a hand-over: the scheduling loop only copies its figures.
+//! own, so that no scraper can delay a hand-over: the scheduling loop only copies its state.
 //!
 //! - `listen`: the sockets.
 //! - `server`: HTTP.
 //! - `source`: one text for all scrapers of about the same time.
 //! - `text`: formats a snapshot, by `families`, the table of all metrics.
-//! - `snapshot`: the figures that the scheduling loop copies.
+//! - `snapshot`: the figures.
 
 mod families;
 pub mod listen;

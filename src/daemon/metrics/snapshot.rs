@@ -1,4 +1,4 @@
-//! The figures that metrics are made of: a copy of the scheduling loop's at one moment.
+//! The figures that metrics are made of.
 
 use std::sync::Arc;
 use std::time::Duration;

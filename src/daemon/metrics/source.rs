@@ -1,21 +1,22 @@
-//! The text that is served: asked of the scheduling loop, and the same for all who ask at about the same time.
+//! The text that is served: made from a view of the scheduling loop's state, and the same for all who ask at about the same time.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hyper::body::Bytes;
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tracing::error;
 
-use super::snapshot::Snapshot;
 use super::text;
+use crate::daemon::core::View;
 
 /// Scrapers within this time get the same text, so that their number does not matter to the scheduling loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
-/// The scheduling loop answers within microseconds, or something is wrong with it.
+/// The scheduling loop answers within a tenth of a second, or something is wrong with it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A request for a snapshot.
-pub type Question = oneshot::Sender<Snapshot>;
+/// A request for a view.
+pub type Question = oneshot::Sender<Arc<View>>;
 
 #[derive(Debug)]
 pub struct Source {
@@ -41,8 +42,8 @@ impl Source {
         let asked = Instant::now();
         let (reply, answer) = oneshot::channel();
         self.questions.send(reply).ok()?;
-        let snapshot = tokio::time::timeout(PATIENCE, answer).await.ok()?.ok()?;
-        let text = text::written(snapshot).inspect_err(|e| error!("cannot write metrics: {e}")).ok()?;
+        let view = tokio::time::timeout(PATIENCE, answer).await.ok()?.ok()?;
+        let text = text::written(view.figures()).inspect_err(|e| error!("cannot write metrics: {e}")).ok()?;
         let text = Bytes::from(text);
         *newest = Some((asked, text.clone()));
         Some(text)

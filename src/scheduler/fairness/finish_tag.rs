@@ -40,7 +40,7 @@ fn scaled(time: Duration, by: u128, of: u128) -> Duration {
 }
 
 /// The finish tags on one GPU: of each owner that has one in the future, and of some in the past.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct FinishTags {
     #[serde(with = "crate::encoding::pairs")]
     of: BTreeMap<ShareOwner, Time>,

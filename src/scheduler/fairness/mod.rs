@@ -30,14 +30,14 @@ use std::time::Duration;
 use usage::Usage;
 
 /// What owners have used of each GPU.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fairness {
     tenants: BTreeMap<ClientId, TenantId>,
     gpus: BTreeMap<GpuId, GpuTime>,
 }
 
 /// What owners have used of one GPU.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GpuTime {
     finish_tags: FinishTags,
     /// The usage of owners with a minimum or a maximum.

@@ -8,7 +8,7 @@ use std::time::Duration;
 const EXACT: Duration = Duration::from_micros(10);
 
 /// When an owner held a GPU, as far back as it matters: spans in order, without overlaps.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Usage {
     spans: VecDeque<Span>,
 }

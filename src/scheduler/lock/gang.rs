@@ -12,7 +12,7 @@ const MOST_OF_A_JOB: usize = 64;
 const FIRST_HAND_OVER: Duration = Duration::from_millis(50);
 
 /// The members of each gang, its turn, and how long it takes to end one.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gangs {
     #[serde(with = "crate::encoding::pairs")]
     members: BTreeMap<Gang, BTreeSet<ClientId>>,
@@ -26,7 +26,7 @@ pub(crate) struct Gangs {
 }
 
 /// The turn of a gang.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Turn {
     /// Since when the gang has held a GPU without a break.
     since: Time,

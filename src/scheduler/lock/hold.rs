@@ -5,7 +5,7 @@ use crate::api::*;
 use std::time::Duration;
 
 /// The lock state of a client on one GPU.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
     /// The client did not drain in its last hold, so it is given less time in the next. A hold that ends normally
@@ -44,7 +44,7 @@ impl ClientLock {
 }
 
 /// A client's present hold of the lock of one GPU.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Hold {
     pub entity: Entity,
     /// Orders the holders of a GPU.

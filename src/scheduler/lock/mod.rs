@@ -29,7 +29,7 @@ use queue::{Line, OwnRequests};
 use std::collections::BTreeMap;
 
 /// The locks of all GPUs.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Lock {
     /// Requests that wait, queued or blocked.
     #[serde(with = "crate::encoding::pairs")]
@@ -39,7 +39,7 @@ pub(crate) struct Lock {
     gpus: BTreeMap<GpuId, Line>,
 }
 
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct Client {
     /// The request that the client is part of.
     waiting: Option<Entity>,

@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request of an entity for the locks of one or several GPUs.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Request {
     pub key: QueueKey,
     /// Since when each client has waited, and for which GPUs.
@@ -75,7 +75,7 @@ pub(crate) struct QueueKey {
 }
 
 /// The queue of a GPU, and its holders.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Line {
     /// Requests that want this GPU, in the order in which they are served, without those that stand behind another one.
     pub queue: BTreeSet<(QueueKey, Entity)>,
@@ -100,7 +100,7 @@ pub(super) struct Line {
 
 /// The requests of one owner in the queue of a GPU. What an owner has used moves all of them: were each in the queue, a turn of an
 /// owner with a thousand clients would move a thousand requests.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct OwnRequests {
     /// The first of those that are ordered by rank. It is in the queue.
     pub first: Option<(QueueKey, Entity)>,

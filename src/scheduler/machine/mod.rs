@@ -33,7 +33,7 @@ impl Settings {
 }
 
 /// The scheduler's state machine: decides which clients run on which GPU, and whose memory is there.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub struct Machine {
     pub(crate) now: Time,
     pub(crate) settings: Settings,
@@ -52,7 +52,7 @@ pub struct Machine {
     pub(crate) asleep: bool,
 }
 
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Client {
     /// The gang that the client named; 0: none. A rule may put it into another one.
     pub named: u64,

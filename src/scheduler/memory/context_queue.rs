@@ -4,14 +4,14 @@
 use crate::api::*;
 use std::collections::VecDeque;
 
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ContextQueue {
     queue: VecDeque<PendingContext>,
     /// How many of them, from the back, are deferred.
     deferred: usize,
 }
 
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,

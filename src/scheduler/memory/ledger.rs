@@ -65,7 +65,7 @@ pub(crate) enum State {
     Unevictable,
 }
 
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
     tenant: TenantId,
     state: State,
@@ -75,7 +75,7 @@ struct Entry {
 }
 
 /// The accounts of one GPU, and their sums in bytes.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Ledger {
     accounts: BTreeMap<ClientId, Entry>,
     /// Σ charge, including memory that measurements still show although its client reported it as freed.

@@ -54,7 +54,7 @@ pub(crate) enum Access {
 }
 
 /// The memory of one GPU.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct GpuMemory {
     /// Size of the GPU in bytes.
     pub total: u64,
@@ -104,7 +104,7 @@ pub(crate) struct GpuMemory {
 }
 
 /// A client's state on one GPU, apart from its account.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientMemory {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,

@@ -31,7 +31,7 @@ pub(crate) struct Room {
 }
 
 /// What other programs use of a GPU, and what is kept free for them, in bytes.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Others {
     used: u64,
     rooms: BTreeMap<RoomId, Room>,

@@ -15,7 +15,7 @@ const MEASURABLE: u64 = 64 << 20;
 const RATES: (u64, u64) = (64 << 20, 1 << 40);
 
 /// Bytes per second.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Rates {
     /// Of copies during evictions, smoothed.
     out: u64,

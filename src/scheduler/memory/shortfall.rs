@@ -25,7 +25,7 @@ use std::time::Duration;
 const COUNTS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(600));
 
 /// One client's failed mappings on one GPU.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Failures {
     /// Grants in a row that ended because the driver had no room for bytes that the client was allowed.
     pub in_a_row: u32,
@@ -45,7 +45,7 @@ pub(crate) struct Failures {
     pub backoff: Duration,
 }
 
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Failure {
     pub at: Time,
     /// Other clients that had memory on the GPU that could leave.

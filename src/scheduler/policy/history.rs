@@ -9,7 +9,7 @@ use std::time::Duration;
 const FIRST_BURST: Duration = Duration::from_millis(50);
 
 /// The history of one client on one GPU.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct History {
     pub bursts: Bursts,
     pub progress: Progress,
@@ -17,7 +17,7 @@ pub(crate) struct History {
 }
 
 /// The history of each client on each GPU that it has attached.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Histories {
     gpus: BTreeMap<GpuId, BTreeMap<ClientId, History>>,
 }

@@ -5,7 +5,7 @@ use crate::{api::*, effects::Effects};
 use std::collections::BTreeMap;
 
 /// The host memory that each client was asked to allocate, in bytes.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Ahead {
     /// The most for all clients together. `None`: the host lacks memory.
     most: Option<u64>,

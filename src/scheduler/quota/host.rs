@@ -4,7 +4,7 @@ use crate::api::GpuId;
 use std::collections::BTreeSet;
 
 /// Host memory, and the limits that are out of date.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Host {
     /// Bytes that limits may count on. `None`: there is no bound.
     bytes: Option<u64>,

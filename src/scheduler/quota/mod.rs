@@ -73,7 +73,7 @@ pub(crate) struct Context<'a> {
 }
 
 /// The limits of all clients on all GPUs.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Quota {
     gpus: BTreeMap<GpuId, GpuLimits>,
     host: Host,
@@ -95,7 +95,7 @@ pub(crate) struct Quota {
 }
 
 /// The limits on one GPU, and their sums.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GpuLimits {
     clients: BTreeMap<ClientId, ClientLimit>,
     /// The demands of those that have any, the least first.
@@ -117,7 +117,7 @@ struct GpuLimits {
     fresh: BTreeSet<ClientId>,
 }
 
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct ClientLimit {
     limit: Limit,
     /// The size of its context, once that was measured.

@@ -56,7 +56,7 @@ pub(crate) enum Step {
 }
 
 /// A client that is not awake, is to sleep, or could not.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
     state: State,
     /// It is to sleep.
@@ -182,7 +182,7 @@ impl Entry {
 }
 
 /// The clients that are not simply awake.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Sleep {
     clients: BTreeMap<ClientId, Entry>,
 }

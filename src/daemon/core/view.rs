@@ -1,0 +1,174 @@
+//! The state of the scheduling loop at one moment, for all who read it: D-Bus, the control socket, metrics, and the status line
+//! of systemd. The loop copies it; what readers are told is made from the copy on other threads, and no decision depends on it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
+
+use nvshare_wire::client::{EngineReason, GpuKind};
+
+use super::counts::Counts;
+use super::pressure::GroupStall;
+use super::refusals::Refusal;
+use super::state::Core;
+use super::views::ClientView;
+use crate::bus;
+use crate::config::rules::{EnvLimits, GpuHours, Instance, Rule, Rules};
+use crate::daemon::gpu::accounting::Basis;
+use crate::identity::{Identity, printable};
+use crate::scheduler::{ClientId, GpuId, Machine, RoomId, Time};
+use crate::sys::clock;
+
+/// A copy of the state. What is made from it for several readers is made once.
+#[derive(Debug)]
+pub struct View {
+    pub(super) now: Time,
+    pub(super) machine: Machine,
+    pub(super) clients: BTreeMap<ClientId, CopiedClient>,
+    pub(super) gpus: BTreeMap<GpuId, CopiedGpu>,
+    pub(super) rules: Rules,
+    pub(super) room_owners: BTreeMap<RoomId, Arc<Identity>>,
+    pub(super) refusals: VecDeque<Refusal>,
+    pub(super) stalls: Vec<GroupStall>,
+    pub(super) counts: Counts,
+    pub(super) metrics_of_programs: bool,
+    pub(super) problems: Vec<String>,
+    pub(super) listed_clients: OnceLock<Arc<Vec<ClientView>>>,
+    pub(super) listed_gpus: OnceLock<Arc<Vec<bus::Gpu>>>,
+}
+
+/// What the view has of a client beyond the machine's copy.
+#[derive(Debug)]
+pub(super) struct CopiedClient {
+    pub identity: Arc<Identity>,
+    pub library: String,
+    pub connected: SystemTime,
+    pub rule: Option<Instance>,
+    pub has_used_up: bool,
+    /// The `gpu-hours` of its rule, and the time used of them.
+    pub hours: Option<(GpuHours, Duration)>,
+    pub env_limits: EnvLimits,
+    /// It is a lock that was acquired over D-Bus.
+    pub is_lock: bool,
+    pub uses: BTreeMap<GpuId, CopiedUse>,
+}
+
+/// What the view has of a client on one GPU beyond the machine's copy.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CopiedUse {
+    pub idle_since: Time,
+    pub limit: Option<u64>,
+    pub in_file: u64,
+    pub untracked_work: bool,
+    pub reason: EngineReason,
+}
+
+/// What the view has of a GPU beyond the machine's copy.
+#[derive(Debug)]
+pub(super) struct CopiedGpu {
+    pub kind: GpuKind,
+    pub name: String,
+    pub total: u64,
+    pub index: Option<u32>,
+    pub overhead: Option<u64>,
+    /// The source of its figures.
+    pub basis: Basis,
+    /// Bytes of the contexts of all clients, where NVML lists processes.
+    pub contexts: Option<u64>,
+}
+
+impl CopiedGpu {
+    pub fn label(&self, gpu: GpuId) -> String {
+        bus::gpu_name(self.kind, gpu)
+    }
+}
+
+impl Core {
+    /// Copies the state.
+    pub fn view(&self) -> View {
+        let clients = self.clients.iter().map(|(id, client)| {
+            let uses = client.gpus.iter().map(|(gpu, stats)| {
+                let copied = CopiedUse {
+                    idle_since: stats.idle_since,
+                    limit: stats.limit,
+                    in_file: stats.in_file,
+                    untracked_work: stats.untracked_work,
+                    reason: stats.reason,
+                };
+                (*gpu, copied)
+            });
+            let copied = CopiedClient {
+                identity: client.identity.clone(),
+                library: client.library.clone(),
+                connected: client.connected,
+                rule: client.rule.clone(),
+                has_used_up: client.has_used_up,
+                hours: self.hours_of(*id),
+                env_limits: client.env_limits.clone(),
+                is_lock: client.lock.is_some(),
+                uses: uses.collect(),
+            };
+            (*id, copied)
+        });
+        let gpus = self.gpus.iter().map(|(id, gpu)| {
+            let accounting = &gpu.accounting;
+            let contexts = || accounting.contexts().values().sum();
+            let copied = CopiedGpu {
+                kind: gpu.kind,
+                name: gpu.name.clone(),
+                total: gpu.total,
+                index: gpu.index,
+                overhead: accounting.overhead(),
+                basis: if self.is_measured(gpu) { accounting.basis() } else { Basis::Reports },
+                contexts: (accounting.basis() == Basis::Processes).then(contexts),
+            };
+            (*id, copied)
+        });
+        View {
+            now: clock::now(),
+            machine: self.machine.clone(),
+            clients: clients.collect(),
+            gpus: gpus.collect(),
+            rules: self.config.rules.clone(),
+            room_owners: self.room_owners(),
+            refusals: self.refusals.clone(),
+            stalls: self.stalls(),
+            counts: self.counts.clone(),
+            metrics_of_programs: self.config.metrics_of_programs,
+            problems: self.problems().borrow().clone(),
+            listed_clients: OnceLock::new(),
+            listed_gpus: OnceLock::new(),
+        }
+    }
+}
+
+impl View {
+    pub(super) fn rule_of(&self, client: ClientId) -> Option<&Rule> {
+        self.rules.get(self.clients.get(&client)?.rule.as_ref()?.rule)
+    }
+
+    /// Every rule in effect, in the order in which they are tried, and where it is from.
+    pub fn rules(&self) -> Vec<(toml::Table, String)> {
+        self.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string())).collect()
+    }
+
+    /// Sentences about what keeps the scheduler from working as it is set up.
+    pub fn problems(&self) -> &[String] {
+        &self.problems
+    }
+
+    pub(super) fn present_rooms(&self, rooms: &[crate::scheduler::RoomView]) -> Vec<bus::Room> {
+        let present = |room: &crate::scheduler::RoomView| {
+            let owner = self.room_owners.get(&room.room)?;
+            Some(bus::Room {
+                who: printable(&owner.name),
+                pid: u32::try_from(owner.pid).unwrap_or(0),
+                uid: owner.uid,
+                bytes: room.bytes,
+                ready: room.is_ready,
+                ends_in: room.until.saturating_sub(self.now).as_secs_f64(),
+            })
+        };
+        rooms.iter().filter_map(present).collect()
+    }
+}
