@@ -4,6 +4,7 @@
 mod bus;
 mod clients;
 mod fake_polkit;
+mod flood;
 mod games;
 mod journal;
 mod metrics;

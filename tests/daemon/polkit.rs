@@ -433,7 +433,7 @@ fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
             polkit.asked_times(16).await;
             let (name, text) = refusal(set_quantum(connection, 45).await);
             assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
-            assert!(text.contains("polkit"), "{text}");
+            assert!(text.contains("of this connection"), "{text}");
         }
         let (name, _) = refusal(set_quantum(&crowd[2], 45).await);
         assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded", "the user has enough of them");

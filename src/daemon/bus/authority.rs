@@ -1,13 +1,12 @@
 //! Authorization by polkit of users other than root. The subject is the sender of a message by its unique name on the bus,
 //! which is never reused, unlike a process id. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
 //!
-//! An answer can take as long as a user types a password, and polkit can hang. So the number of pending checks is limited,
-//! each has a timeout, and the check of a sender that leaves the bus is cancelled.
+//! An answer can take as long as a user types a password, and polkit can hang. So each check has a timeout, and the check of a
+//! sender that leaves the bus is cancelled. `gate` limits the number of calls, and with them that of checks.
 
 use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use zbus::export::futures_core::Stream;
@@ -21,13 +20,6 @@ use zbus_polkit::policykit1::{self as polkit, AuthorityProxy, AuthorizationResul
 const INTERACTIVE_TIMEOUT: Duration = Duration::from_secs(120);
 /// For checks that must not delay the caller.
 const QUICK_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// Pending checks of one sender.
-const MAX_OF_SENDER: usize = 16;
-/// Pending checks of one user, who can have many connections to the bus.
-const MAX_OF_USER: usize = 32;
-/// Pending checks in all.
-const MAX_PENDING: usize = 128;
 
 /// An action that polkit authorizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,15 +54,14 @@ impl Action {
 #[derive(Debug)]
 pub struct Subject {
     sender: OwnedUniqueName,
-    uid: u32,
     polkit: polkit::Subject,
 }
 
 impl Subject {
     /// `None` if the message has no sender.
-    pub fn new(header: &message::Header<'_>, uid: u32) -> Option<Self> {
+    pub fn new(header: &message::Header<'_>) -> Option<Self> {
         let polkit = polkit::Subject::new_for_message_header(header).ok()?;
-        Some(Self { sender: header.sender()?.to_owned().into(), uid, polkit })
+        Some(Self { sender: header.sender()?.to_owned().into(), polkit })
     }
 }
 
@@ -97,18 +88,14 @@ pub enum Answer {
     Absent,
 }
 
-/// The polkit of one bus, and its pending checks.
+/// The polkit of one bus.
 #[derive(Debug, Default)]
 pub struct Authority {
     asked: AtomicU64,
-    pending: Mutex<Vec<(OwnedUniqueName, u32)>>,
 }
 
 impl Authority {
     /// Asks polkit whether the subject may do something.
-    ///
-    /// # Errors
-    /// `LimitsExceeded` if too many checks are pending.
     pub async fn check<'a>(
         &self,
         connection: &'a Connection,
@@ -116,8 +103,7 @@ impl Authority {
         action: Action,
         details: Details<'a>,
         manner: Manner,
-    ) -> fdo::Result<Answer> {
-        let _place = self.place(subject)?;
+    ) -> Answer {
         let check = Check {
             connection,
             subject,
@@ -128,45 +114,14 @@ impl Authority {
         };
         let limit = if manner == Manner::Quick { QUICK_TIMEOUT } else { INTERACTIVE_TIMEOUT };
         let gone = || Answer::No("the caller has left the bus".into());
-        let Ok(Some(leaving)) = check.sender_leaves().await else { return Ok(gone()) };
+        let Ok(Some(leaving)) = check.sender_leaves().await else { return gone() };
         let answer = tokio::select! {
-            answer = check.run() => return Ok(answer),
+            answer = check.run() => return answer,
             () = leaving => gone(),
             () = tokio::time::sleep(limit) => Answer::No(format!("there was no answer for {limit:?}")),
         };
         check.cancel().await;
-        Ok(answer)
-    }
-
-    fn pending(&self) -> MutexGuard<'_, Vec<(OwnedUniqueName, u32)>> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn place<'a>(&'a self, subject: &'a Subject) -> fdo::Result<Place<'a>> {
-        let mut pending = self.pending();
-        let of_sender = pending.iter().filter(|(sender, _)| *sender == subject.sender).count();
-        let of_user = pending.iter().filter(|(_, uid)| *uid == subject.uid).count();
-        if of_sender >= MAX_OF_SENDER || of_user >= MAX_OF_USER || pending.len() >= MAX_PENDING {
-            let text = "too many calls wait for polkit's answer: try again when some of them have it";
-            return Err(fdo::Error::LimitsExceeded(text.into()));
-        }
-        pending.push((subject.sender.clone(), subject.uid));
-        Ok(Place { authority: self, subject })
-    }
-}
-
-/// Counts a pending check until it is dropped.
-struct Place<'a> {
-    authority: &'a Authority,
-    subject: &'a Subject,
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        let mut pending = self.authority.pending();
-        if let Some(at) = pending.iter().position(|(sender, _)| *sender == self.subject.sender) {
-            pending.swap_remove(at);
-        }
+        answer
     }
 }
 
@@ -254,35 +209,7 @@ fn is_absent(error: &zbus::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use zbus::Message;
-
     use super::*;
-
-    #[test]
-    fn questions_are_few_at_a_time() {
-        let authority = Authority::default();
-        let subject = |connection: usize, uid| {
-            let call = Message::method_call("/", "Call").sender(format!(":1.{connection}")).build(&()).expect("a call");
-            Subject::new(&call.header(), uid).expect("a sender")
-        };
-        let subjects: Vec<Subject> = (0..MAX_PENDING).map(|n| subject(n, u32::try_from(n / 2).expect("few"))).collect();
-        let mut places = Vec::new();
-        for subject in &subjects {
-            for _ in 0..MAX_OF_SENDER {
-                places.extend(authority.place(subject));
-            }
-        }
-        assert_eq!(places.len(), MAX_PENDING);
-        places.clear();
-        for (connection, places_left) in [(0, MAX_OF_SENDER), (1, MAX_OF_USER - MAX_OF_SENDER), (2, 0)] {
-            let subject: &'static Subject = Box::leak(Box::new(subject(connection, 1000)));
-            let got: Vec<_> = (0..MAX_PENDING).map_while(|_| authority.place(subject).ok()).collect();
-            assert_eq!(got.len(), places_left, "of connection {connection}");
-            places.extend(got);
-        }
-        drop(places);
-        assert!(authority.pending().is_empty());
-    }
 
     #[test]
     fn the_bus_lets_every_method_through() {

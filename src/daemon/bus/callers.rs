@@ -11,6 +11,7 @@ use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
 
 use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
+use super::gate::{Gate, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
 use crate::daemon::transport::peer::{self, Process, Where};
@@ -21,9 +22,19 @@ use crate::sys::access;
 #[derive(Debug)]
 pub enum Callers {
     /// The bus identifies each sender, and polkit authorizes it.
-    Bus(Authority),
+    Bus { authority: Authority, senders: Senders, gate: Gate },
     /// The peer of a socket is the only caller; the kernel identifies it.
-    Peer { process: Arc<Process>, groups: Vec<u32> },
+    Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
+}
+
+/// What the bus says of a connection.
+#[derive(Debug)]
+pub struct Known {
+    pub uid: u32,
+    /// 0 if unknown.
+    pid: i32,
+    process: Arc<Process>,
+    groups: Vec<u32>,
 }
 
 /// The sender of a message.
@@ -51,6 +62,46 @@ enum From<'a> {
 }
 
 impl Callers {
+    pub fn bus() -> Self {
+        Self::Bus { authority: Authority::default(), senders: Senders::default(), gate: Gate::default() }
+    }
+
+    /// Admits a call as far as can be told without asking the bus.
+    ///
+    /// # Errors
+    /// `LimitsExceeded`
+    pub fn admit_sender(&self, header: Option<&Header<'_>>) -> fdo::Result<Option<Place>> {
+        let sender = header.and_then(|header| header.sender());
+        match (self, sender) {
+            (Self::Bus { senders, .. }, Some(sender)) => senders.of(&sender.to_owned().into()).admit(),
+            _ => Ok(None),
+        }
+    }
+
+    /// Admits a call of a user, who is identified for that.
+    ///
+    /// # Errors
+    /// `LimitsExceeded`
+    pub async fn admit(&self, header: Option<&Header<'_>>, connection: &Connection) -> fdo::Result<Place> {
+        match self {
+            Self::Bus { senders, gate, .. } => {
+                gate.admit(known(senders, header, connection).await.map(|known| known.uid))
+            }
+            Self::Peer { process, gate, .. } => gate.admit(Some(process.uid)),
+        }
+    }
+
+    /// Admits a call that waits for its turn.
+    ///
+    /// # Errors
+    /// `LimitsExceeded`
+    pub fn admit_long(&self, uid: u32) -> fdo::Result<Place> {
+        match self {
+            Self::Bus { gate, .. } => gate.admit_long(uid),
+            Self::Peer { gate, .. } => gate.admit_long(uid),
+        }
+    }
+
     /// Identifies the sender of a message.
     ///
     /// # Errors
@@ -60,28 +111,39 @@ impl Callers {
         header: Option<&Header<'_>>,
         connection: &'a Connection,
     ) -> fdo::Result<Caller<'a>> {
-        let authority = match self {
-            Self::Bus(authority) => authority,
-            Self::Peer { process, groups } => {
+        let (authority, senders) = match self {
+            Self::Bus { authority, senders, .. } => (authority, senders),
+            Self::Peer { process, groups, .. } => {
                 let (uid, pid) = (process.uid, process.pid);
                 return Ok(Caller { uid, pid, process: process.clone(), groups: groups.clone(), from: From::Peer });
             }
         };
-        let known = async {
-            let header = header?;
-            let sender = header.sender()?.to_owned();
-            let bus = DBusProxy::new(connection).await.ok()?;
-            let known = bus.get_connection_credentials(sender.clone().into()).await.ok()?;
-            let uid = known.unix_user_id()?;
-            let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
-            let process = Arc::new(Process::named(pid, uid, known.process_fd().map(AsFd::as_fd)));
-            let groups = known.unix_group_ids().cloned().unwrap_or_default();
-            let subject = Subject::new(header, uid)?;
+        let known = known(senders, header, connection).await;
+        let caller = header.zip(known).and_then(|(header, known)| {
+            let Known { uid, pid, process, groups } = &*known;
+            let subject = Subject::new(header)?;
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
-            Some(Caller { uid, pid, process, groups, from: From::Bus { authority, connection, subject, interactive } })
-        };
-        known.await.ok_or_else(|| denied("the bus does not identify the caller"))
+            let from = From::Bus { authority, connection, subject, interactive };
+            Some(Caller { uid: *uid, pid: *pid, process: process.clone(), groups: groups.clone(), from })
+        });
+        caller.ok_or_else(|| denied("the bus does not identify the caller"))
     }
+}
+
+/// What the bus says of the sender of a message, which it is asked once for each connection.
+async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Connection) -> Option<Arc<Known>> {
+    let name = header?.sender()?.to_owned();
+    let sender = senders.of(&name.clone().into());
+    let ask = async {
+        let bus = DBusProxy::new(connection).await.ok()?;
+        let known = bus.get_connection_credentials(name.into()).await.ok()?;
+        let uid = known.unix_user_id()?;
+        let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
+        let process = Arc::new(Process::named(pid, uid, known.process_fd().map(AsFd::as_fd)));
+        let groups = known.unix_group_ids().cloned().unwrap_or_default();
+        Some(Arc::new(Known { uid, pid, process, groups }))
+    };
+    sender.known.get_or_init(|| ask).await.clone()
 }
 
 fn denied(text: impl Into<String>) -> fdo::Error {
@@ -158,7 +220,7 @@ impl Caller<'_> {
             From::Bus { .. } => {
                 let program = self.program();
                 let details = HashMap::from([("program", program.as_str()), ("change", what), ("rule", rule)]);
-                match self.ask(action, details).await? {
+                match self.ask(action, details).await {
                     Answer::Absent => Err(denied(only_root("there is no polkit, so "))),
                     answer => self.heed(answer, what),
                 }
@@ -192,7 +254,7 @@ impl Caller<'_> {
                 let program = self.program();
                 let details =
                     HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
-                match self.ask(action, details).await? {
+                match self.ask(action, details).await {
                     Answer::Absent => Err(denied(format!(
                         "user {} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
                         self.uid
@@ -231,16 +293,16 @@ impl Caller<'_> {
         let program = self.program();
         let details = HashMap::from([("program", program.as_str())]);
         let answer = authority.check(connection, subject, Action::SeeCommands, details, Manner::Quick).await;
-        matches!(answer, Ok(Answer::Yes))
+        answer == Answer::Yes
     }
 
-    async fn ask(&self, action: Action, details: Details<'_>) -> fdo::Result<Answer> {
+    async fn ask(&self, action: Action, details: Details<'_>) -> Answer {
         match &self.from {
             From::Bus { authority, connection, subject, interactive } => {
                 let manner = if *interactive { Manner::Interactive } else { Manner::Patient };
                 authority.check(connection, subject, action, details, manner).await
             }
-            From::Peer => Ok(Answer::Absent),
+            From::Peer => Answer::Absent,
         }
     }
 

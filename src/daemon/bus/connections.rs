@@ -11,7 +11,6 @@ use tracing::{debug, error, info, warn};
 use zbus::{Guid, connection};
 
 use super::announce::announce;
-use super::authority::Authority;
 use super::callers::Callers;
 use super::object::Object;
 use super::served::Served;
@@ -39,7 +38,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
             Bus::System => connection::Builder::system(),
             Bus::Address(address) => connection::Builder::address(address.as_str()),
         };
-        let object = Object { shared: shared.clone(), callers: Callers::Bus(Authority::default()) };
+        let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus() });
         // The name is requested last, so that its owner always has the object.
         let connected = builder
             .serve_at(bus::PATH, Served(object))
@@ -107,7 +106,9 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;
     }
-    let object = Object { shared: shared.clone(), callers: Callers::Peer { process: Arc::new(process), groups } };
+    let gate = shared.control_gate.clone();
+    let callers = Callers::Peer { process: Arc::new(process), groups, gate };
+    let object = Arc::new(Object { shared: shared.clone(), callers });
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())
         .p2p()

@@ -5,13 +5,14 @@
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
 //! - `announce`: PropertiesChanged and the signals.
 //! - `sleep`: what logind says before the machine sleeps.
-//! - `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
+//! - `gate`: admits calls. `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
 
 mod announce;
 mod authority;
 mod callers;
 mod connections;
 mod failure;
+mod gate;
 mod object;
 mod served;
 mod sleep;
@@ -41,6 +42,7 @@ use crate::daemon::usage::{Answer, Query};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
+use gate::Gate;
 
 /// Time that a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
@@ -144,6 +146,7 @@ impl BusServer {
                 bundling: Arc::default(),
                 drawing: Arc::default(),
                 reading_usage: Arc::default(),
+                control_gate: Arc::default(),
                 followed,
             };
             LocalSet::new().block_on(&runtime, async {
@@ -197,6 +200,8 @@ struct Shared {
     drawing: Arc<Mutex<()>>,
     /// Held while it is read what was used, which can be much.
     reading_usage: Arc<Mutex<()>>,
+    /// Admits the calls of all connections to the control socket.
+    control_gate: Arc<Gate>,
     followed: Followed,
 }
 

@@ -3,12 +3,14 @@
 //! Calls can take minutes, and zbus holds read locks during a call: the interface's, and for a property those of
 //! `Properties` and of the object tree as well. Readers do not block each other, but a writer would wait for all of
 //! them, and all later calls for the writer. So there are no writers: no method takes `&mut self`, which [`shared`]
-//! ensures, and [`ObjectServer::at`] and `remove` are not called once the object is registered. Each call has a task
-//! of its own.
+//! ensures, and [`ObjectServer::at`] and `remove` are not called once the object is registered. Each call that is
+//! admitted has a task of its own.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use zbus::message::Header;
+use tracing::debug;
+use zbus::message::{Flags, Header};
 use zbus::names::{InterfaceName, MemberName};
 use zbus::object_server::{DispatchResult, Interface, SignalEmitter};
 use zbus::{BoxDBusError, Connection, Message, ObjectServer, OwnedVariant, Variant, fdo};
@@ -16,7 +18,7 @@ use zbus::{BoxDBusError, Connection, Message, ObjectServer, OwnedVariant, Varian
 use super::object::Object;
 
 /// [`Object`] with the installed XML as its introspection data, which declares how changes are announced.
-pub struct Served(pub Object);
+pub struct Served(pub Arc<Object>);
 
 const XML: &str = include_str!("../../../dbus/org.nvshare.Scheduler1.xml");
 
@@ -47,6 +49,11 @@ impl Interface for Served {
         self.0.get_all(server, connection, header, emitter).await
     }
 
+    /// zbus would start a task for each call, before any of ours could refuse it. It awaits `call`, which does so instead.
+    fn spawn_tasks_for_methods(&self) -> bool {
+        false
+    }
+
     fn set<'call>(
         &'call self,
         property: &'call str,
@@ -56,7 +63,15 @@ impl Interface for Served {
         header: Option<&'call Header<'_>>,
         emitter: &'call SignalEmitter<'_>,
     ) -> DispatchResult<'call> {
-        shared(self.0.set(property, value, server, connection, header, emitter))
+        match shared(self.0.set(property, value, server, connection, header, emitter)) {
+            DispatchResult::Async(set) => DispatchResult::Async(Box::pin(async move {
+                let callers = &self.0.callers;
+                let _sender = callers.admit_sender(header)?;
+                let _place = callers.admit(header, connection).await?;
+                set.await
+            })),
+            other => other,
+        }
     }
 
     async fn set_mut(
@@ -73,12 +88,40 @@ impl Interface for Served {
 
     fn call<'call>(
         &'call self,
-        server: &'call ObjectServer,
+        _: &'call ObjectServer,
         connection: &'call Connection,
         message: &'call Message,
         name: MemberName<'call>,
     ) -> DispatchResult<'call> {
-        shared(self.0.call(server, connection, message, name))
+        let sender = match self.0.callers.admit_sender(Some(&message.header())) {
+            Ok(sender) => sender,
+            Err(e) => {
+                return DispatchResult::Async(Box::pin(
+                    async move { reply_error(connection, message, e.into()).await },
+                ));
+            }
+        };
+        let (object, connection, message, name) =
+            (self.0.clone(), connection.clone(), message.clone(), name.to_owned());
+        tokio::spawn(async move {
+            let _sender = sender;
+            let header = message.header();
+            let answered = match object.callers.admit(Some(&header), &connection).await {
+                Err(e) => Err(e.into()),
+                Ok(_place) => {
+                    match shared(object.call(connection.object_server(), &connection, &message, name.as_ref())) {
+                        DispatchResult::Async(answer) => answer.await,
+                        _ => Err(fdo::Error::UnknownMethod(format!("there is no method {name}")).into()),
+                    }
+                }
+            };
+            if let Err(e) = answered
+                && let Err(e) = reply_error(&connection, &message, e).await
+            {
+                debug!("cannot answer a call: {e}");
+            }
+        });
+        DispatchResult::Async(Box::pin(std::future::ready(Ok(()))))
     }
 
     fn call_mut<'call>(
@@ -99,6 +142,15 @@ impl Interface for Served {
     }
 }
 
+/// Replies with an error, unless the caller expects no reply.
+async fn reply_error(connection: &Connection, message: &Message, error: BoxDBusError) -> Result<(), BoxDBusError> {
+    let header = message.header();
+    if header.primary().flags().contains(Flags::NO_REPLY_EXPECTED) {
+        return Ok(());
+    }
+    connection.reply_dbus_error(&header, error).await.map_err(|e| fdo::Error::from(e).into())
+}
+
 /// Accepts calls that take `&self`; other methods are not found.
 fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
     match dispatched {
@@ -117,8 +169,6 @@ fn interface(xml: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use tokio::sync::{mpsc, watch};
 
     use super::*;
@@ -156,9 +206,11 @@ mod tests {
             bundling: Arc::default(),
             drawing: Arc::default(),
             reading_usage: Arc::default(),
+            control_gate: Arc::default(),
             followed,
         };
-        let callers = Callers::Peer { process: Arc::new(Process::named(0, 0, None)), groups: Vec::new() };
+        let callers =
+            Callers::Peer { process: Arc::new(Process::named(0, 0, None)), groups: Vec::new(), gate: Arc::default() };
         let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);

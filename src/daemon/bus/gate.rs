@@ -1,0 +1,182 @@
+//! Admission of calls, before anything is started or asked for them: the number of calls of one user that are being answered, and
+//! calls per second. A call beyond that is refused at once, or dropped if it expects no reply. So what a user sends takes neither
+//! memory nor other users' time. The bus and the control socket have a gate each, so neither can be closed through the other.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore};
+use zbus::fdo;
+use zbus::names::OwnedUniqueName;
+
+use super::callers::Known;
+
+/// Calls of one connection to the bus that are being answered.
+const MAX_OF_SENDER: usize = 16;
+/// Calls of one user, who can have many connections.
+const MAX_OF_USER: usize = 32;
+/// Calls of one user that wait for their turn to read records or a timeline, which are read one after the other.
+const MAX_LONG: usize = 2;
+/// Calls of a user in a second on average, and at once.
+const CALLS_PER_SECOND: u32 = 200;
+/// How much more root may have.
+const ROOT_FACTOR: u32 = 8;
+/// Connections and users that are remembered without calls.
+const MAX_IDLE: usize = 256;
+
+/// The places of all users.
+#[derive(Debug, Default)]
+pub struct Gate(Mutex<HashMap<u32, Arc<User>>>);
+
+#[derive(Debug)]
+struct User {
+    places: Arc<Semaphore>,
+    long: Arc<Semaphore>,
+    token: Duration,
+    /// The time at which the bucket of tokens is full again. Each call is a moment later.
+    full: Mutex<Instant>,
+}
+
+/// A call that is being answered, until it is dropped.
+pub type Place = OwnedSemaphorePermit;
+
+impl User {
+    fn new(uid: u32) -> Self {
+        let factor = if uid == 0 { ROOT_FACTOR } else { 1 };
+        let places = |most: usize| Arc::new(Semaphore::new(most.saturating_mul(factor as usize)));
+        Self {
+            places: places(MAX_OF_USER),
+            long: places(MAX_LONG),
+            token: Duration::from_secs(1) / CALLS_PER_SECOND.saturating_mul(factor),
+            full: Mutex::new(Instant::now()),
+        }
+    }
+
+    fn take_token(&self) -> bool {
+        let mut full = self.full.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let next = (*full).max(now) + self.token;
+        // The bucket holds the tokens of a second.
+        let is_there = next <= now + Duration::from_secs(1);
+        if is_there {
+            *full = next;
+        }
+        is_there
+    }
+
+    fn is_idle(&self) -> bool {
+        let is_full = *self.full.lock().unwrap_or_else(PoisonError::into_inner) <= Instant::now();
+        is_full && Arc::strong_count(&self.places) == 1 && Arc::strong_count(&self.long) == 1
+    }
+}
+
+fn too_many(what: &str) -> fdo::Error {
+    fdo::Error::LimitsExceeded(format!("too many calls {what}: try again when some of them have an answer"))
+}
+
+impl Gate {
+    fn user(&self, uid: u32) -> Arc<User> {
+        let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if users.len() >= MAX_IDLE && !users.contains_key(&uid) {
+            users.retain(|_, user| Arc::strong_count(user) > 1 || !user.is_idle());
+        }
+        users.entry(uid).or_insert_with(|| Arc::new(User::new(uid))).clone()
+    }
+
+    /// Admits a call of a user. `None` is one that the bus does not identify; they all count as one user.
+    ///
+    /// # Errors
+    /// `LimitsExceeded`
+    pub fn admit(&self, uid: Option<u32>) -> fdo::Result<Place> {
+        let user = self.user(uid.unwrap_or(u32::MAX));
+        let place = user.places.clone().try_acquire_owned().map_err(|_| too_many("of this user are being answered"))?;
+        if user.take_token() { Ok(place) } else { Err(too_many("of this user have come within a second")) }
+    }
+
+    /// Admits a call that waits for its turn.
+    ///
+    /// # Errors
+    /// `LimitsExceeded`
+    pub fn admit_long(&self, uid: u32) -> fdo::Result<Place> {
+        let place = self.user(uid).long.clone().try_acquire_owned();
+        place.map_err(|_| too_many("of this user wait for records or a timeline"))
+    }
+}
+
+/// Connections to the bus, by their unique names, which are never used again.
+#[derive(Debug, Default)]
+pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
+
+/// A connection to the bus.
+#[derive(Debug)]
+pub struct Sender {
+    places: Arc<Semaphore>,
+    /// What the bus says of it. It is asked once.
+    pub known: OnceCell<Option<Arc<Known>>>,
+}
+
+impl Senders {
+    pub fn of(&self, name: &OwnedUniqueName) -> Arc<Sender> {
+        let mut senders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sender) = senders.get(name) {
+            return sender.clone();
+        }
+        if senders.len() >= MAX_IDLE {
+            senders.retain(|_, sender| Arc::strong_count(&sender.places) > 1);
+        }
+        let sender = Sender { places: Arc::new(Semaphore::new(MAX_OF_SENDER)), known: OnceCell::new() };
+        senders.entry(name.clone()).or_insert(Arc::new(sender)).clone()
+    }
+}
+
+impl Sender {
+    /// Admits a call of the connection; `None`: it is root's, which only the user's places limit.
+    ///
+    /// # Errors
+    /// `LimitsExceeded`
+    pub fn admit(&self) -> fdo::Result<Option<Place>> {
+        let place = self.places.clone().try_acquire_owned().ok();
+        let is_root = || self.known.get().is_some_and(|known| known.as_ref().is_some_and(|known| known.uid == 0));
+        match place {
+            None if !is_root() => Err(too_many("of this connection are being answered")),
+            place => Ok(place),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_of_a_user_are_few_at_a_time_and_in_a_second_and_other_users_have_their_own() {
+        let gate = Gate::default();
+        let places: Vec<Place> = (0..100).map_while(|_| gate.admit(Some(1000)).ok()).collect();
+        assert_eq!(places.len(), MAX_OF_USER);
+        assert!(gate.admit(Some(1001)).is_ok() && gate.admit(None).is_ok());
+        let root: Vec<Place> = (0..1000).map_while(|_| gate.admit(Some(0)).ok()).collect();
+        assert_eq!(root.len(), MAX_OF_USER * ROOT_FACTOR as usize);
+        drop(places);
+        let begin = Instant::now();
+        let admitted = (0..100_000).filter(|_| gate.admit(Some(1000)).is_ok()).count();
+        let most = CALLS_PER_SECOND + (begin.elapsed().as_secs_f64() * f64::from(CALLS_PER_SECOND)) as u32 + 1;
+        assert!(admitted <= most as usize, "{admitted} of {most}");
+        assert!(gate.admit(Some(1001)).is_ok());
+        let long: Vec<Place> = (0..10).map_while(|_| gate.admit_long(1001).ok()).collect();
+        assert_eq!(long.len(), MAX_LONG);
+    }
+
+    #[test]
+    fn calls_of_a_connection_are_few_at_a_time_and_idle_connections_are_forgotten() {
+        let senders = Senders::default();
+        let name = |n: usize| OwnedUniqueName::try_from(format!(":1.{n}")).expect("a name");
+        let places: Vec<_> = (0..100).map_while(|_| senders.of(&name(0)).admit().ok()).collect();
+        assert_eq!(places.len(), MAX_OF_SENDER);
+        for n in 1..10_000 {
+            senders.of(&name(n)).admit().expect("a place");
+        }
+        assert!(senders.0.lock().expect("a lock").len() <= MAX_IDLE);
+        assert!(senders.of(&name(0)).admit().is_err(), "its calls are still being answered");
+    }
+}

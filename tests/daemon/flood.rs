@@ -1,0 +1,81 @@
+//! Users who call on D-Bus as fast as the bus lets them.
+
+use std::os::unix::process::CommandExt;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use zbus::Message;
+use zbus::connection::Builder;
+use zbus::message::Flags;
+
+use test_support::daemon::*;
+
+use crate::private_bus::{Bus, block_on, on_bus, on_control, scheduler};
+
+const FLOOD: Duration = Duration::from_secs(4);
+/// Bytes that the daemon may have in memory, most of which is the debug build's code.
+const MAX_MEMORY: u64 = 200 << 20;
+/// The longest time until root's two calls on the bus are answered.
+const MAX_BUS: Duration = Duration::from_secs(10);
+
+#[test]
+#[ignore = "a helper: calls methods that cost much and expects no reply"]
+fn helper_floods() {
+    let address = std::env::var("NVSHARE_TEST_BUS").expect("run by a test, not by hand");
+    block_on(async {
+        let connection = Builder::address(address.as_str()).build().await.expect("the bus");
+        let call = |method: &'static str| {
+            let call = Message::method_call("/org/nvshare/Scheduler1", method);
+            let call = call.destination("org.nvshare.Scheduler1").interface("org.nvshare.Scheduler1");
+            call.with_flags(Flags::NO_REPLY_EXPECTED).build(&()).expect("a call")
+        };
+        let begin = Instant::now();
+        let mut sent = 0;
+        while begin.elapsed() < FLOOD {
+            for method in ["CreateTimeline", "ListGpus", "ListClients"] {
+                connection.send(&call(method)).await.expect("the bus takes it");
+                sent += 1;
+            }
+        }
+        eprintln!("sent {sent}");
+    });
+}
+
+fn memory(daemon: &Daemon) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).expect("it runs");
+    let line = status.lines().find(|line| line.starts_with("RssAnon")).expect("its line");
+    line.split_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).expect("a number") << 10
+}
+
+#[test]
+fn a_flood_of_calls_takes_no_memory_and_root_is_answered() {
+    if !is_root() {
+        return test_support::skip("root, to act as another user");
+    }
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let mut flood = helper("flood::helper_floods", &daemon.socket());
+    flood.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
+    let flood = flood.spawn().expect("it starts");
+    std::thread::sleep(FLOOD / 2);
+    let [by_control, by_bus] = block_on(async {
+        let mut took = Vec::new();
+        for connection in [on_control(&daemon.control()).await, on_bus(&bus).await] {
+            let scheduler = scheduler(&connection).await;
+            let begin = Instant::now();
+            scheduler.set_time_quantum(45).await.expect("root may");
+            scheduler.list_gpus().await.expect("root may");
+            took.push(begin.elapsed());
+        }
+        [took[0], took[1]]
+    });
+    let output = flood.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    let used = memory(&daemon);
+    eprintln!("{}; {} MiB, root's answers took {by_control:?} and {by_bus:?}", said.trim(), used >> 20);
+    assert!(used < MAX_MEMORY, "the daemon has {} MiB after {said}", used >> 20);
+    assert!(by_control < Duration::from_secs(1), "root was answered after {by_control:?}");
+    // The bus delivers calls in order, and a debug build takes a while to refuse those before.
+    assert!(by_bus < MAX_BUS, "root was answered after {by_bus:?}");
+}
