@@ -8,6 +8,7 @@ use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
+use std::time::Duration;
 
 use tokio::net::UnixStream;
 use tokio::select;
@@ -18,6 +19,12 @@ use zbus::fdo;
 use crate::daemon::core::{Core, PendingRoom, RoomRequest};
 use crate::scheduler::RoomId;
 use crate::sys::socket;
+
+/// Shortest time between two renewals of a room, each of which takes the scheduling loop time in proportion to the clients.
+const RENEWAL_PERIOD: Duration = Duration::from_millis(500);
+
+/// Reads before a renewal, which take more than a socket holds.
+const MAX_READS: usize = 256;
 
 /// Makes a room, and answers with the caller's end of the pair of sockets once its memory is free.
 pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
@@ -59,12 +66,20 @@ struct Kept {
 impl Kept {
     /// Renews the room whenever its owner writes. Returns when the last copy of the owner's end is closed.
     async fn serve(&self, own: &UnixStream) {
-        let mut buffer = [0; 64];
+        let mut buffer = [0; 4096];
         while own.readable().await.is_ok() {
-            match own.try_read(&mut buffer) {
-                Ok(1..) => self.core.borrow_mut().renew_room(self.room),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                _ => return,
+            let mut wrote = false;
+            for _ in 0..MAX_READS {
+                match own.try_read(&mut buffer) {
+                    Ok(1..) => wrote = true,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                    _ => return,
+                }
+            }
+            if wrote {
+                self.core.borrow_mut().renew_room(self.room);
+                // What is written until then renews it once.
+                tokio::time::sleep(RENEWAL_PERIOD).await;
             }
         }
     }
