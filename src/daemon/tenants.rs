@@ -163,23 +163,31 @@ impl Budget {
         loop {
             let now = clock::now();
             match self.wait(now) {
-                Duration::ZERO => {
-                    return Slice {
-                        budget: self,
-                        ends: now.saturating_add(SLICE),
-                        spent: Cell::new(now),
-                        _permit: permit,
-                    };
-                }
+                Duration::ZERO => return self.begin(permit, now),
                 wait => tokio::time::sleep(wait).await,
             }
         }
+    }
+
+    /// A time slice at once, whether the tenant has another one and tokens or not: for work that others wait for, of which a tenant
+    /// has a limited amount.
+    pub fn slice_at_once(&self) -> Slice<'_> {
+        self.begin(None, clock::now())
+    }
+
+    fn begin<'a>(&'a self, permit: Option<SemaphorePermit<'a>>, now: Time) -> Slice<'a> {
+        Slice { budget: self, ends: now.saturating_add(SLICE), spent: Cell::new(now), permit }
     }
 
     /// How long it takes until there are tokens.
     fn wait(&self, now: Time) -> Duration {
         // The bucket holds the tokens of a second.
         self.full.get().saturating_sub(now.saturating_add(Duration::from_secs(1)))
+    }
+
+    /// Whether the tenant has spent its tokens, and waits for new ones.
+    pub fn is_spent(&self) -> bool {
+        !self.wait(clock::now()).is_zero()
     }
 
     fn spend(&self, tokens: u32, now: Time) {
@@ -198,7 +206,7 @@ pub struct Slice<'a> {
     ends: Time,
     /// When tokens were last spent.
     spent: Cell<Time>,
-    _permit: Option<SemaphorePermit<'a>>,
+    permit: Option<SemaphorePermit<'a>>,
 }
 
 impl Slice<'_> {
@@ -208,7 +216,7 @@ impl Slice<'_> {
         let time = now.saturating_sub(self.spent.replace(now));
         let of_time = u32::try_from(time.as_nanos() / TOKEN_TIME.as_nanos()).unwrap_or(u32::MAX);
         self.budget.spend(tokens.max(of_time), now);
-        now < self.ends && self.budget.wait(now).is_zero()
+        now < self.ends && (self.permit.is_none() || self.budget.wait(now).is_zero())
     }
 
     /// Ends the slice. The tenant has its next one after the runtime has looked for what others have sent.

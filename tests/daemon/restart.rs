@@ -488,3 +488,45 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     lock.is_open();
     assert!(daemon.client().id > 0x600);
 }
+
+/// The longest time until another program is welcomed while clients are taken over. A loaded test machine needs some of it.
+const MAX_GAP: std::time::Duration = std::time::Duration::from_millis(500);
+
+#[test]
+fn clients_that_say_much_when_they_are_taken_over_keep_nobody_waiting() {
+    let (manager, daemon) = kept();
+    let talkers: Vec<Client> = (0..8).map(|_| resuming(&manager, &daemon)).collect();
+    let daemon = Daemon::start_in(daemon.kill(), Some(&manager), |command, _| {
+        command.args(["--log-level", "info"]);
+    });
+    let socket = daemon.socket();
+    let talk = std::thread::spawn(move || {
+        for (n, client) in (0..).zip(&talkers) {
+            until_asked(client);
+            client.send(hello_again(client.id));
+            for _ in 0..480 {
+                client.send(attach(1, nvshare_wire::Uuid([n + 100; 16])));
+                client.send(ClientMessage::Detach { slot: 1 });
+            }
+            client.send(ClientMessage::Held { gpus: 0 });
+        }
+        talkers
+    });
+    let mut longest = std::time::Duration::ZERO;
+    while daemon.log.count("programs continue") == 0 || !talk.is_finished() {
+        let begin = std::time::Instant::now();
+        drop(Client::welcomed(&socket));
+        longest = longest.max(begin.elapsed());
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // Programs are taken over right after that line.
+    for _ in 0..200 {
+        let begin = std::time::Instant::now();
+        drop(Client::welcomed(&socket));
+        longest = longest.max(begin.elapsed());
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    eprintln!("longest Welcome {longest:?}; {}", daemon.log.wait("programs continue"));
+    assert!(longest < MAX_GAP, "a program was welcomed after {longest:?}");
+    drop(talk.join().expect("no panic"));
+}

@@ -3,7 +3,7 @@
 //! is asked to send its whole state again (`Resume`), and packets before its answer are discarded.
 //!
 //! No lock is granted before all clients have answered: those that have not may hold it. Stopped processes are not waited
-//! for; they are taken over when they answer. Programs that connect meanwhile are welcomed, and their packets read afterwards.
+//! for, nor tenants that have sent more than their budget; they are taken over when they answer, after all others. Programs that connect meanwhile are welcomed, and their packets read afterwards.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ use super::lock::{self, TakenOver};
 use crate::daemon::core::{Arrival, Core};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
-use crate::daemon::tenants::{Share, What};
+use crate::daemon::tenants::{Share, Slice, What};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::identity::Identity;
@@ -95,6 +95,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
             Ok(None) => break,
             Err(_) => silent.retain(|_, (_, identity)| !peer::is_stopped(identity.pid)),
         }
+        silent.retain(|_, (connection, _)| !connection.budget().is_spent());
     }
     for (connection, identity) in silent.values() {
         let Identity { pid, uid, unit, name, .. } = &**identity;
@@ -109,17 +110,28 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     // Those that are held before anybody requests one.
     let locks: Vec<TakenOver> =
         locks.into_iter().filter_map(|stored| lock::take_over(core, connections, stored)).collect();
-    admit(core, states, connections);
+    let late = admit(core, states, connections, false).await;
     locks.into_iter().for_each(TakenOver::go_on);
 
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
+        late.into_iter().for_each(|state| admit_late(state, &core, &connections));
         while let Some((name, state)) = answers.recv().await {
             match state {
-                Some(state) => admit(&core, vec![state], &connections),
+                Some(state) => admit_late(state, &core, &connections),
                 None => systemd::forget(&name.to_string()),
             }
         }
+    });
+}
+
+/// Takes over a client once its tenant has tokens.
+fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) {
+    let (core, connections) = (core.clone(), connections.clone());
+    spawn_local(async move {
+        let budget = state.asked.connection.budget().clone();
+        budget.slice().await.end().await;
+        admit(&core, vec![state], &connections, true).await;
     });
 }
 
@@ -181,15 +193,39 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
             }
             _ => {}
         }
-        tokio::task::yield_now().await;
+        let slice = connection.budget().slice().await;
+        slice.spend(1);
+        slice.end().await;
     }
 }
 
-/// Takes clients over: first their memory, then the locks that they hold, then their requests.
-fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &Rc<Connections>) {
+/// Feeds packets to the machine until a time slice ends.
+fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut impl Iterator<Item = Vec<u8>>) {
+    for packet in packets {
+        // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.
+        let _ = core.borrow_mut().receive(client, &packet, Vec::new());
+        if !slice.spend(1) {
+            break;
+        }
+    }
+}
+
+/// Takes clients over: first their memory, then the locks that they hold, then their requests. Returns those whose tenants had
+/// spent their tokens when it was their turn, unless they are `late` already.
+async fn admit(
+    core: &Rc<RefCell<Core>>,
+    mut states: Vec<ClientState>,
+    connections: &Rc<Connections>,
+    is_late: bool,
+) -> Vec<ClientState> {
     states.sort_by_key(|state| state.asked.name.client);
-    let mut requests = Vec::new();
-    for ClientState { asked, hello, packets, .. } in &mut states {
+    let (mut admitted, mut late) = (Vec::new(), Vec::new());
+    for mut state in states {
+        let ClientState { asked, hello, packets: packets_left, .. } = &mut state;
+        if !is_late && asked.connection.budget().is_spent() {
+            late.push(state);
+            continue;
+        }
         let client = ClientId(asked.name.client);
         let arrival = Arrival {
             connection: asked.connection.clone(),
@@ -203,30 +239,37 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
             process: asked.pidfd.clone(),
         };
         core.borrow_mut().resume(client, arrival, asked.name);
-        for packet in std::mem::take(packets) {
-            if is_request(&packet, asked.name.version) {
-                requests.push((client, packet));
-            } else {
-                // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.
-                let _ = core.borrow_mut().receive(client, &packet, Vec::new());
-            }
+        let packets = std::mem::take(packets_left);
+        let (later, first): (Vec<_>, Vec<_>) =
+            packets.into_iter().partition(|packet| is_request(packet, asked.name.version));
+        *packets_left = later;
+        let mut first = first.into_iter().peekable();
+        while first.peek().is_some() {
+            let slice = asked.connection.budget().slice_at_once();
+            feed(core, client, &slice, &mut first);
+            slice.end().await;
         }
+        admitted.push(state);
     }
-    for ClientState { asked, held, .. } in &states {
+    for ClientState { asked, held, .. } in &admitted {
         core.borrow_mut().resume_locks(ClientId(asked.name.client), *held);
     }
-    for (client, packet) in requests {
-        let _ = core.borrow_mut().receive(client, &packet, Vec::new());
-    }
-    for ClientState { asked, .. } in states {
+    for ClientState { asked, packets: requests, .. } in admitted {
         let StoredClient { name, connection, identity, pidfd, place } = asked;
         let (core, connections) = (core.clone(), connections.clone());
         spawn_local(async move {
+            let mut requests = requests.into_iter().peekable();
+            while requests.peek().is_some() {
+                let slice = connection.budget().slice().await;
+                feed(&core, ClientId(name.client), &slice, &mut requests);
+                slice.end().await;
+            }
             client::converse(&core, ClientId(name.client), &connection, &identity, pidfd.as_deref(), &connections)
                 .await;
             drop(place);
         });
     }
+    late
 }
 
 fn is_request(packet: &[u8], version: u16) -> bool {
