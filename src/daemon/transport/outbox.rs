@@ -54,7 +54,8 @@ fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
         (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,
         (Contended { gpus: new, .. }, Contended { gpus: old, .. }) => new == old,
-        (Waiting { .. }, Waiting { .. }) => true,
+        // The library's patience goes by each reason, which it is told once.
+        (Waiting { gpus: new, why: a }, Waiting { gpus: old, why: b }) => new == old && a == b,
         (Revoke { gpus: new }, Revoke { gpus: old }) => new == old,
         _ => false,
     }
@@ -82,6 +83,16 @@ mod tests {
             outbox.0.back().map(|(message, _)| message),
             Some(&SchedulerMessage::Contended { gpus: 1, waiters: 99_999, grace_us: 0 })
         );
+    }
+
+    #[test]
+    fn reasons_to_wait_do_not_replace_each_other() {
+        use nvshare_wire::scheduler::WaitReason;
+        let (mut outbox, budget) = (Outbox::default(), budget());
+        for why in [WaitReason::Context, WaitReason::Memory, WaitReason::Memory] {
+            outbox.push(SchedulerMessage::Waiting { gpus: 1, why }, &budget).expect("room");
+        }
+        assert_eq!(outbox.0.len(), 2);
     }
 
     #[test]
