@@ -38,7 +38,8 @@ messages! {
             reason: EngineReason,
         },
 
-        /// The client has destroyed its last context on the GPU, and has no memory and no lock there any more.
+        /// The client has destroyed its last context on the GPU, and holds no memory and no lock
+        /// there.
         3 => Detach { slot: u32 },
 
         /// The state of this client's memory on one GPU. Replaces the report before it.
@@ -49,7 +50,7 @@ messages! {
             ack: u32,
             /// Bytes that the client needs on the GPU in order to run, pinned bytes included.
             demand: u64,
-            /// Bytes that it has there now, pinned bytes included.
+            /// Bytes that the client has mapped there now, pinned bytes included.
             mapped: u64,
             /// Bytes whose contents are in host memory now.
             swapped: u64,
@@ -67,18 +68,20 @@ messages! {
             in_file: u64,
         },
 
-        /// Requests the locks of all GPUs in the set, all or nothing. Replaces a request that still waits.
+        /// Requests the locks of all GPUs in the set, all or nothing. Replaces a pending request.
         5 => Request { gpus: SlotSet },
 
         /// Releases the locks of these GPUs. Nothing that the client submitted there is still running.
         6 => Release {
             gpus: SlotSet,
             reason: ReleaseReason,
-            /// Time for which the GPU had work of the client in this turn, in microseconds.
+            /// Time for which the client's work was running on the GPU in this turn, in
+            /// microseconds.
             busy_us: u64,
         },
 
-        /// The client was asked to release the locks, and cannot drain now. It keeps them, and will be asked again.
+        /// The client was asked to release the locks, and cannot drain now. It keeps the locks, and
+        /// the scheduler asks again later.
         7 => Stuck { gpus: SlotSet, reason: StuckReason },
 
         /// Withdraws a request.
@@ -95,26 +98,29 @@ messages! {
         /// the requested one. All chunks but the last have `chunk` bytes.
         11 => Exported { ticket: u64, outcome: Sharing, slot: u32, bytes: u64, chunk: u64 },
 
-        /// Requests a limit of `bytes` on the GPU, for an allocation that waits. Answered by a
-        /// [`Limit`](crate::SchedulerMessage::Limit) that is at least as high, or by [`Denied`](crate::SchedulerMessage::Denied).
+        /// Requests a limit of `bytes` on the GPU, for a pending allocation. Answered by a
+        /// [`Limit`](crate::SchedulerMessage::Limit) that is at least as high, or by
+        /// [`Denied`](crate::SchedulerMessage::Denied).
         12 => RequestLimit { slot: u32, bytes: u64 },
 
         /// Requests a reservation: the driver found no free memory on the GPU for an allocation of its own, and the client
         /// is about to call it again. Answered by [`Reserved`](crate::SchedulerMessage::Reserved).
         13 => Reserve { slot: u32, bytes: u64 },
 
-        /// The part of the time, in thousandths, for which the client has work on a GPU that it holds alone. More than 1100:
-        /// no other client should run beside it.
+        /// The share of the time, in thousandths, for which the client has work on a GPU that it
+        /// holds alone. Above 1100: no other client should run beside it.
         21 => Utilization { slot: u32, permille: u32 },
 
         /// The client has freed exported memory. Its next report no longer includes it.
         16 => Withdrawn { range: u32 },
 
-        /// The client has opened memory that another process exported. Sent on each new connection; on the connection on
-        /// which it was opened, the scheduler knows. `adopted`: the client's reports include it.
+        /// The client has opened memory that another process exported. Sent on each new connection,
+        /// but not on the connection that opened the memory: there, the scheduler knows. `adopted`:
+        /// the client's reports include the memory.
         17 => Imported { slot: u32, exporter: Secret, range: u32, bytes: u64, adopted: u8 },
 
-        /// The client's reports include this memory, as pinned, from the next one on: its exporter has freed it.
+        /// The exporter has freed this memory. The client includes it, as pinned, from its next
+        /// report on.
         18 => Adopted { exporter: Secret, range: u32 },
 
         /// The client has closed memory that it had opened.
@@ -124,34 +130,36 @@ messages! {
         /// an earlier scheduler granted.
         20 => Held { gpus: SlotSet },
 
-        /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): nothing of the client enters the driver until
-        /// [`Awake`](crate::SchedulerMessage::Awake).
+        /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): no thread of the client
+        /// enters the driver until [`Awake`](crate::SchedulerMessage::Awake).
         22 => SleepReady {},
 
         /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): the client stays awake.
         23 => SleepRefused { why: SleepRefusal },
 
-        /// A thread of a client that is asleep, or prepared to be, waits to enter the driver. Sent once for each sleep.
+        /// A thread waits to enter the driver while the client is asleep or prepared to sleep. Sent
+        /// once for each sleep.
         24 => Wake {},
 
         /// Answers [`OfferSwapFile`](crate::SchedulerMessage::OfferSwapFile): the client can use a swap file.
         25 => UseSwapFile {
-            /// The host memory that its control groups allow, in bytes; [`u64::MAX`]: as much as there is.
+            /// The host memory that the client's cgroups allow, in bytes; [`u64::MAX`]: no limit.
             ram_max: u64,
         },
 
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 => VisibleDevices { text: Text<PART> },
 
-        /// Asks which GPUs this process is to see, before it initializes CUDA. Answered by one
-        /// [`Placed`](crate::SchedulerMessage::Placed) for each GPU, or by [`Unplaced`](crate::SchedulerMessage::Unplaced).
+        /// Asks which GPUs this process should see, before it initializes CUDA. Answered by one
+        /// [`Placed`](crate::SchedulerMessage::Placed) for each GPU, or by
+        /// [`Unplaced`](crate::SchedulerMessage::Unplaced).
         31 => RequestPlacement {
             chooser: Chooser,
             /// The number of GPUs; 0: not specified.
             count: u32,
-            /// Bytes that it needs on each GPU, without its context; 0: unknown.
+            /// Bytes that the process needs on each GPU, without its context; 0: unknown.
             bytes: u64,
-            /// The device files that this process can open: bit *n* is `/dev/nvidia`*n*; 0: unknown.
+            /// The device files that the process can open: bit *n* is `/dev/nvidia`*n*; 0: unknown.
             devices: u64,
             /// 1: the placement is for the program that this process becomes or starts after it has closed this connection.
             ahead: u8,
@@ -172,14 +180,14 @@ messages! {
 byte_enum! {
     /// The outcome of opening another process's memory.
     pub enum Sharing {
-        /// It is opened.
+        /// The memory is opened.
         Done = 0,
         /// No process whose memory this one may open has exported it.
         Unknown = 1,
-        /// It exists, but could not be passed on.
+        /// The memory exists, but its descriptors could not be passed.
         Failed = 2,
-        /// Not now: the exporter has too many requests, or the scheduler has just started and may not know it yet. The client
-        /// should ask again.
+        /// The exporter has too many requests, or the scheduler has just started and may not know
+        /// it yet. The client should retry.
         Busy = 3,
     }
 }
@@ -208,46 +216,47 @@ byte_enum! {
 byte_enum! {
     /// Why a client's memory on a GPU has its engine.
     pub enum EngineReason {
-        /// It is the best, and the GPU supports it.
+        /// The engine is the best that the GPU supports.
         Best = 0,
-        /// The user asked for it.
+        /// The user selected the engine.
         Asked = 1,
         /// The program may use more memory than the GPU has.
         Oversubscription = 2,
-        /// Engine `swap` would have been taken, but the GPU or its driver has no virtual memory management.
+        /// Engine `swap` was preferred, but the GPU or its driver has no virtual memory management.
         NoVmm = 3,
-        /// Engine `managed` was asked for, but the GPU's managed memory cannot be moved.
+        /// Engine `managed` was selected, but the GPU's managed memory cannot be moved.
         NoManaged = 4,
-        /// The GPU supports neither.
+        /// The GPU supports neither engine.
         Neither = 5,
     }
 }
 
-/// A flag of [`Hello`](ClientMessage::Hello): the client has been told to sleep by another scheduler, and is prepared or asleep.
-/// It then names its GPUs (`Attach`), but is told and tells no more of them before it is awake. After
+/// A flag of [`Hello`](ClientMessage::Hello): an earlier scheduler told the client to sleep, and
+/// the client is prepared or asleep. The client names its GPUs (`Attach`); neither side sends
+/// anything else about them until the client is awake. After
 /// [`Resume`](crate::SchedulerMessage::Resume), `Held` with no GPU follows.
 pub const ASLEEP: u32 = 1;
 
 byte_enum! {
     /// Why a client cannot sleep.
     pub enum SleepRefusal {
-        /// It has work, or threads that cannot be told to be outside of the driver.
+        /// The client has running work, or threads that may be inside the driver.
         Busy = 0,
-        /// It uses managed memory, which the driver does not checkpoint.
+        /// The client uses managed memory, which the driver does not checkpoint.
         Managed = 1,
-        /// It shares memory with other processes.
+        /// The client shares memory with other processes.
         Ipc = 2,
-        /// Its GPUs reach each other's memory.
+        /// Peer access is enabled between the client's GPUs.
         Peers = 3,
-        /// It has memory that cannot leave the GPU.
+        /// The client has memory that cannot leave the GPU.
         Immovable = 4,
-        /// Other devices may reach its memory.
+        /// Other devices may access the client's memory.
         Rdma = 5,
-        /// Its work passes no gate.
+        /// The client submits work that bypasses the gate.
         UnseenWork = 6,
         /// A stream is being captured.
         Capture = 7,
-        /// It is in a gang.
+        /// The client is in a gang.
         Gang = 8,
     }
 }
@@ -255,11 +264,12 @@ byte_enum! {
 byte_enum! {
     /// Why a client releases the lock.
     pub enum ReleaseReason {
-        /// It had no work (early release).
+        /// The client had no work (early release).
         Idle = 0,
-        /// It was revoked.
+        /// The lock was revoked.
         Revoked = 1,
-        /// Mapping its memory failed although its allowance covers it; it will request again.
+        /// Mapping the client's memory failed although its allowance covers it; the client will
+        /// request the lock again.
         NoMemory = 2,
         /// The context is gone or broken.
         Gone = 3,
@@ -273,17 +283,20 @@ byte_enum! {
         NeedsHost = 0,
         /// Submitted work simply runs long.
         LongWork = 1,
-        /// A stream is capturing, so the contexts cannot be shown to be idle.
+        /// A stream is capturing, so the client cannot verify that the contexts are idle.
         Capturing = 2,
-        /// Work was submitted without passing the gate (by another API on the same GPU), so it cannot be known whether all
-        /// work is done. Sent once, even if the lock was not revoked. The client's memory stays on the GPU.
+        /// Work bypassed the gate (through another API on the same GPU), so the client cannot know
+        /// whether all work is done. Sent once, even if the lock was not revoked. The client's
+        /// memory stays on the GPU.
         UntrackedWork = 3,
-        /// Host memory is full: what an eviction has not moved by now stays.
+        /// Host memory is full: an eviction has stopped, and the rest of the memory stays on the
+        /// GPU.
         HostFull = 4,
-        /// The contexts have failed, so nothing can be copied. The memory is free when the program ends.
+        /// The contexts have failed, so no memory can be copied. The memory becomes free when the
+        /// program ends.
         Broken = 5,
-        /// The driver does not say that the contexts are idle, although all work that passed the gate is done: an eviction has
-        /// been given up.
+        /// The driver does not report the contexts as idle, although all work that passed the gate
+        /// is done. The client has given up an eviction.
         UnseenWork = 6,
     }
 }

@@ -8,7 +8,7 @@ use core::fmt;
 pub struct Uuid(pub [u8; 16]);
 
 impl Uuid {
-    /// Reads what [`Display`](fmt::Display) writes, wherever its hyphens are.
+    /// Parses the format of [`Display`](fmt::Display), with hyphens anywhere.
     pub fn parse(text: &str) -> Option<Self> {
         let mut bytes = [0; 16];
         let mut digits = text.chars().filter(|c| *c != '-').map(|c| c.to_digit(16));
@@ -38,7 +38,7 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// 128 random bits that authorize whoever knows them. They are never logged.
+/// 128 random bits that authorize a process to open memory. They are never logged.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Secret(pub [u8; 16]);
 
@@ -53,7 +53,7 @@ impl fmt::Debug for Secret {
 pub struct Text<const N: usize>([u8; N]);
 
 impl<const N: usize> Text<N> {
-    /// Keeps what fits, cut at a character boundary, and ends at the first NUL.
+    /// Truncates `text` at the last character boundary within `N` bytes, and at the first NUL.
     pub fn new(text: &str) -> Self {
         let mut bytes = [0; N];
         let mut end = 0;
@@ -66,7 +66,7 @@ impl<const N: usize> Text<N> {
         Self(bytes)
     }
 
-    /// The text up to the first NUL, without what is not UTF-8.
+    /// The text up to the first NUL or the first byte that is not UTF-8.
     pub fn as_str(&self) -> &str {
         let end = self.0.iter().position(|b| *b == 0).unwrap_or(N);
         let bytes = self.0.get(..end).unwrap_or(&[]);
@@ -83,7 +83,7 @@ impl<const N: usize> fmt::Debug for Text<N> {
     }
 }
 
-/// Reads fields one after the other from a packet.
+/// Reads the fields of a packet in order.
 #[derive(Debug)]
 pub struct Reader<'a> {
     packet: &'a [u8],
@@ -136,7 +136,8 @@ impl Packet {
         packet
     }
 
-    /// Every message fits (`message::tests` proves it), so nothing is ever cut off here.
+    /// Appends `bytes`. Every message fits (`message::tests` proves it), so nothing is cut off
+    /// here.
     pub(crate) fn put(&mut self, bytes: &[u8]) {
         let end = self.len + bytes.len();
         if let Some(place) = self.bytes.get_mut(self.len..end) {

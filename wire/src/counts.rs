@@ -10,7 +10,8 @@ pub struct Counts {
     /// Bytes copied from the GPU to host memory, and from host memory to the GPU.
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// Bytes that left the GPU or came back without a copy, because they were constant or still in host memory.
+    /// Bytes that left the GPU or returned without a copy, because they were constant or still in
+    /// host memory.
     pub unmoved: u64,
     /// Allocations that were refused.
     pub refused: u64,

@@ -8,7 +8,8 @@ use crate::{
 };
 use core::ffi::CStr;
 
-/// The longest value that is sent, in bytes: a list of the whole UUIDs of as many GPUs as a client can attach.
+/// The longest value that is sent, in bytes: a list of the full UUIDs of all GPUs that a client can
+/// attach.
 pub const LONGEST: usize = 4096;
 /// Sent instead of a longer value; the scheduler reports it as invalid.
 const TOO_LONG: &[u8] = b"(too long)";
@@ -35,7 +36,8 @@ impl LimitName {
     }
 }
 
-/// The messages that carry a value. None if it is empty: an empty variable counts as not set.
+/// The messages that carry a value. No message for an empty value: an empty variable counts as not
+/// set.
 pub fn parts(limit: LimitName, value: &[u8]) -> impl Iterator<Item = ClientMessage> {
     let value = if value.len() > LONGEST { TOO_LONG } else { value };
     let last = value.len().div_ceil(PART).saturating_sub(1);
@@ -61,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_of_any_length_has_an_end() {
+    fn a_value_of_any_length_is_terminated() {
         for value in ["", "30%", &"GPU-0123,".repeat(100), &"x".repeat(PART), &"x".repeat(LONGEST)] {
             assert_eq!(said(LimitName::AllowedGpus, value.as_bytes()), *value);
         }
@@ -70,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn each_has_a_variable_and_a_number_of_its_own() {
+    fn variables_and_numbers_are_unique() {
         for (n, one) in LimitName::ALL.iter().enumerate() {
             assert_eq!(*one as usize, n);
             assert!(LimitName::ALL.iter().filter(|other| other.variable() == one.variable()).count() == 1, "{one:?}");

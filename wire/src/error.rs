@@ -4,9 +4,9 @@ use core::fmt;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WireError {
-    /// Shorter than a header, or than its kind needs.
+    /// Shorter than a header, or than the body of its kind.
     Truncated { have: usize, need: usize },
-    /// Longer than any message may be.
+    /// Longer than [`MAX_LEN`](crate::MAX_LEN).
     Oversized { have: usize },
     /// The length in the header is not the length of the packet.
     Length { header: u32, packet: usize },
@@ -16,7 +16,7 @@ pub enum WireError {
     Kind { kind: u16 },
     /// Not the version that was agreed on (or 0 during the handshake).
     Version { got: u16, expected: u16 },
-    /// A field holds a value that has no meaning.
+    /// A field has an undefined value.
     Value { field: &'static str, value: u64 },
 }
 

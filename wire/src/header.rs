@@ -4,7 +4,8 @@ use crate::{WireError, codec::Reader};
 
 pub const HEADER_LEN: usize = 8;
 
-/// No message is longer, so one buffer of this size receives any packet (with `MSG_TRUNC` telling of longer ones).
+/// The longest message, in bytes. A buffer of this size receives any valid packet; `MSG_TRUNC`
+/// reveals longer packets.
 pub const MAX_LEN: usize = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,7 +15,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads the header and checks that its length is the packet's; the reader then stands at the body.
+    /// Reads the header and checks its length against the packet's. The returned reader is
+    /// positioned at the body.
     pub(crate) fn read(packet: &[u8]) -> Result<(Self, Reader<'_>), WireError> {
         if packet.len() > MAX_LEN {
             return Err(WireError::Oversized { have: packet.len() });

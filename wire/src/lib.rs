@@ -78,11 +78,11 @@ pub use header::{HEADER_LEN, MAX_LEN};
 pub use moves::Moves;
 pub use scheduler::SchedulerMessage;
 
-/// How many descriptors come with one packet, at most.
+/// The largest number of descriptors in one packet.
 pub const MAX_DESCRIPTORS: usize = 16;
 
 /// GPUs of one client as a set of its slots: bit *n* is slot *n*.
 pub type SlotSet = u64;
 
-/// How many GPUs one client can attach: the bits of a [`SlotSet`].
+/// The number of GPUs that one client can attach: the bits of a [`SlotSet`].
 pub const MAX_SLOTS: u32 = SlotSet::BITS;

@@ -33,7 +33,8 @@ macro_rules! messages {
                 )* }
             }
 
-            /// Reads a packet from a connection of that protocol version; whatever the bytes, it returns.
+            /// Reads a packet from a connection of that protocol version. Never panics, whatever
+            /// the bytes.
             pub fn decode(packet: &[u8], version: u16) -> Result<Self, $crate::WireError> {
                 use $crate::codec::Field;
                 let (header, mut reader) = $crate::header::Header::read(packet)?;
@@ -64,7 +65,7 @@ macro_rules! messages {
     (@has $version:ident $since:literal) => { $version >= $since };
 }
 
-/// Declares an enum that travels as one byte; other values are an error of that field.
+/// Declares an enum that is encoded as one byte; other values are an error of the field.
 macro_rules! byte_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $( $(#[$doc:meta])* $variant:ident = $value:literal ),* $(,)? }) => {
         $(#[$meta])*
@@ -103,7 +104,7 @@ mod tests {
 
     /// An older peer receives no newer fields and no newer messages, and cannot send them.
     #[test]
-    fn versions_before_2_lack_what_came_with_it() {
+    fn version_1_lacks_the_additions_of_version_2() {
         let old = |bytes| Example::Old { slot: 1, bytes };
         assert_eq!(Example::decode(old(7).encode(1).as_bytes(), 1), Ok(old(0)));
         assert_eq!(Example::decode(old(7).encode(2).as_bytes(), 2), Ok(old(7)));
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn handshakes_are_the_same_in_all_versions() {
+    fn handshakes_have_one_layout_in_all_versions() {
         let greeting = Example::Greeting { number: 5 };
         assert_eq!(greeting.encode(1).as_bytes(), greeting.encode(2).as_bytes());
         assert_eq!(Example::decode(greeting.encode(1).as_bytes(), 2), Ok(greeting));

@@ -1,14 +1,15 @@
-//! Moves of a client from GPUs to others.
+//! Moves of a client between GPUs.
 
 use crate::{
     Uuid, WireError,
     codec::{Field, Packet, Reader},
 };
 
-/// How many moves one message has room for: as many as fit in a packet.
+/// The largest number of moves in one message: the limit is the packet's length.
 pub const MAX_MOVES: usize = 7;
 
-/// GPUs whose work and memory are on another GPU now: each as its UUID before, and now. Padded with nil UUIDs.
+/// GPUs whose work and memory have moved to another GPU: pairs of the old UUID and the new UUID.
+/// Padded with nil UUIDs.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moves([(Uuid, Uuid); MAX_MOVES]);
 
@@ -22,7 +23,7 @@ impl Moves {
         Some(all)
     }
 
-    /// The moves. What a peer has written is not checked: a GPU may be there twice.
+    /// The moves. A peer's values are not checked: a GPU may occur twice.
     pub fn iter(&self) -> impl Iterator<Item = (Uuid, Uuid)> {
         self.0.iter().copied().take_while(|(before, _)| *before != Uuid::default())
     }
@@ -31,7 +32,8 @@ impl Moves {
         self.iter().next().is_none()
     }
 
-    /// The UUID now of the GPU that had this one before.
+    /// The new UUID of the GPU that had the UUID `before`; `before` itself if the GPU has not
+    /// moved.
     pub fn now(&self, before: Uuid) -> Uuid {
         self.iter().find(|(from, _)| *from == before).map_or(before, |(_, to)| to)
     }
@@ -65,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_not_moved_keeps_its_uuid() {
+    fn an_unmoved_gpu_keeps_its_uuid() {
         let [a, b, c] = [1, 2, 3].map(|n| Uuid([n; 16]));
         let moves = Moves::new([(a, b), (b, a)]).unwrap();
         assert_eq!([a, b, c].map(|gpu| moves.now(gpu)), [b, a, c]);
@@ -73,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_moves_than_fit() {
+    fn excess_moves_are_rejected() {
         let moves = |n: u8| Moves::new((1..=n).map(|n| (Uuid([n; 16]), Uuid([n + 1; 16]))));
         assert_eq!(moves(MAX_MOVES as u8).unwrap().iter().count(), MAX_MOVES);
         assert_eq!(moves(MAX_MOVES as u8 + 1), None);

@@ -9,7 +9,7 @@ pub const MIN: u16 = 1;
 /// The newest version this build speaks.
 pub const MAX: u16 = 1;
 
-/// The newest version that a peer speaking `min..=max` and this build have in common.
+/// The newest version that this build shares with a peer that speaks `min..=max`.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {
     let version = max.min(MAX);
     (min <= max && version >= min.max(MIN)).then_some(version)

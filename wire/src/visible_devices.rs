@@ -13,17 +13,18 @@ pub const PART: usize = 192;
 byte_enum! {
     /// Who chooses a program's GPUs.
     pub enum Chooser {
-        /// None does: the program takes the first GPU that it sees, or all of them.
+        /// No chooser is set: the program takes the first GPU that it sees, or all of them.
         Nobody = 0,
         /// `CUDA_VISIBLE_DEVICES` is set. Its list was sent before, in [`VisibleDevices`](ClientMessage::VisibleDevices).
         List = 1,
-        /// The program does, by the rank that its launcher gave it.
+        /// The program chooses, by the rank that its launcher gave it.
         Rank = 2,
     }
 }
 
-/// Variables in which launchers pass each process its rank on the host, by which it chooses a GPU. If the launcher sets a rank
-/// for single processes as well, a second variable has the number of processes.
+/// Variables in which launchers pass each process its rank on the host, by which it chooses a GPU.
+/// If the launcher also sets a rank for single processes, a second variable has the number of
+/// processes.
 const RANKS: [(&CStr, &[&CStr]); 3] = [
     (c"LOCAL_RANK", &[]),
     (c"OMPI_COMM_WORLD_LOCAL_RANK", &[]),
@@ -57,7 +58,7 @@ pub fn parts(list: &[u8]) -> impl Iterator<Item = ClientMessage> {
     list.chunks(PART).map(|part| ClientMessage::VisibleDevices { text: ascii(part) })
 }
 
-/// A part as text, with a question mark for each byte that is not ASCII.
+/// Converts a part to text, with a question mark for each byte that is not printable ASCII.
 pub(crate) fn ascii(part: &[u8]) -> Text<PART> {
     let mut ascii = [0; PART];
     for (to, from) in ascii.iter_mut().zip(part) {
@@ -75,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_chooses_that_has_a_list_or_a_number() {
+    fn a_list_takes_precedence_over_a_rank() {
         for variables in [&[(VISIBLE, "0")], &[(VISIBLE, "")]] {
             assert_eq!(of(variables), Chooser::List, "{variables:?}");
         }
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_chooses_for_a_program_alone() {
+    fn a_single_process_without_a_list_has_no_chooser() {
         assert_eq!(of(&[]), Chooser::Nobody);
         assert_eq!(of(&[(c"LOCAL_RANK", "")]), Chooser::Nobody);
         assert_eq!(of(&[(c"SLURM_LOCALID", "0")]), Chooser::Nobody);
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_can_name_nothing() {
+    fn a_list_may_name_no_gpu() {
         assert!([" 0,1", "GPU-8", "MIG-8"].iter().all(|list| names_any(list.as_bytes())));
         assert!(!["", " ", "-1", "none"].iter().any(|list| names_any(list.as_bytes())));
     }

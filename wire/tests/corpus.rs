@@ -1,5 +1,6 @@
-//! The fuzzers' corpus (`wire/fuzz/corpus`): every packet in it is read, or refused, and what is read is written again
-//! exactly as it was. Run with `NVSHARE_WRITE_CORPUS=1` to write the message of each kind that the corpus begins with.
+//! The fuzzers' corpus (`wire/fuzz/corpus`): every packet in it is either rejected, or decoded and
+//! encoded again to the same bytes. Run with `NVSHARE_WRITE_CORPUS=1` to write the corpus' first
+//! message of each kind.
 
 use nvshare_wire::{
     ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
@@ -123,7 +124,8 @@ fn folder(target: &str) -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "fuzz", "corpus", target].iter().collect()
 }
 
-/// The corpus, each packet as what `again` makes of it: the kind, and the packet written again; `None` if it is refused.
+/// Checks the corpus of `target`. `again` decodes and encodes a packet: it returns the kind and the
+/// new packet, or `None` if the packet is rejected.
 fn check<'a>(
     target: &str,
     real: impl Iterator<Item = (&'a str, Vec<u8>)>,

@@ -1,4 +1,4 @@
-//! Every message survives a round trip, and no bytes make the decoder do anything but return.
+//! Every message survives a round trip, and the decoder panics on no input.
 
 use nvshare_wire::{
     ClientMessage, Counts, HEADER_LEN, MAX_LEN, Moves, SchedulerMessage, Secret, Text, Uuid, WireError,
@@ -206,7 +206,7 @@ proptest! {
         prop_assert_eq!(SchedulerMessage::decode(packet.as_bytes(), version), Ok(message));
     }
 
-    /// A packet that was cut or lengthened anywhere is refused.
+    /// The decoder rejects a packet that was cut or lengthened anywhere.
     #[test]
     fn no_other_length_is_accepted(message in client_message(), len in 0usize..MAX_LEN + 8) {
         let packet = message.encode(2);
@@ -214,16 +214,16 @@ proptest! {
         prop_assume!(len != bytes.len());
         bytes.resize(len, 0);
         prop_assert!(ClientMessage::decode(&bytes, 2).is_err());
-        // Nor with a header that says so.
+        // The decoder rejects it even if the header has the new length.
         if len >= HEADER_LEN {
             bytes[4..8].copy_from_slice(&(len as u32).to_le_bytes());
             prop_assert!(ClientMessage::decode(&bytes, 2).is_err());
         }
     }
 
-    /// What decodes encodes to the same bytes: there is one form of each message.
+    /// A decoded packet encodes to the same bytes: each message has one form.
     #[test]
-    fn any_bytes_return(mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_LEN + 8), kind in 0u16..80, fix in any::<bool>()) {
+    fn decoding_any_bytes_returns(mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_LEN + 8), kind in 0u16..80, fix in any::<bool>()) {
         if fix && bytes.len() >= HEADER_LEN {
             let len = bytes.len() as u32;
             bytes[..2].copy_from_slice(&1u16.to_le_bytes());
