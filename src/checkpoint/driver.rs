@@ -11,7 +11,7 @@ pub const ILLEGAL_STATE: Code = 401;
 
 /// `CUprocessState`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum ProcessState {
     Running,
     Locked,
     Checkpointed,
@@ -44,7 +44,7 @@ struct RestoreArgs {
 
 type Call<T> = unsafe extern "C" fn(i32, T) -> Code;
 
-/// The driver, initialised, which a restore needs.
+/// The initialized driver. A restore requires `cuInit`.
 pub struct Driver {
     state: Call<*mut u32>,
     lock: Call<*const LockArgs>,
@@ -57,13 +57,13 @@ impl Driver {
     /// # Errors
     /// The driver's error, or 0 if there is no driver or one without these calls.
     pub fn load() -> Result<Self, Code> {
-        // SAFETY: the driver's library may be loaded by any program.
+        // SAFETY: any program may load the driver's library.
         let library = unsafe { Library::new("libcuda.so.1") }.map_err(|_| SUCCESS)?;
-        // It is never unloaded.
+        // Never unloaded, so its functions stay valid.
         let library: &'static Library = Box::leak(Box::new(library));
-        // SAFETY: the header declares it so.
+        // SAFETY: the type is the declaration in CUDA's header.
         let init = unsafe { library.get::<unsafe extern "C" fn(u32) -> Code>(b"cuInit\0") }.map_err(|_| SUCCESS)?;
-        // SAFETY: each type is the one that the header declares for that name.
+        // SAFETY: each type is the declaration of that name in CUDA's header.
         let driver = unsafe {
             Self {
                 state: *library.get(b"cuCheckpointProcessGetState\0").map_err(|_| SUCCESS)?,
@@ -73,26 +73,26 @@ impl Driver {
                 unlock: *library.get(b"cuCheckpointProcessUnlock\0").map_err(|_| SUCCESS)?,
             }
         };
-        // SAFETY: no preconditions.
+        // SAFETY: `cuInit` has no preconditions.
         check(unsafe { init(0) })?;
         Ok(driver)
     }
 
-    pub fn state(&self, pid: i32) -> Result<State, Code> {
+    pub fn state(&self, pid: i32) -> Result<ProcessState, Code> {
         let mut state = u32::MAX;
-        // SAFETY: a place for the answer.
+        // SAFETY: `state` is a valid place for the result.
         check(unsafe { (self.state)(pid, &raw mut state) })?;
         match state {
-            0 => Ok(State::Running),
-            1 => Ok(State::Locked),
-            2 => Ok(State::Checkpointed),
-            _ => Ok(State::Failed),
+            0 => Ok(ProcessState::Running),
+            1 => Ok(ProcessState::Locked),
+            2 => Ok(ProcessState::Checkpointed),
+            _ => Ok(ProcessState::Failed),
         }
     }
 
     pub fn lock(&self, pid: i32, timeout_ms: u32) -> Result<(), Code> {
         let args = LockArgs { timeout_ms, reserved0: 0, reserved1: [0; 7] };
-        // SAFETY: arguments as declared, which live.
+        // SAFETY: `args` has the declared layout and outlives the call.
         check(unsafe { (self.lock)(pid, &raw const args) })
     }
 
@@ -106,7 +106,7 @@ impl Driver {
         let count = pairs.len() as u32;
         let args = RestoreArgs { pairs: pairs.as_ptr(), count, reserved: [0; 44], reserved1: 0 };
         let args = if pairs.is_empty() { ptr::null() } else { &raw const args };
-        // SAFETY: none, or arguments as declared, which live.
+        // SAFETY: `args` is null, or has the declared layout and outlives the call.
         check(unsafe { (self.restore)(pid, args) })
     }
 

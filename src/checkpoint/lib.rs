@@ -1,8 +1,9 @@
-//! What `nvshare-checkpoint` is asked and answers: one packet each, over the `SOCK_SEQPACKET` socket that is its standard input.
-//! A request comes with a pidfd of the process. Numbers are little-endian. Another request may follow an answer.
+//! Requests to `nvshare-checkpoint` and its answers: one packet each, over the `SOCK_SEQPACKET`
+//! socket that is its standard input. A request comes with a pidfd of the process. Numbers are
+//! little-endian. Another request may follow an answer.
 //!
-//! Whoever asks waits as long as it likes. Hanging up takes a request back as far as that is possible: the process is never left
-//! locked, so it then runs, or it is asleep, if its checkpoint had begun already.
+//! The caller may wait for any time. Closing the socket cancels a request as far as possible: the
+//! process is never left locked. It runs, or sleeps if its checkpoint had already begun.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use std::time::Duration;
 const VERSION: u8 = 1;
 /// `CUuuid`
 pub type Uuid = [u8; 16];
-/// How long it waits for a request, the first one or another, before it ends.
+/// The time for which the helper waits for a request before it exits.
 pub const IDLE: Duration = Duration::from_secs(10);
 /// The most GPUs that a process can be moved between.
 pub const MAX_PAIRS: usize = 64;
@@ -20,25 +21,26 @@ const HEADER: usize = 12;
 /// The length of an answer.
 pub const ANSWER: usize = 8;
 
-/// What to do with a process. Each may be asked for again, whatever came of it the last time.
+/// An operation on a process. Each may be requested again after any outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Lock it and checkpoint it.
+    /// Lock the process and checkpoint it.
     Sleep,
-    /// Restore it and unlock it.
+    /// Restore the process and unlock it.
     Wake,
-    /// Unlock it if it is locked, as after a helper that was killed.
+    /// Unlock the process if it is locked, for example by a helper that was killed.
     Settle,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     pub operation: Operation,
-    /// The user that a process which is to sleep must be of.
+    /// The uid that a process must have in order to be put to sleep.
     pub uid: u32,
-    /// How long to wait for calls and work of the process to end, in milliseconds; not 0, which would be for ever.
+    /// Timeout for calls and work of the process to end, in milliseconds. Not 0, which the driver
+    /// takes as no timeout.
     pub lock_timeout_ms: u32,
-    /// For each GPU that the process sees, the one to restore it on; none for where it was.
+    /// The old and the new GPU, for each GPU that the process sees; empty to restore in place.
     pub pairs: Vec<(Uuid, Uuid)>,
 }
 
@@ -51,7 +53,7 @@ impl Request {
         packet
     }
 
-    /// `None` if that is no request, or one of another version.
+    /// `None` if the packet is not a request of this version.
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let (header, pairs) = packet.split_at_checked(HEADER)?;
         let word = |at: usize| Some(u32::from_le_bytes(header.get(at..at + 4)?.try_into().ok()?));
@@ -77,50 +79,51 @@ impl Request {
     }
 }
 
-/// In which state the process is left.
+/// The state in which the process is left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Runs,
     Asleep,
-    /// It never runs again: its restore has failed for good.
+    /// The restore has failed permanently: the process never runs again.
     Lost,
-    /// It has ended, or it is not the process that was meant.
+    /// The process has ended, or the pidfd is not of the intended process.
     Gone,
-    /// Its state could not be found out, or not be changed.
+    /// The state could not be read or changed.
     Unknown,
 }
 
-/// Which call failed.
+/// The call that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     None,
-    /// Loading and initialising the driver, of which one before 570 lacks the calls.
+    /// Loading and initializing the driver. Drivers before 570 lack the calls.
     Driver,
     State,
     Lock,
     Checkpoint,
     Restore,
     Unlock,
-    /// The process is another user's: it is not taken off its GPUs.
+    /// The process belongs to another user, and is not checkpointed.
     User,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Answer {
+pub struct Reply {
     pub outcome: Outcome,
     pub failed: Step,
-    /// The driver's error of that step; 0 for none, or where the step is no call of the driver.
+    /// The driver's error in that step; 0 if there was none, or if the step is not a call of the
+    /// driver.
     pub error: u32,
 }
 
-impl Answer {
+impl Reply {
     pub fn encode(self) -> [u8; ANSWER] {
         let mut packet = [VERSION, self.outcome as u8, self.failed as u8, 0, 0, 0, 0, 0];
         packet[4..].copy_from_slice(&self.error.to_le_bytes());
         packet
     }
 
-    /// `None` if that is no answer, or one of another version.
+    /// `None` if the packet is not an answer of this version.
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let packet: &[u8; ANSWER] = packet.try_into().ok()?;
         let [VERSION, outcome, failed, _, error @ ..] = *packet else { return None };
@@ -145,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_survive_the_way() {
+    fn packets_round_trip() {
         for operation in [Operation::Sleep, Operation::Wake, Operation::Settle] {
             let pairs = vec![([1; 16], [2; 16]), ([3; 16], [4; 16])];
             let request = Request { operation, uid: 1000, lock_timeout_ms: 2000, pairs };
@@ -154,10 +157,10 @@ mod tests {
             assert!((0..packet.len()).all(|len| Request::decode(&packet[..len]).is_none()));
         }
         for outcome in [Outcome::Runs, Outcome::Asleep, Outcome::Lost, Outcome::Gone, Outcome::Unknown] {
-            let answer = Answer { outcome, failed: Step::Unlock, error: 401 };
-            assert_eq!(Answer::decode(&answer.encode()), Some(answer));
+            let answer = Reply { outcome, failed: Step::Unlock, error: 401 };
+            assert_eq!(Reply::decode(&answer.encode()), Some(answer));
         }
-        assert_eq!(Answer::decode(&[VERSION, 5, 0, 0, 0, 0, 0, 0]), None);
+        assert_eq!(Reply::decode(&[VERSION, 5, 0, 0, 0, 0, 0, 0]), None);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Where there is no systemd, as in a pod: starts this program for each connection, as `nvshare-checkpoint.socket` does elsewhere.
+//! Starts this program for each connection where systemd is absent, for example in a pod. Elsewhere
+//! `nvshare-checkpoint.socket` does.
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -19,25 +20,25 @@ use std::{
     time::Duration,
 };
 
-/// `MaxConnections=` of the socket, which says why.
+/// The same as `MaxConnections=` of the socket unit, which gives the reason.
 const MAX_CONNECTIONS: usize = 64;
-/// `RuntimeMaxSec=` of the service, in seconds.
+/// The same as `RuntimeMaxSec=` of the service, in seconds.
 const MAX_RUNTIME_S: i64 = 155;
-/// How long to wait when there is nothing left to accept a connection with.
+/// Delay before the next `accept` when descriptors or memory have run out.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves a socket that the owner of this process and its group may connect to, until the process is ended. `scheduler`: whose requests
-/// are carried out.
+/// Serves a socket that the process's user and group may connect to, until the process ends.
+/// `scheduler` is the uid whose requests are carried out.
 ///
 /// # Errors
-/// If the socket cannot be made.
+/// The error of creating the socket.
 pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
     let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    // Before anybody can connect.
+    // Sets the umask before the socket exists, so that no other user can connect.
     let before = umask(Mode::from_raw_mode(0o117));
     bind(&listener, &SocketAddrUnix::new(path)?)?;
     umask(before);
@@ -49,12 +50,12 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
             thread::sleep(PAUSE);
             continue;
         };
-        // One too many is hung up on.
+        // Closes a connection beyond the maximum.
         if running.load(Ordering::Relaxed) < MAX_CONNECTIONS {
-            let running = Running::of(&running);
+            let running = Running::count(&running);
             let mut command = Command::new(&program);
             command.args(["--scheduler", &scheduler.to_string()]).stdin(Stdio::from(connection)).stdout(Stdio::null());
-            // It uses the driver and is no program that shares a GPU.
+            // The helper uses the driver, but must not be a client.
             command.env("NVSHARE_DISABLE", "1");
             let started = command.spawn().and_then(|child| {
                 thread::Builder::new().spawn(move || {
@@ -69,11 +70,11 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     }
 }
 
-/// Counts one that runs, as long as it lives.
+/// Counts a running helper until it is dropped.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {
-    fn of(all: &Arc<AtomicUsize>) -> Self {
+    fn count(all: &Arc<AtomicUsize>) -> Self {
         all.fetch_add(1, Ordering::Relaxed);
         Self(all.clone())
     }
@@ -85,7 +86,8 @@ impl Drop for Running {
     }
 }
 
-/// Waits until it has ended. What it is in the middle of when its time is over, whoever is asked next undoes.
+/// Waits until the helper has ended, and kills it after `MAX_RUNTIME_S`. The next helper then
+/// undoes an unfinished operation.
 fn wait(mut child: Child) {
     let pidfd = Pid::from_raw(child.id() as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let limit = Timespec { tv_sec: MAX_RUNTIME_S, tv_nsec: 0 };

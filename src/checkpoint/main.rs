@@ -1,16 +1,17 @@
-//! `nvshare-checkpoint`: takes a process off its GPUs, or puts it back, as long as it is asked to. Standard input is a socket to the
-//! scheduler, which says what to do; the crate's library describes the packets.
+//! `nvshare-checkpoint`: checkpoints a process's GPU state and restores it. Standard input is a
+//! socket to the scheduler, which sends the requests; the crate's library describes the packets.
 //!
-//! A call of the driver takes seconds, for ever while the process is stopped, and cannot be taken back. So nobody who has other
-//! work makes them but this program, and the scheduler hangs up when it has waited long enough.
+//! A call of the driver takes seconds, blocks while the process is stopped, and cannot be
+//! cancelled. So a separate program makes these calls, and the scheduler closes the socket after
+//! its own timeout.
 
 mod driver;
 mod listen;
 mod process;
 
 use clap::Parser;
-use driver::{Code, Driver, ILLEGAL_STATE, SUCCESS, State};
-use nvshare_checkpoint::{Answer, IDLE, MAX_REQUEST, Operation, Outcome, Request, Step};
+use driver::{Code, Driver, ILLEGAL_STATE, ProcessState, SUCCESS};
+use nvshare_checkpoint::{IDLE, MAX_REQUEST, Operation, Outcome, Reply, Request, Step};
 use process::{Process, has_hung_up};
 use rustix::{
     event::{PollFd, PollFlags, Timespec},
@@ -50,14 +51,14 @@ fn main() -> ExitCode {
         eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     }
-    // Before anything is asked: it takes a while.
+    // Loads the driver before the first request arrives, since this takes a while.
     let driver = Driver::load();
     while let Some((request, pidfd)) = receive(socket) {
-        let answer = match Process::of(pidfd) {
+        let answer = match Process::from_pidfd(pidfd) {
             Some(process) => perform(&request, &process, driver.as_ref(), socket),
-            None => Answer { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
+            None => Reply { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
         };
-        // Whoever has hung up does not want to know.
+        // The scheduler has closed the socket and needs no answer.
         if send(socket, &answer.encode(), SendFlags::NOSIGNAL).is_err() {
             break;
         }
@@ -65,13 +66,14 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Whether the other side of the socket is of that user, or of root.
+/// Whether the peer of the socket is the scheduler's user, or root.
 fn is_scheduler(socket: BorrowedFd<'_>, scheduler: u32) -> bool {
     let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid.as_raw() == scheduler;
     rustix::net::sockopt::socket_peercred(socket).is_ok_and(is_allowed)
 }
 
-/// One request, with one descriptor. `None` if none comes, or what is no request.
+/// Receives one request with its descriptor. `None` after `IDLE` without one, or if the packet is
+/// not a request.
 fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
     let mut fds = [PollFd::new(&socket, PollFlags::IN)];
     let limit = Timespec { tv_sec: IDLE.as_secs() as i64, tv_nsec: 0 };
@@ -88,35 +90,37 @@ fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
     Some((Request::decode(packet.get(..received.bytes)?)?, descriptors?.next()?))
 }
 
-/// A call that failed.
-struct Failure(Step, Code);
+/// A step that failed, and the driver's error.
+struct FailedStep(Step, Code);
 
-fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>, socket: BorrowedFd<'_>) -> Answer {
+fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>, socket: BorrowedFd<'_>) -> Reply {
     let driver = match driver {
         Ok(driver) => driver,
-        Err(error) => return Answer { outcome: Outcome::Unknown, failed: Step::Driver, error: *error },
+        Err(error) => return Reply { outcome: Outcome::Unknown, failed: Step::Driver, error: *error },
     };
     let calls = Calls { driver, process };
     let done = match request.operation {
-        Operation::Sleep if !process.is_of(request.uid) => Err(Failure(Step::User, SUCCESS)),
-        // One that has changed its user asleep is put back all the same.
+        Operation::Sleep if !process.is_of(request.uid) => Err(FailedStep(Step::User, SUCCESS)),
+        // Only sleep checks the user: a process that changed its user while asleep is still
+        // restored.
         Operation::Sleep => calls.sleep(request.lock_timeout_ms, || has_hung_up(socket)),
         Operation::Wake => calls.wake(request),
         Operation::Settle => {
-            // Even if it does not look locked: this waits behind a lock that is still under way.
+            // Unlocks even if the process does not look locked: the call waits for a lock in
+            // progress.
             let _ = calls.unlock();
             calls.settle()
         }
     };
-    let Failure(failed, error) = done.err().unwrap_or(Failure(Step::None, SUCCESS));
+    let FailedStep(failed, error) = done.err().unwrap_or(FailedStep(Step::None, SUCCESS));
     let outcome = match calls.state() {
-        _ if !process.lives() => Outcome::Gone,
-        Ok(State::Running) => Outcome::Runs,
-        Ok(State::Checkpointed) => Outcome::Asleep,
-        Ok(State::Failed) => Outcome::Lost,
-        Ok(State::Locked) | Err(_) => Outcome::Unknown,
+        _ if !process.is_alive() => Outcome::Gone,
+        Ok(ProcessState::Running) => Outcome::Runs,
+        Ok(ProcessState::Checkpointed) => Outcome::Asleep,
+        Ok(ProcessState::Failed) => Outcome::Lost,
+        Ok(ProcessState::Locked) | Err(_) => Outcome::Unknown,
     };
-    Answer { outcome, failed, error }
+    Reply { outcome, failed, error }
 }
 
 /// The driver's calls about one process.
@@ -126,55 +130,61 @@ struct Calls<'a> {
 }
 
 impl Calls<'_> {
-    fn call<T>(&self, step: Step, call: impl FnOnce(i32) -> Result<T, Code>) -> Result<T, Failure> {
-        let pid = self.process.pid().ok_or(Failure(step, SUCCESS))?;
-        call(pid).map_err(|error| Failure(step, error))
+    fn call<T>(&self, step: Step, call: impl FnOnce(i32) -> Result<T, Code>) -> Result<T, FailedStep> {
+        let pid = self.process.pid().ok_or(FailedStep(step, SUCCESS))?;
+        call(pid).map_err(|error| FailedStep(step, error))
     }
 
-    fn state(&self) -> Result<State, Failure> {
+    fn state(&self) -> Result<ProcessState, FailedStep> {
         self.call(Step::State, |pid| self.driver.state(pid))
     }
 
-    fn unlock(&self) -> Result<(), Failure> {
+    fn unlock(&self) -> Result<(), FailedStep> {
         self.call(Step::Unlock, |pid| self.driver.unlock(pid))
     }
 
-    /// Makes the call that each state asks for, until one asks for none. What a helper that was killed has begun may still be under
-    /// way: then a call finds another state than it was made for, and it is looked again.
-    fn until_done(&self, next: impl Fn(State) -> Option<Result<(), Failure>>) -> Result<(), Failure> {
+    /// Makes the call that `next` returns for the state, until it returns none. An operation of a
+    /// killed helper may still be in progress: a call then fails with `ILLEGAL_STATE`, and the
+    /// state is read again.
+    fn until_done(&self, next: impl Fn(ProcessState) -> Option<Result<(), FailedStep>>) -> Result<(), FailedStep> {
         loop {
             let state = self.state()?;
             match next(state) {
                 None => return Ok(()),
-                Some(Err(Failure(_, ILLEGAL_STATE))) if self.state()? != state => {}
+                Some(Err(FailedStep(_, ILLEGAL_STATE))) if self.state()? != state => {}
                 Some(done) => done?,
             }
         }
     }
 
-    /// Ends with the process asleep, or running. A checkpoint that has begun cannot be taken back.
-    fn sleep(&self, lock_timeout_ms: u32, is_taken_back: impl Fn() -> bool) -> Result<(), Failure> {
+    /// Puts the process to sleep, or leaves it running if that fails. A checkpoint that has begun
+    /// cannot be cancelled.
+    fn sleep(&self, lock_timeout_ms: u32, is_taken_back: impl Fn() -> bool) -> Result<(), FailedStep> {
         let slept = self.until_done(|state| match state {
-            State::Running | State::Locked if is_taken_back() => None,
-            State::Running => Some(self.call(Step::Lock, |pid| self.driver.lock(pid, lock_timeout_ms))),
-            State::Locked => Some(self.call(Step::Checkpoint, |pid| self.driver.checkpoint(pid))),
-            State::Checkpointed | State::Failed => None,
+            ProcessState::Running | ProcessState::Locked if is_taken_back() => None,
+            ProcessState::Running => Some(self.call(Step::Lock, |pid| self.driver.lock(pid, lock_timeout_ms))),
+            ProcessState::Locked => Some(self.call(Step::Checkpoint, |pid| self.driver.checkpoint(pid))),
+            ProcessState::Checkpointed | ProcessState::Failed => None,
         });
-        // The lock may have taken much longer than its timeout: a process that is stopped does not answer.
+        // A stopped process does not answer, so the lock may have taken much longer than its
+        // timeout.
         self.settle().and(slept)
     }
 
-    /// Not taken back once it has begun: a process that is back on a GPU has to run. A restore without room is final, so the
-    /// scheduler makes sure of the room before it asks.
-    fn wake(&self, request: &Request) -> Result<(), Failure> {
+    /// Restores the process. Not cancelled once begun: a process that is back on a GPU must run. A
+    /// restore fails permanently without room, so the scheduler reserves the room before it sends
+    /// the request.
+    fn wake(&self, request: &Request) -> Result<(), FailedStep> {
         self.until_done(|state| match state {
-            State::Checkpointed => Some(self.call(Step::Restore, |pid| self.driver.restore(pid, &request.pairs))),
-            State::Locked => Some(self.unlock()),
-            State::Running | State::Failed => None,
+            ProcessState::Checkpointed => {
+                Some(self.call(Step::Restore, |pid| self.driver.restore(pid, &request.pairs)))
+            }
+            ProcessState::Locked => Some(self.unlock()),
+            ProcessState::Running | ProcessState::Failed => None,
         })
     }
 
-    fn settle(&self) -> Result<(), Failure> {
-        self.until_done(|state| (state == State::Locked).then(|| self.unlock()))
+    fn settle(&self) -> Result<(), FailedStep> {
+        self.until_done(|state| (state == ProcessState::Locked).then(|| self.unlock()))
     }
 }

@@ -1,17 +1,19 @@
 //! When a holder of the GPU lock that has run out of work should release the lock: a ski-rental problem.
 //!
-//! Each moment that the holder waits with the lock costs that moment, since the GPU is idle meanwhile. Releasing the lock costs a
-//! hand-over, which is wasted if work arrives soon afterwards. How long the gap will be is not known, but programs repeat
-//! themselves: [`IdleGapPredictor::timeout`] is the wait that would have cost the least over the most recent gaps. It is close
-//! to zero if all of them were long, slightly more than the pauses that the program makes between its bursts of work, or the cost
-//! of a hand-over. Waiting longer than a hand-over costs never pays.
+//! Each moment that the holder waits with the lock costs that moment, since the GPU is idle.
+//! Releasing the lock costs a hand-over, which is wasted if work arrives soon afterwards. How long
+//! the gap will be is not known, but programs repeat themselves: [`IdleGapPredictor::timeout`] is
+//! the wait that would have cost the least over the most recent gaps. The wait is close to zero if
+//! all gaps were long, slightly longer than the program's pauses between bursts of work, or the
+//! cost of a hand-over. Waiting longer than a hand-over costs never pays.
 //!
-//! Until a program has shown gaps of its own, gaps of all lengths are assumed to be equally likely on a logarithmic scale: as many
-//! between one and two milliseconds as between one and two seconds. A gap that has lasted for a while is then likely to last as
-//! long again.
+//! Before the first observed gap, the prior is uniform on a logarithmic scale: as many gaps between
+//! one and two milliseconds as between one and two seconds. A gap that has lasted for a while is
+//! then likely to last equally long again.
 //!
-//! The crate is used by `libnvshare.so` and by the simulated client, which must do what the library does. It has no
-//! dependencies and does not allocate: the library runs inside other people's processes.
+//! `libnvshare.so` uses the crate, and so does the simulated client, which must behave like the
+//! library. It has no dependencies and does not allocate: the library runs inside other people's
+//! processes.
 
 #![cfg_attr(not(test), no_std)]
 
@@ -21,7 +23,7 @@ use core::time::Duration;
 const REMEMBERED: usize = 16;
 /// The number of gaps assumed of every program: one for each power of two of milliseconds, up to 16 s.
 const ASSUMED: u32 = 15;
-/// How many assumed gaps count as much as one that was observed.
+/// The weight of one observed gap, in assumed gaps.
 const OBSERVED_WEIGHT: u32 = 2 * ASSUMED;
 /// Shorter gaps are ignored: they end before a lock would be released.
 const SHORTEST: Duration = Duration::from_millis(1);
@@ -46,7 +48,8 @@ impl IdleGapPredictor {
         }
     }
 
-    /// How long a holder stays idle before it releases the lock, where a hand-over costs `cost`. Never more than `cost`.
+    /// The idle time after which a holder releases the lock, if a hand-over costs `cost`. Never
+    /// more than `cost`.
     pub fn timeout(&self, cost: Duration) -> Duration {
         let assumed = (0..ASSUMED).map(|power| (SHORTEST * (1 << power), 1));
         let observed = self.recent.iter().take(self.observed).map(|gap| (*gap, OBSERVED_WEIGHT));
@@ -56,10 +59,12 @@ impl IdleGapPredictor {
                 .map(|(gap, weight)| (if gap < wait { gap } else { wait.saturating_add(cost) }).saturating_mul(weight))
                 .fold(Duration::ZERO, Duration::saturating_add)
         };
-        // Only waits that outlast some gap are worth a try: a wait that ends just before a gap does gains nothing.
+        // Only waits that outlast some gap are candidates: a wait that ends just before the gap
+        // gains nothing.
         let ends = known().map(|(gap, _)| gap.saturating_add(gap / 4).saturating_add(SHORTEST));
         let waits = ends.chain([SHORTEST]).map(|wait| wait.min(cost));
-        // The cost of a hand-over is the wait of the competitive algorithm, and the choice where none is cheaper.
+        // The cost of a hand-over is the wait of the competitive algorithm. It is the default
+        // unless another wait is cheaper.
         waits.fold(cost, |best, wait| if price(wait) < price(best) { wait } else { best })
     }
 }
@@ -78,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn without_observations_the_timeout_is_a_part_of_the_cost() {
+    fn without_observations_the_timeout_is_a_fraction_of_the_cost() {
         let timeout = after([]);
         assert!(timeout > COST / 8 && timeout < COST / 2, "{timeout:?}");
         assert_eq!(after([0, 0, 0]), timeout);
@@ -86,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn after_long_gaps_the_lock_is_released_at_once() {
+    fn after_long_gaps_the_lock_is_released_immediately() {
         assert!(after([5000]) < COST / 16);
         assert!(after([600, 700, 5000, 800]) < COST / 64);
     }

@@ -1,4 +1,4 @@
-//! One client: its requests and turns, and when its memory moves.
+//! One client: its requests and turns, and the times at which its memory moves.
 
 use crate::memory::{Memory, Way};
 use crate::utilization::{SAMPLED, Utilization};
@@ -8,11 +8,11 @@ use nvshare_sched::{ClientId, Command, Engine, Event, GpuId, GpuSet, ReleaseReas
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// After so short a grace the lock is released whatever is known of the program's pauses.
+/// A grace of at most this length overrides the idle-gap prediction: the lock is released after it.
 const SHORTEST: Duration = Duration::from_millis(1);
 /// A drain that takes longer is reported (`preload/src/client/turn.rs`).
 const LONG: Duration = Duration::from_secs(2);
-/// The interval between attempts to map memory, and after those of a while have failed.
+/// The intervals between attempts to map memory: at first, and after a while of failures.
 const RETRY_SOON: Duration = Duration::from_millis(5);
 const RETRY_LATE: Duration = Duration::from_millis(50);
 
@@ -21,22 +21,25 @@ pub struct Client {
     id: ClientId,
     setup: Setup,
     memories: BTreeMap<GpuId, Memory>,
-    /// The GPUs whose lock it has; those that it is to release once its work is done; the grace on those for which
-    /// another client waits.
+    /// The GPUs whose locks the client holds.
     held: GpuSet,
+    /// The part of `held` that the client must release once its work is done.
     draining: GpuSet,
+    /// The grace on each GPU for which another client waits.
     graces: BTreeMap<GpuId, Duration>,
     is_requested: bool,
-    /// The program has work for its GPUs; it is running.
+    /// The program has work for its GPUs.
     has_work: bool,
+    /// The program is running its work.
     runs: bool,
-    /// When the turn began.
+    /// Start of the current turn.
     since: Time,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
-    /// Since when it has been idle, while others wait or since it released the lock for that.
+    /// Start of the current idle gap. Set while other clients wait, or after the client released
+    /// the lock for being idle.
     idle_since: Option<Time>,
-    /// Numbers for timers.
+    /// Sequence numbers that identify outdated timers.
     turn: u32,
     drain: u32,
     pause: u32,
@@ -66,7 +69,7 @@ impl Client {
         }
     }
 
-    /// Whether it may use all of its GPUs.
+    /// Whether the client is attached to all of its GPUs.
     pub fn is_attached(&self) -> bool {
         self.memories.values().all(Memory::is_attached)
     }
@@ -80,22 +83,22 @@ impl Client {
         self.memories.get(&gpu)
     }
 
-    /// The GPUs that it uses.
+    /// The GPUs that the client uses.
     pub fn gpus(&self) -> &GpuSet {
         &self.setup.gpus
     }
 
-    /// The GPUs whose lock it has.
+    /// The GPUs whose locks the client holds.
     pub fn held(&self) -> &GpuSet {
         &self.held
     }
 
-    /// Those of them that it is to release.
+    /// The held GPUs whose locks the client must release.
     pub fn draining(&self) -> &GpuSet {
         &self.draining
     }
 
-    /// It has gone from one GPU to another while it was off its GPUs.
+    /// Handles a migration of the sleeping client from one GPU to another.
     pub fn migrated(&mut self, from: GpuId, to: GpuId) {
         if let Some(memory) = self.memories.remove(&from) {
             self.memories.insert(to, memory);
@@ -104,7 +107,7 @@ impl Client {
         }
     }
 
-    /// Connects, and attaches to its GPUs.
+    /// Connects to the scheduler and attaches to the client's GPUs.
     pub fn connect(&mut self) -> Vec<Effect> {
         let (client, group, limits) = (self.id, self.setup.group, self.setup.limits);
         self.send(Event::Connected { client, gang: self.setup.gang, tenant: self.setup.tenant });
@@ -160,14 +163,14 @@ impl Client {
             Command::Contended { gpus, waiters, grace, .. } => {
                 self.contend(now, &gpus, (waiters > 0).then_some(grace));
             }
-            // The others are for the daemon, or change nothing.
+            // Other commands are for the daemon, or do not affect the client.
             _ => {}
         }
         self.take_effects()
     }
 
-    /// From now on the program wants so many bytes on each GPU. Where the limit is lower than that, it allocates `part`,
-    /// and requests a higher limit for the rest.
+    /// Sets the bytes that the program wants on each GPU. If the limit is lower, the program
+    /// allocates `part` and requests a higher limit for the rest.
     pub fn allocate(&mut self, now: Time, bytes: u64, part: u64) -> Vec<Effect> {
         for gpu in self.setup.gpus.clone() {
             if let Some(memory) = self.memories.get_mut(&gpu) {
@@ -180,7 +183,7 @@ impl Client {
         self.take_effects()
     }
 
-    /// The program goes on with what its limit allows there.
+    /// Reduces the wanted bytes on that GPU to the limit.
     pub fn make_do(&mut self, now: Time, gpu: GpuId) -> Vec<Effect> {
         if let Some(memory) = self.memories.get_mut(&gpu) {
             memory.make_do();
@@ -189,7 +192,7 @@ impl Client {
         self.take_effects()
     }
 
-    /// The program has work from now on: it runs as soon as it has the lock and its memory.
+    /// Begins the program's work: it runs as soon as the client has the lock and its memory.
     pub fn begin_work(&mut self, now: Time) -> Vec<Effect> {
         self.has_work = true;
         if let Some(since) = self.idle_since.take() {
@@ -201,7 +204,7 @@ impl Client {
         self.take_effects()
     }
 
-    /// The program's work is done.
+    /// Ends the program's work.
     pub fn end_work(&mut self, now: Time) -> Vec<Effect> {
         (self.has_work, self.runs) = (false, false);
         self.utilization.rest(now);
@@ -214,7 +217,8 @@ impl Client {
         self.take_effects()
     }
 
-    /// A move has ended. `bytes` is what was asked for, or less where memory could not be mapped.
+    /// Handles the end of a move. `bytes` is the requested number, or less if memory could not be
+    /// mapped.
     pub fn moved(&mut self, now: Time, gpu: GpuId, way: Way, bytes: u64) -> Vec<Effect> {
         let Some(memory) = self.memories.get_mut(&gpu) else { return Vec::new() };
         if memory.moved(bytes) {
@@ -227,7 +231,7 @@ impl Client {
         self.take_effects()
     }
 
-    /// The time of a timer has come.
+    /// Handles an expired timer.
     pub fn wake(&mut self, now: Time, timer: Timer) -> Vec<Effect> {
         match timer {
             Timer::Quiet(pause) => {
@@ -275,7 +279,7 @@ impl Client {
         self.send(Event::Memory { client: self.id, gpu, report });
     }
 
-    /// Requests the lock, unless a request waits or is to follow a release.
+    /// Requests the lock, unless a request is pending or will follow a release.
     fn request(&mut self) {
         if self.has_work && !self.is_requested && self.draining.is_empty() && self.held != self.setup.gpus {
             self.is_requested = true;
@@ -283,7 +287,7 @@ impl Client {
         }
     }
 
-    /// Runs, if the program has work, the lock and its memory.
+    /// Runs the program's work if it has any, and the client has the lock and its memory.
     fn run(&mut self, now: Time) {
         let is_paged = self.setup.engine == Engine::Managed;
         let can_run = self.has_work && self.draining.is_empty() && self.held == self.setup.gpus;
@@ -325,7 +329,7 @@ impl Client {
         }
     }
 
-    /// Another client waits for these GPUs, or none does any more.
+    /// Records the grace for these GPUs while other clients wait; `None` once no client waits.
     fn contend(&mut self, now: Time, gpus: &GpuSet, grace: Option<Duration>) {
         let was_contended = !self.graces.is_empty();
         for gpu in gpus.intersection(&self.held).filter(|gpu| !self.draining.contains(gpu)) {
@@ -347,7 +351,7 @@ impl Client {
         }
     }
 
-    /// In a pause while others wait, the lock is released after a while.
+    /// Starts the idle timeout if the program pauses while other clients wait.
     fn idle(&mut self, now: Time) {
         let Some(grace) = self.graces.values().min().copied().filter(|_| !self.has_work) else { return };
         self.idle_since = Some(now);
@@ -389,7 +393,7 @@ impl Client {
         self.send(Event::Released { client: self.id, gpus, reason, busy });
     }
 
-    /// After a release: the lock is requested again if the program has work, and memory may leave.
+    /// After a release, requests the lock again if the program has work, and lets memory move.
     fn turn_is_over(&mut self) {
         self.request();
         for gpu in self.setup.gpus.clone() {
@@ -397,7 +401,7 @@ impl Client {
         }
     }
 
-    /// Allocates what is wanted, as far as the limit allows, and reports that.
+    /// Allocates the wanted bytes up to the limit, and reports them.
     fn allocate_on(&mut self, now: Time, gpu: GpuId) {
         if let Some(bytes) = self.memories.get_mut(&gpu).and_then(Memory::allocate) {
             self.send(Event::LimitRequested { client: self.id, gpu, bytes });
@@ -407,7 +411,7 @@ impl Client {
         self.run(now);
     }
 
-    /// Moves memory towards the allowance. None leaves during a turn.
+    /// Moves memory towards the allowance. No memory leaves the GPU during a turn.
     fn move_memory(&mut self, gpu: GpuId) {
         let stays = self.held.contains(&gpu);
         let Some(memory) = self.memories.get_mut(&gpu) else { return };
@@ -416,8 +420,8 @@ impl Client {
         }
     }
 
-    /// Handles the end of an attempt to map memory. False if nothing could be mapped: it is tried again, and where it has
-    /// failed for a while, other clients go first.
+    /// Handles the end of an attempt to map memory. False if no byte could be mapped: the client
+    /// retries, and after a while of failures releases its locks to let other clients run.
     fn has_mapped(&mut self, now: Time, gpu: GpuId, bytes: u64) -> bool {
         let Some(memory) = self.memories.get_mut(&gpu) else { return false };
         let is_full = memory.is_full(now, bytes == 0);
@@ -430,7 +434,7 @@ impl Client {
         if is_full && self.held.contains(&gpu) && !self.draining.contains(&gpu) {
             self.halt(now);
             self.release(now, [gpu].into(), ReleaseReason::NoMemory);
-            // One GPU is of no use without the others.
+            // The program needs all of its GPUs, so the client releases the other locks too.
             let others: GpuSet = self.held.difference(&self.draining).copied().collect();
             if !others.is_empty() {
                 self.release(now, others, ReleaseReason::Idle);

@@ -1,6 +1,7 @@
-//! A client of the scheduler in virtual time, which answers as `libnvshare.so` does: a pure state machine, like the
-//! scheduler's own. It requests the lock when its program has work, drains after a revoke, releases the lock in a pause
-//! while others wait, allocates within its limit, moves memory to its allowance, and reports memory and utilization.
+//! A client of the scheduler in virtual time that answers like `libnvshare.so`: a pure state
+//! machine, like the scheduler's own. It requests the lock when its program has work, drains after
+//! a revoke, releases the lock in a pause while others wait, allocates within its limit, moves
+//! memory to its allowance, and reports memory and utilization.
 //!
 //! `nvsharectl simulate` runs programs on it, and so do the random worlds of the scheduler's tests. Each world delivers
 //! messages, calls back at the times that the client names, and decides how long work and copies take, whether mapping
@@ -20,41 +21,44 @@ pub use utilization::FULL;
 use nvshare_sched::{ClientId, Command, Engine, EnvLimits, Event, GpuId, GpuSet, Group, TenantId, Time};
 use std::time::Duration;
 
-/// What does not change about a client.
+/// The fixed properties of a client.
 #[derive(Debug, Clone)]
 pub struct Setup {
     pub gang: u64,
     pub tenant: TenantId,
     pub group: Option<Group>,
-    /// What its environment asks for.
+    /// The limits from the client's environment.
     pub limits: EnvLimits,
-    /// With [`Engine::Managed`] the program runs whatever is mapped: pages are faulted in.
+    /// With [`Engine::Managed`] the program runs regardless of the mapped bytes: pages are faulted
+    /// in.
     pub engine: Engine,
-    /// Its GPUs: it needs the locks of all of them to run.
+    /// The client's GPUs. The program needs the locks of all of them to run.
     pub gpus: GpuSet,
-    /// The locks of its GPUs are held together or not at all.
+    /// Whether the locks of the GPUs are granted and released together.
     pub peers: bool,
-    /// The time for which submitted work runs on after a revoke. `None`: until the program's work is done.
+    /// The time for which submitted work continues after a revoke. `None`: until the program's work
+    /// is done.
     pub drain: Option<Duration>,
-    /// The part of a GPU that it keeps busy while it runs, in millionths: reported while others wait. `None`: never
-    /// reported.
+    /// The part of a GPU that the program keeps busy while it runs, in millionths; reported while
+    /// other clients wait. `None`: never reported.
     pub fullness: Option<u32>,
     /// Bytes on each GPU that cannot leave.
     pub pinned: u64,
-    /// Bytes that are copied and reported at once.
+    /// Bytes per copy; the client reports after each.
     pub chunk: u64,
 }
 
-/// What a client does, or asks of its world.
+/// An action of the client, or a request to its world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// A message to the scheduler.
     Send(Event),
-    /// [`Client::wake`] is to be called then.
+    /// The world must call [`Client::wake`] at that time.
     Wake(Time, Timer),
-    /// Bytes move. Once they have, [`Client::moved`] is to be called. One move at a time is under way on each GPU.
+    /// Bytes move; the world must call [`Client::moved`] at the end. Each GPU has at most one move
+    /// in progress.
     Move { gpu: GpuId, way: Way, bytes: u64 },
-    /// The program's work begins, or goes on. Its end is told by [`Client::end_work`].
+    /// The program's work begins or continues. The world calls [`Client::end_work`] at its end.
     Run,
     /// The program's work is interrupted.
     Halt,
@@ -62,7 +66,7 @@ pub enum Effect {
     Denied(GpuId),
 }
 
-/// What a client is to be woken for. Numbers tell outdated timers, which have no effect.
+/// The reason of a wake-up. The sequence number identifies outdated timers, which have no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Timer {
     /// The program has been idle for its timeout.
@@ -71,9 +75,9 @@ pub enum Timer {
     Sampled(u32),
     /// Work submitted before a revoke is done.
     Drained(u32),
-    /// The same takes long.
+    /// Work submitted before a revoke runs long.
     Lingers(u32),
-    /// Mapping failed on this GPU, and is tried again.
+    /// Time to retry a failed mapping on this GPU.
     Retry(GpuId),
 }
 
@@ -108,7 +112,7 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
     }
 }
 
-/// Has a command to a client mean the other GPU, once the client has been moved there.
+/// Replaces `both.from` by `both.to` in a command, for a client that has been migrated.
 pub fn rename(command: &mut Command, both: nvshare_sched::Move) {
     match command {
         Command::Attached { gpu, .. }
@@ -128,7 +132,7 @@ pub fn rename(command: &mut Command, both: nvshare_sched::Move) {
     }
 }
 
-/// Has a set name the other GPU.
+/// Replaces `from` by `to` in a set.
 pub fn replace(gpus: &mut GpuSet, nvshare_sched::Move { from, to }: nvshare_sched::Move) {
     if gpus.remove(&from) {
         gpus.insert(to);

@@ -1,5 +1,5 @@
-//! A client's memory on one GPU: limit and demand, allowance and mapped bytes. Memory is allocated, evicted and brought
-//! back as the library does it (`preload/src/memory/`).
+//! A client's memory on one GPU: limit and demand, allowance and mapped bytes. Allocates, evicts
+//! and restores memory like the library (`preload/src/memory/`).
 
 use nvshare_sched::{MemoryReport, Time};
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use std::time::Duration;
 /// The time for which mapping may fail before the client releases the lock (`preload/src/memory/mover/restore.rs`).
 const FULL_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// Where bytes move.
+/// The direction of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// From the GPU to the host.
@@ -19,30 +19,34 @@ pub enum Way {
     Fresh,
 }
 
-/// In bytes.
+/// All quantities are in bytes.
 #[derive(Debug, Default)]
 pub struct Memory {
     is_attached: bool,
-    /// What the program allocates as soon as its limit allows; and of that, what it allocates by itself.
+    /// Bytes that the program allocates as soon as its limit allows.
     wanted: u64,
+    /// The part of `wanted` that the program can allocate separately.
     part: u64,
     demand: u64,
-    /// A higher limit has been requested, and there is no answer yet.
+    /// A request for a higher limit is pending.
     is_limit_requested: bool,
     limit: u64,
     limit_seq: u32,
     allowance: u64,
-    /// The newest allowance that has been carried out, and those that have not.
+    /// Sequence number of the newest allowance that has been carried out.
     ack: u32,
+    /// Allowances that have not been carried out: sequence number and bytes.
     pending: VecDeque<(u32, u64)>,
-    /// On the GPU, counting what is on its way there; of what was there, in the host; and unable to leave.
+    /// Bytes on the GPU, including bytes on their way there.
     mapped: u64,
+    /// Bytes that were on the GPU and are in the host.
     swapped: u64,
+    /// Bytes that cannot leave the GPU.
     pinned: u64,
     moving: Option<(Way, u64)>,
-    /// Since when mapping has failed.
+    /// Start of the current run of mapping failures.
     full_since: Option<Time>,
-    /// A retry is under way.
+    /// A retry of a mapping is scheduled.
     pub(crate) retries: bool,
 }
 
@@ -55,7 +59,7 @@ impl Memory {
         self.demand
     }
 
-    /// On the GPU, or on its way there.
+    /// Bytes on the GPU or on their way there.
     pub fn mapped(&self) -> u64 {
         self.mapped
     }
@@ -82,7 +86,7 @@ impl Memory {
         !self.is_limit_requested && (is_paged || (self.mapped >= self.demand && self.moving.is_none()))
     }
 
-    /// Whether all memory is where the allowance has it.
+    /// Whether the mapped bytes match the allowance.
     fn is_settled(&self) -> bool {
         self.moving.is_none() && self.mapped >= self.demand.min(self.allowance) && self.mapped <= self.allowance
     }
@@ -98,7 +102,7 @@ impl Memory {
         }
     }
 
-    /// The context is created. The limit follows.
+    /// Marks the context as created. The scheduler then sends the limit.
     pub(crate) fn attach(&mut self) {
         self.is_attached = true;
     }
@@ -111,7 +115,7 @@ impl Memory {
         (self.limit, self.limit_seq) = (bytes, seq);
     }
 
-    /// Allocates what is wanted as far as the limit allows. Returns the limit to request.
+    /// Allocates the wanted bytes up to the limit. Returns the limit to request.
     pub(crate) fn allocate(&mut self) -> Option<u64> {
         if !self.is_attached {
             return None;
@@ -125,17 +129,18 @@ impl Memory {
         is_new.then_some(self.wanted)
     }
 
-    /// A higher limit is refused.
+    /// Handles the refusal of a higher limit.
     pub(crate) fn refuse(&mut self) {
         self.is_limit_requested = false;
     }
 
-    /// What the limit does not allow is wanted no more.
+    /// Reduces the wanted bytes to the limit.
     pub(crate) fn make_do(&mut self) {
         self.wanted = self.wanted.min(self.limit).max(self.demand);
     }
 
-    /// A new allowance has arrived. True if no memory has to leave first, which is reported.
+    /// Sets a new allowance. True if no memory has to leave first, so that the client reports
+    /// immediately.
     pub(crate) fn allow(&mut self, seq: u32, bytes: u64) -> bool {
         self.allowance = bytes;
         self.pending.push_back((seq, bytes));
@@ -155,8 +160,8 @@ impl Memory {
         }
     }
 
-    /// Begins the next move towards the allowance, unless one is under way. With `stays`, the client holds the lock and no
-    /// memory leaves.
+    /// Begins the next move towards the allowance, unless a move is in progress. With `stays`, the
+    /// client holds the lock and no memory leaves.
     pub(crate) fn step(&mut self, stays: bool, chunk: u64) -> Option<(Way, u64)> {
         if self.moving.is_some() {
             return None;
@@ -179,8 +184,9 @@ impl Memory {
         self.moving
     }
 
-    /// Ends a move of which so many bytes have succeeded. True if that is reported: returning memory counts from its
-    /// allowance on, so only its end is.
+    /// Ends a move of which `bytes` have succeeded. True if the client reports it. The scheduler
+    /// counts returning memory from the allowance on, so the client reports only the end of its
+    /// return.
     pub(crate) fn moved(&mut self, bytes: u64) -> bool {
         let Some((way, wanted)) = self.moving.take() else { return false };
         let failed = wanted.saturating_sub(bytes);
@@ -201,7 +207,8 @@ impl Memory {
         }
     }
 
-    /// Nothing could be mapped, or something was. True if nothing could for so long that others are to go first.
+    /// Records whether an attempt mapped no memory (`nothing`). True if all attempts have failed
+    /// for [`FULL_TIMEOUT`], so that other clients should run first.
     pub(crate) fn is_full(&mut self, now: Time, nothing: bool) -> bool {
         let since = *self.full_since.get_or_insert(now);
         let is_full = nothing && now.saturating_sub(since) >= FULL_TIMEOUT;
@@ -218,7 +225,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Does all that can be done; how much went out, and how much came back.
+    /// Makes all possible moves. Returns the bytes that left and the bytes that returned.
     fn run(memory: &mut Memory) -> (u64, u64) {
         let (mut out, mut back) = (0, 0);
         while let Some((way, bytes)) = memory.step(false, GIB / 4) {
@@ -233,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_without_a_copy_first_and_leaves_and_returns_with_one() {
+    fn first_mapping_needs_no_copy_but_eviction_and_return_do() {
         let mut memory = Memory::new(0);
         memory.want(3 * GIB, 0);
         memory.attach();
@@ -253,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_mapped_stays_where_it_was() {
+    fn bytes_that_cannot_be_mapped_stay_in_the_host() {
         let mut memory = Memory::new(0);
         memory.want(2 * GIB, 0);
         memory.attach();
@@ -272,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_too_low_is_requested_once() {
+    fn a_higher_limit_is_requested_once() {
         let mut memory = Memory::new(0);
         memory.want(4 * GIB, 2 * GIB);
         assert_eq!(memory.allocate(), None, "it is not attached yet");

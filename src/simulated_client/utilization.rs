@@ -1,23 +1,26 @@
-//! Utilization: how busy a client sees a GPU during a turn, as the library samples it (`preload/src/client/utilization.rs`).
+//! Utilization of a GPU that a client measures during a turn, sampled like the library
+//! (`preload/src/client/utilization.rs`).
 
 use nvshare_sched::Time;
 use std::time::Duration;
 
-/// A GPU that is busy all the time.
+/// The utilization of a GPU that is always busy.
 pub const FULL: u32 = 1_000_000;
-/// The time over which the library samples: 24 samples, one every 2.1 ms.
+/// The length of the library's sampling: 24 samples, one every 2.1 ms.
 pub const SAMPLED: Duration = Duration::from_millis(50);
-/// The least change that is reported, in thousandths.
+/// The smallest reported change, in thousandths.
 const CHANGE: u32 = 100;
 
-/// Of one turn.
+/// The utilization in one turn.
 #[derive(Debug, Default)]
 pub struct Utilization {
-    /// The beginning of sampling and the running time until then; and the last report, in thousandths.
+    /// The beginning of sampling, and the running time until then.
     sample: Option<(Time, Duration)>,
+    /// The last report, in thousandths.
     reported: Option<u32>,
-    /// Running time in this turn, and since when it runs.
+    /// Running time in this turn, without the current run.
     ran: Duration,
+    /// Start of the current run.
     runs_since: Option<Time>,
 }
 
@@ -35,7 +38,7 @@ impl Utilization {
         self.ran + self.runs_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
 
-    /// Begins to sample. False if it does already.
+    /// Begins to sample. False if a sample is already in progress.
     pub fn begin(&mut self, now: Time) -> bool {
         let is_new = self.sample.is_none();
         let ran = self.ran(now);
@@ -43,9 +46,9 @@ impl Utilization {
         is_new
     }
 
-    /// Ends a sample. Returns the thousandths to report, if they have changed, for a program that keeps `fullness`
-    /// millionths of the GPU busy while it runs; and whether to go on: one that ran all the time has no more to show until
-    /// it pauses.
+    /// Ends a sample. Returns the thousandths to report, if they have changed, for a program that
+    /// keeps `fullness` millionths of the GPU busy while it runs; and whether to continue. A
+    /// program that ran during the whole sample needs no further one until it pauses.
     pub fn end(&mut self, now: Time, fullness: u32, is_contended: bool) -> (Option<u32>, bool) {
         let Some((since, before)) = self.sample.take().filter(|_| is_contended) else { return (None, false) };
         let (window, ran) = (now.saturating_sub(since), self.ran(now).saturating_sub(before));

@@ -1,10 +1,11 @@
-//! The program, on the simulated GPU. Each test starts this program again as the process that sleeps.
+//! `nvshare-checkpoint` on the simulated GPU. Each test runs this test binary again as the process
+//! that is put to sleep.
 
 use cuda_sim_gpus::{
     account::Figures,
     trouble::{self, Stranger},
 };
-use nvshare_checkpoint::{ANSWER, Answer, Operation, Outcome, Request, Step};
+use nvshare_checkpoint::{ANSWER, Operation, Outcome, Reply, Request, Step};
 use rustix::{
     io::Errno,
     net::{
@@ -39,12 +40,12 @@ const NOT_READY: u32 = 600;
 const NOT_SUPPORTED: u32 = 801;
 const OUT_OF_MEMORY: u32 = 2;
 
-const DONE: Answer = Answer { outcome: Outcome::Runs, failed: Step::None, error: 0 };
-const ASLEEP: Answer = Answer { outcome: Outcome::Asleep, ..DONE };
+const DONE: Reply = Reply { outcome: Outcome::Runs, failed: Step::None, error: 0 };
+const ASLEEP: Reply = Reply { outcome: Outcome::Asleep, ..DONE };
 
 fn call(name: &str, arguments: [usize; 4]) -> u32 {
-    // SAFETY: the simulated driver may be loaded by any program; integers and addresses travel in the same registers, and more
-    // than are read do no harm.
+    // SAFETY: any program may load the simulated driver. Integers and pointers use the same
+    // registers, and a function ignores registers beyond its parameters.
     unsafe {
         let library = libloading::Library::new(artifact("libcuda.so")).expect("the simulated driver");
         let library: &'static libloading::Library = Box::leak(Box::new(library));
@@ -54,7 +55,8 @@ fn call(name: &str, arguments: [usize; 4]) -> u32 {
     }
 }
 
-/// The process that sleeps: a context, 32 MiB with a value, and a call for each line.
+/// The process that is put to sleep: it has a context and 32 MiB with a value, and makes one call
+/// for each line of input.
 fn sleeper() {
     let (mut context, mut at) = (0_usize, 0_usize);
     assert_eq!(call("cuInit", [0; 4]), 0);
@@ -92,8 +94,9 @@ impl Drop for Sleeper {
     }
 }
 
-/// The process, on a machine of 128 MiB of which a context takes 16. Tests of one program would share a machine, since it is read
-/// from the environment once: so each runs in a process of its own, and this returns `None` in the others.
+/// Starts the process on a simulated GPU of 128 MiB, of which a context takes 16. The environment
+/// selects the GPU and is read once per process, so each test re-runs in a process of its own.
+/// Returns `None` in the outer process.
 fn start(test: &str) -> Option<Sleeper> {
     start_as(test, None)
 }
@@ -133,7 +136,7 @@ fn start_as(test: &str, uid: Option<u32>) -> Option<Sleeper> {
     Some(sleeper)
 }
 
-/// Where the simulated machine is, and the driver by the name that programs load it by.
+/// The directory of the simulated GPU, with the driver under the name that programs load.
 fn machine() -> PathBuf {
     env::var_os("CUDA_SIM_DIR").expect("only in the process of a test").into()
 }
@@ -147,7 +150,7 @@ impl Sleeper {
         writeln!(self.child.stdin.as_mut().expect("piped"), "{line}").expect("it runs");
     }
 
-    /// A signal stops one thread after the other.
+    /// Stops the process, and waits until all threads have stopped: a signal stops them one by one.
     fn stop(&self) {
         let pid = self.child.id();
         kill(pid, libc::SIGSTOP);
@@ -185,7 +188,7 @@ impl Sleeper {
         helper
     }
 
-    fn ask(&self, operation: Operation) -> Answer {
+    fn ask(&self, operation: Operation) -> Reply {
         self.helper(operation).answer()
     }
 }
@@ -199,7 +202,7 @@ fn request(socket: &OwnedFd, operation: Operation, uid: u32, pidfd: OwnedFd) {
     sendmsg(socket, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
 }
 
-fn answer(socket: &OwnedFd) -> Answer {
+fn answer(socket: &OwnedFd) -> Reply {
     let mut packet = [0; ANSWER];
     let received = loop {
         match recv(socket, &mut packet, RecvFlags::empty()) {
@@ -207,7 +210,7 @@ fn answer(socket: &OwnedFd) -> Answer {
             received => break received.expect("an answer").0,
         }
     };
-    Answer::decode(&packet[..received]).expect("an answer")
+    Reply::decode(&packet[..received]).expect("an answer")
 }
 
 struct Helper {
@@ -230,11 +233,11 @@ impl Helper {
         request(self.socket.as_ref().expect("not hung up"), operation, uid, pidfd);
     }
 
-    fn says(&self) -> Answer {
+    fn says(&self) -> Reply {
         answer(self.socket.as_ref().expect("not hung up"))
     }
 
-    fn answer(self) -> Answer {
+    fn answer(self) -> Reply {
         let answer = self.says();
         self.ends();
         answer
@@ -247,8 +250,8 @@ impl Helper {
 }
 
 #[test]
-fn a_process_leaves_the_gpu_and_comes_back() {
-    let Some(mut sleeper) = start("a_process_leaves_the_gpu_and_comes_back") else { return };
+fn sleep_and_wake_round_trip() {
+    let Some(mut sleeper) = start("sleep_and_wake_round_trip") else { return };
     for _ in 0..3 {
         assert_eq!((sleeper.ask(Operation::Sleep), used()), (ASLEEP, 0));
         sleeper.tell("read");
@@ -259,8 +262,8 @@ fn a_process_leaves_the_gpu_and_comes_back() {
 }
 
 #[test]
-fn one_that_was_started_before_is_asked_more_than_once() {
-    let Some(mut sleeper) = start("one_that_was_started_before_is_asked_more_than_once") else { return };
+fn one_helper_serves_several_requests() {
+    let Some(mut sleeper) = start("one_helper_serves_several_requests") else { return };
     let helper = Helper::start(Command::new(HELPER));
     for _ in 0..2 {
         for (operation, answer) in [(Operation::Sleep, ASLEEP), (Operation::Wake, DONE)] {
@@ -274,13 +277,13 @@ fn one_that_was_started_before_is_asked_more_than_once() {
     Helper::start(Command::new(HELPER)).ends();
 }
 
-/// Without systemd, as in a pod.
+/// Without systemd, for example in a pod.
 #[test]
-fn one_is_started_for_each_connection() {
-    let Some(mut sleeper) = start("one_is_started_for_each_connection") else { return };
+fn listening_starts_one_helper_per_connection() {
+    let Some(mut sleeper) = start("listening_starts_one_helper_per_connection") else { return };
     let directory = Directory::new();
     let path = directory.0.join("checkpoint.sock");
-    // As an earlier one has left it.
+    // A stale file at the socket's path.
     fs::write(&path, "").expect("a file");
     let uid = geteuid().as_raw();
     let mut command = Command::new(HELPER);
@@ -303,7 +306,7 @@ fn one_is_started_for_each_connection() {
     assert_eq!((ask(&connections[0], Operation::Sleep), used()), (ASLEEP, 0));
     assert_eq!((ask(&connections[1], Operation::Wake), used()), (DONE, 48));
     drop(connections);
-    // Whoever asks what is no request is hung up on, and the next one is served.
+    // The helper closes the connection after an invalid request, and serves the next connection.
     let wrong = connect();
     rustix::net::send(&wrong, b"what?", SendFlags::empty()).expect("sent");
     assert_eq!(recv(&wrong, &mut [0_u8; ANSWER], RecvFlags::empty()).expect("an end").0, 0);
@@ -317,36 +320,36 @@ fn one_is_started_for_each_connection() {
 }
 
 #[test]
-fn one_that_cannot_sleep_runs_on() {
-    let Some(mut sleeper) = start("one_that_cannot_sleep_runs_on") else { return };
+fn a_process_that_cannot_be_checkpointed_keeps_running() {
+    let Some(mut sleeper) = start("a_process_that_cannot_be_checkpointed_keeps_running") else { return };
     sleeper.tell("managed");
     assert_eq!(sleeper.says(), 0);
-    let refused = Answer { failed: Step::Checkpoint, error: NOT_SUPPORTED, ..DONE };
+    let refused = Reply { failed: Step::Checkpoint, error: NOT_SUPPORTED, ..DONE };
     assert_eq!(sleeper.ask(Operation::Sleep), refused);
     sleeper.tell("read");
     assert_eq!(sleeper.says(), 7);
 }
 
 #[test]
-fn one_whose_work_does_not_end_is_let_go() {
-    let Some(mut sleeper) = start("one_whose_work_does_not_end_is_let_go") else { return };
+fn a_lock_timeout_leaves_the_process_running() {
+    let Some(mut sleeper) = start("a_lock_timeout_leaves_the_process_running") else { return };
     sleeper.tell("wait");
     assert_eq!(sleeper.says(), 0);
-    assert_eq!(sleeper.ask(Operation::Sleep), Answer { failed: Step::Lock, error: NOT_READY, ..DONE });
+    assert_eq!(sleeper.ask(Operation::Sleep), Reply { failed: Step::Lock, error: NOT_READY, ..DONE });
 }
 
 #[test]
-fn without_room_it_is_lost() {
-    let Some(sleeper) = start("without_room_it_is_lost") else { return };
+fn a_restore_without_room_loses_the_process() {
+    let Some(sleeper) = start("a_restore_without_room_loses_the_process") else { return };
     assert_eq!(sleeper.ask(Operation::Sleep), ASLEEP);
     trouble::set_strangers(&machine(), 0, &[Stranger { bytes: 100 * M, pid: None }]).expect("a file");
-    let lost = Answer { outcome: Outcome::Lost, failed: Step::Restore, error: OUT_OF_MEMORY };
+    let lost = Reply { outcome: Outcome::Lost, failed: Step::Restore, error: OUT_OF_MEMORY };
     assert_eq!(sleeper.ask(Operation::Wake), lost);
 }
 
 #[test]
-fn a_request_is_taken_back_while_the_process_is_stopped() {
-    let Some(mut sleeper) = start("a_request_is_taken_back_while_the_process_is_stopped") else { return };
+fn closing_the_socket_cancels_a_request_to_a_stopped_process() {
+    let Some(mut sleeper) = start("closing_the_socket_cancels_a_request_to_a_stopped_process") else { return };
     sleeper.stop();
     let mut helper = sleeper.helper(Operation::Sleep);
     thread::sleep(Duration::from_millis(300));
@@ -359,8 +362,8 @@ fn a_request_is_taken_back_while_the_process_is_stopped() {
 }
 
 #[test]
-fn a_helper_that_is_killed_leaves_what_another_one_settles() {
-    let Some(mut sleeper) = start("a_helper_that_is_killed_leaves_what_another_one_settles") else { return };
+fn a_helper_settles_the_operation_of_a_killed_helper() {
+    let Some(mut sleeper) = start("a_helper_settles_the_operation_of_a_killed_helper") else { return };
     for delay in [0, 2, 5, 10, 20, 40, 80, 160] {
         for operation in [Operation::Sleep, Operation::Wake] {
             let mut helper = sleeper.helper(operation);
@@ -381,8 +384,8 @@ fn a_helper_that_is_killed_leaves_what_another_one_settles() {
 }
 
 #[test]
-fn a_lock_under_way_is_settled_too() {
-    let Some(mut sleeper) = start("a_lock_under_way_is_settled_too") else { return };
+fn a_helper_settles_a_lock_in_progress() {
+    let Some(mut sleeper) = start("a_helper_settles_a_lock_in_progress") else { return };
     sleeper.stop();
     let mut helper = sleeper.helper(Operation::Sleep);
     thread::sleep(Duration::from_millis(200));
@@ -397,8 +400,8 @@ fn a_lock_under_way_is_settled_too() {
 }
 
 #[test]
-fn a_process_that_is_killed_asleep_frees_everything() {
-    let Some(mut sleeper) = start("a_process_that_is_killed_asleep_frees_everything") else { return };
+fn killing_a_sleeping_process_frees_its_memory() {
+    let Some(mut sleeper) = start("killing_a_sleeping_process_frees_its_memory") else { return };
     assert_eq!(sleeper.ask(Operation::Sleep), ASLEEP);
     let pidfd = sleeper.pidfd();
     sleeper.child.kill().expect("killed");
@@ -408,22 +411,22 @@ fn a_process_that_is_killed_asleep_frees_everything() {
 }
 
 #[test]
-fn only_a_process_of_the_user_is_meant() {
-    let Some(sleeper) = start("only_a_process_of_the_user_is_meant") else { return };
+fn requests_for_other_users_processes_are_refused() {
+    let Some(sleeper) = start("requests_for_other_users_processes_are_refused") else { return };
     let own = geteuid().as_raw();
     let answer = sleeper.helper_for(Operation::Sleep, own + 1, sleeper.pidfd()).answer();
-    assert_eq!(answer, Answer { failed: Step::User, ..DONE }, "another user's");
+    assert_eq!(answer, Reply { failed: Step::User, ..DONE }, "another user's");
     let gone = |uid, pidfd| sleeper.helper_for(Operation::Sleep, uid, pidfd).answer().outcome == Outcome::Gone;
     let file = fs::File::open("/dev/null").expect("a file");
     assert!(gone(own, file.into()), "no pidfd");
-    // `PIDFD_THREAD`, of a thread that is not the leader. Before Linux 6.9 there is none.
+    // `PIDFD_THREAD` (Linux 6.9), of a thread that is not the leader.
     let tasks = fs::read_dir(format!("/proc/{}/task", sleeper.child.id())).expect("threads");
     let ids = tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse::<u32>().ok());
     for id in ids.filter(|id| *id != sleeper.child.id()) {
-        // SAFETY: a system call without pointers; the descriptor is new.
+        // SAFETY: the system call takes no pointers.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, id, libc::O_EXCL) };
         if fd >= 0 {
-            // SAFETY: as above.
+            // SAFETY: the system call has just returned the descriptor, so no other value owns it.
             assert!(gone(own, unsafe { OwnedFd::from_raw_fd(fd as i32) }), "a thread");
         }
     }
@@ -432,12 +435,12 @@ fn only_a_process_of_the_user_is_meant() {
 
 /// A user can start a set-user-ID program in the process that has connected.
 #[test]
-fn a_process_that_is_of_two_users_is_left_alone() {
+fn a_process_with_two_uids_is_refused() {
     let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
     if !is_root || Command::new("setpriv").arg("--version").output().is_err() {
         return test_support::skip("root and setpriv(1)");
     }
-    let Some(sleeper) = start("a_process_that_is_of_two_users_is_left_alone") else { return };
+    let Some(sleeper) = start("a_process_with_two_uids_is_refused") else { return };
     let mut other = Command::new("setpriv");
     let mut other = other.args(["--ruid=65533", "sleep", "1000"]).spawn().expect("start it");
     wait_for("it to have begun", || {
@@ -455,8 +458,8 @@ fn a_process_that_is_of_two_users_is_left_alone() {
 }
 
 #[test]
-fn a_process_that_is_killed_on_its_way_leaves_nothing() {
-    let test = "a_process_that_is_killed_on_its_way_leaves_nothing";
+fn a_process_killed_during_its_checkpoint_frees_its_memory() {
+    let test = "a_process_killed_during_its_checkpoint_frees_its_memory";
     let Some(mut sleeper) = start(test) else { return };
     for delay in [0, 2, 5, 10, 20, 40] {
         for operation in [Operation::Sleep, Operation::Wake] {
@@ -468,7 +471,7 @@ fn a_process_that_is_killed_on_its_way_leaves_nothing() {
             kill(sleeper.child.id(), libc::SIGKILL);
             let outcome = helper.answer().outcome;
             let expected = if operation == Operation::Sleep { ASLEEP.outcome } else { DONE.outcome };
-            // One that is being ended does not answer any more, and has not ended yet.
+            // A process that is being killed may no longer answer, but has not ended yet.
             assert!(
                 [Outcome::Gone, Outcome::Unknown, expected].contains(&outcome),
                 "{operation:?} after {delay} ms: {outcome:?}"
@@ -481,13 +484,13 @@ fn a_process_that_is_killed_on_its_way_leaves_nothing() {
     }
 }
 
-/// The driver before 570, and none at all.
+/// With a driver before 570, and without a driver.
 #[test]
-fn without_the_calls_nothing_is_done() {
-    let Some(sleeper) = start("without_the_calls_nothing_is_done") else { return };
+fn a_driver_without_checkpoints_is_reported() {
+    let Some(sleeper) = start("a_driver_without_checkpoints_is_reported") else { return };
     let older = Directory::new();
-    let without_driver = |answer: Answer| {
-        assert_eq!(answer, Answer { outcome: Outcome::Unknown, failed: Step::Driver, error: 0 });
+    let without_driver = |answer: Reply| {
+        assert_eq!(answer, Reply { outcome: Outcome::Unknown, failed: Step::Driver, error: 0 });
     };
     let ask = || {
         let mut command = Command::new(HELPER);
@@ -505,15 +508,16 @@ fn without_the_calls_nothing_is_done() {
     assert_eq!(used(), 48);
 }
 
-/// As systemd starts it: with the capabilities, and with a user that is neither root nor the process'.
+/// As under systemd: with the capabilities, and as a user that is neither root nor the process's
+/// user.
 #[test]
-fn two_capabilities_reach_processes_of_other_users() {
+fn two_capabilities_suffice_for_other_users_processes() {
     const CLIENT: u32 = 65533;
     let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
     if !is_root || Command::new("setpriv").arg("--version").output().is_err() {
         return test_support::skip("root and setpriv(1)");
     }
-    let test = "two_capabilities_reach_processes_of_other_users";
+    let test = "two_capabilities_suffice_for_other_users_processes";
     let Some(mut sleeper) = start_as(test, Some(CLIENT)) else { return };
     let ask = |sleeper: &Sleeper, operation, capabilities: &[String]| {
         let mut command = Command::new("setpriv");

@@ -222,7 +222,7 @@ impl Helpers {
             };
             // One that is late may never end, and keeps only others of its tenant from theirs.
             let _of_all = answer.is_some().then_some(of_all);
-            let has_slept = |answer: nvshare_checkpoint::Answer| answer.outcome == Outcome::Asleep;
+            let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
             let (kept, done) = if goes_on { (Some(helper), None) } else { (None, Some(helper)) };
             let not_taken = asker.send((answer, kept)).err().and_then(|(_, helper)| helper);
@@ -330,10 +330,10 @@ pub struct Helper {
 
 impl Helper {
     /// `None` if it ended, or said what is no answer.
-    async fn answer(&self) -> Option<nvshare_checkpoint::Answer> {
+    async fn answer(&self) -> Option<nvshare_checkpoint::Reply> {
         let mut packet = [0; ANSWER];
         let length = self.receive(&mut packet).await.ok()?;
-        nvshare_checkpoint::Answer::decode(packet.get(..length)?)
+        nvshare_checkpoint::Reply::decode(packet.get(..length)?)
     }
 
     async fn receive(&self, packet: &mut [u8]) -> io::Result<usize> {

@@ -66,7 +66,7 @@ async fn request(socket: &AsyncFd<OwnedFd>) -> (Request, u32) {
 }
 
 fn say(socket: &AsyncFd<OwnedFd>, outcome: Outcome, failed: Step, error: u32) {
-    let packet = nvshare_checkpoint::Answer { outcome, failed, error }.encode();
+    let packet = nvshare_checkpoint::Reply { outcome, failed, error }.encode();
     socket::send(socket.get_ref().as_fd(), &packet).expect("sent");
 }
 
