@@ -1,4 +1,5 @@
-//! `nvsharectl simulate`: how a described mix of programs fares under each policy, as tables for people or as JSON.
+//! `nvsharectl simulate`: simulates a described mix of programs under each policy, and prints
+//! tables or JSON.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,21 +17,21 @@ use crate::simulate::report::{Figures, JobFigures, Report};
 use crate::simulate::scenario::Scenario;
 use crate::timeline::{Timeline, svg};
 
-/// Plays the file's scenario under the policies of these names, or under all that make a difference; what is to be printed.
-/// `timeline`: a file for a picture of what happened under each.
+/// Plays the file's scenario under the named policies, or under all policies that differ. Returns
+/// the text to print. `timeline`: a file for a picture of each policy's timeline.
 pub fn simulate(file: &Path, names: &[String], timeline: Option<&Path>, json: bool) -> Result<String, CtlError> {
     let scenario = Scenario::load(file).map_err(|e| CtlError::Failed(e.to_string()))?;
     let policies = policies(&scenario, names);
     if let Some(output) = timeline {
         let title = format!("{} under each policy, simulated", file.display());
-        super::timeline::write(output, &drawn(&scenario, &policies, &title))?;
+        super::timeline::write(output, &picture(&scenario, &policies, &title))?;
     }
     let report = simulate::run(&scenario, &policies);
     Ok(if json { format!("{:#}\n", self::json(&report)) } else { text(&report) })
 }
 
-/// What happens under each policy, in one picture: the same time is at the same place.
-fn drawn(scenario: &Scenario, policies: &[Policy], title: &str) -> String {
+/// The timelines of all policies in one picture, on one time axis.
+fn picture(scenario: &Scenario, policies: &[Policy], title: &str) -> String {
     let mut all = Timeline::default();
     let mut headings = BTreeMap::new();
     for (order, policy) in policies.iter().enumerate() {
@@ -56,7 +57,7 @@ fn policies(scenario: &Scenario, names: &[String]) -> Vec<Policy> {
     POLICIES.into_iter().filter(differs).collect()
 }
 
-/// For people.
+/// The report as tables.
 pub fn text(report: &Report) -> String {
     let number = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     let head = format!(
@@ -103,8 +104,8 @@ fn gpus(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// For each job: the mean completion time of its programs, and its ratio to a run without others. If no program has
-/// ended: its part of all GPU time.
+/// For each job: the mean completion time of its programs, and its ratio to a run alone. If no
+/// program has ended: its share of the GPU time.
 fn jobs(report: &Report) -> Vec<String> {
     let policies = report.policies.iter().map(|figures| figures.policy.to_uppercase());
     let names: Vec<String> = ["JOB".to_owned(), "ALONE".to_owned()].into_iter().chain(policies).collect();
@@ -126,7 +127,7 @@ fn jobs(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// The first column at the left, all others at the right.
+/// Columns of which the first is aligned left, all others right.
 fn columns<'a>(names: &[&'a str]) -> Vec<(&'a str, Align)> {
     let align = |at| if at == 0 { Align::Left } else { Align::Right };
     names.iter().enumerate().map(|(at, name)| (*name, align(at))).collect()
@@ -136,7 +137,7 @@ fn shown(duration: Option<Duration>) -> String {
     duration.map_or_else(|| "-".to_owned(), units::duration)
 }
 
-/// For programs: times in seconds, memory in bytes.
+/// The report as JSON: times in seconds, memory in bytes.
 pub fn json(report: &Report) -> Value {
     json!({
         "programs": report.programs,

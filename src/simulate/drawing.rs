@@ -1,4 +1,4 @@
-//! Timelines of what happens in a world: who held which GPU when, who waited, and what moved.
+//! Records the timeline of a world: the holders, waiters and moved memory of each GPU.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use nvshare_simulated_client::Way;
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time};
 use crate::timeline::{Activity, Span, Timeline};
 
-/// Chunks that follow each other within this time are shown as one move.
+/// Chunks that follow each other within this time are drawn as one move.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// A timeline in the making.
+/// A timeline that is being recorded.
 #[derive(Debug, Default)]
 pub struct Drawing {
     /// The name of each program.
@@ -20,7 +20,7 @@ pub struct Drawing {
     open: BTreeMap<ClientId, BTreeMap<GpuId, Open>>,
 }
 
-/// What is under way for a program on a GPU.
+/// Unfinished activities of a program on a GPU.
 #[derive(Debug, Default)]
 struct Open {
     waits: Option<Time>,
@@ -30,12 +30,12 @@ struct Open {
 }
 
 impl Drawing {
-    /// `names`: of the programs, in the order of their numbers.
+    /// `names`: the programs' names, in the order of their numbers.
     pub fn new(names: Vec<String>) -> Self {
         Self { names, ..Self::default() }
     }
 
-    /// Notes an event that the scheduler is given, and its commands.
+    /// Records an event and the scheduler's commands.
     pub fn note(&mut self, now: Time, event: &Event, commands: &[Command]) {
         match event {
             Event::Requested { client, gpus } => {
@@ -66,7 +66,7 @@ impl Drawing {
         }
     }
 
-    /// Notes that `bytes` of a program have moved, which took from `begun` until now.
+    /// Records that `bytes` of a program have moved between `begun` and `now`.
     pub fn moved(&mut self, begun: Time, now: Time, client: ClientId, gpu: GpuId, way: Way, bytes: u64) {
         let open = self.open(client, gpu);
         let (activity, running) = match way {
@@ -84,8 +84,8 @@ impl Drawing {
         self.add(client, gpu, done);
     }
 
-    /// What has happened until now.
-    pub fn ended(mut self, now: Time) -> Timeline {
+    /// Ends the recording and returns the timeline.
+    pub fn finish(mut self, now: Time) -> Timeline {
         let open: Vec<ClientId> = self.open.keys().copied().collect();
         open.into_iter().for_each(|client| self.end(now, client));
         self.timeline.span = Some((Time::ZERO, now));

@@ -1,5 +1,6 @@
-//! The work of GPUs. Programs that hold a lock work: alone at full speed; together, if they need more than the GPU
-//! has, all slowed down by the same factor. A program on several GPUs is as fast as on the slowest of them.
+//! The work of GPUs. A lock holder runs alone at full speed. Concurrent holders that need more than
+//! the GPU are all slowed down by the same factor. A program on several GPUs is as fast as on the
+//! slowest of them.
 
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ pub struct Engines {
 #[derive(Debug, Clone, Default)]
 struct Engine {
     running: Vec<usize>,
-    /// Of how much of the GPU they could make use, in millionths.
+    /// Sum of the fullness of the running programs, in millionths of the GPU.
     wanted: u64,
 }
 
@@ -24,15 +25,17 @@ struct Engine {
 #[derive(Debug, Clone, Default)]
 pub struct Work {
     gpus: Vec<usize>,
-    /// Of how much of a GPU it can make use, in millionths.
+    /// The part of a GPU that the program can use, in millionths.
     fullness: u32,
-    /// GPU time, in nanoseconds: of what it does now, and of all that it has done.
+    /// GPU time left in the current work, in nanoseconds.
     left: f64,
+    /// GPU time of all work so far, in nanoseconds.
     done: f64,
-    /// While it runs: since when it has run like this, and how much GPU time it has in a unit of time.
+    /// Start of running at the current rate; `None` while the program does not run.
     since: Option<Time>,
+    /// GPU time per unit of time.
     rate: f64,
-    /// Counts changes of the rate.
+    /// Number of changes of the rate, which identifies outdated events.
     number: u32,
 }
 
@@ -41,7 +44,7 @@ impl Work {
         Self { gpus, fullness, ..Self::default() }
     }
 
-    /// Up to that moment.
+    /// Accounts the work up to `now`.
     fn advance(&mut self, now: Time) {
         let Some(since) = self.since.as_mut().map(|since| std::mem::replace(since, now)) else { return };
         let done = (now.saturating_sub(since).as_nanos() as f64 * self.rate).min(self.left);
@@ -55,16 +58,16 @@ impl Engines {
         Self { gpus: vec![Engine::default(); gpus], programs }
     }
 
-    /// GPU time that each program has had until now, of each of its GPUs.
-    pub fn had(&mut self, now: Time) -> Vec<Duration> {
-        let had = |work: &mut Work| {
+    /// GPU time of each program until now, on each of its GPUs.
+    pub fn gpu_times(&mut self, now: Time) -> Vec<Duration> {
+        let gpu_time = |work: &mut Work| {
             work.advance(now);
             nanos(work.done)
         };
-        self.programs.iter_mut().map(had).collect()
+        self.programs.iter_mut().map(gpu_time).collect()
     }
 
-    /// Starts a program with that much work left.
+    /// Starts a program with `left` work.
     pub fn start(&mut self, program: usize, left: Duration, now: Time, queue: &mut Queue) {
         let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_none()) else { return };
         (work.left, work.since, work.rate) = (left.as_nanos() as f64, Some(now), 0.0);
@@ -73,8 +76,8 @@ impl Engines {
             engine.running.push(program);
             engine.wanted += fullness;
         });
-        self.rate_anew(program, now, queue);
-        self.rate(program, now, queue);
+        self.update_neighbours(program, now, queue);
+        self.update_rate(program, now, queue);
     }
 
     /// Interrupts a program. Returns the work left.
@@ -90,11 +93,11 @@ impl Engines {
             engine.running.retain(|other| *other != program);
             engine.wanted -= fullness;
         });
-        self.rate_anew(program, now, queue);
+        self.update_neighbours(program, now, queue);
         left
     }
 
-    /// Handles the queue's notice that a program's work is done. True if it still applies.
+    /// Handles the event that a program's work is done. False if the event is outdated.
     pub fn done(&mut self, program: usize, number: u32, now: Time, queue: &mut Queue) -> bool {
         let Some(work) = self.programs.get_mut(program) else { return false };
         if work.number != number || work.since.is_none() {
@@ -115,8 +118,8 @@ impl Engines {
         }
     }
 
-    /// The others on that program's GPUs are as fast as they can be now.
-    fn rate_anew(&mut self, program: usize, now: Time, queue: &mut Queue) {
+    /// Updates the rates of the other programs on that program's GPUs.
+    fn update_neighbours(&mut self, program: usize, now: Time, queue: &mut Queue) {
         let gpus = self.programs.get(program).map_or(0, |work| work.gpus.len());
         for at in 0..gpus {
             let Some(gpu) = self.programs.get(program).and_then(|work| work.gpus.get(at)).copied() else { return };
@@ -124,13 +127,13 @@ impl Engines {
             for at in 0..others {
                 let other = self.gpus.get(gpu).and_then(|engine| engine.running.get(at)).copied();
                 if let Some(other) = other.filter(|other| *other != program) {
-                    self.rate(other, now, queue);
+                    self.update_rate(other, now, queue);
                 }
             }
         }
     }
 
-    fn rate(&mut self, program: usize, now: Time, queue: &mut Queue) {
+    fn update_rate(&mut self, program: usize, now: Time, queue: &mut Queue) {
         let Some(work) = self.programs.get_mut(program) else { return };
         let wanted = work.gpus.iter().filter_map(|gpu| self.gpus.get(*gpu)).map(|engine| engine.wanted).max();
         let rate = f64::from(work.fullness) / wanted.unwrap_or(0).max(FULL.into()) as f64;
@@ -144,7 +147,7 @@ impl Engines {
     }
 }
 
-/// Rounded up: what takes a part of a nanosecond is not over before it.
+/// Rounds up, so that no event precedes the end of its work.
 fn nanos(value: f64) -> Duration {
     Duration::from_nanos(value.ceil() as u64)
 }
@@ -157,7 +160,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// When each of these is done that begin at once, on the GPUs they name.
+    /// The end of each of these programs, which start at the same time on their GPUs.
     fn ends(programs: &[(&[usize], u32, u64)]) -> Vec<f64> {
         let works = programs.iter().map(|(gpus, fullness, _)| Work::new(gpus.to_vec(), *fullness)).collect();
         let (mut engines, mut queue) = (Engines::new(3, works), Queue::default());
@@ -170,26 +173,26 @@ mod tests {
                 && engines.done(program, number, at, &mut queue)
             {
                 ends[program] = (at.as_secs_f64() * 1e6).round() / 1e6;
-                assert_eq!(engines.had(at)[program].as_secs(), programs[program].2);
+                assert_eq!(engines.gpu_times(at)[program].as_secs(), programs[program].2);
             }
         }
         ends
     }
 
     #[test]
-    fn who_is_alone_is_as_fast_as_it_can_be() {
+    fn a_single_program_runs_at_full_speed() {
         assert_eq!(ends(&[(&[0], FULL, 10), (&[1], FULL / 4, 10)]), [10.0, 40.0]);
     }
 
     #[test]
-    fn those_who_want_more_than_there_is_are_slowed_down_alike() {
+    fn oversubscribed_programs_slow_down_equally() {
         assert_eq!(ends(&[(&[0], FULL, 10), (&[0], FULL, 20)]), [20.0, 30.0]);
         assert_eq!(ends(&[(&[0], FULL / 4, 10), (&[0], FULL / 2, 20)]), [40.0, 40.0], "they want less");
         assert_eq!(ends(&[(&[0], FULL, 10), (&[0], FULL / 4, 10)]), [12.5, 42.5]);
     }
 
     #[test]
-    fn who_has_several_gpus_is_as_fast_as_on_the_slowest() {
+    fn a_program_on_several_gpus_runs_at_the_slowest_rate() {
         assert_eq!(ends(&[(&[0, 1], FULL, 10), (&[1], FULL, 5), (&[2], FULL, 5)]), [15.0, 10.0, 5.0]);
     }
 }

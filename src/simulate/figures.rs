@@ -12,7 +12,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// `most`: the 95th percentile. None of none.
+    /// The figures of `all`; `None` if it is empty. `most` is the 95th percentile.
     pub fn of(mut all: Vec<Duration>) -> Option<Self> {
         all.sort_unstable();
         let count = u32::try_from(all.len()).ok().filter(|count| *count > 0)?;
@@ -26,7 +26,7 @@ impl Spread {
     }
 }
 
-/// Durations that are too many to be kept: each falls into one of 64 buckets between one power of two and the next.
+/// A histogram of durations, with 64 buckets between successive powers of two.
 #[derive(Debug, Clone, Default)]
 pub struct Counted {
     buckets: Vec<u64>,
@@ -69,7 +69,7 @@ impl Counted {
         self.worst
     }
 
-    /// The shortest duration that at least this percentage does not exceed, to 2 percent of itself.
+    /// The percentile, rounded up by at most 2 percent.
     pub fn percentile(&self, percent: u64) -> Duration {
         let rank = (u128::from(self.count) * u128::from(percent)).div_ceil(100);
         let mut seen = 0u128;
@@ -87,7 +87,7 @@ fn bucket(value: Duration) -> usize {
     ((shift << PARTS) as u64 + (nanos >> shift)) as usize
 }
 
-/// The longest that falls into that bucket.
+/// The longest duration in a bucket.
 fn end(bucket: usize) -> Duration {
     let bucket = bucket as u64;
     let shift = (bucket >> PARTS).saturating_sub(1);
@@ -95,7 +95,7 @@ fn end(bucket: usize) -> Duration {
     Duration::from_nanos(first.saturating_add(1).saturating_mul(1 << shift) - 1)
 }
 
-/// Jain's index: 1 where all are equal, and the nth part where one of n has everything.
+/// Jain's fairness index: 1 if all values are equal, 1/n if one of n has everything.
 pub fn jain(all: &[f64]) -> Option<f64> {
     let (sum, squares) = all.iter().fold((0.0, 0.0), |(sum, squares), value| (sum + value, squares + value * value));
     (squares > 0.0).then(|| sum * sum / (all.len() as f64 * squares))
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_values_that_there_are() {
+    fn percentiles_are_actual_values() {
         let spread = Spread::of((1..=40).rev().map(s).collect()).expect("a spread");
         assert_eq!((spread.mean, spread.median), (Duration::from_millis(20_500), s(20)));
         assert_eq!((spread.most, spread.worst), (s(38), s(40)));
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_is_known_to_two_percent() {
+    fn histogram_percentiles_are_within_two_percent() {
         let mut counted = Counted::default();
         (1..=10_000).for_each(|us| counted.add(Duration::from_micros(us)));
         assert_eq!((counted.mean(), counted.worst()), (Duration::from_nanos(5_000_500), Duration::from_millis(10)));
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn fairness_is_one_where_all_have_the_same() {
+    fn jains_index_of_equal_values_is_one() {
         assert_eq!(jain(&[0.3, 0.3]), Some(1.0));
         assert_eq!(jain(&[1.0, 0.0, 0.0, 0.0]), Some(0.25));
         assert_eq!(jain(&[]), None);

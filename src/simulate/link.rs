@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// Each direction carries one chunk after the other, and the memory of the host serves both.
+/// Each direction carries chunks in order, and both directions share the host's memory bandwidth.
 #[derive(Debug, Clone, Copy)]
 pub struct Link {
     out: Lane,
     back: Lane,
-    /// What both directions take of the host's memory, unless it is fast enough for both at full speed.
+    /// The host's memory bandwidth; `None` if it suffices for both directions at full speed.
     host: Option<Lane>,
 }
 
-/// What carries one chunk after the other.
+/// A channel that carries chunks in order.
 #[derive(Debug, Clone, Copy)]
 struct Lane {
-    /// Bytes a second.
+    /// Bytes per second.
     rate: u64,
     free: Time,
 }
@@ -38,29 +38,29 @@ impl Lane {
 }
 
 impl Link {
-    /// Bytes a second in each direction, and in both together.
+    /// `rate`: bytes per second in each direction. `total`: in both together.
     pub fn new(rate: u64, total: u64) -> Self {
         let host = (total < rate.saturating_mul(2)).then(|| Lane::new(total));
         Self { out: Lane::new(rate), back: Lane::new(rate), host }
     }
 
-    /// How long a copy takes one way while nothing is copied the other way.
+    /// The time of a copy in one direction while the other direction is idle.
     pub fn carries(&self, bytes: u64) -> Duration {
         self.out.takes(bytes)
     }
 
-    /// When the host's memory has carried so many bytes more.
+    /// The time at which the host's memory has carried `bytes` more.
     fn host(&mut self, now: Time, bytes: u64) -> Time {
         self.host.as_mut().map_or(Time::ZERO, |host| host.carry(now, bytes))
     }
 
-    /// When a copy to the host is done that is wanted now.
+    /// The end of a copy to the host that is requested now.
     pub fn copy_out(&mut self, now: Time, bytes: u64) -> Time {
         self.out.free = self.out.carry(now, bytes).max(self.host(now, bytes));
         self.out.free
     }
 
-    /// The same of a copy back to the GPU.
+    /// The end of a copy to the GPU that is requested now.
     pub fn copy_back(&mut self, now: Time, bytes: u64) -> Time {
         self.back.free = self.back.carry(now, bytes).max(self.host(now, bytes));
         self.back.free
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_carries_each_way_one_after_the_other() {
+    fn each_direction_carries_chunks_in_order() {
         const GIB: u64 = 1 << 30;
         let mut link = Link::new(GIB, 2 * GIB);
         let s = Duration::from_secs;
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_share_what_the_host_carries() {
+    fn both_directions_share_the_hosts_bandwidth() {
         const GIB: u64 = 1 << 30;
         let (mut out, mut back) = (Duration::ZERO, Duration::ZERO);
         let mut link = Link::new(25 * GIB, 35 * GIB);

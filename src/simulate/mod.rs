@@ -4,13 +4,13 @@
 //!
 //! - [`scenario`]: the simulated GPUs, settings and jobs; `schema`: the file format.
 //! - `plans`: the arrival time and the GPUs of each program.
-//! - `parts`: the parts that have nothing to do with each other, each of which is a world of its own.
-//! - [`policies`]: the policies that are compared.
+//! - `parts`: independent parts of a scenario, each of which is a separate world.
+//! - [`policies`]: the compared policies.
 //! - `world`: the machine, the programs and the time; `queue`: coming events.
 //! - `program`: one program and its client. `engines`: the work of GPUs; `link`: copies between them and the host.
 //! - `context`: state that all programs share.
-//! - `drawing`: a timeline of what happens.
-//! - `serial`: the ideal that policies are compared with.
+//! - `drawing`: records a timeline.
+//! - `serial`: the baseline of the comparison.
 //! - [`report`]: the figures; `statistics`: collects them; `figures`: computes them.
 
 mod context;
@@ -41,7 +41,7 @@ use world::World;
 
 use crate::timeline::Timeline;
 
-/// Plays a scenario under each of these policies, on as many threads as there are processors.
+/// Plays a scenario under each of these policies, with one thread per processor.
 pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     let plans = plans::plans(scenario);
     let ideal = serial::outcome(scenario, &plans);
@@ -59,7 +59,8 @@ pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     report::report(scenario, &plans, outcomes.into_iter().chain([ideal]))
 }
 
-/// Plays a scenario under one policy, and gives the timeline. The name of a program is its job's, and its number in it.
+/// Plays a scenario under one policy, and returns the timeline. A program's name is its job's name
+/// and its number in the job.
 pub fn draw(scenario: &Scenario, policy: &Policy) -> Timeline {
     let plans = plans::plans(scenario);
     let mut counts = vec![0; scenario.jobs.len()];
@@ -72,7 +73,8 @@ pub fn draw(scenario: &Scenario, policy: &Policy) -> Timeline {
     World::new(scenario, &scenario.gpus, &plans, policy).draw(names)
 }
 
-/// The outcome of each of these worlds. One that panicked has printed the panic, and has none.
+/// Plays each of these worlds. A world that panicked has printed the panic, and its outcome is
+/// `None`.
 fn play(scenario: &Scenario, worlds: &[(&Policy, &Part)]) -> Vec<Option<Outcome>> {
     let next = AtomicUsize::new(0);
     let some = || {

@@ -1,5 +1,5 @@
-//! The parts of a scenario that have nothing to do with each other: GPUs that no program uses together, where neither host
-//! memory nor rules are shared. Each is played in a world of its own, which is small and may have a thread of its own.
+//! Independent parts of a scenario: sets of GPUs without a common program, host-memory budget or
+//! rule. Each is played in a separate world, which is small and can run on its own thread.
 
 use std::collections::BTreeMap;
 
@@ -9,18 +9,18 @@ use super::report::Outcome;
 use super::scenario::{Gpu, Scenario};
 use crate::scheduler::Time;
 
-/// A part of a scenario, in which GPUs have places of their own.
+/// A part of a scenario. Its GPUs are numbered from 0.
 #[derive(Debug, Default)]
 pub struct Part {
     pub gpus: Vec<Gpu>,
     pub plans: Vec<Plan>,
-    /// The place of each of its programs among all.
+    /// The place of each program of the part among all programs.
     places: Vec<usize>,
 }
 
-/// The parts of a scenario under a policy. GPUs without programs are in none.
+/// Splits a scenario under a policy into parts. GPUs without programs are in no part.
 pub fn parts(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Vec<Part> {
-    // Members of a rule's group can be on any GPU.
+    // A rule's group may have members on any GPU.
     let shares_more = scenario.swap.is_some() || policy.rules && scenario.jobs.iter().any(|job| job.rule.is_some());
     let mut first_of: Vec<usize> = (0..scenario.gpus.len()).map(|gpu| if shares_more { 0 } else { gpu }).collect();
     for plan in plans {
@@ -51,7 +51,7 @@ pub fn parts(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Vec<Part> 
     parts.into_values().filter(|part| !part.plans.is_empty()).collect()
 }
 
-/// The first GPU of a GPU's part.
+/// The first GPU in the part of `gpu`.
 fn first(first_of: &[usize], mut gpu: usize) -> usize {
     while let Some(first) = first_of.get(gpu).copied().filter(|first| *first != gpu) {
         gpu = first;
@@ -59,7 +59,7 @@ fn first(first_of: &[usize], mut gpu: usize) -> usize {
     gpu
 }
 
-/// The outcome of a policy from those of all parts.
+/// Joins the outcomes of all parts into the outcome of a policy.
 pub fn joined<'a>(policy: &Policy, programs: usize, outcomes: impl Iterator<Item = (&'a Part, Outcome)>) -> Outcome {
     let mut all = Outcome {
         policy: policy.name,
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    fn made(text: &str) -> Scenario {
+    fn scenario_of(text: &str) -> Scenario {
         Scenario::parse(text, Path::new("x")).unwrap_or_else(|e| panic!("{e}"))
     }
 
@@ -114,8 +114,8 @@ mod tests {
         [[job]]\nname = \"c\"\nmemory = \"600M\"\nwork = \"7s\"\non = [3]\n";
 
     #[test]
-    fn gpus_that_a_program_uses_together_are_one_part() {
-        let scenario = made(JOBS);
+    fn gpus_of_one_program_are_in_one_part() {
+        let scenario = scenario_of(JOBS);
         let plans = plans(&scenario);
         let parts = parts(&scenario, &plans, policy(false));
         let gpus: Vec<usize> = parts.iter().map(|part| part.gpus.len()).collect();
@@ -126,9 +126,9 @@ mod tests {
     }
 
     #[test]
-    fn who_shares_host_memory_or_a_rule_is_in_one_part() {
+    fn programs_that_share_host_memory_or_a_rule_are_in_one_part() {
         let count = |text: &str, rules: bool| {
-            let scenario = made(text);
+            let scenario = scenario_of(text);
             parts(&scenario, &plans(&scenario), policy(rules)).len()
         };
         assert_eq!(count(&format!("swap = {{ max = \"10G\" }}\n{JOBS}"), false), 1);
@@ -137,8 +137,8 @@ mod tests {
     }
 
     #[test]
-    fn parts_come_to_what_the_whole_does() {
-        let scenario = made(JOBS);
+    fn joined_parts_equal_the_whole() {
+        let scenario = scenario_of(JOBS);
         let plans = plans(&scenario);
         for policy in &POLICIES {
             let whole = World::new(&scenario, &scenario.gpus, &plans, policy).play();

@@ -18,8 +18,8 @@ pub struct Plan {
     pub gpus: Vec<usize>,
 }
 
-/// All programs, in the order in which they come. Each is given those of the GPUs it can have that the fewest were given
-/// before it.
+/// All programs, in the order of arrival. Each is placed on those of its allowed GPUs that the
+/// fewest earlier programs use.
 pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     let mut tenants: BTreeMap<&str, TenantId> = BTreeMap::new();
     let mut plans = Vec::new();
@@ -38,7 +38,7 @@ pub fn plans(scenario: &Scenario) -> Vec<Plan> {
             plans.push(Plan { job: at, tenant, arrives, gpus: Vec::new() });
         }
     }
-    plans.sort_by_key(|plan| plan.arrives); // stable: of those that come at once, as they are written
+    plans.sort_by_key(|plan| plan.arrives); // stable: simultaneous arrivals keep the order of the file
     let mut given = vec![0usize; scenario.gpus.len()];
     for plan in &mut plans {
         let Some(job) = scenario.jobs.get(plan.job) else { continue };
@@ -52,7 +52,7 @@ pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     plans
 }
 
-/// So many of these places that have the least.
+/// The `number` places in `on` with the lowest counts in `given`.
 fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     let count = |place: &usize| (given.get(*place).copied().unwrap_or(usize::MAX), *place);
     let mut places: Vec<usize> = match number {
@@ -68,13 +68,13 @@ fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     places
 }
 
-/// SplitMix64. Own code, since a seed of a scenario must give the same arrivals on every machine and with every
-/// version.
+/// SplitMix64. Implemented here, since a scenario's seed must give the same arrivals on every
+/// machine and in every version.
 #[derive(Debug)]
 struct Dice(u64);
 
 impl Dice {
-    /// Those of one job do not depend on the others.
+    /// The sequence of one job, independent of other jobs.
     fn new(seed: u32, job: usize) -> Self {
         Self(u64::from(seed) << 32 ^ job as u64)
     }
@@ -87,8 +87,8 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// From one arrival to the next, where any moment is as likely as any other: to the millisecond, so that what a logarithm
-    /// is on some machine does not matter.
+    /// An exponentially distributed time to the next arrival, rounded to milliseconds, so that
+    /// differences between implementations of the logarithm do not matter.
     fn gap(&mut self, mean: Duration) -> Duration {
         let part = ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64; // above 0, at most 1
         Duration::from_millis((-part.ln() * mean.as_secs_f64() * 1e3).round() as u64)
@@ -100,13 +100,13 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    fn made(text: &str) -> Vec<Plan> {
+    fn plans_of(text: &str) -> Vec<Plan> {
         plans(&Scenario::parse(text, Path::new("x")).unwrap_or_else(|e| panic!("{e}")))
     }
 
     #[test]
-    fn programs_go_where_the_fewest_went() {
-        let plans = made(
+    fn programs_are_placed_on_the_gpu_with_the_fewest_programs() {
+        let plans = plans_of(
             "[[gpu]]\ncount = 3\nmemory = \"1G\"\n\
              [[job]]\nname = \"one\"\nmemory = 1\nwork = 1\non = [1]\n\
              [[job]]\nname = \"two\"\nmemory = 1\nwork = 1\ncount = 2\ngpus = 2\nevery = 1\n\
@@ -117,8 +117,8 @@ mod tests {
     }
 
     #[test]
-    fn users_have_programs_in_turn_and_jobs_can_share_one() {
-        let plans = made(
+    fn users_alternate_and_jobs_can_share_a_user() {
+        let plans = plans_of(
             "[[gpu]]\nmemory = \"1G\"\n[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\ncount = 3\nusers = 2\n\
              [[job]]\nname = \"b\"\nmemory = 1\nwork = 1\nuser = \"a-2\"\n[[job]]\nname = \"c\"\nmemory = 1\nwork = 1",
         );
@@ -127,16 +127,16 @@ mod tests {
     }
 
     #[test]
-    fn random_arrivals_are_those_of_their_seed() {
+    fn random_arrivals_depend_only_on_the_seed() {
         let text = |seed: u32| {
             format!(
                 "seed = {seed}\n[[gpu]]\nmemory = \"1G\"\n\
                  [[job]]\nname = \"a\"\nmemory = 1\nwork = 1\ncount = 10000\nrandom = \"10s\"\nat = \"5s\""
             )
         };
-        let plans = made(&text(1));
-        assert_eq!(plans, made(&text(1)));
-        assert_ne!(plans, made(&text(2)));
+        let plans = plans_of(&text(1));
+        assert_eq!(plans, plans_of(&text(1)));
+        assert_ne!(plans, plans_of(&text(2)));
         assert_eq!(plans.first().map(|plan| plan.arrives.as_secs()), Some(5));
         let mean = plans.last().map_or(0, |plan| plan.arrives.as_secs()) / 10_000;
         assert!((9..=11).contains(&mean), "{mean}");

@@ -1,15 +1,15 @@
-//! The table of the policies that are compared.
+//! The table of the compared policies.
 
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 
 /// A way to schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// As it is shown and asked for.
+    /// The name in the output and on the command line.
     pub name: &'static str,
     pub mode: AntiThrash,
     pub order: PolicyName,
-    /// The rules of the jobs apply.
+    /// Whether the jobs' rules apply.
     pub rules: bool,
 }
 
@@ -31,11 +31,11 @@ pub const POLICIES: [Policy; 12] = [
     Policy { name: "both-off", mode: AntiThrash::Off, order: PolicyName::Adaptive, rules: true },
 ];
 
-/// The row of programs that run one after another, alone: no policy, and there to be compared with.
+/// The baseline's row: programs run one after another, alone.
 pub const SERIAL: &str = "serial";
 
 impl Policy {
-    pub fn named(name: &str) -> Option<Self> {
+    pub fn by_name(name: &str) -> Option<Self> {
         POLICIES.into_iter().find(|policy| policy.name == name)
     }
 

@@ -11,9 +11,9 @@ use super::scenario::Job;
 use super::statistics::End;
 use crate::scheduler::{ClientId, Command, Engine, EnvLimits, Event, Group, Time};
 
-/// Bytes copied and reported at once. The library's own chunks are at most a quarter of this, which makes a hand-over
-/// some milliseconds shorter, and for a hundred programs on a GPU changes the time at which the last one ends by less
-/// than 3 percent.
+/// Bytes per copy and report. The library's own chunks are at most a quarter of this, which makes a
+/// hand-over some milliseconds shorter, and for a hundred programs on a GPU changes the time at
+/// which the last one ends by less than 3 percent.
 const CHUNK: u64 = 256 << 20;
 
 #[derive(Debug)]
@@ -21,21 +21,21 @@ pub struct Program {
     at: usize,
     client: Client,
     phase: Phase,
-    /// Of an iteration: time with work for the GPUs, and without.
+    /// Time of an iteration with work for the GPUs, and time without.
     gpu_time: Duration,
     cpu_time: Duration,
-    /// It always has work.
+    /// The program always has work.
     is_steady: bool,
-    /// GPU time to come, and of that in this iteration.
+    /// GPU time left in total, and in this iteration.
     left: Duration,
     now_left: Duration,
-    /// Since when it has had work and has not run.
+    /// The time since which the program has had work without running.
     waits_since: Option<Time>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Waits for its contexts and its memory.
+    /// The program waits for its contexts and its memory.
     Starts,
     Pauses,
     HasWork,
@@ -58,7 +58,7 @@ impl Program {
             chunk: CHUNK,
         };
         let mut client = Client::new(ClientId(at as u64), setup);
-        client.allocate(Time::ZERO, job.memory, 0); // once it is attached
+        client.allocate(Time::ZERO, job.memory, 0); // takes effect once the client is attached
         Self {
             at,
             client,
@@ -72,15 +72,15 @@ impl Program {
         }
     }
 
-    pub fn wakes(&mut self, timer: Timer, context: &mut Context) {
+    pub fn on_timer(&mut self, timer: Timer, context: &mut Context) {
         self.client_does(context, |client, now| client.wake(now, timer));
     }
 
-    pub fn arrives(&mut self, context: &mut Context) {
+    pub fn on_arrival(&mut self, context: &mut Context) {
         self.client_does(context, |client, _| client.connect());
     }
 
-    /// Has the client do something, and carries out what follows. Nothing does once the program is over.
+    /// Calls the client, and carries out its effects. Does nothing once the program has ended.
     pub fn client_does(&mut self, context: &mut Context, does: impl FnOnce(&mut Client, Time) -> Vec<Effect>) {
         if self.phase != Phase::Over {
             let effects = does(&mut self.client, context.now);
@@ -106,7 +106,7 @@ impl Program {
         }
     }
 
-    pub fn has_work(&mut self, context: &mut Context) {
+    pub fn on_work(&mut self, context: &mut Context) {
         if self.phase != Phase::Pauses {
             return;
         }
@@ -118,7 +118,7 @@ impl Program {
         self.client_does(context, |client, now| client.begin_work(now));
     }
 
-    pub fn work_done(&mut self, context: &mut Context) {
+    pub fn on_work_done(&mut self, context: &mut Context) {
         self.now_left = Duration::ZERO;
         context.statistics.has_none(self.at, context.now);
         if self.left.is_zero() {
@@ -128,11 +128,11 @@ impl Program {
         self.client_does(context, |client, now| client.end_work(now));
     }
 
-    /// A pause before the next work, or none.
+    /// Schedules the pause before the next work, which may be zero.
     fn pause(&mut self, context: &mut Context) {
         self.phase = Phase::Pauses;
         if self.is_steady {
-            return self.has_work(context);
+            return self.on_work(context);
         }
         context.at(context.now + self.cpu_time, Happening::HasWork(self.at));
     }
@@ -176,7 +176,7 @@ impl Program {
         }
     }
 
-    /// The process ends.
+    /// Ends the process.
     fn leave(&mut self, context: &mut Context, end: End) {
         self.phase = Phase::Over;
         if let Some(place) = context.statistics.ends.get_mut(self.at) {

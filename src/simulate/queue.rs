@@ -1,4 +1,4 @@
-//! Coming events: messages, which stay in order, and events of programs and GPUs.
+//! Future events: messages, which stay in order, and events of programs and GPUs.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, VecDeque};
@@ -8,28 +8,28 @@ use nvshare_simulated_client::{Timer, Way};
 
 use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
 
-/// From a program to the scheduler, or back: half of what a hand-over takes, from the packet that releases a lock to the moment
-/// the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
+/// The latency of a message in either direction: half of a hand-over, from the packet that releases
+/// a lock until the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
 pub const LATENCY: Duration = Duration::from_micros(25);
 
-/// An event that no message causes.
+/// An event other than a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Happening {
     /// A program starts.
     Arrives(usize),
-    /// It has work for the GPU, after a pause.
+    /// A program has work for the GPU after a pause.
     HasWork(usize),
-    /// A program's work is done. An outdated number means that this no longer applies.
+    /// A program's work is done, unless the number is outdated.
     WorkDone(usize, u32),
-    /// Its client asked to be woken.
+    /// A timer of the program's client expires.
     Wakes(usize, Timer),
     /// Bytes of a program have been copied to or from that GPU.
     Moved(usize, GpuId, Way, u64),
-    /// A measurement of that GPU, requested at that time, is done.
+    /// A measurement of that GPU, which began at that time, is done.
     Measured(usize, Time),
 }
 
-/// One of all that happens.
+/// The next event of any kind.
 #[derive(Debug)]
 pub enum Next {
     ToMachine(Event),
@@ -39,7 +39,8 @@ pub enum Next {
 
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// All take equally long, so they arrive in the order in which they were sent.
+    /// Messages to the scheduler. All have the same latency, so they arrive in the order of
+    /// sending.
     up: VecDeque<(Time, Event)>,
     down: VecDeque<(Time, ClientId, Command)>,
     heap: BinaryHeap<Reverse<Entry>>,
@@ -49,7 +50,7 @@ pub struct Queue {
 #[derive(Debug)]
 struct Entry {
     at: Time,
-    /// Orders events of the same moment by their creation.
+    /// Order of creation, which orders events of the same time.
     number: u64,
     what: Happening,
 }
@@ -88,7 +89,7 @@ impl Queue {
         self.down.push_back((now + LATENCY, client, command));
     }
 
-    /// When the next thing happens.
+    /// The time of the next event.
     pub fn next(&self) -> Option<Time> {
         let up = self.up.front().map(|(at, _)| *at);
         let down = self.down.front().map(|(at, ..)| *at);
@@ -96,7 +97,7 @@ impl Queue {
         [up, down, heap].into_iter().flatten().min()
     }
 
-    /// The next thing, if it happens by then.
+    /// Removes the next event if it is due by `now`.
     pub fn pop(&mut self, now: Time) -> Option<Next> {
         if self.up.front().is_some_and(|(at, _)| *at <= now) {
             return self.up.pop_front().map(|(_, event)| Next::ToMachine(event));

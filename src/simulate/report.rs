@@ -19,11 +19,11 @@ pub struct Outcome {
     pub hand_overs: u64,
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// GPU time of each program, of each of its GPUs.
+    /// GPU time of each program, on each of its GPUs.
     pub had: Vec<Duration>,
     /// The GPU time that each user could have had without the others, if it was collected.
     pub could: Option<BTreeMap<TenantId, Duration>>,
-    /// When there was nothing more to be seen.
+    /// The end of the simulation.
     pub ended: Time,
     pub events: u64,
 }
@@ -41,7 +41,7 @@ pub struct Report {
 pub struct JobReport {
     pub name: String,
     pub programs: usize,
-    /// The time that one of its programs takes alone.
+    /// Completion time of one program of the job alone.
     pub alone: Duration,
 }
 
@@ -50,17 +50,17 @@ pub struct Figures {
     pub policy: &'static str,
     pub done: usize,
     pub failed: usize,
-    /// Those that had not ended when everything did.
+    /// Programs that had not ended at the end of the simulation.
     pub unfinished: usize,
-    /// When the last one that was done was.
+    /// The time at which the last completed program ended.
     pub last: Option<Time>,
-    /// From a program's arrival to its end.
+    /// Time from a program's arrival to its end.
     pub completion: Option<Spread>,
     pub wait_mean: Duration,
     pub wait_most: Duration,
     pub wait_worst: Duration,
     pub fairness: Option<f64>,
-    /// The part of all GPUs' time in which they worked, until everything had ended.
+    /// Busy fraction of all GPUs until the end of the simulation.
     pub busy: f64,
     pub hand_overs: u64,
     pub swapped_out: u64,
@@ -76,7 +76,7 @@ pub struct JobFigures {
     /// Mean completion time, and its ratio to the time alone.
     pub completion: Option<Duration>,
     pub slowdown: Option<f64>,
-    /// GPU time that they have had, of all GPUs.
+    /// Sum of the programs' GPU time on all GPUs.
     pub had: Duration,
 }
 

@@ -24,32 +24,32 @@ const PROGRAMS: RangeInclusive<u32> = 1..=100_000;
 const GPUS: RangeInclusive<u32> = 1..=10_000;
 /// Bytes per second of copies between an H200 and registered host memory in each direction [H200, PCIe 5].
 const LINK: u64 = 48 << 30;
-/// A link that is slower is a slip of the unit: 1 MiB a second.
+/// The slowest valid link, in bytes per second. A slower one is probably a wrong unit.
 const SLOWEST_LINK: u64 = 1 << 20;
-/// A scenario that is not over by then is hardly what was meant.
+/// The default end of a simulation. A longer scenario is probably a mistake.
 const UNTIL: Duration = Duration::from_secs(365 * 24 * 3600);
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scenario {
     pub settings: Settings,
-    /// The only mode and the only policy that are of interest, where the file names one.
+    /// Restricts the comparison to one mode or one policy, if the file names one.
     pub mode: Option<AntiThrash>,
     pub policy: Option<PolicyName>,
-    /// Host memory that may be promised; None: any.
+    /// Limit of the host memory for evicted memory, in bytes; `None` for no limit.
     pub swap: Option<u64>,
     pub gpus: Vec<Gpu>,
     pub jobs: Vec<Job>,
     pub seed: u32,
-    /// The time at which everything ends.
+    /// The time at which the simulation ends.
     pub until: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gpu {
     pub memory: u64,
-    /// Bytes a second in each direction.
+    /// Bytes per second in each direction.
     pub link: u64,
-    /// Bytes a second in both directions together, at most twice as many.
+    /// Bytes per second in both directions together, at most twice `link`.
     pub link_total: u64,
 }
 
@@ -58,42 +58,42 @@ pub struct Gpu {
 pub struct Job {
     pub name: String,
     pub count: u32,
-    /// Whose programs they are, in turn.
+    /// The users of the programs, in rotation.
     pub users: Vec<String>,
-    /// GPUs that a program needs at the same moment.
+    /// Number of GPUs that a program needs at the same time.
     pub gpus: usize,
-    /// Those that it can be given, by their places among all.
+    /// The allowed GPUs, by their places.
     pub on: Vec<usize>,
-    /// Bytes on each of its GPUs.
+    /// Bytes on each GPU of a program.
     pub memory: u64,
-    /// Of each of its GPUs, in all.
+    /// Total GPU time on each GPU of a program.
     pub work: Duration,
-    /// The GPU part of an iteration, and before it the part without work for the GPU.
+    /// The GPU part of an iteration, and the preceding part without GPU work.
     pub gpu_time: Duration,
     pub cpu_time: Duration,
-    /// Time for which submitted work runs on after a revoke.
+    /// Time for which submitted work continues after a revoke.
     pub drain: Duration,
     pub arrival: Arrival,
-    /// The limits of the rule whose group its programs are.
+    /// The limits of the job's rule, whose group has all programs of the job.
     pub rule: Option<RuleLimits>,
 }
 
-/// When programs come.
+/// The arrival times of programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
     pub first: Duration,
     pub gap: Gap,
 }
 
-/// From one to the next.
+/// The time between arrivals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gap {
     Always(Duration),
-    /// As independent ones come, so long apart on average.
+    /// A Poisson process with this mean time between arrivals.
     Random(Duration),
 }
 
-/// A mistake, and where it is.
+/// The position and the text of an error.
 type Mistake = (Range<usize>, String);
 
 impl Scenario {
@@ -159,23 +159,24 @@ impl Scenario {
 }
 
 impl Job {
-    /// Shorter pauses are gaps between launches of a program that keeps the GPU busy: the library releases nothing in
-    /// them.
+    /// The shortest pause that counts. Shorter ones are gaps between launches of a busy program, in
+    /// which the library does not release the lock.
     const NOTICED: Duration = Duration::from_millis(1);
 
-    /// True if its pauses are so short that it always has work.
+    /// Whether the programs always have work, because their pauses are shorter than
+    /// [`NOTICED`](Self::NOTICED).
     pub fn is_steady(&self) -> bool {
         self.cpu_time < Self::NOTICED
     }
 
-    /// The part of a GPU that it keeps busy while it has work and is alone there, in millionths.
+    /// The part of a GPU that a program keeps busy while it runs alone, in millionths.
     pub fn fullness(&self) -> u32 {
         let iteration = (self.gpu_time + self.cpu_time).as_nanos().max(1);
         let part = self.gpu_time.as_nanos() * u128::from(FULL) / iteration;
         if self.is_steady() { u32::try_from(part).unwrap_or(FULL).clamp(1, FULL) } else { FULL }
     }
 
-    /// The time that one of its programs takes with the GPU for itself.
+    /// Completion time of one program that runs alone.
     pub fn alone(&self) -> Duration {
         let (work, part) = (self.work.as_nanos(), self.gpu_time.as_nanos().max(1));
         let nanos = if self.is_steady() {
@@ -279,7 +280,7 @@ fn swap(section: &Spanned<SwapSection>) -> Result<Option<u64>, Mistake> {
     }
 }
 
-/// Places of GPUs, each once, in their order.
+/// Places of GPUs, sorted and without duplicates.
 fn places(on: &Spanned<Vec<u32>>, all: usize) -> Result<Vec<usize>, Mistake> {
     let mut places: Vec<usize> = on.get_ref().iter().map(|place| *place as usize).collect();
     places.sort_unstable();

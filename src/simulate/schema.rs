@@ -17,7 +17,7 @@ use crate::scheduler::{AntiThrash, PolicyName};
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct File {
-    /// Where random arrivals begin.
+    /// The seed of random arrivals.
     #[serde(default)]
     pub seed: u32,
     pub until: Option<Spanned<Length>>,
@@ -73,7 +73,7 @@ pub struct Job {
 #[derive(Debug, Clone, Copy)]
 pub struct Length(pub Duration);
 
-/// Bytes, or bytes a second.
+/// Bytes, or bytes per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 

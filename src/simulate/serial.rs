@@ -1,5 +1,6 @@
-//! The ideal that policies are compared with: on each GPU one program after another, in the order in which they come, each
-//! alone until it ends. Nothing is handed over and nothing moves; nothing overlaps either, and short programs wait for long ones.
+//! The baseline that policies are compared with: each GPU runs one program at a time to its end, in
+//! the order of arrival. No lock is handed over and no memory moves, but no work overlaps, and
+//! short programs wait for long ones.
 
 use std::time::Duration;
 
@@ -27,7 +28,7 @@ pub fn outcome(scenario: &Scenario, plans: &[Plan]) -> Outcome {
         let free = plan.gpus.iter().filter_map(|gpu| free_at.get(*gpu)).max().copied().unwrap_or_default();
         let begins = free.max(plan.arrives);
         let (end, until) = (begins + job.alone(), scenario.until);
-        // The part of its work that is done when the simulation ends.
+        // The completed fraction of the program's work at the end of the simulation.
         let part = until.saturating_sub(begins).as_secs_f64() / job.alone().as_secs_f64();
         had.push(if end <= until { job.work } else { job.work.mul_f64(part) });
         ends.push((end <= until).then_some(End::Done(end)));

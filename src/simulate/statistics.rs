@@ -13,30 +13,32 @@ use crate::scheduler::{TenantId, Time};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Done(Time),
-    /// It could not have its memory.
+    /// The program was denied its memory.
     Failed,
 }
 
 #[derive(Debug)]
 pub struct Statistics {
     pub ends: Vec<Option<End>>,
-    /// From when a program had work and not the GPU until it ran there.
+    /// Times from having work without the GPU to running.
     pub waits: Counted,
     pub hand_overs: u64,
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// The program that last had each GPU.
+    /// The last holder of each GPU.
     last: Vec<Option<usize>>,
-    /// A user on a GPU each, and which of them a program is part of.
+    /// One claim for each pair of user and GPU; `claims_of` has the indices and the fullness of
+    /// each program.
     claims: Vec<Claim>,
     claims_of: Vec<(Vec<usize>, u32)>,
     users: Vec<TenantId>,
 }
 
-/// The GPU time that a user's programs could have had without all others.
+/// The GPU time that a user's programs could have had on a GPU without other users.
 #[derive(Debug, Clone, Default)]
 struct Claim {
-    /// Of those that have work now, in millionths of the GPU, and since when.
+    /// Sum of the fullness of the programs that have work, in millionths, and the time of its last
+    /// change.
     wanted: u64,
     since: Time,
     could: f64,
@@ -99,7 +101,7 @@ impl Statistics {
         self.hand_overs += u64::from(last.replace(program).is_some_and(|other| other != program));
     }
 
-    /// GPU time that each user's programs could have had without those of others, until then.
+    /// GPU time until `now` that each user's programs could have had without other users.
     pub fn could(&mut self, now: Time) -> BTreeMap<TenantId, Duration> {
         let mut could: BTreeMap<TenantId, Duration> = BTreeMap::new();
         for (claim, user) in self.claims.iter_mut().zip(&self.users) {

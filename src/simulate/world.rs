@@ -1,5 +1,5 @@
-//! The world in which a policy is tried: the scheduler's machine and the programs, in virtual time. It carries messages, and
-//! has happen what is next.
+//! The world of a policy: the scheduler's state machine and the programs, in virtual time. Delivers
+//! messages and runs events in order.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use super::statistics::Statistics;
 use crate::scheduler::{ClientId, Command, Event, Group, GroupId, Machine, Time};
 use crate::timeline::Timeline;
 
-/// Time of a measurement of a GPU's memory, as with NVML.
+/// Duration of a measurement of a GPU's memory, as with NVML.
 const MEASUREMENT: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
@@ -30,15 +30,15 @@ pub struct World {
     context: Context,
     until: Time,
     policy: &'static str,
-    /// Events that the machine was given.
+    /// The number of events that the machine has handled.
     events: u64,
-    /// Programs that have not ended.
+    /// The number of programs that have not ended.
     left: usize,
     drawing: Option<Drawing>,
 }
 
 impl World {
-    /// `gpus`: those of the scenario that the plans are about.
+    /// `gpus`: the GPUs of the scenario to which the plans refer.
     pub fn new(scenario: &Scenario, gpus: &[Gpu], plans: &[Plan], policy: &Policy) -> Self {
         let groups = scenario.jobs.iter().zip(1..).map(|(job, number)| {
             let limits = job.rule.filter(|_| policy.rules)?;
@@ -80,20 +80,21 @@ impl World {
         world
     }
 
-    /// Plays it, and draws what happens. `names`: of the programs, in the order of the plans.
+    /// Plays the world and returns its timeline. `names`: the programs' names, in the order of the
+    /// plans.
     pub fn draw(mut self, names: Vec<String>) -> Timeline {
         self.drawing = Some(Drawing::new(names));
-        self.go();
-        self.drawing.take().unwrap_or_default().ended(self.context.now)
+        self.run();
+        self.drawing.take().unwrap_or_default().finish(self.context.now)
     }
 
     pub fn play(mut self) -> Outcome {
-        self.go();
+        self.run();
         let Context { now, mut statistics, mut engines, .. } = self.context;
         Outcome {
             policy: self.policy,
             could: Some(statistics.could(now)),
-            had: engines.had(now),
+            had: engines.gpu_times(now),
             ends: statistics.ends,
             waits: statistics.waits,
             hand_overs: statistics.hand_overs,
@@ -104,8 +105,8 @@ impl World {
         }
     }
 
-    /// Until all programs have ended, or the time is over, or nothing will ever happen again.
-    fn go(&mut self) {
+    /// Plays until all programs have ended, the time is over, or no event is left.
+    fn run(&mut self) {
         while self.left > 0 {
             let next = self.context.queue.next().into_iter().chain(self.machine.deadline()).min();
             let Some(next) = next else { break };
@@ -162,20 +163,20 @@ impl World {
             }
         };
         match what {
-            Happening::Arrives(at) => with(at, &mut |program, context| program.arrives(context)),
-            Happening::HasWork(at) => with(at, &mut |program, context| program.has_work(context)),
+            Happening::Arrives(at) => with(at, &mut |program, context| program.on_arrival(context)),
+            Happening::HasWork(at) => with(at, &mut |program, context| program.on_work(context)),
             Happening::WorkDone(at, number) => with(at, &mut |program, context| {
                 if context.engines.done(at, number, context.now, &mut context.queue) {
-                    program.work_done(context);
+                    program.on_work_done(context);
                 }
             }),
             Happening::Wakes(at, timer) => with(at, &mut |program, context| {
-                program.wakes(timer, context);
+                program.on_timer(timer, context);
             }),
             Happening::Moved(at, gpu, way, bytes) => with(at, &mut |program, context| {
                 program.client_does(context, |client, now| client.moved(now, gpu, way, bytes));
             }),
-            // Simulated programs do not lie, so they are believed.
+            // Simulated programs report correctly, so the measurement adds no information.
             Happening::Measured(place, begun) => {
                 let gpu = gpu_id(place);
                 self.feed(Event::Measured { gpu, begun, free: None, found: BTreeMap::new() });

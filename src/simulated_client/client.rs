@@ -161,7 +161,7 @@ impl Client {
             }
             Command::Revoke { gpus, .. } => self.revoke(now, &gpus),
             Command::Contended { gpus, waiters, grace, .. } => {
-                self.contend(now, &gpus, (waiters > 0).then_some(grace));
+                self.set_grace(now, &gpus, (waiters > 0).then_some(grace));
             }
             // Other commands are for the daemon, or do not affect the client.
             _ => {}
@@ -209,10 +209,10 @@ impl Client {
         (self.has_work, self.runs) = (false, false);
         self.utilization.rest(now);
         if self.draining.is_empty() {
-            self.idle(now);
+            self.start_idle_timeout(now);
         } else {
             self.release(now, self.draining.clone(), ReleaseReason::Revoked);
-            self.turn_is_over();
+            self.on_released();
         }
         self.take_effects()
     }
@@ -224,7 +224,7 @@ impl Client {
         if memory.moved(bytes) {
             self.report(gpu);
         }
-        if way == Way::Out || self.has_mapped(now, gpu, bytes) {
+        if way == Way::Out || self.on_mapped(now, gpu, bytes) {
             self.move_memory(gpu);
             self.run(now);
         }
@@ -238,14 +238,14 @@ impl Client {
                 let gpus: GpuSet = self.held.difference(&self.draining).copied().collect();
                 if !self.has_work && self.pause == pause && !self.graces.is_empty() && !gpus.is_empty() {
                     self.release(now, gpus, ReleaseReason::Idle);
-                    self.turn_is_over();
+                    self.on_released();
                 }
             }
-            Timer::Sampled(turn) => self.sampled(now, turn),
+            Timer::Sampled(turn) => self.on_sampled(now, turn),
             Timer::Drained(drain) if self.drain == drain && !self.draining.is_empty() => {
                 self.halt(now);
                 self.release(now, self.draining.clone(), ReleaseReason::Revoked);
-                self.turn_is_over();
+                self.on_released();
             }
             Timer::Lingers(drain) if self.drain == drain && !self.draining.is_empty() => {
                 let gpus = self.draining.clone();
@@ -312,7 +312,7 @@ impl Client {
         }
         if !self.runs {
             self.release(now, gpus, ReleaseReason::Revoked);
-            return self.turn_is_over();
+            return self.on_released();
         }
         let drains_already = !self.draining.is_empty();
         self.draining.extend(gpus);
@@ -330,7 +330,7 @@ impl Client {
     }
 
     /// Records the grace for these GPUs while other clients wait; `None` once no client waits.
-    fn contend(&mut self, now: Time, gpus: &GpuSet, grace: Option<Duration>) {
+    fn set_grace(&mut self, now: Time, gpus: &GpuSet, grace: Option<Duration>) {
         let was_contended = !self.graces.is_empty();
         for gpu in gpus.intersection(&self.held).filter(|gpu| !self.draining.contains(gpu)) {
             match grace {
@@ -341,7 +341,7 @@ impl Client {
         match (was_contended, !self.graces.is_empty()) {
             (false, true) => {
                 self.sample(now);
-                self.idle(now);
+                self.start_idle_timeout(now);
             }
             (true, false) => {
                 self.idle_since = None;
@@ -352,7 +352,7 @@ impl Client {
     }
 
     /// Starts the idle timeout if the program pauses while other clients wait.
-    fn idle(&mut self, now: Time) {
+    fn start_idle_timeout(&mut self, now: Time) {
         let Some(grace) = self.graces.values().min().copied().filter(|_| !self.has_work) else { return };
         self.idle_since = Some(now);
         self.pause = self.pause.wrapping_add(1);
@@ -369,7 +369,7 @@ impl Client {
         }
     }
 
-    fn sampled(&mut self, now: Time, turn: u32) {
+    fn on_sampled(&mut self, now: Time, turn: u32) {
         let Some(fullness) = self.setup.fullness else { return };
         if self.turn != turn || self.held.is_empty() || !self.draining.is_empty() {
             return;
@@ -394,7 +394,7 @@ impl Client {
     }
 
     /// After a release, requests the lock again if the program has work, and lets memory move.
-    fn turn_is_over(&mut self) {
+    fn on_released(&mut self) {
         self.request();
         for gpu in self.setup.gpus.clone() {
             self.move_memory(gpu);
@@ -422,7 +422,7 @@ impl Client {
 
     /// Handles the end of an attempt to map memory. False if no byte could be mapped: the client
     /// retries, and after a while of failures releases its locks to let other clients run.
-    fn has_mapped(&mut self, now: Time, gpu: GpuId, bytes: u64) -> bool {
+    fn on_mapped(&mut self, now: Time, gpu: GpuId, bytes: u64) -> bool {
         let Some(memory) = self.memories.get_mut(&gpu) else { return false };
         let is_full = memory.is_full(now, bytes == 0);
         if bytes > 0 {
@@ -439,7 +439,7 @@ impl Client {
             if !others.is_empty() {
                 self.release(now, others, ReleaseReason::Idle);
             }
-            self.turn_is_over();
+            self.on_released();
         }
         false
     }

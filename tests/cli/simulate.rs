@@ -1,4 +1,5 @@
-//! `nvsharectl simulate`: figures of small scenarios against what they come to by hand, mistakes in files, and the examples.
+//! `nvsharectl simulate`: figures of small scenarios compared with values computed by hand, errors
+//! in files, and the examples.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -12,7 +13,7 @@ use nvshare::timeline::{Activity, Span};
 
 const GIB: u64 = 1 << 30;
 
-/// A GPU of 16 GiB all of which is for programs, with a slow link; and these jobs.
+/// A scenario with one GPU of 16 GiB without reserve, a slow link, and these jobs.
 fn one_gpu(jobs: &str) -> String {
     format!("[memory]\nreserve = 0\ncontext = 0\n[[gpu]]\nmemory = \"16G\"\nlink = \"8G\"\n{jobs}")
 }
@@ -41,7 +42,7 @@ fn last(figures: &Figures) -> Duration {
 }
 
 #[test]
-fn one_that_is_alone_takes_as_long_as_its_work_and_its_pauses() {
+fn a_single_program_takes_its_work_plus_its_pauses() {
     let text = one_gpu(&job("a", "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"300ms\"\ncpu-time = \"100ms\""));
     let report = report(&text);
     assert_eq!(report.jobs[0].alone, Duration::from_millis(13_400), "34 pauses");
@@ -56,10 +57,10 @@ fn one_that_is_alone_takes_as_long_as_its_work_and_its_pauses() {
 }
 
 #[test]
-fn two_that_fit_run_in_each_others_pauses() {
+fn two_programs_that_fit_run_in_each_others_pauses() {
     let half = "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"100ms\"\ncpu-time = \"100ms\"";
     let report = report(&one_gpu(&(job("a", half) + &job("b", half))));
-    // A hundred times twice 100 ms, each given back after a grace of 1 ms; and the first pause.
+    // A hundred times twice 100 ms, each released after a grace of 1 ms, plus the first pause.
     for policy in ["fcfs-on", "fcfs-auto"] {
         let figures = of(&report, policy);
         near(last(figures), 20.3, 0.1);
@@ -67,7 +68,7 @@ fn two_that_fit_run_in_each_others_pauses() {
         assert_eq!((figures.swapped_out, figures.swapped_in), (0, 0));
         assert!(figures.fairness.is_some_and(|fairness| fairness > 0.999));
     }
-    // Both work at the same moment, at half the speed, and pause at the same moment.
+    // Both work at the same time at half the speed, and pause at the same time.
     let off = of(&report, "fcfs-off");
     near(last(off), 30.0, 0.01);
     assert!((off.busy - 2.0 / 3.0).abs() < 0.01 && off.wait_worst < Duration::from_millis(1));
@@ -78,16 +79,17 @@ fn two_that_fit_run_in_each_others_pauses() {
 }
 
 #[test]
-fn two_that_do_not_fit_swap_what_is_too_much_at_each_turn() {
+fn two_programs_that_do_not_fit_swap_the_excess_at_each_turn() {
     let keys = "memory = \"9G\"\nwork = \"39s\"";
     let text = format!("time-quantum = \"10s\"\nmax-wait = 0\n{}", one_gpu(&(job("a", keys) + &job("b", keys))));
     let report = report(&text);
-    // In auto turns are as long as what moves is worth.
+    // In the mode auto, the length of turns depends on the moved memory.
     for figures in ["fcfs-on", "fcfs-off"].map(|policy| of(&report, policy)) {
-        // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB 2 do not fit. At each of the first six changes they leave; they
-        // come back at all but the first, to which b brings what was never there.
+        // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. They leave at each of
+        // the first six changes, and return at all but the first, where b allocates new memory.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
-        // Out at 8 GiB/s: 0.25 s, the last step's way in behind that: 0.03 s. At the last change, after a, only in.
+        // Out at 8 GiB/s: 0.25 s, followed by the last chunk's copy in: 0.03 s. At the last change,
+        // after a has ended, only in.
         near(last(figures), 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
         near(figures.wait_worst, 10.5, 0.1);
     }
@@ -98,7 +100,7 @@ fn a_timeline_has_each_turn_and_each_move() {
     let keys = "memory = \"9G\"\nwork = \"39s\"";
     let text = format!("time-quantum = \"10s\"\nmax-wait = 0\n{}", one_gpu(&(job("a", keys) + &job("b", keys))));
     let scenario = Scenario::parse(&text, Path::new("x.toml")).unwrap_or_else(|e| panic!("{e}"));
-    let timeline = draw(&scenario, &Policy::named("fcfs-on").expect("a policy"));
+    let timeline = draw(&scenario, &Policy::by_name("fcfs-on").expect("a policy"));
     let (begin, end) = timeline.span.expect("it has begun");
     assert_eq!(begin, Duration::ZERO);
     near(end, 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
@@ -115,7 +117,7 @@ fn a_timeline_has_each_turn_and_each_move() {
     assert_eq!(holds.len(), 8);
     assert!(holds.windows(2).all(|pair| pair[0].to <= pair[1].from), "{holds:?}");
     let worked: Duration = holds.iter().map(|span| span.to - span.from).sum();
-    near(worked, 78.25, 0.3); // each begins while the last memory returns
+    near(worked, 78.25, 0.3); // each program starts while the last memory returns
     for activity in [Activity::Leaves, Activity::Returns] {
         let moves = of(activity);
         assert_eq!(moves.iter().map(|span| span.bytes).sum::<u64>(), 12 * GIB);
@@ -127,7 +129,7 @@ fn a_timeline_has_each_turn_and_each_move() {
 }
 
 #[test]
-fn work_that_is_queued_runs_on_after_a_revoke() {
+fn queued_work_continues_after_a_revoke() {
     let keys = "memory = \"8G\"\nwork = \"20s\"";
     let jobs = job("a", &format!("{keys}\ndrain = \"500ms\"")) + &job("b", keys);
     let text = format!("anti-thrash = \"on\"\ntime-quantum = \"5s\"\n{}", one_gpu(&jobs));
@@ -140,23 +142,23 @@ fn work_that_is_queued_runs_on_after_a_revoke() {
 }
 
 #[test]
-fn those_who_leave_the_gpu_idle_run_at_the_same_moment_in_auto() {
+fn programs_with_low_utilization_run_concurrently_in_auto() {
     let light = "memory = \"4G\"\nwork = \"5s\"\ngpu-time = \"100us\"\ncpu-time = \"300us\"";
     let report = report(&one_gpu(&(job("a", light) + &job("b", light))));
     assert_eq!(report.jobs[0].alone, Duration::from_secs(20));
     near(last(of(&report, "fcfs-on")), 40.0, 0.01);
     near(last(of(&report, "fcfs-off")), 20.0, 0.01);
-    // Now and then each has the GPU for itself, and says how full it keeps it.
+    // From time to time, each program holds the GPU alone and reports its utilization.
     near(last(of(&report, "fcfs-auto")), 20.5, 0.5);
 }
 
 #[test]
-fn shares_come_out_as_they_are_said() {
+fn shares_match_the_rules() {
     let report = report(&example("shares.toml"));
     let part = |policy: &str| of(&report, policy).jobs[0].had.as_secs_f64() / 100.0;
     for policy in ["rules-on", "rules-auto"] {
         assert!((part(policy) - 0.3).abs() < 0.02, "{policy}: {}", part(policy));
-        // 0.3 and 0.7 of what each could have had alone: 1 / (2 × 0.58).
+        // 0.3 and 0.7 of the GPU time alone: 1 / (2 × 0.58).
         assert!(of(&report, policy).fairness.is_some_and(|fairness| (fairness - 0.862).abs() < 0.01));
     }
     for policy in ["fcfs-on", "fcfs-auto"] {
@@ -173,7 +175,7 @@ fn shares_come_out_as_they_are_said() {
 }
 
 #[test]
-fn a_memory_max_that_is_too_small_for_all_fails_the_others() {
+fn a_small_memory_max_fails_the_excess_programs() {
     let keys = "count = 3\nmemory = \"4G\"\nwork = \"5s\"\nrule = { memory-max = \"8G\" }";
     let report = report(&one_gpu(&job("a", keys)));
     let (without, with) = (of(&report, "fcfs-on"), of(&report, "rules-on"));
@@ -183,7 +185,7 @@ fn a_memory_max_that_is_too_small_for_all_fails_the_others() {
 }
 
 #[test]
-fn memory_that_has_room_nowhere_fails_its_program() {
+fn a_program_without_room_for_its_memory_fails() {
     let keys = "every = \"1s\"\ncount = 3\nmemory = \"10G\"\nwork = \"5s\"";
     let with = |swap: &str| report(&(format!("[swap]\nmax = \"{swap}\"\n") + &one_gpu(&job("a", keys))));
     for (swap, failed) in [("none", 0), ("14G", 0), ("13G", 1), ("3G", 2)] {
@@ -195,7 +197,7 @@ fn memory_that_has_room_nowhere_fails_its_program() {
 }
 
 #[test]
-fn who_needs_two_gpus_has_both_at_once() {
+fn a_program_on_two_gpus_holds_both_together() {
     let text = "anti-thrash = \"on\"\ntime-quantum = \"5s\"\n[[gpu]]\ncount = 2\nmemory = \"16G\"\n".to_owned()
         + &job("single", "memory = \"2G\"\nwork = \"10s\"\non = [1]")
         + &job("both", "memory = \"2G\"\nwork = \"10s\"\ngpus = 2");
@@ -207,7 +209,7 @@ fn who_needs_two_gpus_has_both_at_once() {
 }
 
 #[test]
-fn programs_one_after_another_are_what_there_is_to_compare_with() {
+fn serial_is_the_baseline_of_the_comparison() {
     let keys = "count = 3\nevery = \"4s\"\nmemory = \"8G\"\nwork = \"10s\"";
     let report = report(&one_gpu(&job("a", keys)));
     let serial = of(&report, "serial");
@@ -221,7 +223,7 @@ fn programs_one_after_another_are_what_there_is_to_compare_with() {
 }
 
 #[test]
-fn what_has_not_ended_when_time_is_over_is_counted() {
+fn unfinished_programs_are_counted() {
     let text = "until = \"8s\"\n".to_owned() + &one_gpu(&job("a", "count = 2\nmemory = \"1G\"\nwork = \"6s\""));
     for figures in &report(&text).policies {
         let expected = if figures.policy == "serial" { (1, 1) } else { (figures.done, 2 - figures.done) };
@@ -249,7 +251,7 @@ fn example(name: &str) -> String {
 }
 
 #[test]
-fn the_examples_are_right() {
+fn the_examples_are_valid() {
     let sizes = [
         ("consumer-card-three.toml", 3, 1),
         ("consumer-card-two.toml", 2, 1),
@@ -274,11 +276,11 @@ fn the_examples_are_right() {
     }
 }
 
-/// Where the client that has had least goes first.
+/// Asserts that the adaptive policy shortens the mean completion time.
 #[track_caller]
 fn jobs_end_sooner_on_average(name: &str) {
     let compared: Vec<Policy> =
-        ["fcfs-auto", "rules-auto", "adaptive-auto"].into_iter().filter_map(Policy::named).collect();
+        ["fcfs-auto", "rules-auto", "adaptive-auto"].into_iter().filter_map(Policy::by_name).collect();
     let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
     let report = run(&scenario, &compared);
     let mean = |policy: &str| of(&report, policy).completion.expect("all have ended").mean;
@@ -289,7 +291,7 @@ fn jobs_end_sooner_on_average(name: &str) {
         assert!(mean < other.mul_f64(0.95), "{mean:?}, {other:?}");
     }
     assert!(adaptive.swapped_out < of(&report, "fcfs-auto").swapped_out / 4 * 3);
-    // Twice max-wait, and the turns of those that had waited for as long.
+    // Twice max-wait, plus the turns of programs that had waited equally long.
     assert!(adaptive.wait_worst < Duration::from_secs(2 * 60 + 20), "{:?}", adaptive.wait_worst);
 }
 
@@ -317,7 +319,7 @@ fn adaptive_policy_shortens_mean_completion_time_of_heavy_tailed_jobs() {
 fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
     let name = "language-model-servers.toml";
     let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
-    let default: Vec<Policy> = Policy::named("fcfs-auto").into_iter().collect();
+    let default: Vec<Policy> = Policy::by_name("fcfs-auto").into_iter().collect();
     let report = run(&scenario, &default);
     let figures = of(&report, "fcfs-auto");
     // An answer of 0.6 s is cut short once at most. One server alone keeps the GPU busy for 0.6 of each 0.605 s.
@@ -332,7 +334,7 @@ fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
     const LINK_TOTAL: f64 = 35.0 * GIB as f64;
     for name in ["consumer-card-two.toml", "consumer-card-three.toml"] {
         let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
-        let default: Vec<Policy> = Policy::named("fcfs-auto").into_iter().collect();
+        let default: Vec<Policy> = Policy::by_name("fcfs-auto").into_iter().collect();
         let report = run(&scenario, &default);
         let figures = of(&report, "fcfs-auto");
         let moving = (figures.swapped_out + figures.swapped_in) as f64 / LINK_TOTAL / scenario.until.as_secs_f64();
@@ -356,7 +358,7 @@ fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
 fn ten_thousand_programs_share_a_thousand_gpus() {
     let text = example("ten-thousand.toml").replace("6min", "2s");
     let scenario = Scenario::parse(&text, Path::new("x")).unwrap_or_else(|e| panic!("{e}"));
-    let auto: Vec<Policy> = Policy::named("fcfs-auto").into_iter().collect();
+    let auto: Vec<Policy> = Policy::by_name("fcfs-auto").into_iter().collect();
     let report = run(&scenario, &auto);
     let figures = of(&report, "fcfs-auto");
     assert_eq!((figures.done, figures.swapped_out), (10_000, 0));
