@@ -1,6 +1,7 @@
-//! `nvsharectl adopt` and `release`: a server shares GPUs from its next start on. That is a drop-in by which it preloads the library,
-//! as `preload enable --unit` writes it, and a rule that suits a server. Either both are there then or neither; what was there before
-//! stays, and `release` removes only what `adopt` put there, which the drop-in's first line and the rule's name tell.
+//! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt`
+//! writes the same drop-in as `preload enable --unit`, which preloads the library, and sets a rule
+//! for a server: either both or neither. `release` removes only a drop-in and a rule that `adopt`
+//! made, which it recognizes by the drop-in's first line and the rule's name.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -20,7 +21,7 @@ use crate::bus::SchedulerProxy;
 /// The longest name that a rule can have.
 const LONGEST_NAME: usize = 64;
 
-/// What is to be adopted, or released.
+/// The service or container to adopt or release.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Server {
     /// The service, like ollama.service
@@ -39,12 +40,12 @@ impl Server {
         if self.user { Manager::User } else { Manager::System }
     }
 
-    /// The service's name as systemd has it.
+    /// The service's name as a unit of systemd.
     fn unit(&self) -> Result<String, CtlError> {
         drop_in::unit_name(&self.unit).map_err(CtlError::Failed)
     }
 
-    /// The command that undoes it.
+    /// The command that undoes `adopt`.
     fn undo(&self, unit: &str) -> String {
         if self.user { format!("release --user {unit}") } else { format!("release {unit}") }
     }
@@ -66,9 +67,9 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
     })
 }
 
-/// What suits a server: it answers at once while it has had no more than its share, and where others lack room, it goes off the GPU
-/// altogether after it has been idle for a while. Its memory is not protected, so it leaves while it is idle; that is the default of
-/// `memory-low`.
+/// The rule for a server: it skips the queue while it is within its share, and is checkpointed
+/// after an idle time if other programs need the room. Its memory is not protected (the default of
+/// `memory-low`), so idle memory is evicted.
 fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     let of_user =
         (manager == Manager::User).then(|| ("user".to_owned(), Value::Integer(nix::unistd::geteuid().as_raw().into())));
@@ -78,10 +79,11 @@ fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     [("unit".to_owned(), Value::String(pattern))].into_iter().chain(of_user).chain(keys).collect()
 }
 
-/// Has a service share GPUs from its next start on, or at once if it is to be restarted.
+/// Makes a service share GPUs from its next start on, or immediately with `--restart`.
 ///
 /// # Errors
-/// If there is no such service, it cannot preload the library, the rule is refused, or it does not start. Then nothing has changed.
+/// The service does not exist, cannot preload the library or does not start, or the scheduler
+/// refuses the rule. Then nothing has changed.
 pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<String, CtlError> {
     let unit = server.unit()?;
     server.check_user(&unit, "adopt")?;
@@ -91,12 +93,13 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         let name = rule_name(server.manager(), &ready.unit)?;
         let scheduler = target.connect().await?;
         let mut undo = Undo { ready: &ready, scheduler: &scheduler, rule: None, drop_in: None };
-        // First what may be refused for want of a password.
+        // The rule comes first, since polkit may deny it.
         if find_rule(&scheduler, &name).await?.is_none() {
             rules::call(&scheduler, &name, &rule(server.manager(), &ready.unit)).await?;
             undo.rule = Some(&name);
         }
-        // What `preload enable` or an administrator wrote stays as it is; its own may name a library that has moved.
+        // A drop-in of `preload enable` or an administrator stays unchanged. A drop-in of `adopt`
+        // is rewritten, since the library may have moved.
         let command = server.undo(&ready.unit);
         let own = drop_in::read(ready.manager, &ready.unit).ok().flatten();
         let is_own = own.is_some_and(|text| drop_in::is_removed_by(&text, &command));
@@ -117,7 +120,8 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         if server.restart {
             if let Err(e) = ready.systemd.restart(&ready.unit).await {
                 let e = undo.carry_out(e).await;
-                // As it was; whether it starts now says its own state.
+                // Restarts the service with its old drop-in. The result is visible in the service's
+                // state.
                 let _ = ready.systemd.restart(&ready.unit).await;
                 return Err(e);
             }
@@ -135,7 +139,7 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
     })
 }
 
-/// What has been done so far.
+/// The completed steps of `adopt`.
 struct Undo<'a> {
     ready: &'a Ready,
     scheduler: &'a SchedulerProxy<'static>,
@@ -145,7 +149,8 @@ struct Undo<'a> {
 }
 
 impl Undo<'_> {
-    /// Undoes it because of that, and returns that with what could not be undone.
+    /// Undoes the steps because of the error `why`. Returns `why`, with any step that could not be
+    /// undone.
     async fn carry_out(self, why: CtlError) -> CtlError {
         if let Some(before) = self.drop_in {
             self.ready.put_back(before).await;
@@ -167,20 +172,20 @@ async fn find_rule(
         rule.get(key).and_then(|value| <&str>::try_from(value).ok()) == Some(text)
     };
     let rules = scheduler.list_rules().await?;
-    // Those of the configuration are none of its business.
+    // Rules of the configuration are never changed.
     Ok(rules.into_iter().find(|rule| is_text(rule, "name", name) && is_text(rule, "origin", "set at run time")))
 }
 
 /// Undoes `adopt`.
 ///
 /// # Errors
-/// If the rule or the drop-in cannot be removed; what can be is.
+/// The rule or the drop-in cannot be removed. The other one is removed.
 pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
     let asked = server.unit()?;
     let manager = server.manager();
     server.check_user(&asked, "release")?;
     block_on(async {
-        // A service that is gone can have been adopted.
+        // The adopted service may be uninstalled.
         let systemd = Systemd::connect(manager).await;
         let known = match &systemd {
             Ok(systemd) => systemd.service(&asked).await.ok(),
@@ -238,7 +243,8 @@ pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
     })
 }
 
-/// What a container is started with. It is made anew where it is started anew, so nothing on the host can adopt it.
+/// Instructions for starting a container. Containers are recreated rather than restarted, so the
+/// host cannot adopt one.
 pub fn container(server: &Server) -> String {
     let name = &server.unit;
     let keys = rule(Manager::System, "").into_iter().skip(1).map(|(key, value)| {
@@ -261,7 +267,7 @@ mod tests {
     use crate::config::rules::Addition;
 
     #[test]
-    fn the_rule_is_one() {
+    fn the_servers_rule_is_valid() {
         for (manager, unit) in [(Manager::System, "ollama.service"), (Manager::User, "comfyui@.service")] {
             let name = rule_name(manager, unit).expect("short enough");
             let table = rule(manager, unit).into_iter().collect();
@@ -272,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_is_told_its_flags() {
+    fn a_container_gets_its_start_options() {
         let text = container(&Server { unit: "vllm".into(), ..Server::default() });
         for part in ["--device nvshare.com/gpu=0 --name vllm", "container=ID interactive=true sleep-after=5min"] {
             assert!(text.contains(part), "{text}");

@@ -1,4 +1,4 @@
-//! The command line of `nvsharectl`, for itself and for what completes it in shells.
+//! The command line of `nvsharectl`, also used to generate shell completions.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ use crate::config::{settings, units};
 use crate::scheduler::{AntiThrash, PolicyName};
 use crate::simulate::policies::POLICIES;
 
-/// As everywhere else.
+/// The same limit as for every size in the configuration.
 const MOST_MEMORY: u64 = 1 << 40;
 
 /// Shows who uses which GPU, and changes how GPUs are shared.
@@ -51,7 +51,7 @@ pub struct Arguments {
     pub command: Option<Verb>,
 }
 
-/// Of the commands that can print it, and before them.
+/// `--json`, which commands accept and which may precede them.
 #[derive(Debug, Clone, Copy, Default, Args)]
 pub struct Json {
     /// Print JSON
@@ -60,13 +60,12 @@ pub struct Json {
 }
 
 impl Arguments {
-    /// Whether JSON is to be printed.
+    /// Whether `--json` was given.
     pub fn is_json(&self) -> bool {
         self.json.json || self.command.as_ref().and_then(Verb::json).is_some_and(|json| json.json)
     }
 
-    /// Reads the command line of this process. Prints help, the version or an error and exits where
-    /// that is all there is to do.
+    /// Reads the command line of this process. Exits after printing help, the version or an error.
     pub fn of_process() -> Self {
         let arguments = Self::parse();
         if arguments.command.is_some() && (arguments.set_tq.is_some() || arguments.anti_thrash.is_some()) {
@@ -340,7 +339,7 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// Whether JSON is to be printed; `None`: the command cannot.
+    /// The command's `--json` option; `None` if the command prints no JSON.
     fn json(&self) -> Option<Json> {
         match self {
             Self::Status(json) | Self::Get(json) | Self::Pressure(json) => Some(*json),
@@ -428,7 +427,7 @@ fn parse_room(text: &str) -> Result<Duration, String> {
     settings::room(parse_seconds(text)?)
 }
 
-/// `-10min`: so long ago.
+/// Parses a time before now, such as `-10min`.
 fn parse_since(text: &str) -> Result<Duration, String> {
     let ago = text
         .strip_prefix('-')
@@ -436,7 +435,7 @@ fn parse_since(text: &str) -> Result<Duration, String> {
     units::parse_duration(ago)
 }
 
-/// What a GPU can have.
+/// Parses an amount of GPU memory.
 fn parse_memory(text: &str) -> Result<u64, String> {
     let bytes = units::parse_size(text)?;
     let is_some = (1..=MOST_MEMORY).contains(&bytes);
@@ -445,7 +444,7 @@ fn parse_memory(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{text:?} is no memory of a GPU: a size up to 1T, like \"20G\", is allowed"))
 }
 
-/// Reads [`parse_anti_thrash`]'s words, and names them to shells.
+/// Parses the words of [`parse_anti_thrash`], and lists them for shell completion.
 #[derive(Clone)]
 struct Mode;
 
@@ -461,7 +460,7 @@ impl TypedValueParser for Mode {
     }
 }
 
-/// The same for policies.
+/// Parses the names of policies, and lists them for shell completion.
 #[derive(Clone)]
 struct Order;
 

@@ -15,7 +15,7 @@ use crate::config::paths::CONTROL_SOCKET;
 
 const UNIT: &str = "nvshare.service";
 
-/// Where the scheduler is.
+/// How to reach the scheduler.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Target {
     /// On the system bus; on a host without one, on the control socket.
@@ -48,13 +48,14 @@ impl Target {
     }
 }
 
-/// The bus would start the scheduler for the first call, and wait 25 seconds for a unit that cannot be started.
+/// Checks the scheduler's unit first: the bus would activate it for the first call, and wait 25
+/// seconds for a unit that cannot be started.
 async fn check_unit(connection: &zbus::Connection) -> Result<(), CtlError> {
     let name = BusName::try_from(NAME)?;
     if DBusProxy::new(connection).await?.name_has_owner(name).await? {
         return Ok(());
     }
-    // Without systemd, the call's own error says enough.
+    // Without systemd, the call's own error is sufficient.
     match Systemd::of(connection.clone()).states(UNIT).await {
         Ok((load_state, _)) if load_state == "masked" => Err(CtlError::NotRunning(format!(
             "the scheduler is not running: {UNIT} is masked. `systemctl unmask {UNIT} nvshare.socket`, as root, allows it to start"

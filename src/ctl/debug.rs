@@ -1,4 +1,4 @@
-//! `nvsharectl debug`: has the scheduler create a debug bundle, and saves it.
+//! `nvsharectl debug`: requests a debug bundle from the scheduler, and saves it.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -15,10 +15,10 @@ use crate::bus::BundleFd;
 use crate::config::units;
 use crate::sys::clock;
 
-/// Only its owner reads a bundle: it shows what all users do.
+/// Only the owner may read a bundle, since it shows the activity of all users.
 const MODE: u32 = 0o600;
 
-/// Saves a bundle, and returns what is to be printed. `-` is standard output.
+/// Saves a bundle, and returns the text to print. `-` is standard output.
 pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Result<String, CtlError> {
     let mut bundle = File::from(create(target, command_lines)?);
     if output == Some(Path::new("-")) {
@@ -38,14 +38,14 @@ pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Res
         })
     })?;
     let bytes = io::copy(&mut bundle, &mut file).and_then(|bytes| file.sync_all().map(|()| bytes)).map_err(|e| {
-        // Half a bundle is of no use.
+        // Removes an incomplete bundle.
         let _ = std::fs::remove_file(&path);
         CtlError::Failed(format!("cannot write {shown}: {e} (use --output to name another file)"))
     })?;
     Ok(format!("The debug bundle is in {shown} ({}).\n", units::size(bytes)))
 }
 
-/// Has the scheduler make a bundle: a file in memory, at its beginning.
+/// Requests a bundle from the scheduler. Returns a memfd, positioned at its beginning.
 pub(super) fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, CtlError> {
     let options: HashMap<&str, Variant<'_>> = HashMap::from([("command-lines", command_lines.into())]);
     block_on(async {
@@ -62,7 +62,7 @@ pub(super) fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, Ct
     })
 }
 
-/// In the current directory, with the host's name and the time.
+/// The default file: in the current directory, with the host's name and the time.
 fn default_name() -> PathBuf {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_has_the_host_and_the_time() {
+    fn the_default_name_has_host_and_time() {
         assert_eq!(name("gpu-1.lab", 0), "nvshare-debug-gpu-1.lab-19700101T000000Z.jsonl");
         assert_eq!(name("../x", 951_827_696), "nvshare-debug-.._x-20000229T123456Z.jsonl");
         assert_eq!(name("a", 1_798_761_599), "nvshare-debug-a-20261231T235959Z.jsonl");

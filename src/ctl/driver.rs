@@ -1,14 +1,15 @@
-//! `nvsharectl release-driver`: has the scheduler let go of the driver, so that it can be unloaded or a GPU be reset.
+//! `nvsharectl release-driver`: makes the scheduler release the driver, so that the driver can be
+//! unloaded or a GPU reset.
 
 use std::time::Duration;
 
 use super::{CtlError, Target, block_on, password};
 use crate::bus::Client;
 
-/// Has the driver released for at most that long. Returns what to print.
+/// Makes the scheduler release the driver for at most `lasts`. Returns the text to print.
 ///
 /// # Errors
-/// If programs use the driver all the same; it is released by the scheduler then, too.
+/// Other programs use the driver. The scheduler has released it even then.
 pub fn release(target: &Target, lasts: Duration) -> Result<String, CtlError> {
     let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
     let (users, clients) = block_on(async {

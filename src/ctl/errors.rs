@@ -8,11 +8,11 @@ const CONTROL_IN_POD: &str = "/run/nvshare-control";
 
 #[derive(Debug)]
 pub enum CtlError {
-    /// It was asked, and it could not be done: exit code 1.
+    /// The scheduler or the system refused the operation: exit code 1.
     Failed(String),
-    /// There is no scheduler to ask: exit code 3.
+    /// The scheduler is not running: exit code 3.
     NotRunning(String),
-    /// A command was to be run and cannot be: exit code 127 where there is none of that name, else 126.
+    /// A command cannot be run: exit code 127 if it does not exist, else 126.
     CannotRun { command: String, error: std::io::Error },
 }
 
@@ -58,7 +58,7 @@ impl fmt::Display for CtlError {
 
 impl std::error::Error for CtlError {}
 
-/// Errors of a bus on which the scheduler's name has no owner and cannot be activated.
+/// Errors of a bus where the scheduler's name has no owner and cannot be activated.
 const NOBODY: [&str; 8] = [
     "org.freedesktop.DBus.Error.ServiceUnknown",
     "org.freedesktop.DBus.Error.NameHasNoOwner",
@@ -85,7 +85,7 @@ impl From<zbus::Error> for CtlError {
         let text = text.unwrap_or_else(|| name.clone());
         match name.as_str() {
             name if NOBODY.contains(&name) => Self::not_running(text),
-            // Where root is not authorized either, sudo does not help.
+            // sudo does not help if root is not authorized either.
             "org.freedesktop.DBus.Error.AccessDenied" if !nix::unistd::geteuid().is_root() => {
                 Self::Failed(format!("{text} (try it with sudo)"))
             }

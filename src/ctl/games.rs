@@ -1,4 +1,5 @@
-//! `nvsharectl make-room --games`: keeps memory of a GPU free while a game runs, as GameMode says on the session's bus.
+//! `nvsharectl make-room --games`: keeps memory of a GPU free while GameMode reports a game on the
+//! session's bus.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -11,15 +12,15 @@ use zbus::fdo::DBusProxy;
 use zbus::proxy::CacheProperties;
 
 use super::progress::Progress;
-use super::room::{Room, RoomRequest};
+use super::room::{FreeRoom, RoomRequest};
 use super::{CtlError, Target, block_on};
 
-/// Bytes that are kept free unless another size is given: what a game of today needs.
+/// The default size in bytes: the need of a current game.
 pub const DEFAULT: u64 = 8 << 30;
-/// Time between attempts to have a room that was refused or lost, while a game runs.
+/// Delay before a refused or lost room is requested again, while a game runs.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// GameMode's daemon: what this needs of it.
+/// The used part of GameMode's D-Bus interface.
 #[zbus::proxy(
     interface = "com.feralinteractive.GameMode",
     default_service = "com.feralinteractive.GameMode",
@@ -35,10 +36,10 @@ trait GameMode {
     fn client_count(&self) -> zbus::Result<i32>;
 }
 
-/// Keeps the room whenever a game is registered, until the session's bus goes away.
+/// Keeps the room while a game is registered. Returns when the session's bus closes.
 ///
 /// # Errors
-/// If there is no session bus.
+/// The session bus cannot be reached.
 pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
     block_on(async {
         let failed = |e: zbus::Error| {
@@ -47,7 +48,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
             ))
         };
         let session = zbus::connection::Builder::session().build().await.map_err(failed)?;
-        // Without a cache, since it is asked only when something happens.
+        // Without a cache, since the property is read only after signals.
         let games = GameModeProxy::builder(&session).cache_properties(CacheProperties::No).build();
         let games = games.await.map_err(failed)?;
         let bus = DBusProxy::new(&session).await.map_err(failed)?;
@@ -55,13 +56,13 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
         let mut ends = games.receive_game_unregistered().await.map_err(failed)?;
         let mut daemons = games.inner().receive_owner_changed().await.map_err(failed)?;
         let mut refused = String::new();
-        let mut room: Option<Room> = None;
+        let mut room: Option<FreeRoom> = None;
         loop {
-            let plays = plays(&bus, &games).await;
+            let plays = is_game_running(&bus, &games).await;
             if !plays {
                 (room, refused) = (None, String::new());
             } else if room.is_none() {
-                match Room::make(target, request, &mut Progress::new()).await {
+                match FreeRoom::make(target, request, &mut Progress::new()).await {
                     Ok(made) => room = Some(made),
                     Err(e) => {
                         let why = e.to_string();
@@ -89,8 +90,8 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
     })
 }
 
-/// Whether a game is registered. GameMode is not started for this question.
-async fn plays(bus: &DBusProxy<'_>, games: &GameModeProxy<'_>) -> bool {
+/// Whether a game is registered. The query does not activate GameMode.
+async fn is_game_running(bus: &DBusProxy<'_>, games: &GameModeProxy<'_>) -> bool {
     let name = games.inner().destination().to_owned();
     bus.name_has_owner(name).await.unwrap_or(false) && games.client_count().await.unwrap_or(0) > 0
 }
@@ -101,7 +102,7 @@ async fn next(stream: &mut (impl Stream + Unpin)) -> bool {
     poll_fn(|cx| Pin::as_mut(&mut stream).poll_next(cx)).await.is_some()
 }
 
-async fn lost(room: &mut Option<Room>) {
+async fn lost(room: &mut Option<FreeRoom>) {
     match room {
         Some(room) => room.lasts().await,
         None => std::future::pending().await,

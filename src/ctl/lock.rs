@@ -1,4 +1,5 @@
-//! `nvsharectl lock`: runs a command with a GPU's lock held, as `systemd-inhibit` does with its own.
+//! `nvsharectl lock`: runs a command while holding a GPU's lock, like `systemd-inhibit` with its
+//! locks.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
@@ -20,13 +21,13 @@ use super::{CtlError, Target, block_on, password};
 use crate::bus::LockFd;
 use crate::config::units;
 
-/// The exit code where the command ran, or ended, without the lock.
+/// The exit code if the command ran or ended without the lock.
 pub const LOST: u8 = 5;
 
-/// Time between attempts to acquire a lock again that was lost.
+/// Delay between attempts to reacquire a lost lock.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Which lock, and what people read about who has it.
+/// The requested lock, and the texts that describe its holder.
 #[derive(Debug, Clone)]
 pub struct LockRequest {
     pub gpu: String,
@@ -38,35 +39,35 @@ pub struct LockRequest {
 /// What happens to the command when the lock is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum OnLoss {
-    /// It goes on, beside other programs.
+    /// The command continues, beside other programs.
     #[default]
     Continue,
-    /// It is stopped (SIGSTOP) until the lock has been acquired again.
+    /// The command is stopped (SIGSTOP) until the lock has been reacquired.
     Pause,
-    /// It is asked to end (SIGTERM).
+    /// The command receives SIGTERM.
     Terminate,
 }
 
 /// Time to wait for processes to stop.
 const STOP_PATIENCE: Duration = Duration::from_secs(1);
 
-/// What a thread notices.
+/// An event that a thread reports.
 enum Notice {
     Granted,
-    /// The lock's turn is over. The scheduler gives it back in time.
+    /// The lock's turn is over. The scheduler grants the lock again later.
     Revoked,
     /// The other end of the lock's socket was closed.
     Lost,
     /// The command has ended.
     Ended,
-    /// The lock cannot be acquired again yet.
+    /// The scheduler has refused to grant the lock again.
     Refused(CtlError),
 }
 
 /// Waits for the lock, runs the command and returns its exit code: its own, 128 and the signal that ended it, or [`LOST`].
 ///
 /// # Errors
-/// If there is no lock, or the command cannot be started.
+/// The lock cannot be acquired, or the command cannot be started.
 pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Result<u8, CtlError> {
     let Some((program, arguments)) = command.split_first() else {
         return Err(CtlError::Failed("there is no command to run".into()));
@@ -120,7 +121,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                         command.signal(Signal::TERM);
                     }
                     OnLoss::Pause => {
-                        // First, since other programs may run already.
+                        // Stops the command before printing, since other programs may already run.
                         command.signal(Signal::STOP);
                         eprintln!("{lost} {name} is paused until it is held again");
                         if !is_over {
@@ -134,7 +135,8 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                     eprintln!("nvsharectl: {e}; trying again");
                 }
             }
-            // The threads never drop their ends before the command has ended.
+            // A closed channel means that the command has ended: its thread keeps the sender until
+            // then.
             Ok(Notice::Ended) | Err(_) => {
                 let is_lost = was_beside_others || lost_at.is_some();
                 return Ok(if is_lost { LOST } else { command.exit_code() });
@@ -154,7 +156,7 @@ fn acquire(target: &Target, request: &LockRequest) -> Result<LockFd, CtlError> {
     })
 }
 
-/// Acquires a lock that was lost, however long that takes.
+/// Reacquires a lost lock, retrying without limit.
 fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) {
     thread::spawn(move || {
         loop {
@@ -167,8 +169,8 @@ fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) 
     });
 }
 
-/// Reads what the scheduler says of a lock. The lock lasts until this process ends, in whatever way, or the scheduler ends it; the
-/// command does not inherit it.
+/// Reads the scheduler's messages about a lock. The lock ends with this process or by the
+/// scheduler; the command does not inherit the descriptor.
 fn follow(lock: LockFd, notices: Sender<Notice>) {
     thread::spawn(move || {
         for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {
@@ -183,7 +185,7 @@ fn follow(lock: LockFd, notices: Sender<Notice>) {
     });
 }
 
-/// The command, once it was started.
+/// The running command.
 struct Running {
     child: Child,
     pid: Option<Pid>,
@@ -194,7 +196,7 @@ impl Running {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         let notices = notices.clone();
         thread::spawn(move || {
-            // Its number stays its own until `exit_code` asks for its status.
+            // `NOWAIT` keeps the pid reserved until `exit_code` reaps the process.
             let wait = |pid| waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
             while pid.is_some_and(|pid| matches!(wait(pid), Err(Errno::INTR))) {}
             let _ = notices.send(Notice::Ended);
@@ -207,7 +209,7 @@ impl Running {
             Some(pid) if signal == Signal::STOP => stop(pid),
             Some(pid) => {
                 for pid in family(pid) {
-                    // It is no error if one has ended meanwhile.
+                    // A process that has just ended is no error.
                     let _ = kill_process(pid, signal);
                 }
             }
@@ -222,7 +224,7 @@ impl Running {
     }
 }
 
-/// A process and those that it has started: a script waits while a program of it uses the GPU.
+/// A process and its descendants: the command may be a script, and a child of it uses the GPU.
 fn family(pid: Pid) -> Vec<Pid> {
     let mut all = vec![pid];
     let mut at = 0;
@@ -239,8 +241,8 @@ fn family(pid: Pid) -> Vec<Pid> {
     all
 }
 
-/// Stops a process and those that it has started. One that is in the middle of a fork has a child a moment later, so this goes on
-/// until all have stopped; one that waits for a device may take longer than that.
+/// Stops a process and its descendants. A fork in progress may add a child, so this repeats until
+/// all have stopped, or until [`STOP_PATIENCE`]: a process that waits for a device may take longer.
 fn stop(pid: Pid) {
     let mut signalled = BTreeSet::new();
     let deadline = Instant::now() + STOP_PATIENCE;

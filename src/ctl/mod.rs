@@ -5,22 +5,24 @@
 //! - [`top`]: GPUs and programs on the whole terminal.
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
-//! - [`driver`]: having the driver released.
-//! - [`pressure`]: for which part of the time programs were kept from GPUs.
-//! - [`why`]: what a program waits for.
-//! - [`report`]: what users, units and containers have had.
-//! - [`pause`]: taking programs off their GPUs, and resuming them; [`moves`]: to other GPUs.
-//! - [`lock`]: running a command with a GPU's lock held.
-//! - [`room`]: having memory of a GPU kept free; [`games`]: while games run.
-//! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees; `run_progress`: what it waits for first.
+//! - [`driver`]: making the scheduler release the driver.
+//! - [`pressure`]: the part of the time in which programs were kept from GPUs.
+//! - [`why`]: the reasons for which a program waits.
+//! - [`report`]: GPU usage of users, units and containers.
+//! - [`pause`]: pausing and resuming programs; [`moves`]: moving them to other GPUs.
+//! - [`lock`]: running a command while holding a GPU's lock.
+//! - [`room`]: keeping memory of a GPU free; [`games`]: while games run.
+//! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees; `run_progress`:
+//!   the reasons for its first wait.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
 //! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
-//! - [`adopt`]: having a service share GPUs, with a rule for a server.
+//! - [`adopt`]: making a service share GPUs, with a rule for a server.
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
-//! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password. `errors`: errors
-//!   and exit codes. `systemd`: asking systemd about services. `table`: aligned columns. `program_state`: a program's
-//!   state in few words. `progress`: how far something is that takes long.
+//! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password.
+//!   `errors`: errors and exit codes. `systemd`: asking systemd about services. `table`: aligned
+//!   columns. `program_state`: a program's state in few words. `progress`: the progress of long
+//!   operations.
 
 pub mod adopt;
 pub mod arguments;
@@ -59,7 +61,7 @@ pub mod why;
 pub use connect::Target;
 pub use errors::CtlError;
 
-/// Runs what talks to the scheduler.
+/// Runs a future that talks to the scheduler.
 pub fn block_on<T>(work: impl Future<Output = Result<T, CtlError>>) -> Result<T, CtlError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     runtime.map_err(|e| CtlError::Failed(format!("cannot start: {e}")))?.block_on(work)

@@ -1,14 +1,14 @@
-//! `nvsharectl migrate`, `drain` and `undrain`: programs off a GPU, to another one or to sleep.
+//! `nvsharectl migrate`, `drain` and `undrain`: move programs to another GPU, or empty a GPU.
 
 use super::progress::{LOOK, Progress};
 use super::{CtlError, Target, block_on, driver, password, pause};
 use crate::bus::{Client, Gpu, GpuUse, SchedulerProxy};
 use crate::config::units;
 
-/// Has programs go to another GPU, one after the other. Returns once they are there.
+/// Migrates programs to another GPU, one after the other. Returns once they have arrived.
 ///
 /// # Errors
-/// If there is no such program, or one is not moved.
+/// The program does not exist, or a process was not migrated.
 pub fn migrate(target: &Target, program: &str, gpu: &str) -> Result<(), CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -32,10 +32,10 @@ pub fn migrate(target: &Target, program: &str, gpu: &str) -> Result<(), CtlError
     })
 }
 
-/// Has a GPU be empty. Returns what to print, once everybody that can has left it.
+/// Drains a GPU. Returns the text to print once all movable programs have left the GPU.
 ///
 /// # Errors
-/// If there is no such GPU, or programs stay there.
+/// The GPU does not exist, or programs stay there.
 pub fn drain(target: &Target, gpu: &str) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -54,10 +54,10 @@ pub fn drain(target: &Target, gpu: &str) -> Result<String, CtlError> {
     })
 }
 
-/// Lets programs use a GPU again.
+/// Undrains a GPU.
 ///
 /// # Errors
-/// If there is no such GPU.
+/// The GPU does not exist.
 pub fn undrain(target: &Target, gpu: &str) -> Result<(), CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -65,7 +65,7 @@ pub fn undrain(target: &Target, gpu: &str) -> Result<(), CtlError> {
     })
 }
 
-/// How far a program on its way off its GPU has got.
+/// The progress of a program that is leaving its GPU.
 fn step(client: &Client) -> String {
     let sum = |of: fn(&GpuUse) -> u64| client.gpus.iter().map(of).fold(0u64, u64::saturating_add);
     let (resident, swapped) = (sum(|usage| usage.resident), sum(|usage| usage.swapped));
@@ -106,7 +106,7 @@ impl There {
 
     fn of(clients: Vec<Client>, uuid: &str) -> Self {
         let mut there = Self::default();
-        // Whoever waits for a context has nothing there.
+        // A client that waits for a context uses nothing on the GPU.
         let is_there = |client: &Client| client.gpus.iter().any(|at| at.uuid == uuid && at.state != "attaching");
         for client in clients.into_iter().filter(is_there) {
             let list = match client.sleep.as_str() {
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_says_how_much_has_left() {
+    fn progress_names_the_evicted_bytes() {
         let usage = GpuUse { resident: 3 << 30, swapped: 1 << 30, ..GpuUse::default() };
         let mut client = Client { sleep: "preparing".into(), gpus: vec![usage], ..Client::default() };
         assert_eq!(step(&client), "its memory leaves, 1 GiB of 4 GiB");
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_on_a_drained_gpu_leaves_sleeps_or_stays() {
+    fn programs_on_a_drained_gpu_leave_sleep_or_stay() {
         let client = |pid: u32, sleep: &str, obstacle: &str| Client {
             id: pid.into(),
             pid,

@@ -1,4 +1,5 @@
-//! Calls that need authorization. On a terminal, polkit may ask for a password; a script is refused at once.
+//! Calls that need authorization. On a terminal, polkit may ask for a password; scripts are refused
+//! immediately.
 
 use std::io::{IsTerminal, Read};
 use std::process::{Child, Command, Stdio};
@@ -59,15 +60,16 @@ fn needs_password(error: &zbus::Error) -> bool {
     }
 }
 
-/// polkit's agent for terminals, which asks for passwords until this is dropped.
+/// polkit's terminal agent, which asks for passwords until this value is dropped.
 struct Agent(Child);
 
 impl Agent {
-    /// Starts one and waits until it is registered. Without it, only the agent of a desktop can ask.
+    /// Starts an agent and waits until it is registered. Without it, only a desktop's agent can
+    /// ask.
     fn start() -> Option<Self> {
         let mut command = Command::new("pkttyagent");
-        // It talks to the terminal itself, and closes that descriptor when polkit knows it. As a fallback it leaves
-        // the asking to a desktop's agent.
+        // The agent uses the terminal directly, and closes the notify descriptor once it is
+        // registered. With `--fallback` a desktop's agent takes precedence.
         command.args(["--notify-fd", "1", "--fallback"]).stdout(Stdio::piped());
         let mut child = command.spawn().ok()?;
         let registered = child.stdout.take().map(|mut end| end.read_to_end(&mut Vec::new()));
@@ -78,7 +80,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        // It gives the terminal back as it was, so it is not killed.
+        // SIGTERM rather than SIGKILL, so that the agent restores the terminal.
         if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
             let _ = kill_process(pid, Signal::TERM);
         }

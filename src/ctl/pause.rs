@@ -1,9 +1,9 @@
-//! `nvsharectl pause` and `resume`: programs off their GPUs, and back.
+//! `nvsharectl pause` and `resume`: checkpoint programs and restore them.
 
 use super::{CtlError, Target, block_on, password};
 use crate::bus::{Client, SchedulerProxy};
 
-/// Takes programs off their GPUs until they are resumed.
+/// Pauses programs until they are resumed.
 ///
 /// # Errors
 /// If there is no such program, or the scheduler refuses.
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_are_found_by_unit_by_container_and_by_pod() {
+    fn programs_are_found_by_unit_container_and_pod() {
         let client = |pid, unit: &str, container: &str| Client {
             pid,
             unit: unit.into(),

@@ -1,6 +1,6 @@
-//! The GPUs of a command that `nvsharectl run` starts. The scheduler is asked before the command starts, since a
-//! command may count GPUs in its own way first. This uses the programs' socket, which is open to every user, also in
-//! containers.
+//! The GPUs of a command that `nvsharectl run` starts. The placement is requested before the
+//! command starts, since the command may count GPUs before it initializes CUDA. This uses the
+//! programs' socket, which every user can connect to, also in containers.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,7 +21,7 @@ use crate::identity::printable;
 use crate::scheduler::GpuId;
 use crate::sys::socket::{self, Kind};
 
-/// Time to wait for one answer of the scheduler.
+/// Timeout of one answer of the scheduler.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The placement requested on the command line.
@@ -31,10 +31,11 @@ pub struct GpuRequest {
     pub memory: Option<u64>,
 }
 
-/// `CUDA_VISIBLE_DEVICES` for the command; `None` to leave it unchanged, also if no scheduler answers.
+/// Requests `CUDA_VISIBLE_DEVICES` for the command. `None` leaves it unchanged, also if no
+/// scheduler answers.
 ///
 /// # Errors
-/// If no GPU satisfies the request.
+/// No GPU satisfies the request.
 pub fn ask(request: GpuRequest) -> Result<Option<OsString>, CtlError> {
     let is_off = std::env::var_os("NVSHARE_DISABLE").is_some_and(|value| !value.is_empty() && value != "0");
     if is_off {
@@ -101,7 +102,7 @@ impl PlacementClient {
 
     fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
-        // The command will send the same limits.
+        // Sends the limits that the command will send.
         for limit in LimitName::ALL {
             let value = environment(limit.variable()).unwrap_or_default();
             env_limits::parts(limit, &value).try_for_each(|part| self.send(&part))?;
@@ -147,7 +148,8 @@ impl PlacementClient {
     }
 }
 
-/// Device files of GPUs that can be opened: a container may have some and not others.
+/// Bit set of the GPU device files that this process can open: a container may have only some of
+/// them.
 fn devices() -> u64 {
     let can_open = |number: &u32| {
         let path = format!("/dev/nvidia{number}");

@@ -1,4 +1,4 @@
-//! `nvsharectl pressure`: for which part of the time programs were kept from GPUs.
+//! `nvsharectl pressure`: the part of the time in which programs were kept from GPUs.
 
 use serde_json::{Value, json};
 
@@ -7,10 +7,10 @@ use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::Pressure;
 
-/// A table for people, or JSON.
+/// Returns a table, or JSON.
 ///
 /// # Errors
-/// If the scheduler does not answer.
+/// The scheduler does not answer.
 pub fn show(target: &Target, as_json: bool) -> Result<String, CtlError> {
     let groups = block_on(async { Ok(target.connect().await?.list_pressure().await?) })?;
     if as_json {

@@ -1,4 +1,4 @@
-//! What a program does, in the words of `status` and `top`.
+//! A program's state, in the words of `status` and `top`.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use crate::bus::{Client, Gpu, GpuUse};
 use crate::config::units;
 use crate::identity::printable;
 
-/// How a state looks.
+/// The colour of a state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Tone {
     #[default]
@@ -17,12 +17,12 @@ pub enum Tone {
     Bad,
 }
 
-/// `3.2s`.
+/// Formats a time like `3.2s`.
 pub fn seconds(seconds: f64) -> String {
     units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default())
 }
 
-/// `about 12s`: in whole units, since what is expected is no more exact.
+/// Formats an estimate like `about 12s`: in whole units, because the estimate is no more precise.
 pub fn about(time: f64) -> String {
     match time {
         ..0.1 => "at once".into(),
@@ -32,7 +32,7 @@ pub fn about(time: f64) -> String {
     }
 }
 
-/// What a program does on a GPU, in few words. `moves_in`: memory comes to that GPU.
+/// A short description of a program's state on a GPU. `moves_in`: memory is returning to that GPU.
 pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_in: bool) -> (String, Tone) {
     let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));
     let percent = |part: u64| (part as f64 * 100.0 / (resident.saturating_add(swapped).max(1) as f64)).floor();

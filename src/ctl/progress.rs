@@ -1,16 +1,16 @@
-//! How far something has got that takes longer than a second: a line on a terminal that is written again and again, and is gone at the
-//! end. Where standard error is no terminal there is none.
+//! A progress line for operations of more than a second. It is rewritten in place on a terminal and
+//! erased at the end. Without a terminal on standard error, nothing is shown.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use crate::identity::printable;
 
-/// What takes no longer says nothing.
+/// Shorter operations show no progress.
 const QUIET: Duration = Duration::from_secs(1);
-/// How often it is looked how far it has got.
+/// The interval between updates.
 pub const LOOK: Duration = Duration::from_millis(200);
-/// So that the line is one line, which can be written again.
+/// The longest line, in characters, so that it fits one line of a terminal.
 const WIDTH: usize = 78;
 
 #[derive(Debug)]
@@ -25,12 +25,12 @@ impl Progress {
         Self { is_shown: std::io::stderr().is_terminal(), since: Instant::now(), length: 0 }
     }
 
-    /// Whether there is somebody to show it to.
+    /// Whether standard error is a terminal.
     pub fn is_shown(&self) -> bool {
         self.is_shown
     }
 
-    /// Shows how far it is; an empty text removes the line.
+    /// Shows `text`; an empty text erases the line.
     pub fn show(&mut self, text: &str) {
         if self.is_shown && (text.is_empty() || self.since.elapsed() >= QUIET) {
             let line = line(text, self.length);
@@ -41,7 +41,7 @@ impl Progress {
         }
     }
 
-    /// Shows that it is under way until it is done, and for how long it has been.
+    /// Shows `text` with the elapsed time until `work` is done.
     pub async fn during<T>(&mut self, text: &str, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         let begin = Instant::now();
@@ -59,7 +59,8 @@ impl Progress {
     }
 }
 
-/// What removes the line before, and writes that one. Names that programs chose may be in it.
+/// The characters that erase the previous line and write a new one. Names in it are chosen by
+/// programs, so control characters are replaced.
 fn line(text: &str, before: usize) -> String {
     if text.is_empty() && before == 0 {
         return String::new();
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_takes_the_place_of_the_one_before() {
+    fn a_line_replaces_the_previous_line() {
         assert_eq!(line("", 0), "", "nothing was shown");
         assert_eq!(line("ab", 0), "\r\rab");
         assert_eq!(line("c", 2), "\r  \rc");

@@ -1,4 +1,4 @@
-//! `nvsharectl simulate --replay`: what a debug bundle shows, as tables for people or as JSON.
+//! `nvsharectl simulate --replay`: the contents of a debug bundle, as tables or as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,15 +17,15 @@ use crate::scheduler::{Command, GpuId, ReleaseReason, Time};
 
 /// The output, and the exit code: 1 if the commands differ from the recorded ones.
 #[derive(Debug)]
-pub struct Answer {
+pub struct Output {
     pub text: String,
     pub exit_code: u8,
 }
 
-/// A bundle that has been replayed.
+/// A replayed bundle.
 struct Replayed {
     header: Header,
-    /// The GPUs, as `nvsharectl status --json` has them.
+    /// The GPUs, in the format of `nvsharectl status --json`.
     status: Value,
     clients: BTreeMap<u64, Process>,
     /// The line of the first entry that differs.
@@ -34,7 +34,7 @@ struct Replayed {
 }
 
 /// Replays the bundle in that file.
-pub fn replay(file: &Path, json: bool) -> Result<Answer, CtlError> {
+pub fn replay(file: &Path, json: bool) -> Result<Output, CtlError> {
     let shown = file.display();
     let opened = File::open(file).map_err(|e| CtlError::Failed(format!("cannot open {shown}: {e}")))?;
     let failed = |e: bundle::ReadError| CtlError::Failed(format!("{shown}, {e}"));
@@ -49,7 +49,7 @@ pub fn replay(file: &Path, json: bool) -> Result<Answer, CtlError> {
     };
     let exit_code = u8::from(replayed.replay.difference.is_some());
     let text = if json { format!("{:#}\n", replayed.json()) } else { replayed.text() };
-    Ok(Answer { text, exit_code })
+    Ok(Output { text, exit_code })
 }
 
 impl Replayed {
@@ -72,12 +72,12 @@ impl Replayed {
         match &self.replay.difference {
             None => lines.push("The scheduler decides as recorded.".into()),
             Some(Difference { number, event, command, recorded, replayed, .. }) => {
-                let shown = |command: &Option<Command>| command.as_ref().map_or_else(|| "none".to_owned(), written);
+                let shown = |command: &Option<Command>| command.as_ref().map_or_else(|| "none".to_owned(), notation);
                 lines.push(format!(
                     "The scheduler decides differently from entry {number} on (line {}):",
                     self.line.unwrap_or_default()
                 ));
-                lines.push(format!("  event      {}", written(event)));
+                lines.push(format!("  event      {}", notation(event)));
                 lines.push(format!("  command    number {}", command + 1));
                 lines.push(format!("  recorded   {}", shown(recorded)));
                 lines.push(format!("  replayed   {}", shown(replayed)));
@@ -130,7 +130,7 @@ impl Replayed {
         (pid, if unit.is_empty() { "-".into() } else { unit.clone() })
     }
 
-    /// GPUs by their numbers, where these are known and each is one GPU's.
+    /// The numbers of GPUs, if they are known and unique.
     fn gpu_names(&self) -> BTreeMap<GpuId, String> {
         let gpus = self.status["gpus"].as_array().into_iter().flatten();
         let numbered: Vec<(String, String)> = gpus
@@ -209,7 +209,7 @@ impl Replayed {
     }
 }
 
-/// Paragraphs with a blank line between them.
+/// Joins paragraphs with blank lines.
 fn join(paragraphs: Vec<Vec<String>>) -> String {
     paragraphs.into_iter().map(|lines| lines.join("\n") + "\n").collect::<Vec<_>>().join("\n")
 }
@@ -252,8 +252,8 @@ fn in_words(what: &What) -> String {
     }
 }
 
-/// As in the bundle.
-fn written(value: &impl serde::Serialize) -> String {
+/// A value in the notation of the bundle.
+fn notation(value: &impl serde::Serialize) -> String {
     serde_json::to_string(value).unwrap_or_default()
 }
 

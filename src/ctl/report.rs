@@ -1,4 +1,4 @@
-//! `nvsharectl report`: what users, units and containers have had of the GPUs.
+//! `nvsharectl report`: GPU usage of users, units and containers.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,7 +11,7 @@ use super::{CtlError, Target, block_on};
 use crate::bus::Usage;
 use crate::config::units;
 
-/// By what the report tells apart.
+/// The grouping of the report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum By {
     User,
@@ -20,7 +20,7 @@ pub enum By {
 }
 
 impl By {
-    /// The columns to ask for. A unit and a container belong to somebody.
+    /// The columns to query. Units and containers are grouped per user.
     fn columns(self) -> &'static [&'static str] {
         match self {
             Self::User => &["tenant"],
@@ -39,10 +39,10 @@ pub enum Form {
 
 const SECONDS_OF_AN_HOUR: f64 = 3600.0;
 
-/// What was used in the time before now.
+/// Reports the usage of the last `since`.
 ///
 /// # Errors
-/// If the scheduler does not answer, or keeps no records.
+/// The scheduler does not answer, or keeps no records.
 pub fn show(target: &Target, since: Duration, by: By, form: Form) -> Result<String, CtlError> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let since = now.saturating_sub(since).as_secs_f64();
@@ -55,7 +55,7 @@ pub fn show(target: &Target, since: Duration, by: By, form: Form) -> Result<Stri
     })
 }
 
-/// The names of those that used it, in the order of the columns.
+/// The grouping columns of a row: names and values.
 fn names(row: &Usage, by: By) -> Vec<(&'static str, String)> {
     let name = |column: &&'static str| {
         let name = match *column {
@@ -105,7 +105,7 @@ fn text(rows: &[Usage], by: By) -> String {
     table.lines().join("\n") + "\n"
 }
 
-/// Names and values, in the order of the columns.
+/// All columns of a row: names and values.
 fn fields(row: &Usage, by: By) -> Vec<(&'static str, Value)> {
     let names = names(row, by).into_iter().map(|(column, name)| (column, json!(name)));
     let amounts = [
@@ -125,7 +125,7 @@ fn json_text(rows: &[Usage], by: By) -> String {
     format!("{:#}\n", rows.iter().map(|row| Value::Object(object(row))).collect::<Value>())
 }
 
-/// As RFC 4180 has it, but for the ends of lines. The columns of no rows are those of an empty one.
+/// CSV by RFC 4180, except for LF as the end of lines. Without rows, only the header.
 fn csv(rows: &[Usage], by: By) -> String {
     let quoted = |value: &Value| {
         let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_table_has_hours_and_sizes() {
-        // A number that nobody has, and one that has a name everywhere.
+        // A uid without a name, and a uid that has a name everywhere.
         let rows = [row("user 4294967294", "a.service"), row("user 0", "")];
         let expected = "\
 USER             UNIT           HELD     ON GPU  SWAPPED  WAITS    WAITED  MOVED IN  MOVED OUT
@@ -172,7 +172,7 @@ root             -          1h 05min  1.5 GiB h        0     12  1min 02s     3 
     }
 
     #[test]
-    fn csv_has_the_names_of_json_and_quotes_what_needs_it() {
+    fn csv_has_jsons_names_and_quotes_where_necessary() {
         let rows = [row("user 1000", "a,\"b.service")];
         let json: Value = serde_json::from_str(&json_text(&rows, By::Unit)).expect("JSON");
         assert_eq!((&json[0]["unit"], &json[0]["wait-seconds"]), (&json!("a,\"b.service"), &json!(62.5)));

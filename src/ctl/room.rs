@@ -1,5 +1,5 @@
-//! `nvsharectl make-room`: has memory of a GPU vacated and kept free for programs that do not use nvshare: while a command runs, for a
-//! time, or until it is interrupted.
+//! `nvsharectl make-room`: vacates memory of a GPU and keeps it free for programs that do not use
+//! nvshare: while a command runs, for a time, or until it is interrupted.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -22,12 +22,12 @@ use crate::bus::RoomFd;
 use crate::config::settings::DEFAULT_ROOM;
 use crate::config::units;
 
-/// Time between attempts to have a room again that was lost.
+/// Delay between attempts to obtain a lost room again.
 const RETRY: Duration = Duration::from_secs(1);
-/// A room whose time is not limited is renewed this often: well before it is over.
+/// The interval between renewals of a room without a time limit, well before it expires.
 const RENEWAL: Duration = Duration::from_secs(DEFAULT_ROOM.as_secs() / 3);
 
-/// Which memory, and for how long.
+/// The requested memory and its duration.
 #[derive(Debug, Clone)]
 pub struct RoomRequest {
     pub gpu: String,
@@ -36,15 +36,15 @@ pub struct RoomRequest {
     pub lasts: Option<Duration>,
 }
 
-/// Keeps the memory free. Returns the exit code: that of the command, or 128 and the signal that ended it; without a command 0, once
-/// the time is over.
+/// Keeps the memory free. Returns the command's exit code, or 128 plus the signal that ended it.
+/// Without a command, returns 0 at the end of the time.
 ///
 /// # Errors
-/// If there is no such room, or the command cannot be started.
+/// The scheduler refuses the room, or the command cannot be started.
 pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Result<u8, CtlError> {
     block_on(async {
         let ends = request.lasts.map(|lasts| Instant::now() + lasts);
-        let mut room = Room::make(target, request, &mut Progress::new()).await?;
+        let mut room = FreeRoom::make(target, request, &mut Progress::new()).await?;
         let mut command = Running::start(command)?;
         if command.is_none() {
             let until = request
@@ -56,13 +56,13 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
             select! {
                 status = command.ends() => return Ok(exit_code(status)),
                 () = at(ends) => match command.is_some() {
-                    // The room ends by itself.
+                    // The room expires by itself.
                     true => return Ok(exit_code(command.ends().await)),
                     false => return Ok(0),
                 },
                 () = room.lasts() => {}
             }
-            // The time is over, as the scheduler sees it.
+            // The scheduler has ended the room at the end of its time.
             if ends.is_some_and(|ends| ends <= Instant::now() + RETRY) {
                 at(ends).await;
                 continue;
@@ -72,7 +72,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
             );
             let again = RoomRequest { lasts: ends.map(|ends| ends - Instant::now()).map(whole), ..request.clone() };
             room = select! {
-                room = Room::make_again(target, &again) => room,
+                room = FreeRoom::make_again(target, &again) => room,
                 status = command.ends() => return Ok(exit_code(status)),
                 () = at(ends) => continue,
             };
@@ -81,7 +81,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
     })
 }
 
-/// In whole seconds, of which there is at least one.
+/// Rounds to whole seconds, at least one.
 fn whole(time: Duration) -> Duration {
     Duration::from_secs(time.as_secs().max(1))
 }
@@ -93,13 +93,13 @@ async fn at(time: Option<Instant>) {
     }
 }
 
-/// Memory that is free until this is dropped, or the scheduler ends it.
-pub(super) struct Room {
+/// Memory that is kept free until this value is dropped, or the scheduler ends the room.
+pub(super) struct FreeRoom {
     socket: UnixStream,
     renewals: Option<Interval>,
 }
 
-impl Room {
+impl FreeRoom {
     /// Waits until the memory is free.
     pub(super) async fn make(
         target: &Target,
@@ -126,7 +126,7 @@ impl Room {
         Ok(Self { socket, renewals })
     }
 
-    /// The same, however often that fails.
+    /// Like [`Self::make`], retrying without limit.
     async fn make_again(target: &Target, request: &RoomRequest) -> Self {
         let mut is_told = false;
         loop {
@@ -151,7 +151,7 @@ impl Room {
                 }
             };
             select! {
-                // The socket takes far more than the scheduler could leave unread.
+                // The socket's buffer never fills: the scheduler reads each renewal.
                 () = renewal => drop(socket.try_write(b"r")),
                 readable = socket.readable() => match readable.and_then(|()| socket.try_read(&mut buffer)) {
                     Ok(1..) => {}
@@ -163,15 +163,16 @@ impl Room {
     }
 }
 
-/// The command, once it was started.
+/// The running command.
 struct Running {
     child: Child,
-    /// What a terminal sends to the command as well, which may not end at once: the room is kept until it has.
+    /// Signals that a terminal also sends to the command. They are ignored here, so that the room
+    /// is kept until the command has ended.
     _ignored: Vec<Signal>,
 }
 
 impl Running {
-    /// Starts the command as it is: not under nvshare, even where every program of the machine is.
+    /// Starts the command without nvshare, even if `/etc/ld.so.preload` names the library.
     fn start(command: &[OsString]) -> Result<Option<Self>, CtlError> {
         let Some((program, arguments)) = command.split_first() else { return Ok(None) };
         let kinds = [SignalKind::interrupt(), SignalKind::quit()];
@@ -183,9 +184,9 @@ impl Running {
     }
 }
 
-/// A command that there may be.
+/// An optional command.
 trait Ends {
-    /// Waits until it ends; for ever, if there is none.
+    /// Waits until the command ends; never returns without a command.
     async fn ends(&mut self) -> Option<ExitStatus>;
 }
 

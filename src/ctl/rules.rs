@@ -10,10 +10,10 @@ use crate::bus::SchedulerProxy;
 use crate::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
 use crate::identity::printable;
 
-/// Keys whose value is a list; commas are between its parts.
+/// Keys whose value is a list, separated by commas.
 const LISTS: [&str; 1] = ["allowed-gpus"];
 
-/// Reads `KEY=VALUE`: a number or `true` or `false` is one, anything else a text.
+/// Parses `KEY=VALUE`. The value is a number, `true`, `false`, or else a text.
 pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
     let (key, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not of the form KEY=VALUE"))?;
     if LISTS.contains(&key) {
@@ -23,12 +23,12 @@ pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
     Ok((key.to_owned(), plain.unwrap_or_else(|| value.into())))
 }
 
-/// Sets a rule; without keys it is taken away.
+/// Sets a rule; without keys, removes it.
 pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
     block_on(async { call(&target.connect().await?, name, keys).await })
 }
 
-/// The same of a scheduler that is connected.
+/// Sets or removes a rule of a connected scheduler.
 pub(super) async fn call(scheduler: &SchedulerProxy<'_>, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
     let mut rule = HashMap::new();
     for (key, value) in keys {
@@ -45,12 +45,12 @@ pub(super) async fn call(scheduler: &SchedulerProxy<'_>, name: &str, keys: &[(St
     Ok(password::call(scheduler, "SetRule", &(name, rule)).await?)
 }
 
-/// Rules as they could be written, each with where it is from.
+/// Rules in the format of the configuration, each with its origin.
 pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
     let one = |mut rule: HashMap<String, OwnedVariant>| {
         let origin = rule.remove("origin").and_then(|origin| String::try_from(origin).ok()).unwrap_or_default();
         let mut keys: Vec<(String, OwnedVariant)> = rule.into_iter().collect();
-        // Keys of later versions come before all others.
+        // Unknown keys, of later versions, come first.
         let place = |key: &str| SUBJECT_KEYS.iter().chain(&LIMIT_KEYS).position(|known| *known == key);
         keys.sort_by_key(|(key, _)| (place(key), key.clone()));
         let lines = keys.into_iter().filter_map(|(key, value)| {
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pair_is_a_key_and_what_it_looks_like() {
+    fn a_pairs_value_type_follows_from_its_text() {
         for (text, key, value) in [
             ("weight=50", "weight", Value::Integer(50)),
             ("weight=idle", "weight", "idle".into()),
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_printed_as_they_could_be_written() {
+    fn rules_are_printed_in_the_configurations_format() {
         let owned = |value: Variant<'static>| OwnedVariant::try_from(value).expect("a value");
         let rule = [
             ("origin", owned("nvshare.toml:3".into())),

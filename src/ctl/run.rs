@@ -1,5 +1,5 @@
-//! `nvsharectl run`: one command with the library loaded into it. It takes this process's place, so its exit code and
-//! its signals are the command's own.
+//! `nvsharectl run`: runs one command with the library preloaded. The command replaces this process
+//! by `exec`, and so keeps its own exit code and signals.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -16,12 +16,12 @@ use crate::config::rules::{EnvLimits, variable};
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Never returns where the command can be started.
+/// Executes the command. Returns only if that fails.
 pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
         return CtlError::Failed("there is no command to run".into());
     };
-    // A typo must not be no limit.
+    // Refuses an invalid limit, so that a typo does not remove the limit.
     if let Some(mistake) = env_limits().mistake() {
         return CtlError::Failed(mistake);
     }
@@ -53,14 +53,15 @@ fn env_limits() -> EnvLimits {
     limits
 }
 
-/// The library: the one that was asked for, or the one beside this program, or the one that the loader finds.
+/// The requested library, else the library beside this program, else a name that the loader
+/// searches for.
 fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     if let Some(path) = asked {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
         if !whole.is_file() {
             return Err(CtlError::Failed(format!("there is no library {}", path.display())));
         }
-        // The loader splits its list there, and knows no quotes.
+        // The loader splits its list at blanks and colons, and has no quoting.
         if whole.as_os_str().as_bytes().iter().any(|b| b.is_ascii_whitespace() || *b == b':') {
             let path = whole.display();
             return Err(CtlError::Failed(format!(
@@ -75,7 +76,7 @@ fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     Ok(found.next().unwrap_or_else(|| LIBRARY.into()))
 }
 
-/// The list with the library in front, once.
+/// `LD_PRELOAD` with one copy of the library, in front.
 fn preload(before: Option<&OsStr>, library: &Path) -> OsString {
     let before = before.filter(|list| !list.is_empty());
     let Some(list) = before else { return library.into() };
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_preloaded_already_stays() {
+    fn other_preloaded_libraries_are_kept() {
         let cases = [
             (None, "/lib/libnvshare.so"),
             (Some(""), "/lib/libnvshare.so"),

@@ -1,6 +1,6 @@
-//! Until a command that `nvsharectl run` has started has its first turn, a line on the terminal says what it waits for. The command has
-//! taken the place of nvsharectl, so another process does that, which is no child of the command, has none of its descriptors but
-//! the terminal, and ends with the first turn.
+//! A terminal line with the reason for which a command of `nvsharectl run` waits, until its first
+//! turn. Since the command has replaced nvsharectl, a separate process shows the line. That process
+//! is not a child of the command, inherits only the terminal, and ends at the first turn.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -17,7 +17,8 @@ use crate::sys::detached;
 /// A command that has not used a GPU after this time may never do so.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Says on the terminal what the command waits for that is about to take this process's place. Where that cannot be said, nobody misses it.
+/// Starts the process that shows the line for the command that is about to replace this process.
+/// Failures are ignored, since the line is not essential.
 pub fn begin(target: &Target) {
     if !Progress::new().is_shown() {
         return;
@@ -41,11 +42,11 @@ fn watch(target: &Target, command: Pid, process: &OwnedFd) -> Result<(), CtlErro
             }
             match look(&scheduler, command).await? {
                 Step::Unknown if begin.elapsed() > PATIENCE => return Ok(()),
-                // Whoever needs long to use a GPU need not be looked at often.
+                // Polls less often, the longer the command does not use a GPU.
                 Step::Unknown => pause = (pause * 2).min(Duration::from_secs(2)),
                 Step::Runs => return Ok(()),
                 Step::Idle => progress.show(""),
-                // In the background, a program keeps quiet.
+                // Erases the line while the command is in the background.
                 Step::Waits(_) if tcgetpgrp(std::io::stderr()).ok() != Some(getpgrp()) => progress.show(""),
                 Step::Waits(text) => {
                     pause = LOOK;
@@ -64,9 +65,9 @@ fn has_ended(process: &OwnedFd, pause: Duration) -> bool {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// It does not use a GPU yet.
+    /// The command does not use a GPU yet.
     Unknown,
-    /// It has no work for one.
+    /// The command has no work for a GPU.
     Idle,
     Waits(String),
     Runs,
@@ -87,7 +88,7 @@ fn step(client: &Client, gpus: &[Gpu]) -> Step {
         return Step::Idle;
     };
     let gpu = gpus.iter().find(|gpu| gpu.uuid == usage.uuid);
-    // The beginning of a UUID tells it from others, and leaves room for the rest.
+    // The beginning of a UUID identifies the GPU and is short.
     let short = || usage.uuid.chars().take(12).collect();
     let name = gpu.and_then(|gpu| gpu.index).map_or_else(short, |index| format!("GPU {index}"));
     let ahead = gpu.and_then(|gpu| Some(gpu.queue.iter().position(|id| *id == client.id)? + gpu.holders.len()));
@@ -108,7 +109,7 @@ mod tests {
     use std::collections::HashMap;
 
     #[test]
-    fn it_says_what_the_command_waits_for_until_it_runs() {
+    fn the_line_shows_the_reason_until_the_first_turn() {
         let usage = GpuUse { uuid: "GPU-1".into(), state: "waiting".into(), since: 3.2, ..GpuUse::default() };
         let mut client = Client { id: 7, name: "python3".into(), gpus: vec![usage], ..Client::default() };
         let mut gpu = Gpu {

@@ -1,4 +1,5 @@
-//! `nvsharectl get`, `set`, `reset` and `reload`: what an administrator can change while everything runs.
+//! `nvsharectl get`, `set`, `reset` and `reload`: settings that an administrator can change at run
+//! time.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ pub enum Change {
     Policy(PolicyName),
 }
 
-/// Puts changes into effect, one after the other.
+/// Applies changes in order.
 pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -50,7 +51,7 @@ fn whole_seconds(what: &str, value: Duration) -> Result<u32, CtlError> {
         .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: it is a number of whole seconds")))
 }
 
-/// The settings and rules that are in effect: as they are written in the configuration file, or as JSON.
+/// The settings and rules in effect, in the format of the configuration file or as JSON.
 pub fn get(target: &Target, as_json: bool) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -76,12 +77,12 @@ pub fn get(target: &Target, as_json: bool) -> Result<String, CtlError> {
     })
 }
 
-/// Has the scheduler read its configuration file again.
+/// Makes the scheduler read its configuration file again.
 pub fn reload(target: &Target) -> Result<(), CtlError> {
     block_on(async { Ok(password::call(&target.connect().await?, "Reload", &()).await?) })
 }
 
-/// Has the scheduler forget what was changed at run time. Names the rules that are gone.
+/// Discards the run-time changes. Returns the names of the removed rules.
 pub fn reset(target: &Target) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -96,7 +97,7 @@ pub fn reset(target: &Target) -> Result<String, CtlError> {
     })
 }
 
-/// Reads `45`, `45s` or `1min`.
+/// Parses whole seconds such as `45`, `45s` or `1min`.
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
     units::parse_duration(text)
 }

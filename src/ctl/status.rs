@@ -1,4 +1,4 @@
-//! `nvsharectl status`: who uses which GPU, who holds it and who waits, as a table for people or as JSON.
+//! `nvsharectl status`: the users, holders and waiters of each GPU, as a table or as JSON.
 
 use std::fmt::Write;
 
@@ -16,12 +16,12 @@ use crate::config::units;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
     pub colour: bool,
-    /// Lines are cut at this many characters.
+    /// The longest line, in characters. Longer lines are cut.
     pub width: Option<usize>,
 }
 
 impl Style {
-    /// The format for standard output: colour on a terminal only, and not if `NO_COLOR` is set.
+    /// The format for standard output: in colour only on a terminal and without `NO_COLOR`.
     pub fn of_stdout() -> Self {
         use std::io::IsTerminal;
         if !std::io::stdout().is_terminal() {
@@ -37,7 +37,7 @@ fn terminal_width() -> Option<usize> {
     (columns > 0).then_some(columns.into())
 }
 
-/// Asks the scheduler.
+/// Queries the scheduler.
 pub fn ask(target: &Target) -> Result<Status, CtlError> {
     block_on(async { fetch(&target.connect().await?).await })
 }
@@ -55,7 +55,7 @@ pub(super) async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Status, CtlE
     })
 }
 
-/// For people. `waits`: what programs wait for.
+/// The status as a table. `waits`: the reasons for which programs wait.
 pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     let mut out = String::new();
     let _ = writeln!(
@@ -85,9 +85,9 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     out
 }
 
-/// Columns in the order in which they are left out where there is no room for all.
+/// Columns in the order in which they are omitted on narrow terminals.
 const DISPENSABLE: [&str; 7] = ["ENGINE", "FOR", "HELD", "DEMAND", "UNIT", "WAITED", "USER"];
-/// Characters of a command line that are shown at least.
+/// The least width of the command column, in characters.
 const LEAST_COMMAND: usize = 12;
 
 fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
@@ -191,10 +191,10 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     }
 }
 
-/// A line for each program that waits: the reason. `nvsharectl why` tells the rest.
+/// A line with the reason for each waiting program. `nvsharectl why` prints the rest.
 fn reasons_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
     let mut has_more = false;
-    // They are about all of its GPUs.
+    // Reasons concern all GPUs of a client, so they are printed once, below its first GPU.
     for client in clients.iter().filter(|client| client.gpus.first().is_some_and(|usage| usage.uuid == gpu.uuid)) {
         if let Some(reason) = waits.get(&client.id).and_then(|sentences| why::reason(sentences)) {
             let line = format!("  {}: {reason}", process(client));
@@ -207,7 +207,7 @@ fn reasons_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, 
     }
 }
 
-/// What is unusual about the programs of a GPU.
+/// Sentences about unusual states of the programs on a GPU.
 fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
     let mut all = Vec::new();
     let here: Vec<(&Client, &GpuUse)> = clients
@@ -253,7 +253,7 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
         all.extend(client.environment_ignored.iter().map(|remark| format!("{who}: {remark}.")));
         all.extend(sleep_sentences(client));
     }
-    // Each gang once.
+    // Prints each gang once.
     let first = |client: &Client| client.gang.first().is_some_and(|peer| client.id < *peer);
     for (client, _) in here.iter().filter(|(client, _)| first(client)) {
         let others = client.gang.iter().map(|id| match clients.iter().find(|other| other.id == *id) {
@@ -294,7 +294,8 @@ fn sleep_sentences(client: &Client) -> Vec<String> {
     all
 }
 
-/// What clients' groups have by a rule: a line for all of which the same can be said, since a class of notebooks has one rule.
+/// The limits of clients' groups by rules. Clients with the same text share a line, since a class
+/// of notebooks has one rule.
 fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
     let mut lines: Vec<(String, Vec<&Client>)> = Vec::new();
     for (client, what) in have {
@@ -315,7 +316,8 @@ fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
     lines.into_iter().map(line).collect()
 }
 
-/// Text that is broken at the width, below an indent, and further lines two characters deeper.
+/// Writes text wrapped at the width and indented. Continuation lines are indented by two more
+/// characters.
 fn paragraph(out: &mut String, text: &str, indent: &str, colour: &str, style: Style) {
     let width = style.width.map_or(usize::MAX, |width| width.saturating_sub(indent.len() + 2).max(20));
     for (number, line) in wrapped(text, width).iter().enumerate() {
@@ -324,7 +326,7 @@ fn paragraph(out: &mut String, text: &str, indent: &str, colour: &str, style: St
     }
 }
 
-/// A line as far as it fits.
+/// A line, cut at the width.
 fn cut(line: &str, style: Style) -> String {
     let width = style.width.unwrap_or(usize::MAX);
     match line.chars().count() > width {
@@ -333,17 +335,17 @@ fn cut(line: &str, style: Style) -> String {
     }
 }
 
-/// A client at the beginning of a sentence.
+/// A client's name at the beginning of a sentence.
 fn process(client: &Client) -> String {
     if client.pid == 0 { format!("Client {}", client.id) } else { format!("Process {}", client.pid) }
 }
 
-/// The same within one.
+/// A client's name within a sentence.
 fn number(client: &Client) -> String {
     if client.pid == 0 { format!("client {}", client.id) } else { format!("process {}", client.pid) }
 }
 
-/// A client's pod, by its name in Kubernetes, else its container, else its unit.
+/// A client's pod (its Kubernetes name), else its container, else its unit.
 pub(super) fn place_of(client: &Client) -> String {
     match client {
         Client { pod_name: name, pod_namespace: namespace, .. } if !name.is_empty() => format!("{namespace}/{name}"),
@@ -352,7 +354,7 @@ pub(super) fn place_of(client: &Client) -> String {
     }
 }
 
-/// The rule that a client has, as people know it: by its name and its place.
+/// A client's rule: its name and its place in the configuration.
 fn rule(client: &Client) -> String {
     match &*client.rule {
         "" => client.rule_origin.clone(),
@@ -360,7 +362,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// True if a line about its engine is needed beside the table.
+/// Whether the engine deserves a sentence below the table.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())
@@ -391,7 +393,7 @@ fn pid(client: &Client) -> String {
 
 pub(super) fn command(client: &Client) -> String {
     match &client.command {
-        // A lock: who holds it, and what for.
+        // For a client of `nvsharectl lock`: the holder and the purpose.
         _ if !client.why.is_empty() => format!("{}: {}", client.name, client.why),
         Some(command) if !command.is_empty() => command.clone(),
         _ if client.name.is_empty() => "?".into(),
@@ -404,13 +406,14 @@ fn user(uid: u32) -> String {
     name_of(uid).unwrap_or_else(|| uid.to_string())
 }
 
-/// A tenant as people know it: a user by the name, if there is one here.
+/// A tenant's display name: for a user, the user name if this host has it.
 pub(super) fn tenant(tenant: &str) -> String {
     let uid = tenant.strip_prefix("user ").and_then(|uid| uid.parse().ok());
     uid.and_then(name_of).unwrap_or_else(|| tenant.to_owned())
 }
 
-/// A user's name on this host. Only the file is read: a static program has no other services of names.
+/// A user's name on this host. Reads only /etc/passwd: a static program cannot use other name
+/// services.
 pub(super) fn name_of(uid: u32) -> Option<String> {
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     accounts.lines().find_map(|line| {
@@ -452,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn the_holder_comes_first_and_then_the_queue() {
+    fn the_holder_is_listed_before_the_queue() {
         let status = Status {
             version: "1.2.3".into(),
             time_quantum: 30,
@@ -525,7 +528,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
     }
 
     #[test]
-    fn it_says_who_sleeps_and_why_not() {
+    fn sleep_and_its_obstacles_are_shown() {
         let shown = |change: fn(&mut Client)| {
             let mut client = client(7, "python3 a.py", usage("waiting", 1.0, 1 << 30));
             client.sleep = "awake".into();
@@ -544,7 +547,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
     }
 
     #[test]
-    fn eighty_columns_have_all_and_two_hundred_have_every_column() {
+    fn narrow_tables_omit_columns_but_no_information() {
         let mut clients = vec![
             client(1, "python3 train.py --epochs 90 --data /srv/images", usage("holding", 12.0, 10 << 30)),
             client(2, "python3 server.py", usage("waiting", 3.0, 7 << 30)),
@@ -599,7 +602,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
     }
 
     #[test]
-    fn what_a_rule_gives_to_several_is_one_line() {
+    fn clients_of_one_rule_share_a_line() {
         let shown = |shares: &[&str]| {
             let clients = shares.iter().zip(1..).map(|(share, id)| {
                 let one = client(id, "python3 a.py", usage("idle", 1.0, 1 << 30));
@@ -630,7 +633,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
     }
 
     #[test]
-    fn it_says_what_a_program_waits_for() {
+    fn reasons_for_waiting_are_shown() {
         let clients = vec![client(7, "python3 a.py", usage("waiting", 1.0, 1 << 30))];
         let gpus = vec![Gpu { uuid: "GPU-1".into(), queue: vec![7], ..Gpu::default() }];
         let status = Status { gpus, clients, ..Status::default() };

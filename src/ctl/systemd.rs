@@ -1,4 +1,4 @@
-//! What systemd says about a service, over D-Bus.
+//! Queries and controls services of systemd over D-Bus.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,12 @@ use super::preload::drop_in::Manager;
 use crate::ctl::CtlError;
 use crate::ctl::progress::Progress;
 
-/// As long as systemctl gives `daemon-reload`, which runs every generator.
+/// systemctl's own timeout of `daemon-reload`, which runs every generator.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// How often it is looked whether a service has started.
+/// Interval between checks whether a service has started.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time for which a restarted service must run: a program that is missing or refuses its configuration ends sooner.
+/// Time for which a restarted service must run. A missing program or an invalid configuration ends
+/// the service sooner.
 const SETTLING: Duration = Duration::from_secs(2);
 
 #[zbus::proxy(
@@ -30,7 +31,8 @@ trait Manager {
     fn list_units_by_patterns(&self, states: &[&str], patterns: &[&str]) -> zbus::Result<Vec<Listed>>;
 }
 
-/// Name, description, load state, active state, sub-state, followed unit, object, job: number, kind, object.
+/// Name, description, load state, active state, sub-state, followed unit, object, and the job's
+/// number, kind and object.
 type Listed = (String, String, String, String, String, String, OwnedObjectPath, u32, String, OwnedObjectPath);
 
 #[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
@@ -43,7 +45,7 @@ trait Unit {
     fn active_state(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn sub_state(&self) -> zbus::Result<String>;
-    /// Number and object; 0 if nothing is to be done with it.
+    /// The pending job's number and object; 0 without a job.
     #[zbus(property)]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
@@ -78,24 +80,24 @@ type ExecCommand = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32
 /// A service as systemd has loaded it.
 #[derive(Debug, Default)]
 pub struct Service {
-    /// Its name; what was asked for may be another.
+    /// The service's name, which may differ from the requested alias.
     pub id: String,
     pub environment: Vec<String>,
-    /// Files with more variables, which outrank `environment`.
+    /// Files with further variables, which take precedence over `environment`.
     pub environment_files: Vec<String>,
     pub unset_environment: Vec<String>,
     pub root_directory: String,
     pub root_image: String,
-    /// Whether it may use Unix sockets.
+    /// Whether the service may use Unix sockets.
     pub unix_sockets: bool,
     pub apparmor_profile: String,
-    /// The programs that it is started by.
+    /// The programs in `ExecStart=`.
     pub programs: Vec<String>,
-    /// 0 if it does not run.
+    /// The pid of the main process; 0 if the service is not running.
     pub main_pid: u32,
 }
 
-/// A service manager: the system's, or that of the user who runs this.
+/// A connection to a service manager: the system's or the calling user's.
 #[derive(Debug)]
 pub struct Systemd {
     connection: Connection,
@@ -117,7 +119,7 @@ impl Systemd {
         Ok(Self { connection })
     }
 
-    /// The same on a bus that is connected already.
+    /// Uses an existing connection to the bus.
     pub fn of(connection: Connection) -> Self {
         Self { connection }
     }
@@ -133,7 +135,8 @@ impl Systemd {
     /// Restarts a service, and watches it for [`SETTLING`].
     ///
     /// # Errors
-    /// If it does not start, or ends with an error in that time: systemd takes a program that was executed for started.
+    /// The service does not start, or fails within [`SETTLING`]: systemd considers a simple service
+    /// started as soon as its program is executed.
     pub async fn restart(&self, name: &str) -> Result<(), CtlError> {
         let restarted = async {
             let manager = self.manager().await?;
@@ -146,7 +149,7 @@ impl Systemd {
             }
             let started = Instant::now();
             loop {
-                // In `auto-restart`, systemd waits to start it again after a failure.
+                // In `auto-restart`, systemd waits before it restarts a failed service.
                 let has_failed = unit.active_state().await? == "failed" || unit.sub_state().await? == "auto-restart";
                 if has_failed || started.elapsed() >= SETTLING {
                     return Ok(has_failed);
@@ -165,16 +168,16 @@ impl Systemd {
         ManagerProxy::builder(&self.connection).cache_properties(CacheProperties::No).build().await
     }
 
-    /// Has systemd read its files again.
+    /// Makes systemd reload its files.
     pub async fn reload(&self) -> Result<(), CtlError> {
         let reloaded = async { self.manager().await?.reload().await }.await;
         reloaded.map_err(|e| CtlError::Failed(format!("cannot make systemd read its files again (daemon-reload): {e}")))
     }
 
-    /// The service of that name; of a template, what its instances have in common.
+    /// The properties of a service, or of a template as far as its instances share them.
     ///
     /// # Errors
-    /// If there is none, or it cannot be started.
+    /// The service does not exist or cannot be started.
     pub async fn service(&self, name: &str) -> Result<Service, CtlError> {
         let asked = async {
             let loaded = name.replace("@.", "@nvshare.");
@@ -231,7 +234,7 @@ impl Systemd {
                 self.manager().await?.list_units_by_patterns(&[], &["*.service"]).await?
             {
                 let own = self.proxy(&path).await?.slice().await?;
-                // It only makes a directory.
+                // `user-runtime-dir@` only creates a directory.
                 let is_directory = name.starts_with("user-runtime-dir@");
                 if load_state == "loaded" && !is_directory && (own == slice || own.starts_with(&below)) {
                     services.push(name);

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_go_until_the_rest_fits() {
+    fn columns_are_omitted_until_the_rest_fits() {
         let columns = ["PID", "ENGINE", "HELD", "COMMAND"].map(|name| (name, Align::Left));
         let fitted = |width: usize| {
             let mut table = Table::new(&columns);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_broken_between_words() {
+    fn text_wraps_between_words() {
         assert_eq!(wrapped("ab cde f", 5), ["ab", "cde f"]);
         assert_eq!(wrapped("abcdefgh i", 3), ["abc", "def", "gh", "i"]);
         assert_eq!(wrapped("", 3), [""]);

@@ -1,4 +1,5 @@
-//! `nvsharectl timeline`: who held a GPU when, who waited, and what moved, as text, a picture, or JSON.
+//! `nvsharectl timeline`: the holders, waiters and moved memory of each GPU over time, as text, a
+//! picture or JSON.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,32 +16,32 @@ use crate::recorder::bundle::{self, Bundle};
 use crate::recorder::replay;
 use crate::timeline::{Timeline, from_recording, json, svg, text};
 
-/// Where a timeline comes from.
+/// The source of a timeline.
 #[derive(Debug)]
 pub enum Source {
-    /// The flight recorder of the scheduler that runs.
+    /// The flight recorder of the running scheduler.
     Scheduler(Target),
     Bundle(PathBuf),
 }
 
-/// What is made of a timeline.
+/// The output format of a timeline.
 #[derive(Debug)]
 pub enum Form {
-    /// For the terminal.
+    /// Text for the terminal.
     Text,
-    /// As the scheduler gives it on D-Bus.
+    /// The scheduler's own JSON, as on D-Bus.
     Json,
     /// A picture, for a file or, with `-`, for standard output.
     Svg(PathBuf),
 }
 
-/// A timeline, and a name for each GPU that has one.
+/// A timeline, and the known names of GPUs.
 struct Read {
     timeline: Timeline,
     names: BTreeMap<String, String>,
 }
 
-/// Draws the timeline, and returns what is to be printed.
+/// Draws the timeline, and returns the text to print.
 pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, form: &Form) -> Result<String, CtlError> {
     let Read { mut timeline, names } = match source {
         Source::Scheduler(target) => ask(target)?,
@@ -74,7 +75,8 @@ pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, for
     Ok(String::new())
 }
 
-/// What standard output can show. Where it is no terminal, lines are as long as in a wide one.
+/// The width and colours of standard output. Without a terminal, lines are as long as on a wide
+/// one.
 fn paint() -> text::Paint {
     let Style { colour, width } = Style::of_stdout();
     let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
@@ -86,17 +88,17 @@ fn paint() -> text::Paint {
 /// Writes a picture to a file.
 ///
 /// # Errors
-/// If the file cannot be written.
+/// The file cannot be written.
 pub fn write(output: &Path, picture: &str) -> Result<(), CtlError> {
     std::fs::write(output, picture)
         .map_err(|e| CtlError::Failed(format!("cannot write {}: {e} (name another file)", output.display())))
 }
 
-/// What the scheduler lets its user see.
+/// Queries the part of the recording that the caller may see.
 fn ask(target: &Target) -> Result<Read, CtlError> {
     let created = block_on(async {
         match target.connect().await?.create_timeline().await {
-            // An older one has only debug bundles, which show what all users do.
+            // An older scheduler has only debug bundles, which show the activity of all users.
             Err(zbus::Error::MethodError(name, ..)) if name == "org.freedesktop.DBus.Error.UnknownMethod" => Ok(None),
             created => Ok(Some(OwnedFd::from(created?))),
         }
@@ -129,7 +131,7 @@ fn read_bundle(file: File, shown: &str) -> Result<Read, CtlError> {
     Ok(Read { timeline: from_recording(&replay, &labels, &header), names: gpus(&status) })
 }
 
-/// `GPU 0  NVIDIA H200`, by the UUID without its prefix.
+/// Titles such as `GPU 0 NVIDIA H200`, by the UUID without its prefix.
 fn gpus(status: &Value) -> BTreeMap<String, String> {
     let text = |gpu: &Value| {
         let uuid = gpu["uuid"].as_str()?.split_once('-')?.1.to_owned();

@@ -1,4 +1,4 @@
-//! `nvsharectl why`: what programs wait for, in the scheduler's sentences.
+//! `nvsharectl why`: the reasons for which programs wait, in the scheduler's sentences.
 
 use std::collections::BTreeMap;
 
@@ -7,13 +7,14 @@ use serde_json::{Value, json};
 use super::{CtlError, Target, block_on, pause};
 use crate::bus::{Client, EXPECTED, UNKNOWN_START};
 
-/// What clients wait for, in sentences, by the client's id.
+/// The reasons for which clients wait: sentences by client id.
 pub type Waits = BTreeMap<u64, Vec<String>>;
 
-/// The sentences about a program: a line each, below the process id if there are several processes; or JSON.
+/// The sentences about a program, one per line, below the process id if there are several
+/// processes; or JSON.
 ///
 /// # Errors
-/// If there is no such program, or the scheduler does not answer.
+/// The program does not exist, or the scheduler does not answer.
 pub fn show(target: &Target, program: &str, as_json: bool) -> Result<String, CtlError> {
     let all = block_on(async {
         let scheduler = target.connect().await?;
@@ -31,11 +32,11 @@ pub fn show(target: &Target, program: &str, as_json: bool) -> Result<String, Ctl
     Ok(text(&all))
 }
 
-/// What each client waits for that waits, of those whose process is known. One that has just gone is left out, and so are all if the
-/// scheduler is older than the question.
+/// The reasons of all waiting clients whose process is known. Omits clients that have just ended,
+/// and returns nothing if the scheduler is too old for the query.
 ///
 /// # Errors
-/// If the scheduler is not there.
+/// The scheduler cannot be reached.
 pub fn of_all(target: &Target, clients: &[Client]) -> Result<Waits, CtlError> {
     let is_waiting =
         |client: &&Client| client.gpus.iter().any(|usage| ["waiting", "attaching"].contains(&&*usage.state));
@@ -55,7 +56,8 @@ pub fn of_all(target: &Target, clients: &[Client]) -> Result<Waits, CtlError> {
     })
 }
 
-/// The sentence that says what is in a program's way: after the one that it waits, unless nothing follows but when it runs.
+/// The sentence with the reason: it follows the sentence that the program waits, unless only the
+/// expected time follows.
 pub fn reason(sentences: &[String]) -> Option<&str> {
     let second = sentences.get(1).filter(|sentence| !sentence.starts_with(EXPECTED) && *sentence != UNKNOWN_START);
     second.or(sentences.first()).map(String::as_str)
@@ -78,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_sentence_is_a_line() {
+    fn each_sentence_has_a_line() {
         let one = (7, vec!["It waits.".to_owned(), "Not for long.".to_owned()]);
         assert_eq!(text(std::slice::from_ref(&one)), "It waits.\nNot for long.\n");
         let other = (8, vec!["It uses no GPU.".to_owned()]);

@@ -1,5 +1,5 @@
-//! The changes that a runtime makes to a container, in CDI's form: variables, device nodes, mounts, hooks. Keys that
-//! nvshare does not know are passed on unchanged.
+//! CDI edits of a container: variables, device nodes, mounts, hooks. Unknown keys are passed on
+//! unchanged.
 
 use serde_json::{Map, Value, json};
 
@@ -13,7 +13,7 @@ impl Edits {
         Self(parent.get("containerEdits").and_then(Value::as_object).cloned().unwrap_or_default())
     }
 
-    /// Adds what the other changes, once.
+    /// Adds the edits of `other` that are missing.
     pub fn merge(&mut self, other: &Self) {
         for (key, theirs) in &other.0 {
             match (self.0.get_mut(key), theirs) {
@@ -27,11 +27,11 @@ impl Edits {
         }
     }
 
-    /// Shows something of the host in the container, which cannot write to it.
+    /// Mounts a path of the host read-only in the container.
     pub fn mount(&mut self, host: &str, container: &str) {
-        // Not recursive: later mounts below a socket's directory do not concern containers.
+        // Not recursive: mounts below the socket's directory stay outside containers.
         let options = ["ro", "nosuid", "nodev", "noexec", "bind"];
-        // A library is mapped to be executed.
+        // Only a library needs `exec`, for its mappings.
         let options: &[&str] = if container.ends_with(".so") { &["ro", "nosuid", "nodev", "bind"] } else { &options };
         self.push("mounts", json!({ "hostPath": host, "containerPath": container, "options": options }));
     }
@@ -40,7 +40,8 @@ impl Edits {
         self.push("deviceNodes", json!({ "path": path }));
     }
 
-    /// Has the runtime call a program of the host when it makes the container, before the container's root is its root.
+    /// Adds a `createContainer` hook: a program of the host that the runtime calls before it
+    /// changes to the container's root.
     pub fn create_hook(&mut self, program: &str, arguments: &[&str]) {
         self.push("hooks", json!({ "hookName": "createContainer", "path": program, "args": arguments }));
     }

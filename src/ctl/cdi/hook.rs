@@ -1,9 +1,10 @@
-//! What container runtimes call for each container that gets a GPU by the CDI file, as an OCI hook `createContainer`: in the
-//! container's mount namespace, after all mounts, before the container's root becomes the root.
+//! The OCI hook `createContainer` of nvshare's CDI file. Runtimes call it for each container with
+//! such a GPU, in the container's mount namespace, after all mounts and before `pivot_root`.
 //!
-//! The file that nvshare has mounted as `/etc/ld.so.preload` hides the one of an image that has its own. Where there is
-//! one, this mounts a third file over both, which names the libraries of both. The image stays as it is, and a container whose image
-//! has none is not touched. The invariant: a container either has the libraries of both, or does not start.
+//! The file that nvshare mounts as `/etc/ld.so.preload` hides the image's own. If the image has
+//! one, the hook mounts a third file over both, which names the libraries of both. The image is
+//! never changed, and containers of images without the file are left alone. Invariant: a container
+//! either has the libraries of both, or does not start.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -21,19 +22,20 @@ use serde::Deserialize;
 use crate::ctl::CtlError;
 use crate::ctl::preload::entries;
 
-/// The name of the command after `nvsharectl cdi`. CDI files are older and newer than the program that they name, so it stays.
+/// The name of the command after `nvsharectl cdi`. It must never change: a CDI file may be older or
+/// newer than the program that it names.
 pub const COMMAND: &str = "merge-preload";
 
 const NAME: &str = "ld.so.preload";
-/// More than a list of libraries can reasonably have, in bytes.
+/// The size limit of a list, in bytes. Longer files are no plausible list.
 const LONGEST: u64 = 64 << 10;
 const OPEN: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW);
-/// The runtime's file system is still around the container's: what the image has links to is looked for in the image.
+/// Resolves the image's links within the image, since the runtime's root is still the root.
 const WITHIN: ResolveFlags = ResolveFlags::IN_ROOT.union(ResolveFlags::NO_MAGICLINKS);
 
-/// What a runtime tells a hook.
+/// The container's state, as a runtime writes it to a hook.
 #[derive(Deserialize)]
-struct State {
+struct ContainerState {
     bundle: PathBuf,
 }
 
@@ -61,9 +63,10 @@ struct Linux {
 /// Reads the state of the container that a runtime writes to a hook.
 ///
 /// # Errors
-/// If the image's own list can be seen and not be merged. Then the runtime starts no container, and says why, in Kubernetes by an event
-/// of the pod. What keeps this from looking for one at all, such as a kernel before 5.6, goes to standard error and is no error: the
-/// container starts without what its image preloads.
+/// The image's own list exists and cannot be merged. Then the runtime does not start the container
+/// and reports the reason, in Kubernetes as an event of the pod. If the hook cannot look for a
+/// list, for example on a kernel before 5.6, it reports that on standard error and succeeds: the
+/// container starts without the image's preloaded libraries.
 pub fn merge_preload(state: impl Read) -> Result<(), CtlError> {
     let found = match Found::look(state) {
         Ok(found) => found,
@@ -83,16 +86,16 @@ pub fn merge_preload(state: impl Read) -> Result<(), CtlError> {
 /// A container that is being created.
 struct Found {
     container: Container,
-    /// Its `/etc`.
+    /// The container's `/etc`.
     etc: OwnedFd,
-    /// The same without what is mounted in it.
+    /// The container's `/etc` without the mounts in it.
     own: OwnedFd,
 }
 
 impl Found {
     fn look(state: impl Read) -> Result<Self, String> {
-        // Not to the end: who writes it need not hang up.
-        let state = State::deserialize(&mut serde_json::Deserializer::from_reader(state));
+        // Parses only the JSON value, since the runtime may keep the pipe open.
+        let state = ContainerState::deserialize(&mut serde_json::Deserializer::from_reader(state));
         let state = state.map_err(|e| format!("standard input: {e}"))?;
         let file = state.bundle.join("config.json");
         let named = |e: &dyn std::fmt::Display| format!("{}: {e}", file.display());
@@ -120,7 +123,8 @@ impl Found {
 
     /// Mounts a read-only file with this text over the one that is mounted.
     fn mount(&self, text: &[u8], over: &File) -> std::io::Result<()> {
-        // A file system of its own, which goes with the container: nothing that is there can be written to in all containers.
+        // A separate tmpfs, which ends with the container: no existing file system is writable in
+        // every container.
         let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         fsconfig_set_string(&context, "mode", "0755")?;
         fsconfig_set_string(&context, "size", "128k")?;
@@ -132,7 +136,8 @@ impl Found {
         let attributes =
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let system = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
-        // Before Linux 6.15 a file of it can be mounted only while it is mounted somewhere itself: here, where nobody is yet.
+        // Before Linux 6.15, bind-mounting a file of the tmpfs requires that the tmpfs itself is
+        // mounted. It is mounted here, where no process uses the directory yet.
         let by_descriptors = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         move_mount(&system, "", &self.etc, "", by_descriptors)?;
         let create = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OPEN;
@@ -154,7 +159,8 @@ fn by_descriptor(fd: &OwnedFd) -> PathBuf {
 
 /// The list in a directory, and its text; `None` if there is none.
 fn read(directory: impl AsFd) -> Result<Option<(File, Vec<u8>)>, String> {
-    // In an image it can be anything, also a device, which does something when it is opened.
+    // An image may contain any file type, and opening a device can have effects, so the type is
+    // checked first.
     let place = match openat(directory, NAME, OFlags::PATH | OPEN, Mode::empty()) {
         Ok(place) => place,
         Err(Errno::NOENT) => return Ok(None),
@@ -175,13 +181,14 @@ fn read(directory: impl AsFd) -> Result<Option<(File, Vec<u8>)>, String> {
     Ok(Some((file, text)))
 }
 
-/// The names in the image's list and the library in nvshare's, which comes last, as on a host; `None` if that is what is there.
+/// Merges the names in the image's list with the library in nvshare's list, which comes last, as on
+/// a host. `None` if the image's list adds no library, or the mounted list is not nvshare's.
 fn merged(own: &[u8], nvshares: &[u8]) -> Option<Vec<u8>> {
     // The loader stops at a NUL.
     let own = own.split(|byte| *byte == 0).next().unwrap_or_default();
     let all: Vec<&[u8]> = entries::names(own).into_iter().filter(|name| !entries::is_ours(name)).collect();
     let ours = entries::names(nvshares).into_iter().find(|name| entries::is_ours(name))?;
-    // Without comments, of which the loader understands some in another way at another place.
+    // Comments are dropped, since their meaning to the loader depends on their position.
     (!all.is_empty()).then(|| all.into_iter().chain([ours]).flat_map(|name| [name, b"\n"].concat()).collect())
 }
 
@@ -190,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_libraries_of_both_are_named_and_the_images_come_first() {
+    fn merged_list_has_the_images_libraries_first() {
         let ours = b"/usr/lib/nvshare/libnvshare.so\n";
         for (own, expected) in [
             ("/usr/lib/liba.so", Some("/usr/lib/liba.so\n/usr/lib/nvshare/libnvshare.so\n")),

@@ -36,7 +36,7 @@ use nvidia::Nvidia;
 pub use spec::{CLAIM_KIND, of_claim};
 use spec::{FromHost, Spec};
 
-/// Where runtimes look for what an administrator has written.
+/// The directory of runtimes for files of the administrator.
 const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
 
 #[derive(Debug, Args)]
@@ -93,8 +93,9 @@ pub struct Install {
     owner: Option<u32>,
 }
 
-/// Copies the files that containers mount, and this program, into a directory of the host, for a host that has nvshare in containers
-/// only. Each file is replaced in one step; running containers keep the old one. Passes a remark to `say`.
+/// Copies the files that containers mount, and this program, into a directory of the host, for
+/// hosts that run nvshare in containers only. Each file is replaced atomically; running containers
+/// keep the old one. Passes remarks to `say`.
 pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
     let copy = |from: &Path, name: &str, mode: u32| {
@@ -105,7 +106,8 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     copy(&library::find(asked.library.as_deref())?, "libnvshare.so", 0o644)?;
     copy(&asked.preload_list, "ld.so.preload", 0o644)?;
     if statvfs(&asked.to).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC)) {
-        // A CDI file that named it would keep every container from starting.
+        // A CDI file that names a program that cannot be executed would prevent every container
+        // from starting.
         let program = asked.to.join(PROGRAM);
         match std::fs::remove_file(&program) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail(&program, e)),
@@ -121,8 +123,8 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     Ok(())
 }
 
-/// Gives a directory, the files in it and the directories of claims with theirs to a user: sockets and locks may be from a scheduler that
-/// ran as another one.
+/// Changes the owner of a directory, its files, and the directories of claims with their files.
+/// Sockets and locks may be left from a scheduler that ran as another user.
 fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     give_opened(&rustix::fs::open(directory, DIRECTORY, Mode::empty())?, owner, true)
@@ -134,10 +136,11 @@ const HIDDEN: &str = "an image's own /etc/ld.so.preload is hidden by that of nvs
 
 const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
-/// By descriptors, and no deeper than claims go: the user to whom it was given before could exchange what is in it meanwhile.
+/// Changes owners by descriptors, and no deeper than the directories of claims: the previous owner
+/// could replace entries at the same time.
 fn give_opened(directory: &OwnedFd, owner: u32, has_claims: bool) -> std::io::Result<()> {
-    // Whoever may write there could put another socket in the scheduler's place. A directory that was given away before
-    // is as it should be, and not ours to change any more.
+    // A user who can write to the directory could replace the scheduler's socket. A directory that
+    // already has the owner has the right mode, and is left alone.
     if fstat(directory)?.st_mode & 0o022 != 0 {
         fchmod(directory, Mode::from_raw_mode(0o755))?;
     }
@@ -181,7 +184,7 @@ pub fn generate(target: &Target, asked: &Generate, say: impl Fn(&str)) -> Result
     }
 }
 
-/// Compares the file with what would be written now.
+/// Compares the file with newly generated content.
 fn check(target: &Target, asked: &Generate) -> Result<(), CtlError> {
     let made = make(target, asked)?;
     let output = asked.output.display();
@@ -255,7 +258,7 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     Ok(Made { text: format!("{:#}\n", spec.json()), remarks })
 }
 
-/// Files that runtimes mount must exist, under a path that is valid for them, too.
+/// The path of a file that runtimes mount: it must exist, and be valid UTF-8.
 fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     let fail = |why: String| CtlError::Failed(format!("--{option} {}: {why}", path.display()));
     let whole = std::path::absolute(path).map_err(|e| fail(e.to_string()))?;
@@ -264,32 +267,32 @@ fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     text.map_err(|_| fail("its path is no text, and cannot be written in a CDI file".into()))
 }
 
-/// A program that the host can start, as CDI files name it.
+/// The path of a program, if the host can execute it.
 fn startable(program: PathBuf) -> Option<String> {
     let whole = std::path::absolute(program).ok()?;
     let is_startable = whole.is_file() && access(&whole, Access::EXEC_OK).is_ok();
     whole.into_os_string().into_string().ok().filter(|_| is_startable)
 }
 
-/// Writes a file in one step, and the directory for it: others read it at any time.
+/// Writes a file atomically, since runtimes read it at any time. Creates its directory.
 ///
 /// # Errors
-/// A system call fails. Then an earlier file is as it was.
+/// The error of a system call. Then an earlier file is unchanged.
 pub fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
     publish(path, 0o644, |file| file.write_all(content))
 }
 
-/// The same, with that mode.
+/// Writes a file atomically, with a mode and the content from `fill`.
 fn publish(path: &Path, mode: u32, fill: impl FnOnce(&mut File) -> std::io::Result<()>) -> std::io::Result<()> {
     let path = std::path::absolute(path)?;
     let directory = path.parent().unwrap_or(Path::new("/"));
     std::fs::create_dir_all(directory)?;
-    // Runtimes read every .json here, and no other name.
+    // Runtimes ignore names that do not end in .json.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
     fill(file.as_file_mut())?;
     file.as_file().set_permissions(std::fs::Permissions::from_mode(mode))?;
     file.as_file().sync_all()?;
-    // Closed first: a program that somebody has open to write cannot be started.
+    // Closes the file first: a program that is open for writing cannot be executed.
     Ok(file.into_temp_path().persist(&path)?)
 }
 
@@ -300,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_is_given_away_with_what_is_in_it_and_can_be_given_again() {
+    fn changing_the_owner_covers_the_contents_and_is_idempotent() {
         if !rustix::process::geteuid().is_root() {
             return test_support::skip("root, to give files away");
         }

@@ -1,4 +1,4 @@
-//! The device nodes of a GPU, as the driver numbers them: for hosts that have no CDI file of NVIDIA's.
+//! The device nodes of a GPU, for hosts without NVIDIA's CDI file.
 
 use std::path::Path;
 
@@ -10,14 +10,14 @@ const GPUS: &str = "/proc/driver/nvidia/gpus";
 /// Device files that every CUDA program needs.
 const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
 
-/// Those that are there for whatever GPU.
+/// The nodes that every GPU needs.
 pub fn common() -> Edits {
     let mut edits = Edits::default();
     COMMON.into_iter().filter(|node| Path::new(node).exists()).for_each(|node| edits.device_node(node));
     edits
 }
 
-/// That of one GPU, by its UUID.
+/// The node of one GPU, by its UUID.
 pub fn of(uuid: &str) -> Option<Edits> {
     let entries = Path::new(GPUS).read_dir().ok()?;
     let texts = entries.flatten().filter_map(|entry| std::fs::read_to_string(entry.path().join("information")).ok());
@@ -27,7 +27,7 @@ pub fn of(uuid: &str) -> Option<Edits> {
     Some(edits)
 }
 
-/// The number in `/dev/nvidia<number>`, which need not be that of `nvidia-smi`.
+/// The number in `/dev/nvidia<number>`, which may differ from `nvidia-smi`'s index.
 fn minor(information: &str, uuid: &str) -> Option<u32> {
     let value = |key: &str| {
         let mut pairs = information.lines().filter_map(|line| line.split_once(':'));
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_the_node_is_the_drivers() {
+    fn the_node_number_is_the_drivers_minor_number() {
         let text = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 100\nGPU UUID: \t GPU-1\nBus Location: \t 0000:19:00.0\n\
                     Device Minor: \t 3\nGPU Excluded:\t No\n";
         assert_eq!(minor(text, "GPU-1"), Some(3));

@@ -12,27 +12,28 @@ use crate::bus::Gpu;
 /// The kind that `nvidia-ctk cdi generate` writes unless told otherwise.
 const KIND: &str = "nvidia.com/gpu";
 
-/// Such a file.
+/// A parsed CDI file of NVIDIA's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Nvidia {
     pub version: String,
-    /// For whatever device.
+    /// Edits for every device.
     pub edits: Edits,
     devices: Vec<(String, Edits)>,
 }
 
 impl Nvidia {
-    /// The file in these directories that names the most of these GPUs, if there is one: of several, one of the kind
-    /// `nvidia.com/gpu`, and of these the last. NVIDIA's device plugin and its operator write other kinds, such as
-    /// `k8s.device-plugin.nvidia.com/gpu`. Their `management.nvidia.com/gpu` has no device but `all`, and so is never
-    /// used: a container would get all GPUs by it.
+    /// Finds the file in these directories that names the most of these GPUs; among equals, one of
+    /// the kind `nvidia.com/gpu`, and of these the last. NVIDIA's device plugin and its operator
+    /// write other kinds, such as `k8s.device-plugin.nvidia.com/gpu`. Their
+    /// `management.nvidia.com/gpu` has only the device `all`, which would give a container all
+    /// GPUs, and so is never used.
     ///
     /// # Errors
-    /// A sentence with the path, if a file of the kind `nvidia.com/gpu` is not as CDI says.
+    /// A sentence with the path, if a file of the kind `nvidia.com/gpu` does not conform to CDI.
     pub fn find(directories: &[&Path], gpus: &[Gpu]) -> Result<Option<Self>, String> {
         let mut found: Vec<((usize, bool), Self)> = Vec::new();
         for file in directories.iter().flat_map(|directory| specs::files(directory)) {
-            // Those of others are their business, also where they are wrong.
+            // Invalid files of other vendors are ignored.
             let Ok(value) = specs::parse(&file) else { continue };
             let kind = specs::kind(&value);
             let is_usual = kind == KIND;
@@ -74,7 +75,7 @@ impl Nvidia {
         })
     }
 
-    /// The edits of a GPU, by its UUID or else its index. MIG slices have other indices.
+    /// The edits of a GPU, by its UUID or else its index. MIG slices have indices of another form.
     pub fn device(&self, gpu: &Gpu) -> Option<&Edits> {
         let named = |name: &str| self.devices.iter().find(|(known, _)| known == name).map(|(_, edits)| edits);
         let number = gpu.index.filter(|_| gpu.kind != "mig").map(|index| index.to_string());
@@ -119,7 +120,7 @@ devices:
     }
 
     #[test]
-    fn a_gpu_is_found_by_its_uuid_and_else_by_its_number() {
+    fn a_gpu_is_found_by_uuid_or_else_by_index() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("nvidia.yaml");
         std::fs::write(&file, YAML).expect("the file");
@@ -133,7 +134,7 @@ devices:
     }
 
     #[test]
-    fn of_several_files_the_one_that_names_the_gpus_is_used() {
+    fn the_file_that_names_the_most_gpus_is_used() {
         let directories = [(); 2].map(|()| tempfile::tempdir().expect("a directory"));
         let paths = [directories[0].path(), directories[1].path()];
         let write = |at: usize, name: &str, kind: &str, device: &str| {
@@ -148,14 +149,14 @@ devices:
             Some(nvidia.device(&gpus[0]).map(|edits| edits.json()["deviceNodes"][0]["path"].clone()))
         };
         assert_eq!(found(), None);
-        // It names all GPUs at once, and no container is to get all.
+        // A file with only `all`, which no container should get.
         write(1, "management.nvidia.com-gpu.json", "management.nvidia.com/gpu", "all");
         write(1, "other.json", "example.com/gpu", "GPU-1");
         write(1, "like.json", "notnvidia.com/gpu", "GPU-1");
         assert_eq!(found(), None);
         write(1, "plugin.json", "k8s.device-plugin.nvidia.com/gpu", "GPU-1");
         assert_eq!(found(), Some(Some("/dev/k8s.device-plugin.nvidia.com/gpu".into())));
-        // One that is older than the GPU does not hide it.
+        // A file that predates the GPU does not hide another file with the GPU.
         write(0, "nvidia.json", "nvidia.com/gpu", "GPU-0");
         assert_eq!(found(), Some(Some("/dev/k8s.device-plugin.nvidia.com/gpu".into())));
         write(0, "nvidia.json", "nvidia.com/gpu", "0");
@@ -166,7 +167,7 @@ devices:
     }
 
     #[test]
-    fn what_is_not_nvidias_is_refused() {
+    fn foreign_and_invalid_files_are_rejected() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("other.json");
         for (text, why) in [

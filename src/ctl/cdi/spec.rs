@@ -15,21 +15,22 @@ const KIND: &str = "nvshare.com/gpu";
 /// The oldest version of CDI in which the name of a device may begin with a digit.
 const VERSION: &str = "0.5.0";
 
-/// The files of the host that nvshare needs in containers.
+/// Paths on the host that nvshare mounts in containers.
 #[derive(Debug, Clone)]
 pub struct FromHost {
     pub library: String,
     pub preload_list: String,
     pub sockets: String,
-    /// This program, where the runtime can start it; without it, the list of an image is hidden.
+    /// This program, if the runtime can execute it. Without it, an image's own list is hidden.
     pub hook: Option<String>,
 }
 
 /// The kind of the devices of Kubernetes' ResourceClaims.
 pub const CLAIM_KIND: &str = "nvshare.com/claim";
 
-/// A file with one device, by the UID of a claim. It has containers see the directory of the claim's socket in the place of the
-/// usual one, if it comes after the device of a GPU: then runtimes replace what that one mounts there.
+/// A file with one device, named by the UID of a claim. It mounts the directory of the claim's
+/// socket in place of the usual one. It must follow the device of a GPU, so that runtimes replace
+/// that device's mount.
 pub fn of_claim(uid: &str, sockets: &str) -> String {
     let mut edits = Edits::default();
     edits.mount(sockets, SOCKETS_IN_CONTAINERS);
@@ -45,7 +46,7 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Takes what a GPU needs from NVIDIA's file, and its device nodes alone where there is none.
+    /// Takes a GPU's edits from NVIDIA's file, or only its device nodes without such a file.
     pub fn of(
         gpus: &[Gpu],
         from_host: &FromHost,
@@ -53,14 +54,14 @@ impl Spec {
         remarks: &mut Vec<String>,
     ) -> Result<Self, String> {
         let mut edits = nvidia.map_or_else(nodes::common, |nvidia| nvidia.edits.clone());
-        // Not LD_PRELOAD: an image may have one of its own, which CDI would replace. And of the C libraries only glibc
-        // reads this file, so that a program with another one runs on as it was.
+        // Not LD_PRELOAD: CDI would replace the image's own value. Also, only glibc reads this
+        // file, so programs with another C library are unaffected.
         edits.mount(&from_host.preload_list, PRELOAD_IN_CONTAINERS);
         if let Some(program) = &from_host.hook {
             edits.create_hook(program, &["nvsharectl", "cdi", hook::COMMAND]);
         }
         edits.mount(&from_host.library, LIBRARY_IN_CONTAINERS);
-        // The directory, and not the socket: a scheduler that starts anew makes a new one there.
+        // The directory rather than the socket: a restarted scheduler creates a new socket there.
         edits.mount(&from_host.sockets, SOCKETS_IN_CONTAINERS);
         let mut devices = BTreeMap::new();
         let mut all = Edits::default();
@@ -69,7 +70,7 @@ impl Spec {
                 Some(nvidia) => nvidia.device(gpu).cloned(),
                 None => nodes::of(&gpu.uuid),
             };
-            // A device that changes nothing is a mistake to runtimes.
+            // Runtimes reject a device without edits.
             let Some(found) = found.filter(|edits| !edits.is_empty()) else {
                 let uuid = &gpu.uuid;
                 remarks.push(match (nvidia, &*gpu.kind) {
@@ -108,14 +109,14 @@ impl Spec {
         })
     }
 
-    /// The devices, as they are asked for.
+    /// The devices' qualified names.
     pub fn names(&self) -> String {
         let names: Vec<String> = self.devices.keys().map(|name| format!("{KIND}={name}")).collect();
         names.join(" ")
     }
 }
 
-/// The newer one of two versions of CDI.
+/// The newer of two versions of CDI.
 fn newer<'a>(one: &'a str, other: &'a str) -> &'a str {
     let numbers = |version: &str| -> Vec<u32> {
         version.trim_start_matches('v').split('.').map(|part| part.parse().unwrap_or(0)).collect()
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn each_gpu_has_its_number_and_its_uuid_and_all_has_all() {
+    fn devices_are_named_by_number_by_uuid_and_all() {
         let mut remarks = Vec::new();
         let spec = Spec::of(&gpus(), &from_host(), Some(&nvidia("0.5.0")), &mut remarks).expect("a spec");
         assert!(remarks.is_empty(), "{remarks:?}");
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_get_the_library_its_list_and_the_sockets_directory_to_read() {
+    fn containers_mount_library_list_and_sockets_read_only() {
         let spec = Spec::of(&gpus(), &from_host(), Some(&nvidia("0.5.0")), &mut Vec::new()).expect("a spec").json();
         let mounts = spec["containerEdits"]["mounts"].as_array().expect("mounts");
         let pair = |mount: &Value| {
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_version_is_what_the_newest_part_needs() {
+    fn the_version_is_the_newest_that_any_part_needs() {
         for (theirs, expected) in [("0.3.0", "0.5.0"), ("0.5.0", "0.5.0"), ("0.7.0", "0.7.0"), ("0.10.0", "0.10.0")] {
             let spec = Spec::of(&gpus(), &from_host(), Some(&nvidia(theirs)), &mut Vec::new()).expect("a spec");
             assert_eq!(spec.json()["cdiVersion"], expected);
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_nvidias_file_does_not_name_is_left_out_and_said_so() {
+    fn a_gpu_missing_in_nvidias_file_is_omitted_with_a_remark() {
         let mut all = gpus();
         all.push(Gpu { uuid: "GPU-c".into(), index: Some(2), kind: "gpu".into(), ..Gpu::default() });
         all.push(Gpu { uuid: "MIG-d".into(), index: Some(0), kind: "mig".into(), ..Gpu::default() });

@@ -1,16 +1,16 @@
-//! CDI files as they are found on a host: where runtimes look, and reading them.
+//! Finds and reads the CDI files of a host.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// Where runtimes look; what is in the last one counts.
+/// The directories that runtimes read. The last one takes precedence.
 pub const DIRECTORIES: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
-/// No such file is as large.
+/// The size limit of a file, in bytes.
 const LARGEST: u64 = 16 << 20;
 
-/// The CDI files in a directory, by name. None if the directory cannot be read.
+/// The CDI files in a directory, by name. Empty if the directory cannot be read.
 pub fn files(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = directory.read_dir() else { return Vec::new() };
     let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(|file| is_spec(file)).collect();
@@ -29,10 +29,10 @@ pub fn devices(spec: &Value) -> impl Iterator<Item = &str> {
     all.filter_map(|device| device.get("name").and_then(Value::as_str))
 }
 
-/// Reads a file, which is JSON or YAML by its name.
+/// Reads a file as JSON or YAML, depending on its name.
 ///
 /// # Errors
-/// A sentence with the path, if the file cannot be read, is larger than 16 MiB, or is neither.
+/// A sentence with the path, if the file cannot be read, is larger than 16 MiB, or is invalid.
 pub fn parse(file: &Path) -> Result<Value, String> {
     let wrong = |why: String| format!("{}: {why}", file.display());
     let size = file.metadata().map_err(|e| wrong(e.to_string()))?.len();

@@ -1,5 +1,7 @@
-//! The drop-in that has systemd start a service with the library: `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`, and for
-//! a service of a user's own manager the same in `~/.config/systemd/user`. Its name sorts behind that of `systemctl edit`, because the last `Environment=` of a variable counts.
+//! The drop-in that makes systemd start a service with the library:
+//! `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`, or the same in `~/.config/systemd/user`
+//! for a user's manager. Its name sorts after `systemctl edit`'s, because the last `Environment=`
+//! of a variable takes effect.
 
 use std::ffi::OsStr;
 use std::io::{self, Write};
@@ -12,15 +14,15 @@ pub const VARIABLE: &str = "LD_PRELOAD";
 
 const UNITS: &str = "/etc/systemd/system";
 const FILE: &str = "zz-nvshare-preload.conf";
-/// Longer than systemd's names of units are.
+/// The length limit of systemd's unit names, exclusive.
 const NAME_MAX: usize = 255;
 
-/// Whose service manager has a unit.
+/// The service manager of a unit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Manager {
     #[default]
     System,
-    /// Of the user that runs this.
+    /// The manager of the calling user.
     User,
 }
 
@@ -34,12 +36,12 @@ impl Manager {
         set("XDG_CONFIG_HOME").unwrap_or_else(home).join("systemd/user")
     }
 
-    /// Where the drop-in of a unit is, or would be.
+    /// The path of a unit's drop-in, which may not exist.
     pub fn path(self, unit: &str) -> PathBuf {
         self.units().join(format!("{unit}.d")).join(FILE)
     }
 
-    /// `systemctl`, as this manager is asked.
+    /// The `systemctl` command for this manager.
     pub fn systemctl(self) -> &'static str {
         match self {
             Self::System => "systemctl",
@@ -48,7 +50,7 @@ impl Manager {
     }
 }
 
-/// The units that have one, sorted.
+/// The units with a drop-in, sorted.
 pub fn units() -> Vec<String> {
     let directories = Path::new(UNITS).read_dir().into_iter().flatten().flatten();
     let unit = |name: &OsStr| Some(name.to_str()?.strip_suffix(".d")?.to_owned());
@@ -58,10 +60,10 @@ pub fn units() -> Vec<String> {
     units
 }
 
-/// The name as systemd has it: a service where nothing else is said.
+/// The full name of a unit; `.service` is the default suffix.
 ///
 /// # Errors
-/// If no unit can have that name.
+/// The name is not valid for a unit.
 pub fn unit_name(asked: &str) -> Result<String, String> {
     let name = if asked.contains('.') { asked.to_owned() } else { format!("{asked}.service") };
     let allowed = |c: char| c.is_ascii_alphanumeric() || ":-_.\\@".contains(c);
@@ -69,14 +71,14 @@ pub fn unit_name(asked: &str) -> Result<String, String> {
     is_name.then_some(name).ok_or_else(|| format!("{asked:?} is no name of a unit"))
 }
 
-/// `LD_PRELOAD` with the library in front of what is in it, and with no other library of ours.
+/// `before` with the library in front, and without other copies of `libnvshare.so`.
 pub fn preload_list(before: &str, library: &str) -> String {
     let others =
         before.split([' ', '\t', '\n', ':']).filter(|name| !name.is_empty() && !entries::is_ours(name.as_bytes()));
     std::iter::once(library).chain(others).collect::<Vec<_>>().join(":")
 }
 
-/// The names in an `LD_PRELOAD` that are ours.
+/// The first name in an `LD_PRELOAD` that is a `libnvshare.so`.
 pub fn ours(list: &str) -> Option<&str> {
     list.split([' ', '\t', '\n', ':']).find(|name| entries::is_ours(name.as_bytes()))
 }
@@ -102,12 +104,12 @@ fn first_line(undo: &str) -> String {
     format!("# Written by nvsharectl(1); `nvsharectl {undo}` removes it.")
 }
 
-/// Whether that command is the one that removes it.
+/// Whether the drop-in's text names `undo` as the command that removes it.
 pub fn is_removed_by(text: &str, undo: &str) -> bool {
     text.lines().next() == Some(first_line(undo).as_str())
 }
 
-/// The drop-in of a unit; `None`: it has none.
+/// The text of a unit's drop-in; `None` if it has none.
 pub fn read(manager: Manager, unit: &str) -> io::Result<Option<String>> {
     match std::fs::read_to_string(manager.path(unit)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -115,13 +117,13 @@ pub fn read(manager: Manager, unit: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// Puts the drop-in of a unit in its place in one step, and returns what was there before.
+/// Writes a unit's drop-in atomically, and returns the text of an earlier one.
 pub fn write(manager: Manager, unit: &str, text: &str) -> io::Result<Option<String>> {
     let path = manager.path(unit);
     let directory = path.parent().unwrap_or(Path::new(UNITS));
     let before = read(manager, unit)?;
     std::fs::create_dir_all(directory)?;
-    // systemd reads the files that end in .conf, and no others.
+    // systemd ignores names that do not end in .conf.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
     file.write_all(text.as_bytes())?;
     file.as_file().set_permissions(PermissionsExt::from_mode(0o644))?;
@@ -130,7 +132,8 @@ pub fn write(manager: Manager, unit: &str, text: &str) -> io::Result<Option<Stri
     Ok(before)
 }
 
-/// Removes the drop-in of a unit, and its directory if nothing else is in it. False if there was none.
+/// Removes a unit's drop-in, and its directory if that is then empty. False if there was no
+/// drop-in.
 pub fn remove(manager: Manager, unit: &str) -> io::Result<bool> {
     let path = manager.path(unit);
     match std::fs::remove_file(&path) {
@@ -146,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_preloaded_already_stays() {
+    fn other_preloaded_libraries_are_kept() {
         for (before, list) in [
             ("", "/l/libnvshare.so"),
             ("/usr/lib/a.so", "/l/libnvshare.so:/usr/lib/a.so"),
@@ -158,21 +161,21 @@ mod tests {
     }
 
     #[test]
-    fn the_last_assignment_counts() {
+    fn the_last_assignment_takes_effect() {
         let environment = ["A=1", "LD_PRELOAD=a.so", "LD_PRELOADED=x", "LD_PRELOAD=b.so"].map(str::to_owned);
         assert_eq!(assigned(&environment), "b.so");
         assert_eq!(assigned(&environment[..1]), "");
     }
 
     #[test]
-    fn systemd_reads_the_value_as_it_is() {
+    fn the_value_is_quoted_for_systemd() {
         let text = text("preload disable --unit x.service", "/a%b/libnvshare.so:\"c\\d\".so");
         assert!(text.ends_with("Environment=\"LD_PRELOAD=/a%%b/libnvshare.so:\\\"c\\\\d\\\".so\"\n"), "{text}");
         assert!(is_removed_by(&text, "preload disable --unit x.service") && !is_removed_by(&text, "release x.service"));
     }
 
     #[test]
-    fn names_of_units_are_no_paths() {
+    fn unit_names_cannot_be_paths() {
         assert_eq!(unit_name("jupyter").as_deref(), Ok("jupyter.service"));
         assert_eq!(unit_name("batch.slice").as_deref(), Ok("batch.slice"));
         assert_eq!(unit_name("user@1000.service").as_deref(), Ok("user@1000.service"));

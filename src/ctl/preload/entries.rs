@@ -1,4 +1,4 @@
-//! The text of `/etc/ld.so.preload`: the entries that the loader reads in it, and the text with and without ours.
+//! The text of `/etc/ld.so.preload`: parses its entries like the loader, and adds and removes ours.
 //! Pure: bytes in, bytes out.
 //!
 //! All other bytes are kept. Our entry is added as a line of its own at the end, so that removing it restores the
@@ -6,22 +6,22 @@
 
 use std::ops::Range;
 
-/// The file name by which an entry is known as ours, wherever it lies.
+/// The file name that identifies our entry, in any directory.
 pub const LIBRARY: &[u8] = b"libnvshare.so";
 
-/// Why nothing can be added to a text.
+/// Why no entry can be added to a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// The loader stops reading there.
+    /// The text has a NUL, where the loader stops reading.
     Nul,
-    /// It would read other names in the longer text than in this one, because of comments.
+    /// The text has comments that the loader would parse differently in a longer text.
     Comments,
 }
 
-/// Where the loader reads entries, in their order.
+/// The ranges of the entries, in their order.
 pub fn entries(text: &[u8]) -> Vec<Range<usize>> {
     let seen = without_comments(text);
-    // The loader stops at a NUL; what stands behind it counts here, so that it is taken out too.
+    // The loader stops at a NUL. Entries after it count here, so that they are removed too.
     let separates = |byte: u8| matches!(byte, b' ' | b'\t' | b'\n' | b':' | 0);
     let mut found = Vec::new();
     let mut start = None;
@@ -43,14 +43,14 @@ pub fn names(text: &[u8]) -> Vec<&[u8]> {
     entries(text).into_iter().map(|entry| &text[entry]).collect()
 }
 
-/// True if the name is that of a `libnvshare.so`. In a line that ends in CR LF, the CR belongs to the last name, as
-/// for the loader.
+/// Whether the name is of a `libnvshare.so`. In a line that ends in CR LF, the CR belongs to the
+/// last name, as for the loader.
 pub fn is_ours(name: &[u8]) -> bool {
     let name = name.strip_suffix(b"\r").unwrap_or(name);
     name.rsplit(|byte| *byte == b'/').next() == Some(LIBRARY)
 }
 
-/// The text with that library in it, once: in place of what was ours before, else at the end.
+/// The text with one entry for the library: in place of our earlier entry, else at the end.
 pub fn with(text: &[u8], library: &[u8]) -> Result<Vec<u8>, Refusal> {
     if text.contains(&0) {
         return Err(Refusal::Nul);
@@ -83,10 +83,11 @@ pub fn with(text: &[u8], library: &[u8]) -> Result<Vec<u8>, Refusal> {
     if names(&new) == expected { Ok(new) } else { Err(Refusal::Comments) }
 }
 
-/// The text with nothing of ours in it.
+/// The text without our entries.
 pub fn without(text: &[u8]) -> Vec<u8> {
     let mut text = text.to_vec();
-    // One at a time: which comments the loader sees depends on the text's length.
+    // Removes one entry at a time: the set of comments that the loader recognizes depends on the
+    // text's length.
     while let Some(entry) = ours(&text).first() {
         text.drain(with_its_separator(&text, entry));
     }
@@ -97,8 +98,8 @@ fn ours(text: &[u8]) -> Vec<Range<usize>> {
     entries(text).into_iter().filter(|entry| is_ours(&text[entry.clone()])).collect()
 }
 
-/// The bytes to remove with an entry: its line if it is alone there, else one separator, too. A NUL hides the rest of
-/// the line.
+/// The bytes to remove with an entry: its whole line if it is alone there, else also one separator.
+/// A NUL hides the rest of the line.
 fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     let Range { start, end } = *entry;
     let before = start.checked_sub(1).map(|at| text[at]);
@@ -109,8 +110,9 @@ fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     }
 }
 
-/// The text as the loader of glibc sees it: comments are blanks. It looks for each comment from the start of the file, in
-/// as many bytes as are left behind the one before, so a second comment may be found or not.
+/// The text as glibc's loader parses it: comments become blanks. The loader searches for each
+/// comment from the start of the file, but only over the number of bytes that follow the previous
+/// comment, so it may miss a second comment.
 fn without_comments(text: &[u8]) -> Vec<u8> {
     let mut text = text.to_vec();
     let mut rest = text.len();
@@ -145,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_is_added_as_a_line_at_the_end() {
+    fn our_entry_is_appended_as_a_line() {
         for (before, after) in [
             ("", "/usr/lib/libnvshare.so\n"),
             ("a.so\n", "a.so\n/usr/lib/libnvshare.so\n"),
@@ -161,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_one_of_ours_is_replaced_where_it_stands() {
+    fn an_older_entry_of_ours_is_replaced_in_place() {
         for (before, after) in [
             ("/opt/libnvshare.so\n", "/usr/lib/libnvshare.so\n"),
             ("libnvshare.so", "/usr/lib/libnvshare.so"),
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ours_goes_and_the_rest_keeps_its_bytes() {
+    fn removal_keeps_all_other_bytes() {
         for (before, after) in [
             ("/usr/lib/libnvshare.so", ""),
             ("libnvshare.so\n", ""),
@@ -193,9 +195,10 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_the_loader_would_read_otherwise_is_refused() {
+    fn a_text_that_the_loader_would_parse_differently_is_refused() {
         assert_eq!(with("a.so\0b.so"), Err(Refusal::Nul));
-        // The second comment is seen only while what follows the first is as long as what precedes the second.
+        // The loader recognizes the second comment only if the text after the first is at least as
+        // long as the text before the second.
         assert_eq!(with("# one\n# two\n"), Err(Refusal::Comments));
     }
 
@@ -213,7 +216,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn on_and_off_again_gives_the_same_bytes(text in texts()) {
+        fn adding_and_removing_restores_the_bytes(text in texts()) {
             let clean = super::without(&text);
             if let Ok(on) = super::with(&clean, PATH) {
                 prop_assert_eq!(super::without(&on), clean);
@@ -221,7 +224,7 @@ mod tests {
         }
 
         #[test]
-        fn on_is_on_once_and_twice_is_once(text in texts()) {
+        fn adding_is_idempotent(text in texts()) {
             if let Ok(on) = super::with(&text, PATH) {
                 prop_assert_eq!(names(&on).into_iter().filter(|name| is_ours(name)).collect::<Vec<_>>(), vec![PATH]);
                 prop_assert_eq!(super::with(&on, PATH), Ok(on.clone()));
@@ -229,14 +232,14 @@ mod tests {
         }
 
         #[test]
-        fn off_leaves_none_of_ours(text in texts()) {
+        fn removing_leaves_no_entry_of_ours(text in texts()) {
             let off = super::without(&text);
             prop_assert!(!names(&off).into_iter().any(is_ours));
             prop_assert_eq!(super::without(&off), off);
         }
 
         #[test]
-        fn others_keep_their_order(text in texts()) {
+        fn other_entries_keep_their_order(text in texts()) {
             let others = |text: &[u8]| -> Vec<Vec<u8>> {
                 names(text).into_iter().filter(|name| !is_ours(name)).map(<[u8]>::to_vec).collect()
             };

@@ -1,5 +1,6 @@
-//! `/etc/ld.so.preload` on disk: read, and replaced in one step, with the old file kept aside until the new one has
-//! proved itself. After a power failure or a kill there is either the whole old file or the whole new one.
+//! `/etc/ld.so.preload` on disk: reads it, and replaces it atomically, keeping the old file aside
+//! until the trials of the new one have passed. After a power failure or a kill, either the whole
+//! old file or the whole new one exists.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read, Write};
@@ -13,23 +14,23 @@ use xattr::FileExt;
 use crate::ctl::CtlError;
 
 pub const FILE: &str = "/etc/ld.so.preload";
-/// Prefix of temporary files beside it, which are removed if they were left behind.
+/// Prefix of temporary files in the same directory. Leftover files are removed.
 const BESIDE: &str = ".ld.so.preload.nvshare-";
-/// Only root can lock it. It does not survive a reboot.
+/// The lock file of changes. Only root can lock it, and a reboot removes it.
 const LOCK: &str = "/run/nvshare-preload.lock";
-/// Time to wait for another process that changes the file.
+/// Timeout of waiting for another process that changes the file.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Larger than any real file.
+/// The size limit of the file, in bytes.
 const SIZE_MAX: u64 = 64 << 10;
 
-/// The file as it was found; where there is none, `before` is.
+/// The file as it was found. `before` is `None` if the file does not exist.
 #[derive(Debug)]
 pub struct Found {
     path: PathBuf,
     before: Option<(Vec<u8>, Metadata)>,
 }
 
-/// Reads the file. A link is followed: what it names is the file.
+/// Reads the file. A symbolic link is followed, and its target is the file to replace.
 pub fn read() -> Result<Found, CtlError> {
     let file = Path::new(FILE);
     let metadata = match file.symlink_metadata() {
@@ -83,12 +84,12 @@ impl Found {
         self.before.as_ref().map_or(&[], |(text, _)| text)
     }
 
-    /// True if the loader cannot read it for some user; it then silently loads nothing.
-    pub fn hidden(&self) -> bool {
+    /// Whether some user cannot read the file. The loader then silently ignores it.
+    pub fn is_hidden(&self) -> bool {
         self.before.as_ref().is_some_and(|(_, metadata)| metadata.mode() & 0o044 != 0o044)
     }
 
-    /// Puts a file with that text in this one's place. No text and no link: no file.
+    /// Replaces the file by one with `text`. Removes it if `text` is empty and it is not a link.
     pub fn replace(self, text: &[u8]) -> Result<Replaced, CtlError> {
         let Self { path, before } = self;
         let replaced = replace(&path, before.as_ref(), text);
@@ -96,7 +97,7 @@ impl Found {
     }
 }
 
-/// The file has been replaced; the old one is still there under another name.
+/// A replaced file. The old one still exists under another name.
 #[derive(Debug)]
 pub struct Replaced {
     path: PathBuf,
@@ -104,7 +105,7 @@ pub struct Replaced {
 }
 
 impl Replaced {
-    /// Puts the old one back: the same file, not a copy.
+    /// Restores the old file itself, not a copy.
     pub fn undo(self) -> Result<(), CtlError> {
         let undone = match self.old {
             Some(old) => old.persist(&self.path).map_err(|e| e.error),
@@ -131,7 +132,7 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
         let new = beside(directory, before.map(|(_, metadata)| metadata), old.as_deref(), text)?;
         match before {
             Some(_) => drop(new.persist(path)?),
-            // Another process may have created the file meanwhile.
+            // Another process may have created the file since.
             None => drop(new.persist_noclobber(path)?),
         }
     }
@@ -139,13 +140,14 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
     Ok(Replaced { path: path.into(), old })
 }
 
-/// A second link to the file, removed when the value is dropped.
+/// A second hard link to the file, removed when the value is dropped.
 fn keep(path: &Path, directory: &Path) -> io::Result<TempPath> {
     let link = Builder::new().prefix(BESIDE).make_in(directory, |name| std::fs::hard_link(path, name));
     link.map(NamedTempFile::into_temp_path)
 }
 
-/// A file with that text, all on disk, and with everything else that the old one has.
+/// Creates a file with `text`, synced to disk, and with the owner, mode and attributes of the old
+/// one.
 fn beside(directory: &Path, like: Option<&Metadata>, old: Option<&Path>, text: &[u8]) -> io::Result<NamedTempFile> {
     let mut new = Builder::new().prefix(BESIDE).tempfile_in(directory)?;
     new.write_all(text)?;
@@ -156,7 +158,7 @@ fn beside(directory: &Path, like: Option<&Metadata>, old: Option<&Path>, text: &
     file.set_permissions(PermissionsExt::from_mode(like.map_or(0o644, |metadata| metadata.mode() & 0o7777)))?;
     if let Some(old) = old {
         let old = File::open(old)?;
-        // A file system without attributes has none to copy, and those that only the system sets, it sets.
+        // Best effort: a file system may lack attributes, and the kernel sets some itself.
         for name in old.list_xattr().into_iter().flatten() {
             if let Some(value) = old.get_xattr(&name)? {
                 let _ = file.set_xattr(&name, &value);
@@ -171,7 +173,7 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
-/// Removes what one that was killed has left.
+/// Removes the files of an nvsharectl that was killed.
 fn sweep(directory: &Path) {
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         if entry.file_name().as_encoded_bytes().starts_with(BESIDE.as_bytes()) {
@@ -180,7 +182,7 @@ fn sweep(directory: &Path) {
     }
 }
 
-/// The sentence for an error, with what helps.
+/// The error's sentence, with a remedy.
 fn cannot(verb: &str, path: &Path, error: &io::Error) -> CtlError {
     use io::ErrorKind as Kind;
     let hint = match error.kind() {

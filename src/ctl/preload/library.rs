@@ -1,5 +1,5 @@
-//! `libnvshare.so` as a file: where it is, and whether it is fit to be loaded by every process of this machine. Nothing
-//! here runs it.
+//! Finds `libnvshare.so`, and checks whether every process of this machine can safely load it.
+//! Never runs it.
 
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
@@ -12,13 +12,13 @@ use object::read::elf::{FileHeader, NativeElfFile, ProgramHeader};
 use super::entries;
 use crate::ctl::CtlError;
 
-/// More than any library of ours has.
+/// The size limit of a library, in bytes.
 const SIZE_MAX: u64 = 64 << 20;
 
 const MACHINE: elf::Machine = if cfg!(target_arch = "aarch64") { elf::EM_AARCH64 } else { elf::EM_X86_64 };
 
-/// The library that was asked for, else the one that is installed beside this program. The path has no links in it: what
-/// is checked today should be what is loaded tomorrow.
+/// The requested library, else the library installed beside this program. Links in the path are
+/// resolved, so that the file that is loaded later is the file that was checked.
 pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     let exe = std::env::current_exe().unwrap_or_default();
     let bin = exe.parent().unwrap_or(Path::new("/usr/bin"));
@@ -39,13 +39,13 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
 }
 
 /// # Errors
-/// If the loader cannot read that path in its list, or `disable` would not recognize it.
+/// The loader cannot parse the path in its list, or `disable` would not recognize it.
 pub fn check_name(path: &Path) -> Result<(), String> {
     let name = path.as_os_str().as_bytes();
     if !entries::is_ours(name) || name.ends_with(b"\r") {
         return Err("its file name is not libnvshare.so, by which nvsharectl knows its own entry".into());
     }
-    // Comments begin with `#`, and `$` with something that the loader replaces.
+    // `#` begins a comment, and `$` a token that the loader replaces.
     if name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control() || b":#$".contains(byte)) {
         return Err("there is a blank, a colon, a # or a $ in its path, which the loader cannot read: \
                     install it elsewhere"
@@ -55,7 +55,8 @@ pub fn check_name(path: &Path) -> Result<(), String> {
 }
 
 /// # Errors
-/// If a user cannot read the file, or a user other than root can change it or one of its directories.
+/// Some user cannot read the file, or a user other than root can change it or one of its
+/// directories.
 pub fn check_owner(path: &Path) -> Result<(), String> {
     for (level, part) in path.ancestors().enumerate() {
         let part_name = part.display();
@@ -81,7 +82,7 @@ pub fn check_owner(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// The version of a `libnvshare.so` for this machine; of anything else, what it is instead.
+/// The version of a `libnvshare.so` for this machine; an error that describes any other file.
 pub fn version(path: &Path) -> Result<String, String> {
     let regular = path.metadata().map_err(|e| e.to_string())?.is_file();
     if !regular {
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_is_one_that_the_loader_reads_as_it_stands() {
+    fn a_path_that_the_loader_would_split_is_refused() {
         assert_eq!(check_name(Path::new("/usr/lib/libnvshare.so")), Ok(()));
         assert_eq!(check_name(Path::new("/usr/l\u{ef}b/libnvshare.so")), Ok(()));
         for bad in [
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_library_has_a_version() {
+    fn other_files_have_no_version() {
         assert!(version(Path::new("/bin/true")).unwrap_err().contains("names no version"));
         assert!(version(Path::new("/etc/passwd")).unwrap_err().contains("not a shared object"));
         assert!(version(Path::new("/")).unwrap_err().contains("regular file"));

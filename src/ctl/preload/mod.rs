@@ -7,11 +7,11 @@
 //! - `service`: single services. `drop_in`: the file that systemd reads. `program`: whether a
 //!   program heeds `LD_PRELOAD`.
 //!
-//! A library that cannot be loaded stops every program of the system from starting. So a new file is tried first by
-//! programs that alone see it, then, once it is in place, by programs that see it like all others; if these fail, the
-//! old file is restored. After a power failure between the two, the system has a file that passed the first trial.
-//! `disable` starts no program, and where nvsharectl is linked statically (`make build` does so) it works even when
-//! no other program does.
+//! A library that cannot be loaded prevents every program of the system from starting. So trial
+//! programs first run with a new file that only they see, and run again once the file is in place;
+//! if they fail, the old file is restored. After a power failure between the two trials, the system
+//! has a file that passed the first. `disable` starts no program, so that a statically linked
+//! nvsharectl (`make build` links it so) works even if programs no longer start.
 
 pub(super) mod drop_in;
 pub mod entries;
@@ -28,7 +28,7 @@ use std::path::Path;
 
 use file::FILE;
 pub use service::Of;
-use state::State;
+use state::PreloadState;
 use trial::{By, User};
 use verify::Report;
 
@@ -36,41 +36,41 @@ use super::{CtlError, Target};
 
 /// The output and the exit code.
 #[derive(Debug)]
-pub struct Answer {
+pub struct Output {
     pub text: String,
     pub exit_code: u8,
 }
 
-/// `preload status` ends so when the library is not preloaded.
+/// The exit code of `preload status` if the library is not preloaded.
 const OFF: u8 = 4;
 
-impl Answer {
+impl Output {
     fn done(text: String) -> Self {
         Self { text, exit_code: 0 }
     }
 }
 
-pub fn status(target: &Target, of: &Of, json: bool) -> Result<Answer, CtlError> {
+pub fn status(target: &Target, of: &Of, json: bool) -> Result<Output, CtlError> {
     if let Some(selected) = of.selected()? {
         return Ok(service::status(&selected, json));
     }
-    let mut state = State::of(&file::read()?, state::scheduler_version(target));
+    let mut state = PreloadState::of(&file::read()?, state::scheduler_version(target));
     state.services = service::states(None);
     let text = if json { format!("{:#}\n", state.json()) } else { state.text() };
-    Ok(Answer { text, exit_code: if state.on() { 0 } else { OFF } })
+    Ok(Output { text, exit_code: if state.is_on() { 0 } else { OFF } })
 }
 
-pub fn verify(asked: Option<&Path>, json: bool) -> Result<Answer, CtlError> {
+pub fn verify(asked: Option<&Path>, json: bool) -> Result<Output, CtlError> {
     let library = library::find(asked)?;
     let alone = [library.as_os_str().as_bytes(), b"\n"].concat();
-    // A file that `enable` would refuse is no reason not to look at the library.
+    // Verifies the library even if `enable` would refuse the file.
     let text = file::read().ok().and_then(|found| entries::with(found.text(), library.as_os_str().as_bytes()).ok());
     let report = verify::verify(&library, Some(&text.unwrap_or(alone)));
     let text = if json { format!("{:#}\n", report.json()) } else { report.text() };
-    Ok(Answer { text, exit_code: u8::from(!report.is_good()) })
+    Ok(Output { text, exit_code: u8::from(!report.is_good()) })
 }
 
-pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Answer, CtlError> {
+pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     if let Some(selected) = of.selected()? {
         return service::enable(&selected, asked);
     }
@@ -79,7 +79,7 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Answer, CtlError> {
     library::check_name(&library).map_err(|why| CtlError::Failed(format!("{}: {why}", library.display())))?;
     let _lock = file::lock()?;
     let found = file::read()?;
-    if found.hidden() {
+    if found.is_hidden() {
         return Err(CtlError::Failed(format!(
             "{FILE} cannot be read by everybody, and the loader heeds it only where it can: chmod 644 {FILE}"
         )));
@@ -105,17 +105,17 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Answer, CtlError> {
         return Err(CtlError::Failed(format!("the library cannot be preloaded\n{}{state}.", report.text())));
     }
     if on_already {
-        return Ok(Answer::done(format!("Already on: {FILE} names {}.\n", library.display())));
+        return Ok(Output::done(format!("Already on: {FILE} names {}.\n", library.display())));
     }
     put_in_force(found, &text, &library)?;
-    Ok(Answer::done(format!(
+    Ok(Output::done(format!(
         "On: {FILE} names {}. Programs that start from now on load it.\n{}",
         library.display(),
         notes(&report)
     )))
 }
 
-/// Replaces the file, and puts the old one back if a program notices.
+/// Replaces the file, and restores the old one if a trial fails.
 fn put_in_force(found: file::Found, text: &[u8], library: &Path) -> Result<(), CtlError> {
     let replaced = found.replace(text)?;
     let trials = trial::all(By::File, library, &[User::Caller, User::Nobody]).unwrap_or_default();
@@ -134,8 +134,8 @@ fn notes(report: &Report) -> String {
     notes.iter().map(|note| format!("  note: {note}\n")).collect()
 }
 
-/// For every program of the machine: starts no program, and looks at no library.
-pub fn disable(of: &Of) -> Result<Answer, CtlError> {
+/// For every program of the machine. Starts no program and reads no library.
+pub fn disable(of: &Of) -> Result<Output, CtlError> {
     if let Some(selected) = of.selected()? {
         return service::disable(&selected);
     }
@@ -144,10 +144,10 @@ pub fn disable(of: &Of) -> Result<Answer, CtlError> {
     let found = file::read()?;
     let text = entries::without(found.text());
     if text == found.text() {
-        return Ok(Answer::done(format!("Already off: {FILE} does not name libnvshare.so.\n")));
+        return Ok(Output::done(format!("Already off: {FILE} does not name libnvshare.so.\n")));
     }
     drop(found.replace(&text)?);
-    Ok(Answer::done("Off: programs that start from now on do not load libnvshare.so. Those that run keep it.\n".into()))
+    Ok(Output::done("Off: programs that start from now on do not load libnvshare.so. Those that run keep it.\n".into()))
 }
 
 pub(super) fn only_root(what: &str, verb: &str) -> Result<(), CtlError> {

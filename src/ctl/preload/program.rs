@@ -1,4 +1,4 @@
-//! Whether a program heeds `LD_PRELOAD`, by its file.
+//! Determines from a program's file whether it heeds `LD_PRELOAD`.
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -8,12 +8,12 @@ use object::Endianness;
 use object::elf::FileHeader64;
 use object::read::elf::{FileHeader, ProgramHeader};
 
-/// What is looked at: headers are at the beginning.
+/// The number of bytes that are read: the headers are at the beginning.
 const READ_MAX: u64 = 1 << 20;
 const SETUID_OR_SETGID: u32 = 0o6000;
 
-/// The reason why a program does not load what is in `LD_PRELOAD`, if there is one that its file shows. Programs that it
-/// starts may load it all the same.
+/// The reason for which a program ignores `LD_PRELOAD`, as far as its file shows. Its child
+/// programs may still heed it.
 pub fn obstacle(program: &Path) -> Option<&'static str> {
     let metadata = program.metadata().ok()?;
     let mut bytes = Vec::new();
@@ -24,7 +24,7 @@ pub fn obstacle(program: &Path) -> Option<&'static str> {
     if metadata.mode() & SETUID_OR_SETGID != 0 || xattr::get(program, "security.capability").ok().flatten().is_some() {
         return Some("runs with the rights of its file, so the loader ignores LD_PRELOAD");
     }
-    // The headers alone: an ElfFile wants the sections as well, which are at the end.
+    // Only the headers: an ElfFile also needs the sections, which are at the end.
     let headers = FileHeader64::<Endianness>::parse(&*bytes).and_then(|header| {
         let endian = header.endian()?;
         Ok((endian, header.program_headers(endian, &*bytes)?))
@@ -45,13 +45,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_of_glibc_have_none() {
+    fn glibc_programs_have_no_obstacle() {
         assert_eq!(obstacle(Path::new("/bin/true")), None);
         assert_eq!(obstacle(Path::new("/gone")), None, "nothing is known of it");
     }
 
     #[test]
-    fn a_file_shows_why_it_loads_nothing() {
+    fn an_obstacle_is_read_from_the_file() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = |name: &str, bytes: &[u8]| {
             let path = directory.path().join(name);

@@ -1,7 +1,9 @@
-//! `--unit` and `--user`: the library in one service, or in what a user's service manager starts, instead of in every program
-//! of the machine. Both are a drop-in for a service that sets `LD_PRELOAD`; a user's is `user@UID.service`.
+//! `--unit` and `--user`: preload the library in one service, or in all services of a user's
+//! manager, instead of in every program of the machine. Both write a drop-in that sets `LD_PRELOAD`
+//! for a service; for a user, the service is `user@UID.service`.
 //!
-//! systemd has nothing of the kind for slices: `Slice=` is a property of a service, and drop-ins apply by a unit's name.
+//! systemd has no equivalent for slices: `Slice=` is a property of a service, and drop-ins apply by
+//! a unit's name.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -12,7 +14,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::drop_in::Manager;
-use super::{Answer, OFF, drop_in, file, library, only_root, program, verify};
+use super::{OFF, Output, drop_in, file, library, only_root, program, verify};
 use crate::ctl::progress::Progress;
 use crate::ctl::systemd::{Service, Systemd};
 use crate::ctl::{CtlError, block_on};
@@ -32,16 +34,16 @@ pub struct Of {
     slice: Option<String>,
 }
 
-/// The service that gets the drop-in.
+/// The service that receives the drop-in.
 #[derive(Debug)]
 pub struct Selected {
     unit: String,
-    /// As they were given, for messages.
+    /// The options on the command line, for messages.
     options: String,
 }
 
 impl Of {
-    /// `None`: every program of the machine.
+    /// The selected service; `None` for every program of the machine.
     pub fn selected(&self) -> Result<Option<Selected>, CtlError> {
         let (unit, options) = match (&self.unit, &self.user, &self.slice) {
             (None, None, None) => return Ok(None),
@@ -54,7 +56,8 @@ impl Of {
     }
 }
 
-/// The number of a user. Another program looks it up: only one that is linked dynamically can, where users are not in a file.
+/// The uid of a user. `getent` looks it up, because only a dynamically linked program can query
+/// user databases other than /etc/passwd.
 fn uid(user: &str) -> Result<u32, CtlError> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
@@ -67,7 +70,7 @@ fn uid(user: &str) -> Result<u32, CtlError> {
     text.split(':').nth(2).and_then(|uid| uid.parse().ok()).ok_or_else(unknown)
 }
 
-pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Answer, CtlError> {
+pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Output, CtlError> {
     let Selected { unit, options } = selected;
     only_root(unit, &format!("preload enable {options}"))?;
     let library = verified(asked)?;
@@ -75,11 +78,11 @@ pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Answer, CtlEr
         let ready = Ready::of(Manager::System, unit, &library).await?;
         ready.put(&format!("preload disable {options}")).await?;
         let text = format!("On: {} preloads {library} from its next start on.\n", ready.unit);
-        Ok(Answer::done(text + &ready.notes()))
+        Ok(Output::done(text + &ready.notes()))
     })
 }
 
-/// The library, once it has been seen that it can be loaded.
+/// The path of the library, after verification.
 pub(in crate::ctl) fn verified(asked: Option<&Path>) -> Result<String, CtlError> {
     let library = library::find(asked)?;
     let report = verify::verify(&library, None);
@@ -89,22 +92,23 @@ pub(in crate::ctl) fn verified(asked: Option<&Path>) -> Result<String, CtlError>
             report.text()
         )));
     }
-    // The checks include that the path has no blanks, so that it is text or harmless.
+    // The verification has excluded blanks in the path.
     let text = library.to_str().map(str::to_owned);
     text.ok_or_else(|| CtlError::Failed(format!("{} is no text", library.display())))
 }
 
-/// A service that can preload the library. As long as it is there, no other nvsharectl changes what the system's services preload.
+/// A service that can preload the library. While this value lives, no other nvsharectl changes the
+/// preloading of the system's services.
 #[derive(Debug)]
 pub(in crate::ctl) struct Ready {
     pub systemd: Systemd,
     pub manager: Manager,
-    /// Its name, if it was asked for by another.
+    /// The service's name, which may differ from the requested alias.
     pub unit: String,
     pub is_running: bool,
     library: String,
     list: String,
-    /// The library of ours that the service preloads already.
+    /// The `libnvshare.so` that the service already preloads.
     pub before: Option<String>,
     notes: Vec<String>,
     _lock: Option<File>,
@@ -112,9 +116,9 @@ pub(in crate::ctl) struct Ready {
 
 impl Ready {
     /// # Errors
-    /// If there is no such service, or it would do no good.
+    /// The service does not exist, or preloading would have no effect.
     pub async fn of(manager: Manager, unit: &str, library: &str) -> Result<Self, CtlError> {
-        // What a user has is no concern of others, and only root can lock.
+        // Only the system's services need the lock, and only root can take it.
         let lock = (manager == Manager::System).then(file::lock).transpose()?;
         let systemd = Systemd::connect(manager).await?;
         is_service(&systemd, unit).await?;
@@ -134,8 +138,8 @@ impl Ready {
         })
     }
 
-    /// Writes the drop-in, and takes it back unless systemd then has the library in the service's environment. `undo` is the command
-    /// that removes it. Returns what was there before.
+    /// Writes the drop-in, and reverts it unless the service's environment in systemd then has the
+    /// library. `undo` is the command that removes it. Returns the text of the earlier drop-in.
     pub async fn put(&self, undo: &str) -> Result<Option<String>, CtlError> {
         let Self { manager, unit, library, .. } = self;
         let cannot = |e| CtlError::Failed(format!("cannot write {}: {e}", manager.path(unit).display()));
@@ -172,7 +176,7 @@ impl Ready {
         let _ = self.systemd.reload().await;
     }
 
-    /// What else there is to know, a line each.
+    /// Remarks for the user, one line each.
     pub fn notes(&self) -> String {
         let mut text = String::new();
         if self.is_running {
@@ -185,12 +189,12 @@ impl Ready {
     }
 }
 
-pub fn disable(selected: &Selected) -> Result<Answer, CtlError> {
+pub fn disable(selected: &Selected) -> Result<Output, CtlError> {
     let Selected { unit, options } = selected;
     only_root(unit, &format!("preload disable {options}"))?;
     let _lock = file::lock()?;
     block_on(async {
-        // A service that is gone, and one where systemd does not run, can have a drop-in all the same.
+        // The drop-in may exist even if the service is gone or systemd is not running.
         let systemd = Systemd::connect(Manager::System).await;
         let id = match &systemd {
             Ok(systemd) => systemd.service(unit).await.map_or_else(|_| unit.clone(), |service| service.id),
@@ -202,7 +206,7 @@ pub fn disable(selected: &Selected) -> Result<Answer, CtlError> {
             removed |= drop_in::remove(Manager::System, name).map_err(cannot)?;
         }
         if !removed {
-            return Ok(Answer::done(format!("Already off: there is no {}.\n", Manager::System.path(&id).display())));
+            return Ok(Output::done(format!("Already off: there is no {}.\n", Manager::System.path(&id).display())));
         }
         let mut text = format!("Off: {id} does not preload the library from its next start on.\n");
         let told = match systemd {
@@ -212,7 +216,7 @@ pub fn disable(selected: &Selected) -> Result<Answer, CtlError> {
         if let Err(e) = told {
             let _ = writeln!(text, "  note: {e}");
         }
-        Ok(Answer::done(text))
+        Ok(Output::done(text))
     })
 }
 
@@ -225,7 +229,7 @@ fn restart(manager: Manager, unit: &str) -> String {
 }
 
 /// # Errors
-/// If the unit is of a kind that starts no programs.
+/// The unit is of a kind that starts no programs.
 async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
     let refused = match unit.rsplit('.').next().unwrap_or_default() {
         "service" => return Ok(()),
@@ -249,7 +253,7 @@ async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
 
 impl Service {
     /// # Errors
-    /// If the library would not be loaded there, or do no good.
+    /// The service would not load the library, or the library would have no effect in it.
     fn accepts(&self, library: &Path) -> Result<(), CtlError> {
         let Self { id, root_directory, root_image, .. } = self;
         let refused = |why: String| Err(CtlError::Failed(why));
@@ -287,7 +291,7 @@ impl Service {
         Ok(())
     }
 
-    /// The file of `EnvironmentFile=` in which there is an `LD_PRELOAD`, if there is one.
+    /// The file of `EnvironmentFile=` that sets `LD_PRELOAD`.
     fn file_that_sets_it(&self) -> Option<PathBuf> {
         let files = self.environment_files.iter().filter_map(|pattern| glob::glob(pattern).ok()).flatten().flatten();
         let sets =
@@ -312,17 +316,17 @@ impl Service {
     }
 }
 
-/// A service with the drop-in, and what is wrong with that.
+/// A service with the drop-in, and problems with it.
 #[derive(Debug)]
-pub struct State {
+pub struct UnitState {
     unit: String,
     library: Option<String>,
     version: Option<String>,
     problems: Vec<String>,
 }
 
-/// The services with the drop-in; of all, or of the one that was selected.
-pub fn states(selected: Option<&Selected>) -> Vec<State> {
+/// The services with the drop-in: all, or only the selected one.
+pub fn states(selected: Option<&Selected>) -> Vec<UnitState> {
     let mut units = drop_in::units();
     block_on(async {
         let systemd = if units.is_empty() { None } else { Systemd::connect(Manager::System).await.ok() };
@@ -335,14 +339,14 @@ pub fn states(selected: Option<&Selected>) -> Vec<State> {
         }
         let mut states = Vec::new();
         for unit in units {
-            states.push(State::of(unit, systemd.as_ref()).await);
+            states.push(UnitState::of(unit, systemd.as_ref()).await);
         }
         Ok(states)
     })
     .unwrap_or_default()
 }
 
-impl State {
+impl UnitState {
     async fn of(unit: String, systemd: Option<&Systemd>) -> Self {
         let text = std::fs::read_to_string(Manager::System.path(&unit)).unwrap_or_default();
         let written = text.lines().find_map(|line| line.strip_prefix(&format!("Environment=\"{}=", drop_in::VARIABLE)));
@@ -384,7 +388,7 @@ impl State {
 }
 
 impl Service {
-    /// What keeps the library out of the running service.
+    /// The reason for which the running service has not loaded the library.
     fn problem(&self) -> Option<String> {
         let Self { id, main_pid, .. } = self;
         if drop_in::ours(drop_in::assigned(&self.environment)).is_none() {
@@ -394,7 +398,7 @@ impl Service {
         if *main_pid == 0 {
             return None;
         }
-        // Only root may look into other users' processes.
+        // Only root can read other users' processes.
         let (maps, environment) = (read("maps")?, read("environ")?);
         if String::from_utf8_lossy(&maps).contains("/libnvshare.so") {
             return None;
@@ -411,14 +415,14 @@ impl Service {
     }
 }
 
-/// `preload status --unit` and `--user`.
-pub fn status(selected: &Selected, json: bool) -> Answer {
+/// Prints `preload status --unit` and `--user`.
+pub fn status(selected: &Selected, json: bool) -> Output {
     let states = states(Some(selected));
     let exit_code = if states.is_empty() { OFF } else { 0 };
     let text = match (json, &*states) {
-        (true, _) => format!("{:#}\n", json!(states.iter().map(State::json).collect::<Vec<_>>())),
+        (true, _) => format!("{:#}\n", json!(states.iter().map(UnitState::json).collect::<Vec<_>>())),
         (false, []) => format!("off for {}\n", selected.unit),
         (false, states) => states.iter().map(|state| state.text().trim_start().to_owned()).collect(),
     };
-    Answer { text, exit_code }
+    Output { text, exit_code }
 }

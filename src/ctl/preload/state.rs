@@ -13,25 +13,25 @@ use super::{entries, library, service};
 use crate::bus;
 use crate::ctl::{CtlError, Target, block_on};
 
-/// Time for the scheduler to answer.
+/// Timeout of the scheduler's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
-pub struct State {
-    /// Our entries. More than one is not as it should be.
+pub struct PreloadState {
+    /// Our entries. More than one is a problem.
     pub ours: Vec<String>,
     pub others: Vec<String>,
-    /// Of the library that the first entry names.
+    /// The version of the library in the first entry.
     pub version: Option<String>,
-    /// Of the scheduler that runs.
+    /// The version of the running scheduler.
     pub scheduler: Option<String>,
     /// Problems, as sentences.
     pub problems: Vec<String>,
-    /// Single services that preload it.
-    pub services: Vec<service::State>,
+    /// Services that preload the library by a drop-in.
+    pub services: Vec<service::UnitState>,
 }
 
-impl State {
+impl PreloadState {
     pub fn of(found: &Found, scheduler: Option<String>) -> Self {
         let mut state = Self { scheduler, ..Self::default() };
         let names = entries::names(found.text());
@@ -44,7 +44,7 @@ impl State {
         if ours.len() > 1 {
             problems.push(format!("there are {} entries for libnvshare.so", ours.len()));
         }
-        if found.hidden() {
+        if found.is_hidden() {
             problems.push(format!("{FILE} cannot be read by everybody, and is not heeded where it cannot"));
         }
         if !path.is_absolute() {
@@ -69,7 +69,7 @@ impl State {
         state
     }
 
-    pub fn on(&self) -> bool {
+    pub fn is_on(&self) -> bool {
         !self.ours.is_empty()
     }
 
@@ -91,25 +91,25 @@ impl State {
         for problem in &self.problems {
             let _ = writeln!(text, "  problem: {problem}");
         }
-        text.extend(self.services.iter().map(service::State::text));
+        text.extend(self.services.iter().map(service::UnitState::text));
         text
     }
 
     pub fn json(&self) -> Value {
         json!({
-            "on": self.on(),
+            "on": self.is_on(),
             "file": FILE,
             "entries": self.ours,
             "others": self.others,
             "library-version": self.version,
             "scheduler-version": self.scheduler,
             "problems": self.problems,
-            "services": self.services.iter().map(service::State::json).collect::<Vec<_>>(),
+            "services": self.services.iter().map(service::UnitState::json).collect::<Vec<_>>(),
         })
     }
 }
 
-/// The version of the scheduler that runs. It is not started for that.
+/// The version of the running scheduler. Does not activate it.
 pub fn scheduler_version(target: &Target) -> Option<String> {
     let ask = async {
         let scheduler = target.connect().await?;

@@ -1,8 +1,9 @@
-//! Trials: real programs are run with the library, and failures are reported.
+//! Trials: runs real programs with the library, and reports failures.
 //!
-//! `/bin/true` is little more than the loader and the C library, so a defect that breaks it breaks everything; a
-//! shell that starts it adds a fork; `/bin/cat /proc/self/maps` shows whether the library was loaded; and for a
-//! setuid program the loader ignores `LD_PRELOAD` but reads `/etc/ld.so.preload`.
+//! `/bin/true` is little more than the loader and the C library, so a defect that breaks it breaks
+//! all programs; a shell that starts it adds a fork; `/bin/cat /proc/self/maps` shows whether the
+//! library was loaded; and for a setuid program the loader ignores `LD_PRELOAD` but reads
+//! `/etc/ld.so.preload`.
 
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -23,18 +24,18 @@ use wait_timeout::ChildExt;
 use super::file::FILE;
 use crate::ctl::progress::Progress;
 
-/// Each of these programs takes milliseconds; a machine may be very busy.
+/// The time limit of a trial. The programs take milliseconds, but the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(20);
-/// As much of a program's output as is looked at.
+/// The bytes of a program's output that are read.
 const OUTPUT_MAX: u64 = 256 << 10;
 /// The user and group `nobody`, on every Linux.
 const NOBODY: u32 = 65534;
 
-/// A mount of its own, of a directory and what is mounted below.
+/// Flags that clone the mount of a directory, recursively.
 const CLONE: OpenTreeFlags =
     OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::AT_RECURSIVE).union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
 
-/// The way in which a program gets the library.
+/// How a trial program loads the library.
 #[derive(Debug, Clone, Copy)]
 pub enum By<'a> {
     /// `LD_PRELOAD`.
@@ -71,10 +72,10 @@ pub struct Trial {
 /// Tries the library as each of the users, up to the first failure.
 ///
 /// # Errors
-/// If the trial could not be set up.
+/// The trial could not be set up.
 pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String> {
     let By::Rehearsal(text) = by else { return Ok(each(by, library, users)) };
-    // A mount namespace belongs to a thread, and to the processes that the thread starts.
+    // A new thread, since a mount namespace applies to a thread and its child processes.
     std::thread::scope(|scope| {
         let rehearsal = scope.spawn(|| {
             stage(text).map_err(|e| format!("no mount namespace: {e}"))?;
@@ -84,9 +85,10 @@ pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String>
     })
 }
 
-/// Gives this thread an `/etc` of its own, the same but for one file.
+/// Gives this thread a private `/etc` in which one file differs.
 fn stage(text: &[u8]) -> std::io::Result<()> {
-    // SAFETY: descriptors stay shared; the thread's root, working directory and umask become its own.
+    // SAFETY: `unshare` without `FILES` keeps descriptors shared, so no descriptor becomes invalid;
+    // only the thread's root, working directory, umask and mounts become private.
     unsafe { unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS)? };
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
     let real = open_tree(CWD, "/etc", CLONE)?;
@@ -105,7 +107,7 @@ fn stage(text: &[u8]) -> std::io::Result<()> {
     std::fs::set_permissions(FILE, PermissionsExt::from_mode(0o644))
 }
 
-/// Up to the first that fails.
+/// Runs the trials up to the first failure.
 fn each(by: By, library: &Path, users: &[User]) -> Vec<Trial> {
     let mut programs: Vec<(&[&str], Prints)> = vec![
         (&["/bin/true"], Prints::Nothing),
@@ -132,7 +134,7 @@ fn each(by: By, library: &Path, users: &[User]) -> Vec<Trial> {
     trials
 }
 
-/// A program that runs with root's rights whoever starts it, and only prints its version if asked to.
+/// A setuid-root program that has a harmless option to print its version.
 fn setuid_program() -> Option<&'static str> {
     ["/usr/bin/su", "/bin/su", "/usr/bin/mount", "/bin/mount"].into_iter().find(|program| {
         let metadata = Path::new(program).symlink_metadata();
@@ -180,7 +182,7 @@ fn output(by: By, user: User, words: &[&str]) -> Result<Output, String> {
         command.env("LD_PRELOAD", library);
     }
     if user == User::Nobody {
-        // Leaves root's groups, too.
+        // Also drops root's groups.
         command.uid(NOBODY).gid(NOBODY);
     }
     let until = Instant::now() + LIMIT;
@@ -195,7 +197,7 @@ fn output(by: By, user: User, words: &[&str]) -> Result<Output, String> {
         let _ = child.wait();
         return Err(format!("did not end within {} s", LIMIT.as_secs()));
     };
-    // A process that the program left running may keep them open.
+    // A leftover child process may keep the pipes open, so reading has a time limit.
     let read = |from: Receiver<Vec<u8>>| {
         let left = until.saturating_duration_since(Instant::now());
         from.recv_timeout(left).map_err(|_| "left something behind that keeps its output open".to_owned())
@@ -218,7 +220,7 @@ fn contains(maps: &[u8], library: &Path) -> bool {
     maps.lines().any(|line| line.splitn(6, ' ').nth(5).is_some_and(|path| Path::new(path.trim_start()) == library))
 }
 
-/// The first line, shortened; escapes, because a terminal shows it.
+/// The first line, shortened and escaped for a terminal.
 fn quote(said: &[u8]) -> String {
     let said = String::from_utf8_lossy(said);
     let line: String = said.lines().next().unwrap_or_default().chars().take(300).collect();

@@ -1,4 +1,5 @@
-//! `nvsharectl preload verify`: whether the library can be loaded into everything that root and others start.
+//! `nvsharectl preload verify`: checks that all programs, of root and of other users, can load the
+//! library.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -14,17 +15,17 @@ pub struct Report {
     pub library: PathBuf,
     pub version: Option<String>,
     pub checks: Vec<Trial>,
-    /// Checks that were not possible here, and the reason; programs that no check can speak for.
+    /// Checks that were not possible, with the reason, and programs that no check covers.
     pub notes: Vec<String>,
 }
 
-/// That runtime ends the program if any library is loaded before it, whatever the library does.
+/// AddressSanitizer's runtime aborts if any library is loaded before it.
 const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address ends at once where a library is preloaded (\"ASan runtime \
     does not come first\"): set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, or preload for single \
     programs instead, with nvsharectl run or LD_PRELOAD";
 
-/// Checks the file, and then runs programs with it; `rehearse` is the text that `/etc/ld.so.preload` would have. Without it, they
-/// get the library by `LD_PRELOAD`.
+/// Checks the file, and then runs programs with it. `rehearse` is the future text of
+/// `/etc/ld.so.preload`; without it, the programs load the library by `LD_PRELOAD`.
 pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     let version = library::version(path);
     let check = |what: &str, result| Trial { what: what.into(), result };
@@ -35,7 +36,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     ];
     let mut report = Report { library: path.into(), version: version.ok(), checks, notes: Vec::new() };
     let root = rustix::process::geteuid().is_root();
-    // Nothing that others can change, or that is something else, is run as root.
+    // As root, only runs a file that no other user can change and that is a libnvshare.so.
     let fit = if root { report.is_good() } else { report.version.is_some() && report.checks[1].result.is_ok() };
     if !fit {
         report.notes.push("no program was run with it".into());
@@ -66,7 +67,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     report
 }
 
-/// True if programs fail because of the other entries.
+/// Whether programs fail because of the other entries.
 fn others_are_bad(rehearse: &[u8]) -> bool {
     let others = entries::without(rehearse);
     let trials = trial::all(By::Rehearsal(&others), Path::new(""), &[User::Caller]).unwrap_or_default();

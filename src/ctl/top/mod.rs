@@ -1,5 +1,6 @@
-//! `nvsharectl top`: GPUs and programs on the whole terminal, each second, with keys to do something about them. Where there is no
-//! terminal, or one that cannot move its cursor, the same is printed as text.
+//! `nvsharectl top`: GPUs and programs on the whole terminal, updated each second, with keys that
+//! act on them. Without a terminal, or on one that cannot move its cursor, it prints the same as
+//! text.
 //!
 //! All of it comes from the scheduler over D-Bus or the control socket, and is asked for in tasks of their own, so that keys are answered
 //! also while the scheduler is not. `model` makes of that what is shown, `screen` draws it.
@@ -28,9 +29,9 @@ use model::{History, Key, Program, Snapshot, Sort};
 use screen::{Popup, Screen};
 
 const PERIOD: Duration = Duration::from_secs(1);
-/// For how long a message stands in place of the keys.
+/// The time for which a message replaces the line of keys.
 const MESSAGE_TIME: Duration = Duration::from_secs(8);
-/// Where there is no terminal. As much as is usual for one.
+/// The width without a terminal: a terminal's usual width.
 const WIDTH: u16 = 80;
 const KEYS: &str = "up/down select  s sort  p pause  m migrate  w why  ? help  q quit";
 
@@ -45,15 +46,15 @@ const HELP: [&str; 8] = [
     "q, Ctrl-C        quit",
 ];
 
-/// Shows it until a key ends it, or so many times.
+/// Shows the screen until a key ends it, or for `iterations` updates.
 ///
 /// # Errors
-/// If the scheduler does not answer the first time, or the terminal fails.
+/// The scheduler does not answer the first query, or the terminal fails.
 pub fn top(target: &Target, iterations: Option<u32>) -> Result<(), CtlError> {
     let is_dumb = std::env::var_os("TERM").is_none_or(|name| name.is_empty() || name == "dumb");
     let is_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
     block_on(async {
-        // Before the terminal is taken: whoever cannot see anything is told so in the usual way.
+        // Connects before changing the terminal, so that an error is printed normally.
         let scheduler = target.connect().await?;
         let first = fetch(&scheduler).await?;
         if !is_terminal || is_dumb {
@@ -69,15 +70,15 @@ pub fn top(target: &Target, iterations: Option<u32>) -> Result<(), CtlError> {
     })
 }
 
-/// All that is shown.
+/// Queries all data of one screen.
 async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Snapshot, CtlError> {
     let status = status::fetch(scheduler).await?;
-    // An older scheduler does not know of it.
+    // An older scheduler lacks `ListPressure`.
     let pressure = scheduler.list_pressure().await.unwrap_or_default();
     Ok(Snapshot { status, pressure, at: Instant::now() })
 }
 
-/// Prints it as text, as long as somebody reads it.
+/// Prints the screen as text until standard output is closed.
 async fn print(scheduler: &SchedulerProxy<'_>, first: Snapshot, iterations: u32) -> Result<(), CtlError> {
     let mut ui = Ui::new(false);
     ui.is_text = true;
@@ -98,13 +99,13 @@ async fn print(scheduler: &SchedulerProxy<'_>, first: Snapshot, iterations: u32)
 }
 
 /// What came of something that was asked of the scheduler.
-enum Answer {
+enum Reply {
     Snapshot(Box<Result<(SchedulerProxy<'static>, Snapshot), CtlError>>),
     Done(String),
     Why(Popup),
 }
 
-/// Shows it on a terminal.
+/// Shows the screen on a terminal.
 async fn show(
     terminal: &mut ratatui::DefaultTerminal,
     target: &Target,
@@ -120,7 +121,7 @@ async fn show(
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut left = iterations;
     ui.update(first);
-    // `None` while it is lost; one question at a time.
+    // `scheduler` is `None` while the connection is lost. At most one query is pending.
     let (mut scheduler, mut is_asking) = (Some(scheduler), false);
     let mut table = TableState::new();
     loop {
@@ -156,7 +157,7 @@ async fn show(
                 }
             }
             Some(answer) = answered.recv() => match answer {
-                Answer::Snapshot(result) => {
+                Reply::Snapshot(result) => {
                     is_asking = false;
                     match *result {
                         Ok((connected, snapshot)) => {
@@ -169,8 +170,8 @@ async fn show(
                         }
                     }
                 }
-                Answer::Done(text) => ui.say(&text),
-                Answer::Why(popup) => ui.popup = Some(popup),
+                Reply::Done(text) => ui.say(&text),
+                Reply::Why(popup) => ui.popup = Some(popup),
             },
             _ = ends.recv() => return Ok(()),
             _ = hangs_up.recv() => return Ok(()),
@@ -178,7 +179,7 @@ async fn show(
     }
 }
 
-async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers: mpsc::UnboundedSender<Answer>) {
+async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers: mpsc::UnboundedSender<Reply>) {
     let answer = async {
         let scheduler = match scheduler {
             Some(scheduler) => scheduler,
@@ -187,14 +188,15 @@ async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers
         let snapshot = fetch(&scheduler).await?;
         Ok((scheduler, snapshot))
     };
-    let _ = answers.send(Answer::Snapshot(Box::new(answer.await)));
+    let _ = answers.send(Reply::Snapshot(Box::new(answer.await)));
 }
 
-/// No password is asked for here, since that would need this terminal: without authorization it fails.
-async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: mpsc::UnboundedSender<Answer>) {
+/// Carries out an action. It fails without authorization: a password prompt would need this
+/// terminal.
+async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: mpsc::UnboundedSender<Reply>) {
     let done = |result: zbus::Result<()>, text: String| match result {
-        Ok(()) => Answer::Done(text),
-        Err(e) => Answer::Done(printable(&CtlError::from(e).to_string())),
+        Ok(()) => Reply::Done(text),
+        Err(e) => Reply::Done(printable(&CtlError::from(e).to_string())),
     };
     let answer = match action {
         Action::Quit => return,
@@ -207,14 +209,14 @@ async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: 
             done(moved, format!("{} is on GPU {gpu}", program.title()))
         }
         Action::Why(program) => match scheduler.explain(program.pid).await {
-            Ok(sentences) => Answer::Why(Popup::new(&program.title(), &sentences)),
+            Ok(sentences) => Reply::Why(Popup::new(&program.title(), &sentences)),
             Err(e) => done(Err(e), String::new()),
         },
     };
     let _ = answers.send(answer);
 }
 
-/// What a key asks for.
+/// An action that a key requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Action {
     Quit,
@@ -230,18 +232,18 @@ impl Program {
     }
 }
 
-/// What is shown at present, and what keys have changed of it.
+/// The shown data, and the state that keys change.
 #[derive(Debug)]
 struct Ui {
     has_colour: bool,
-    /// It is printed: nobody can press keys.
+    /// The output is printed as text, without keys.
     is_text: bool,
     sort: Sort,
     history: History,
     snapshot: Option<Snapshot>,
     selected: Option<Key>,
     popup: Option<Popup>,
-    /// The GPU that is typed, and the program that is to go there.
+    /// The program to migrate, and the GPU as typed so far.
     migrate: Option<(Program, String)>,
     message: Option<(String, Instant)>,
 }
@@ -310,7 +312,7 @@ impl Ui {
         }
     }
 
-    /// All of it as lines of text.
+    /// The whole screen as lines of text.
     fn text(&self, width: u16) -> String {
         let screen = self.screen();
         let mut buffer = Buffer::empty(Rect { x: 0, y: 0, width, height: screen.height(width) });

@@ -1,5 +1,6 @@
-//! What `nvsharectl top` shows, made of what the scheduler says: a panel of each GPU, and the tree of slices, units or containers, and
-//! processes. Nothing of it is drawn here. Names are those that programs chose, so what a terminal could take as a command is left out.
+//! The model of `nvsharectl top`, computed from the scheduler's answers: a panel for each GPU, and
+//! the tree of slices, units or containers, and processes. `screen` draws it. Programs choose their
+//! names, so control characters are removed.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -12,15 +13,15 @@ use crate::ctl::program_state::{Tone, about, seconds, state};
 use crate::ctl::status;
 use crate::identity::printable;
 
-/// The time over which it is said what a program had.
+/// The window of the column HAD.
 const WINDOW: Duration = Duration::from_secs(60);
-/// So many of a queue are named.
+/// The number of waiting programs that are named.
 const NAMED: usize = 3;
 
 /// A program on a GPU: the client's id and the GPU's UUID, which is empty for a program without a GPU.
 pub type Key = (u64, String);
 
-/// What the scheduler said at one moment.
+/// The scheduler's answers at one moment.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     pub status: Status,
@@ -35,7 +36,7 @@ pub enum Kind {
     Others,
     Pinned,
     Contexts,
-    /// Of programs without nvshare; with the contexts, where these are not known by themselves.
+    /// Memory of programs without nvshare; includes contexts if these are not known separately.
     Outside,
     Free,
 }
@@ -43,7 +44,7 @@ pub enum Kind {
 #[derive(Debug, Clone, Default)]
 pub struct Panel {
     pub title: String,
-    /// `0`, or what there is of a slice.
+    /// The GPU's number, or a short name of a MIG slice.
     pub number: String,
     pub total: u64,
     pub memory: Vec<(Kind, u64)>,
@@ -62,7 +63,7 @@ impl Panel {
         self.memory.iter().filter(|(of, _)| *of == kind).map(|(_, bytes)| bytes).sum()
     }
 
-    /// The queue in words: the next ones, and how many more there are.
+    /// The queue in words: the next programs, and the number of further ones.
     pub fn queue_in_words(&self) -> String {
         let mut words = self.queue.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
         if self.queue.len() > NAMED {
@@ -72,16 +73,16 @@ impl Panel {
     }
 }
 
-/// What is summed up from processes to units and slices.
+/// Amounts that are summed from processes to units and slices.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Amounts {
     pub resident: u64,
     pub swapped: u64,
-    /// Thousandths of the GPU's time.
+    /// Share of the GPU's time due by rules, in thousandths.
     pub due: Option<u32>,
-    /// The same, as a fraction.
+    /// Share of the GPU's time that the program had, as a fraction.
     pub had: Option<f64>,
-    /// Seconds.
+    /// Waiting time in seconds.
     pub waited: f64,
 }
 
@@ -105,7 +106,7 @@ pub struct Row {
     /// The number of the GPU.
     pub gpu: String,
     pub amounts: Amounts,
-    /// Of a process: what keys of the keyboard are about.
+    /// The program that keys act on; only for a process.
     pub program: Option<Program>,
 }
 
@@ -117,7 +118,7 @@ pub struct Program {
     pub is_paused: bool,
 }
 
-/// The order within each slice and unit, and of these.
+/// The order of processes, units and slices.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Sort {
     #[default]
@@ -158,13 +159,14 @@ impl Sort {
     }
 }
 
-/// Earlier counters, of which amounts per time are made.
+/// Earlier counters, from which rates are computed.
 #[derive(Debug, Default)]
 pub struct History {
-    /// Seconds that each program has had. While several hold a GPU, each has a part of the time, so that all of them together
-    /// never have more than there is.
+    /// Seconds of GPU time of each program. Programs that hold a GPU together split the time, so
+    /// that the sum never exceeds the elapsed time.
     held: HashMap<Key, VecDeque<(Instant, f64)>>,
-    /// When the last figures came, and for how long each program had held its GPU then, in seconds.
+    /// The time of the last figures, and the seconds for which each program had held its GPU by
+    /// then.
     last: Option<(Instant, HashMap<Key, f64>)>,
     moved: HashMap<String, (Instant, [u64; 2])>,
     rates: HashMap<String, (f64, f64)>,
@@ -193,7 +195,7 @@ impl History {
                 let part = if all > passed { passed / all } else { 1.0 };
                 let had = samples.back().map_or(0.0, |(_, had)| *had);
                 samples.push_back((at, had + more(&key, usage.lock_time) * part));
-                // The oldest one is at least as old as the window.
+                // Keeps one sample that is at least as old as the window.
                 while samples.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= WINDOW) {
                     samples.pop_front();
                 }
@@ -213,7 +215,7 @@ impl History {
         }
     }
 
-    /// The part of a GPU's time that a program had, as far back as it is known.
+    /// The share of a GPU's time that a program had, over the known part of the window.
     fn had(&self, key: &Key) -> Option<f64> {
         let samples = self.held.get(key)?;
         let ((first, before), (last, after)) = (samples.front()?, samples.back()?);
@@ -222,7 +224,7 @@ impl History {
     }
 }
 
-/// `2.5G`: for where there is little room.
+/// A short size such as `2.5G`.
 pub fn short_size(bytes: u64) -> String {
     let text = units::size(bytes);
     text.replace(' ', "").replace("iB", "")
@@ -232,7 +234,7 @@ pub fn panels(snapshot: &Snapshot, history: &History) -> Vec<Panel> {
     snapshot.status.gpus.iter().map(|gpu| panel(gpu, snapshot, history)).collect()
 }
 
-/// The number of a GPU, or what tells a slice from others.
+/// The number of a GPU, or a short name of a MIG slice.
 fn number(gpu: &Gpu) -> String {
     match gpu.index {
         Some(index) if gpu.kind != "mig" => index.to_string(),
@@ -308,7 +310,7 @@ struct Node<'a> {
     rows: Vec<(Row, &'a Client)>,
 }
 
-/// The tree, as lines from the top.
+/// The tree's lines, from the top.
 pub fn rows(snapshot: &Snapshot, history: &History, sort: Sort) -> Vec<Row> {
     let gpus: HashMap<&str, &Gpu> = snapshot.status.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu)).collect();
     let mut slices: BTreeMap<String, Node<'_>> = BTreeMap::new();
@@ -324,7 +326,7 @@ pub fn rows(snapshot: &Snapshot, history: &History, sort: Sort) -> Vec<Row> {
                 had: history.had(&key),
                 waited: usage.map_or(0.0, |usage| usage.wait_time),
             };
-            // Without an earlier figure it is not known.
+            // Unknown without an earlier figure.
             let rates = history.rates.get(&key.1);
             let (state, tone) = state(client, usage, gpu, rates.is_none_or(|(into, _)| *into > 0.0));
             let pid = if client.pid > 0 { client.pid.to_string() } else { "?".into() };

@@ -1,4 +1,5 @@
-//! How `nvsharectl top` looks: panels of GPUs above, the tree below, and a line of keys. All of it can be read without colour.
+//! Draws `nvsharectl top`: panels of GPUs above, the tree below, and a line of keys. No information
+//! is conveyed by colour alone.
 
 use std::time::Duration;
 
@@ -14,22 +15,22 @@ use crate::ctl::program_state::Tone;
 use crate::ctl::table::wrapped;
 use crate::identity::printable;
 
-/// Screens that are smaller show as much as fits.
+/// The least width for a full layout. Smaller screens are cut.
 const NARROWEST: u16 = 40;
-/// Narrower ones leave columns out, for the names of programs.
+/// Narrower screens omit columns in favour of the programs' names.
 const NARROW: u16 = 72;
 
-/// What is drawn.
+/// The contents of a screen.
 #[derive(Debug, Default)]
 pub struct Screen {
     pub head: String,
-    /// Sentences below it, about what is wrong.
+    /// Sentences about problems, below the tree.
     pub problems: Vec<String>,
     pub panels: Vec<Panel>,
     pub rows: Vec<Row>,
     pub foot: String,
     pub has_colour: bool,
-    /// The line of the tree that keys are about.
+    /// The selected line of the tree.
     pub selected: Option<usize>,
     pub popup: Option<Popup>,
 }
@@ -84,7 +85,7 @@ impl Kind {
 }
 
 impl Screen {
-    /// The height at which nothing of it is left out.
+    /// The height at which all lines fit.
     pub fn height(&self, width: u16) -> u16 {
         let panels: usize = self.panels.iter().map(|panel| self.panel_lines(panel, width).len() + 1).sum();
         let problems = self.problem_lines(width).len();
@@ -95,7 +96,7 @@ impl Screen {
         self.problems.iter().flat_map(|problem| wrapped(problem, width.into())).collect()
     }
 
-    /// Draws it. `state` has which line of the tree is at the top.
+    /// Draws the screen. `state` has the scroll position of the tree.
     pub fn draw(&self, area: Rect, buffer: &mut Buffer, state: &mut TableState) {
         if area.width < NARROWEST || area.height < 3 {
             buffer.set_stringn(area.x, area.y, "too small", area.width.into(), Style::new());
@@ -112,7 +113,7 @@ impl Screen {
             }
         }
         let full: Vec<Vec<Line<'_>>> = self.panels.iter().map(|panel| self.panel_lines(panel, area.width)).collect();
-        // The tree has at least half of it.
+        // The tree has at least half of the height.
         let fits = full.iter().map(|lines| lines.len() + 1).sum::<usize>() <= usize::from(area.height) / 2;
         let is_full = fits || self.panels.len() == 1;
         for (panel, lines) in self.panels.iter().zip(full) {
@@ -163,7 +164,7 @@ impl Screen {
         lines
     }
 
-    /// A whole GPU in a line.
+    /// A panel in one line.
     fn panel_line<'a>(&self, panel: &'a Panel, width: u16) -> Line<'a> {
         let used = panel.total.saturating_sub(panel.bytes(Kind::Free));
         let waiting = match panel.queue.len() {
@@ -178,7 +179,7 @@ impl Screen {
         Line::from(spans)
     }
 
-    /// The memory of a GPU by what it is.
+    /// The bar of a GPU's memory by kind.
     fn bar(&self, panel: &Panel, width: usize) -> Line<'static> {
         let cells = cells(&panel.memory, panel.total, width.saturating_sub(2));
         let part = |(kind, cells): (Kind, usize)| {
@@ -188,7 +189,7 @@ impl Screen {
         Line::from([Span::raw("[")].into_iter().chain(parts).chain([Span::raw("]")]).collect::<Vec<_>>())
     }
 
-    /// What the letters of the bar mean, of what there is.
+    /// The legend of the letters that occur in the bar.
     fn legend(&self, panel: &Panel, width: usize) -> Vec<Line<'static>> {
         let mut lines: Vec<Vec<Span<'static>>> = vec![Vec::new()];
         let mut length = 0;
@@ -209,7 +210,7 @@ impl Screen {
     fn draw_tree(&self, area: Rect, buffer: &mut Buffer, state: &mut TableState) {
         let has_gpus = self.panels.len() > 1;
         let right = |text: String| Line::from(text).right_aligned();
-        // Narrow terminals show the columns that the least room is lost to.
+        // Narrow terminals show only the two memory columns.
         let columns = if area.width < NARROW { 2 } else { 5 };
         let names =
             ["ON GPU", "SWAPPED", "DUE", "HAD", "WAITED"].map(|name| right(name.into())).into_iter().take(columns);
@@ -249,7 +250,7 @@ impl Screen {
     }
 }
 
-/// Text at both sides of a line. What does not fit is cut off the left one.
+/// A line with text at both ends. The left text is cut to fit.
 fn sides(left: &str, right: &str, width: usize) -> String {
     let length = right.chars().count();
     let room = width.saturating_sub(if length > 0 { length + 2 } else { 0 });
@@ -258,7 +259,8 @@ fn sides(left: &str, right: &str, width: usize) -> String {
     format!("{left}{:gap$}{right}", "")
 }
 
-/// How many cells of a bar each kind of memory has: what is there has at least one, and free memory has the rest.
+/// The number of cells of each kind of memory in a bar: at least one for each kind that is present.
+/// Free memory has the rest.
 fn cells(memory: &[(Kind, u64)], total: u64, width: usize) -> Vec<(Kind, usize)> {
     let of = |bytes: u64| (bytes as f64 * width as f64 / total.max(1) as f64).round() as usize;
     let used = memory.iter().filter(|(kind, bytes)| *kind != Kind::Free && *bytes > 0);
@@ -279,7 +281,7 @@ fn draw_popup(popup: &Popup, area: Rect, buffer: &mut Buffer) {
     let width = area.width.saturating_sub(4).min(76);
     let text = Paragraph::new(popup.text.as_str()).wrap(Wrap { trim: false });
     let inner = usize::from(width.saturating_sub(2)).max(1);
-    // Words that are wrapped leave room at the ends of lines.
+    // Allows for blanks at the ends of wrapped lines.
     let lines: usize = popup.text.lines().map(|line| line.chars().count() * 10 / 9 / inner + 1).sum();
     let height = u16::try_from(lines + 2).unwrap_or(u16::MAX).min(area.height);
     let place = Rect { x: area.x + (area.width - width) / 2, y: area.y + (area.height - height) / 2, width, height };

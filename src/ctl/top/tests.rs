@@ -82,7 +82,7 @@ fn snapshot(at: Instant, held: f64) -> Snapshot {
     }
 }
 
-/// After two seconds of the same.
+/// A screen after two seconds without changes.
 fn ui(has_colour: bool) -> Ui {
     let mut ui = Ui::new(has_colour);
     let begin = Instant::now();
@@ -154,7 +154,7 @@ fn the_readme_shows_this_screen() {
 }
 
 #[test]
-fn without_a_terminal_all_of_it_is_printed() {
+fn without_a_terminal_the_screen_is_printed() {
     let mut ui = ui(false);
     ui.is_text = true;
     let text = ui.text(80);
@@ -174,7 +174,7 @@ fn a_small_screen_shows_what_fits() {
 }
 
 #[test]
-fn names_that_programs_chose_cannot_command_the_terminal() {
+fn program_names_cannot_send_escape_sequences() {
     let evil = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}x\n\r\u{200b}";
     let mut shot = snapshot(Instant::now(), 1.0);
     shot.status.gpus[0].name = evil.into();
@@ -192,12 +192,12 @@ fn names_that_programs_chose_cannot_command_the_terminal() {
     let symbols: String = buffer.content().iter().map(|cell| cell.symbol()).collect();
     assert!(!symbols.contains(is_bad), "{symbols:?}");
     assert!(symbols.contains("?]0;owned??[2J"), "what can be read of it stays");
-    // As ratatui writes it for a terminal: only what the drawing itself needs.
+    // Escape sequences of ratatui's own drawing are allowed.
     assert!(!ui.text(80).replace('\n', "").contains(is_bad));
 }
 
 #[test]
-fn keys_are_about_the_selected_program() {
+fn keys_act_on_the_selected_program() {
     let mut ui = ui(false);
     assert_eq!(press(&mut ui, KeyCode::Char('p')), None);
     assert!(ui.message.as_ref().is_some_and(|(text, _)| text.contains("select a program")), "{:?}", ui.message);
@@ -212,7 +212,7 @@ fn keys_are_about_the_selected_program() {
     };
     assert_eq!(about(press(&mut ui, KeyCode::Char('w'))), "why 1203");
     assert_eq!(about(press(&mut ui, KeyCode::Char('p'))), "pause 1203");
-    // It stays selected where it goes in the order.
+    // The program stays selected when the order changes.
     press(&mut ui, KeyCode::Char('s'));
     press(&mut ui, KeyCode::Char('s'));
     assert_eq!(ui.sort, Sort::Waited);
@@ -222,7 +222,7 @@ fn keys_are_about_the_selected_program() {
         press(&mut ui, KeyCode::Down);
     }
     assert_eq!(about(press(&mut ui, KeyCode::Char('p'))), "resume 1204", "the last one is paused");
-    // A GPU is typed, also with letters that are keys otherwise.
+    // The typed GPU may contain letters that are otherwise keys.
     assert_eq!(press(&mut ui, KeyCode::Char('m')), None);
     for c in "q1".chars() {
         assert_eq!(press(&mut ui, KeyCode::Char(c)), None);
@@ -238,7 +238,7 @@ fn keys_are_about_the_selected_program() {
 }
 
 #[test]
-fn what_a_program_waits_for_stands_above_the_rest_until_a_key_is_pressed() {
+fn reasons_are_shown_in_a_popup_until_a_key_is_pressed() {
     let mut ui = ui(false);
     let sentences =
         ["It has waited for GPU 0 for 4.2s, and one program is ahead of it.", "It is expected to run in about 3.0s."];
@@ -252,7 +252,7 @@ fn what_a_program_waits_for_stands_above_the_rest_until_a_key_is_pressed() {
 }
 
 #[test]
-fn the_order_is_that_of_the_key() {
+fn the_sort_key_changes_the_order() {
     let first = |sort: Sort| {
         let mut ui = ui(false);
         ui.sort = sort;
@@ -264,7 +264,7 @@ fn the_order_is_that_of_the_key() {
 }
 
 #[test]
-fn many_gpus_are_a_line_each() {
+fn many_gpus_have_one_line_each() {
     let mut shot = snapshot(Instant::now(), 1.0);
     for number in 1..8 {
         let uuid = format!("GPU-{}", number + 1);
@@ -282,7 +282,7 @@ fn many_gpus_are_a_line_each() {
 }
 
 #[test]
-fn states_are_told_in_few_words() {
+fn states_have_short_descriptions() {
     let state = |change: fn(&mut Client)| {
         let mut shot = snapshot(Instant::now(), 1.0);
         change(&mut shot.status.clients[1]);
@@ -313,7 +313,7 @@ fn programs_that_hold_a_gpu_together_share_its_time() {
     let begin = Instant::now();
     for (second, held) in [(0, 5.0), (2, 7.0)] {
         let mut shot = snapshot(begin + Duration::from_secs(second), held);
-        // Both have held it all the time.
+        // Both programs have held the GPU for the whole time.
         shot.status.clients[1].gpus[0].lock_time = held;
         ui.update(shot);
     }
@@ -325,7 +325,7 @@ fn programs_that_hold_a_gpu_together_share_its_time() {
 }
 
 #[test]
-fn a_holder_whose_memory_does_not_move_runs() {
+fn a_holder_without_moving_memory_is_shown_as_running() {
     let mut ui = Ui::new(false);
     let begin = Instant::now();
     for second in [0, 2] {
@@ -339,7 +339,7 @@ fn a_holder_whose_memory_does_not_move_runs() {
 }
 
 #[test]
-fn what_is_wrong_stands_below_the_head() {
+fn problems_are_shown_below_the_head() {
     let mut ui = ui(false);
     let problem =
         "the configuration has an error: /etc/nvshare/nvshare.toml:2:16: time-quantum: \"banana\" is not a duration";
@@ -360,7 +360,7 @@ fn what_is_wrong_stands_below_the_head() {
 }
 
 #[test]
-fn a_narrow_screen_leaves_out_columns_and_not_names() {
+fn a_narrow_screen_omits_columns_but_keeps_names() {
     let shown = lines(&drawn(&ui(false), 60, 24));
     assert!(shown.contains("user-1000.slice") && shown.contains("1201 ollama"), "{shown}");
     assert!(shown.contains("SWAPPED") && !shown.contains("WAITED"), "{shown}");
