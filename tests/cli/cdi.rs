@@ -1,4 +1,4 @@
-//! What container runtimes call for each container that gets a GPU by CDI.
+//! The OCI hook that container runtimes call for each container with a GPU by CDI.
 
 use std::fs;
 use std::io::Write;
@@ -11,7 +11,7 @@ use test_support::{Directory, artifact};
 
 const NVSHARES: &str = "/usr/lib/nvshare/libnvshare.so\n";
 
-/// An image, and what a runtime has made of it by the time of the hook.
+/// An image, prepared like by a runtime at the time of the hook.
 struct Container(Directory);
 
 impl Container {
@@ -22,7 +22,7 @@ impl Container {
         }
         fs::write(container.path("list"), NVSHARES).expect("nvshare's list");
         fs::write(container.path("rootfs/etc/hostname"), "name\n").expect("a file of the image");
-        // As runtimes do: relative to the bundle, or absolute.
+        // Runtimes give the root relative to the bundle, or absolute.
         let config = serde_json::json!({ "root": { "path": "../rootfs", "readonly": true }, "process": {} });
         fs::write(container.path("bundle/config.json"), config.to_string()).expect("the configuration");
         container
@@ -36,7 +36,7 @@ impl Container {
         self.path("rootfs/etc/ld.so.preload")
     }
 
-    /// The list in the container, what became of the hook, and of this command afterwards; `None` where mounts cannot be made.
+    /// Runs the hook, and then a command in the container. `None` if mounts are not permitted here.
     fn hook(&self, then: &str) -> Option<Output> {
         let script = format!(
             "mount --bind rootfs rootfs && mount --bind list \"${{1:-rootfs/etc/ld.so.preload}}\" && mount -o remount,bind,ro rootfs || exit 99
@@ -50,7 +50,7 @@ impl Container {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().ok()?;
         let state = serde_json::json!({ "ociVersion": "1.0.2", "id": "c", "status": "creating", "bundle": self.path("bundle") });
-        // Where no namespace can be made, nobody reads it.
+        // Ignores the error: without a namespace, no process reads the pipe.
         let _ = child.stdin.take().expect("a pipe").write_all(state.to_string().as_bytes());
         let output = child.wait_with_output().expect("it ends");
         let is_impossible =
@@ -67,7 +67,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn the_list_of_an_image_is_merged_where_the_container_alone_sees_it() {
+fn the_images_list_is_merged_inside_the_container_only() {
     let container = Container::new();
     let own = "# of the image\n/lib/liba.so:/lib/libb.so\n";
     fs::write(container.own(), own).expect("the image's list");
@@ -85,8 +85,8 @@ fn the_list_of_an_image_is_merged_where_the_container_alone_sees_it() {
 }
 
 #[test]
-fn a_container_whose_image_has_no_list_is_not_touched() {
-    // What runtimes mount on where there is nothing, and a list without a name.
+fn a_container_without_an_image_list_is_unchanged() {
+    // An empty file, which runtimes create as a mount point, and a list without names.
     for own in ["", "# nothing\n"] {
         let container = Container::new();
         fs::write(container.own(), own).expect("the image's list");
@@ -99,7 +99,7 @@ fn a_container_whose_image_has_no_list_is_not_touched() {
 }
 
 #[test]
-fn a_list_that_cannot_be_merged_keeps_the_container_from_starting_and_says_what_to_do() {
+fn an_unmergeable_list_fails_the_hook_with_a_remedy() {
     type Case = (&'static str, fn(&Path));
     let cases: [Case; 3] = [
         ("it is a symbolic link", |own| symlink("other", own).expect("a link")),
@@ -120,9 +120,9 @@ fn a_list_that_cannot_be_merged_keeps_the_container_from_starting_and_says_what_
 }
 
 #[test]
-fn links_of_an_image_lead_nowhere_else_and_what_is_no_container_is_left_alone() {
+fn links_resolve_within_the_image_and_invalid_states_are_ignored() {
     let container = Container::new();
-    // As an attacker's: it leads to the host's directory, where this image must not have a list read.
+    // A malicious link to the host's directory: the hook must not read a list there.
     fs::create_dir(container.path("etc")).expect("a directory of the host");
     fs::write(container.path("etc/ld.so.preload"), "/lib/libsecret.so\n").expect("the host's list");
     fs::rename(container.path("rootfs/etc"), container.path("rootfs/real")).expect("renamed");

@@ -1,4 +1,4 @@
-//! `nvsharectl` as people and scripts use it: what it prints, what it changes, and its exit codes.
+//! `nvsharectl` for users and scripts: its output, its effects and its exit codes.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
@@ -48,7 +48,7 @@ fn status_shows_who_holds_and_who_waits() {
 }
 
 #[test]
-fn settings_change_by_new_words_and_by_the_original_ones() {
+fn settings_change_by_commands_and_by_the_original_options() {
     let daemon = Daemon::start();
     let cases: [(&[&str], &str); 13] = [
         (
@@ -97,7 +97,7 @@ fn settings_change_by_new_words_and_by_the_original_ones() {
 }
 
 #[test]
-fn mistakes_have_their_exit_codes_and_sentences() {
+fn errors_have_exit_codes_and_sentences() {
     let daemon = Daemon::start();
     let refused = daemon.ctl(&["set", "time-quantum", "3601"]);
     assert_eq!(refused.code, Some(1));
@@ -140,7 +140,7 @@ fn without_a_scheduler_the_exit_code_is_3() {
     assert!(output.stderr.contains("systemctl start"), "{}", output.stderr);
     let output = Output::of(ctl().arg("status").env("NVSHARE_CONTROL", &missing));
     assert_eq!(output.code, Some(3));
-    // No system bus, and nothing at the usual place.
+    // No system bus, and no socket at the default path.
     let output = Output::of(ctl().env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", missing.display())));
     if !exists(nvshare::config::paths::CONTROL_SOCKET) {
         assert_eq!(output.code, Some(3), "{}", output.stderr);
@@ -148,7 +148,7 @@ fn without_a_scheduler_the_exit_code_is_3() {
 }
 
 #[test]
-fn run_becomes_its_command() {
+fn run_executes_its_command() {
     let directory = Directory::new();
     let library = directory.0.join("libnvshare.so");
     std::fs::write(&library, "").expect("a file");
@@ -162,7 +162,8 @@ fn run_becomes_its_command() {
     let killed = run().args(["--", "sh", "-c", "kill -TERM $$"]).stderr(Stdio::null()).status().expect("it starts");
     assert_eq!(killed.signal(), Some(libc::SIGTERM));
 
-    // The library is an empty file, which the loader only complains about; what counts is the list it was given.
+    // The library is an empty file, about which the loader only prints an error. The test checks
+    // the list.
     let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]));
     assert_eq!(list.stdout, format!("{}\n", library.display()));
     let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]).env("LD_PRELOAD", "libm.so.6"));
@@ -185,7 +186,7 @@ fn run_becomes_its_command() {
 }
 
 #[test]
-fn preload_status_names_the_scheduler_that_runs() {
+fn preload_status_names_the_running_scheduler() {
     let daemon = Daemon::start();
     let version = env!("CARGO_PKG_VERSION");
     let on = std::fs::read_to_string("/etc/ld.so.preload").is_ok_and(|list| list.contains("libnvshare.so"));
@@ -198,7 +199,7 @@ fn preload_status_names_the_scheduler_that_runs() {
 }
 
 #[test]
-fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
+fn lock_runs_a_command_and_returns_its_exit_code() {
     let daemon = Daemon::start();
     let other = daemon.client();
     other.attach();
@@ -236,7 +237,7 @@ fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
     assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
 }
 
-/// `nvsharectl lock` with a script that says when it begins, and ends when its input does.
+/// `nvsharectl lock` with a script that announces its start, and ends at the end of its input.
 fn locked(daemon: &Daemon, options: &[&str]) -> std::process::Child {
     let mut command = ctl();
     command.arg("--control").arg(daemon.control()).arg("lock").args(options);
@@ -245,7 +246,7 @@ fn locked(daemon: &Daemon, options: &[&str]) -> std::process::Child {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nvsharectl");
     let mut line = String::new();
     let mut byte = [0];
-    // Byte by byte, since the rest is read later.
+    // Byte by byte, since a later reader needs the rest.
     while std::io::Read::read(child.stdout.as_mut().expect("its stdout"), &mut byte).expect("a byte") == 1
         && byte != *b"\n"
     {
@@ -262,7 +263,7 @@ fn next_message(stderr: &mut impl std::io::BufRead) -> String {
     line.trim_end().to_owned()
 }
 
-/// The state letters of the processes below one.
+/// The state letters of a process's descendants.
 fn states_below(pid: u32) -> Vec<char> {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let mut states = Vec::new();
@@ -275,7 +276,7 @@ fn states_below(pid: u32) -> Vec<char> {
 }
 
 #[test]
-fn a_lock_that_is_lost_is_reported_and_has_an_exit_code_of_its_own() {
+fn a_lost_lock_is_reported_with_its_own_exit_code() {
     let start = |options: &[&str]| {
         let daemon = Daemon::start();
         let client = daemon.client();
@@ -298,7 +299,7 @@ fn a_lock_that_is_lost_is_reported_and_has_an_exit_code_of_its_own() {
 }
 
 #[test]
-fn a_command_can_pause_until_a_lost_lock_is_held_again() {
+fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     let daemon = Daemon::start();
     let client = daemon.client();
     client.attach();
@@ -311,7 +312,7 @@ fn a_command_can_pause_until_a_lost_lock_is_held_again() {
     assert_eq!(states_below(pid), ['T', 'T'], "the script and its child");
     assert!(next_message(&mut stderr).ends_with("; trying again"));
 
-    // It does not try while the lock is free.
+    // Stops the waiting nvsharectl, so that it does not try while the lock is free.
     kill(pid, libc::SIGSTOP);
     let daemon = Daemon::start_in(directory, None, |_, _| ());
     let other = daemon.client();
@@ -334,7 +335,7 @@ fn assert_held_again(message: &str, end: &str) {
 }
 
 #[test]
-fn a_lock_whose_turn_is_over_while_the_command_runs_is_reported() {
+fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
     let begin = |options: &[&str]| {
         let daemon = Daemon::start_with(|command, _| {
             command.args(["--time-quantum-ms", "100"]);
@@ -365,7 +366,7 @@ fn a_lock_whose_turn_is_over_while_the_command_runs_is_reported() {
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
 
-/// A daemon with a program that holds the GPU, one that waits, and a lock whose owner says who it is.
+/// A daemon with a holder, a waiting program, and a lock with a named owner.
 fn busy() -> (Daemon, [Client; 2], std::process::Child) {
     let daemon = Daemon::start();
     let clients = daemon.holder_and_waiter();
@@ -378,7 +379,7 @@ fn busy() -> (Daemon, [Client; 2], std::process::Child) {
 }
 
 #[test]
-fn a_debug_bundle_is_private_and_names_no_program() {
+fn a_debug_bundle_is_private_and_omits_program_names() {
     let (daemon, _clients, mut lock) = busy();
     let program = std::env::current_exe().expect("this program");
     let program = program.file_name().and_then(|name| name.to_str()).expect("a name").to_owned();
@@ -479,7 +480,7 @@ fn a_debug_bundle_replays() {
     assert!(of(&clients[1])["wait-time"].as_f64().expect("a number") > 0.0);
     assert_eq!(json["timeline"][0]["what"], "granted");
 
-    // The same, as if another scheduler had recorded it.
+    // A bundle that another version of the scheduler seems to have recorded.
     let bundle = std::fs::read_to_string(&path).expect("the bundle");
     let line = bundle.lines().position(|line| line.contains("\"grant\":")).expect("a grant");
     std::fs::write(&path, bundle.replace("{\"grant\":", "{\"revoke\":")).expect("a bundle");

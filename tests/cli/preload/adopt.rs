@@ -1,4 +1,4 @@
-//! `adopt` and `release`: a service that preloads the library, and its rule in a scheduler.
+//! `adopt` and `release`: a service's drop-in, and its rule in the scheduler.
 
 use std::fs;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn a_service_is_adopted_and_released() {
         let _systemd = Systemd::start(vec![Unit { alias: "llm.service", main_pid: 1, ..ollama() }]);
         let daemon = Daemon::start();
         let before = ctl(&daemon, &["get"]).fine();
-        // By its other name, too.
+        // By its alias, too.
         let text = ctl(&daemon, &["adopt", "llm"]).fine();
         assert!(
             text.starts_with("ollama.service is adopted; `nvsharectl release ollama.service` undoes that.\n"),
@@ -54,7 +54,7 @@ fn a_service_is_adopted_and_released() {
         }
         assert!(rules(&daemon).contains("adopted ollama.service") && Path::new(DROP_IN).exists());
         assert!(!Path::new(RESTARTED).exists(), "nobody asked for that");
-        // Once more changes nothing.
+        // Adopting again changes nothing.
         let (file, rule) = (fs::read_to_string(DROP_IN).expect("it"), rules(&daemon));
         let again = ctl(&daemon, &["adopt", "ollama.service", "--restart"]).fine();
         assert!(again.starts_with("ollama.service is adopted already.\nIt was restarted.\n"), "{again}");
@@ -73,14 +73,14 @@ fn a_service_is_adopted_and_released() {
 }
 
 #[test]
-fn what_was_there_before_stays_when_it_is_released() {
+fn release_keeps_an_earlier_drop_in_and_rule() {
     on_a_host(|host| {
         let systemd = Systemd::start(vec![ollama()]);
         let daemon = Daemon::start();
         let mut enable = host.command("enable");
         enable.args(["--library", LIBRARY, "--unit", "ollama"]).env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS);
         said(&mut enable).fine();
-        // Of a library that has been elsewhere, too.
+        // Also if the library has moved.
         let file = fs::read_to_string(DROP_IN).expect("it").replace("/mnt/lib/", "/mnt/old/");
         fs::write(DROP_IN, &file).expect("it is written");
         drop(systemd);
@@ -95,7 +95,7 @@ fn what_was_there_before_stays_when_it_is_released() {
 }
 
 #[test]
-fn a_service_of_a_user_has_it_in_the_users_files() {
+fn a_users_service_has_its_drop_in_in_the_users_files() {
     on_a_host(|_| {
         let _systemd = Systemd::start(vec![Unit::new("comfyui.service")]);
         let daemon = Daemon::start();
@@ -114,7 +114,7 @@ fn a_service_of_a_user_has_it_in_the_users_files() {
 }
 
 #[test]
-fn what_fails_leaves_nothing_behind() {
+fn a_failed_adoption_is_rolled_back() {
     on_a_host(|_| {
         let daemon = Daemon::start();
         let before = ctl(&daemon, &["get"]).fine();
@@ -122,13 +122,13 @@ fn what_fails_leaves_nothing_behind() {
             assert!(!Path::new("/etc/systemd/system/ollama.service.d/zz-nvshare-preload.conf").exists(), "{what}");
             assert_eq!(ctl(&daemon, &["get"]).fine(), before, "{what}");
         };
-        // Without a session there is no bus of it.
+        // Without a session, the user has no bus.
         ctl(&daemon, &["adopt", "--user", "comfyui"]).refused("Log in as that user, or start its services");
         let systemd = Systemd::start(vec![ollama()]);
         ctl(&daemon, &["adopt", "nothing"]).refused("systemd has no nothing.service");
         ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");
         nothing("there is none");
-        // The drop-in is outranked: the rule goes, too.
+        // Another file outranks the drop-in: the rule is removed, too.
         let directory = Path::new(DROP_IN).parent().expect("a directory");
         fs::create_dir_all(directory).expect("a directory");
         fs::write(directory.join("zzz.conf"), "[Service]\nEnvironment=LD_PRELOAD=/usr/lib/a.so\n").expect("a drop-in");
@@ -136,13 +136,13 @@ fn what_fails_leaves_nothing_behind() {
         nothing("it is outranked");
         fs::remove_dir_all(directory).expect("it was there");
         drop(systemd);
-        // It does not start with it: it is started without.
+        // The service does not start with the drop-in, and is restarted without it.
         let systemd = Systemd::start(vec![Unit { active_state: "failed", ..ollama() }]);
         ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");
         assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\nollama.service\n");
         nothing("it does not start");
         drop(systemd);
-        // systemd takes it for started, and then it ends, or is started again and again.
+        // systemd considers the service started, but it fails, or restarts repeatedly.
         for later in [("failed", "failed"), ("activating", "auto-restart")] {
             let systemd = Systemd::start(vec![Unit { later, ..ollama() }]);
             ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");
@@ -150,7 +150,7 @@ fn what_fails_leaves_nothing_behind() {
             drop(systemd);
         }
         let systemd = Systemd::start(vec![ollama()]);
-        // Without a scheduler there is no rule, and so no drop-in.
+        // Without a scheduler, neither rule nor drop-in is made.
         let control = daemon.control();
         drop(daemon.stop());
         let mut command = Command::new("/mnt/bin/nvsharectl");
@@ -163,7 +163,7 @@ fn what_fails_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_container_is_told_how_to_be_started() {
+fn adopting_a_container_prints_its_options() {
     on_a_host(|_| {
         let daemon = Daemon::start();
         let text = ctl(&daemon, &["adopt", "--container", "vllm"]).fine();
@@ -171,14 +171,14 @@ fn a_container_is_told_how_to_be_started() {
     });
 }
 
-/// `nvsharectl` where the scheduler is on no bus.
+/// `nvsharectl` while no scheduler is on the bus.
 fn without_a_scheduler() -> Said {
     let mut command = Command::new("/mnt/bin/nvsharectl");
     said(command.arg("status").env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS))
 }
 
 #[test]
-fn a_scheduler_that_systemd_cannot_start_is_explained_at_once() {
+fn a_scheduler_that_systemd_cannot_start_is_reported_immediately() {
     on_a_host(|_| {
         for (unit, expected) in [
             (

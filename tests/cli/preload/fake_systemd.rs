@@ -1,4 +1,5 @@
-//! A systemd on a bus of its own, for services that a test makes up. It reads drop-ins as systemd does, when it is told to reload.
+//! A fake systemd on a private bus, for a test's services. Like systemd, it reads drop-ins on
+//! reload.
 
 use std::collections::HashMap;
 use std::fs;
@@ -14,11 +15,11 @@ use zbus::{Connection, OwnedObjectPath};
 
 const BUS: &str = "/mnt/bus";
 
-/// A service as its unit file has it.
+/// The unit file of a service.
 #[derive(Debug, Clone)]
 pub struct Unit {
     pub name: &'static str,
-    /// Its name where that is an alias.
+    /// The name of its alias.
     pub alias: &'static str,
     pub load_state: &'static str,
     pub environment: Vec<&'static str>,
@@ -31,9 +32,9 @@ pub struct Unit {
     pub program: &'static str,
     pub slice: &'static str,
     pub main_pid: u32,
-    /// What becomes of it when it is started.
+    /// The active state after a start.
     pub active_state: &'static str,
-    /// The same a moment later.
+    /// The active state and sub-state a moment later.
     pub later: (&'static str, &'static str),
 }
 
@@ -61,7 +62,7 @@ impl Unit {
 
 type Loaded = Arc<Mutex<HashMap<String, Vec<String>>>>;
 
-/// The names of the units that were restarted, each in a line.
+/// A file with the names of restarted units, one per line.
 pub const RESTARTED: &str = "/mnt/restarted";
 
 struct Manager {
@@ -105,11 +106,11 @@ fn path(at: usize) -> OwnedObjectPath {
     OwnedObjectPath::try_from(format!("/org/freedesktop/systemd1/unit/_{at}")).expect("a path")
 }
 
-/// What the unit file and the drop-ins say, in the order of their names.
+/// The environment of the unit file and the drop-ins, in the order of their names.
 fn environment(unit: &Unit) -> Vec<String> {
     let mut environment: Vec<String> = unit.environment.iter().map(|pair| (*pair).to_owned()).collect();
     for name in [unit.name, unit.alias] {
-        // As it is the system's manager and a user's in one, it reads the files of both.
+        // Reads the files of the system's manager and of a user's, since it plays both.
         let directories = ["/etc/systemd/system", "/mnt/config/systemd/user"];
         let directories = directories.map(|all| Path::new(all).join(format!("{name}.d")));
         let of = |directory: &std::path::PathBuf| fs::read_dir(directory).into_iter().flatten().flatten();
@@ -127,7 +128,7 @@ fn environment(unit: &Unit) -> Vec<String> {
 struct Described(Unit);
 
 impl Described {
-    /// Whether it has run for a while since it was restarted.
+    /// Whether the service has run for a while since its restart.
     fn is_later(&self) -> bool {
         let restarted = fs::metadata(RESTARTED).and_then(|file| file.modified()).ok();
         let since = restarted.and_then(|time| time.elapsed().ok());
@@ -223,7 +224,7 @@ impl Service {
     }
 }
 
-/// Runs until it is dropped.
+/// The fake systemd, which runs until this value is dropped.
 #[derive(Debug)]
 pub struct Systemd {
     bus: Child,

@@ -1,4 +1,4 @@
-//! A machine for one test: the one that it runs on, with an `/etc` of its own that nobody else sees.
+//! A host for one test: the real one, with a private `/etc`.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -11,20 +11,20 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 use test_support::artifact;
 
 pub const FILE: &str = "/etc/ld.so.preload";
-/// Where the library is, below what the machine has for itself.
+/// The library's path, in the private part of the host.
 pub const LIBRARY: &str = "/mnt/lib/libnvshare.so";
 pub const NOBODY: u32 = 65534;
 
-/// Everything is relative to the thread that `on_a_host` runs.
+/// The host of the current thread. Valid only in `on_a_host`.
 #[derive(Debug)]
 pub struct Host(());
 
-/// Runs a test on a machine of its own; says so where there can be none.
+/// Runs a test on a private host, or skips it if mounts are not permitted.
 pub fn on_a_host(test: impl FnOnce(&Host) + Send) {
     if !rustix::process::geteuid().is_root() {
         return test_support::skip("root, for an /etc/ld.so.preload of its own");
     }
-    // A mount namespace belongs to a thread, and to what that thread starts.
+    // A new thread, since a mount namespace applies to a thread and its child processes.
     let run = || match set_up() {
         Ok(()) => test(&Host(())),
         Err(e) => test_support::skip(format_args!("the right to mount, for an /etc/ld.so.preload of its own: {e}")),
@@ -35,7 +35,7 @@ pub fn on_a_host(test: impl FnOnce(&Host) + Send) {
 }
 
 fn set_up() -> std::io::Result<()> {
-    // SAFETY: descriptors stay shared; the thread's root, working directory and umask become its own.
+    // SAFETY: `unshare` without `FILES` keeps descriptors shared, so no descriptor becomes invalid.
     unsafe { unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS)? };
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
     for place in ["/mnt", "/run"] {
@@ -58,7 +58,7 @@ fn set_up() -> std::io::Result<()> {
     Ok(())
 }
 
-/// What a program printed, and how it ended.
+/// The output and the exit status of a program.
 #[derive(Debug)]
 pub struct Said {
     pub status: ExitStatus,
@@ -71,14 +71,14 @@ impl Said {
         self.status.code()
     }
 
-    /// It is done, and there was nothing to complain about.
+    /// Asserts success without messages on standard error. Returns standard output.
     #[track_caller]
     pub fn fine(self) -> String {
         assert_eq!((self.code(), &*self.stderr), (Some(0), ""), "{self:?}");
         self.stdout
     }
 
-    /// It is refused, with a sentence that says this.
+    /// Asserts a failure whose message contains `sentence`.
     #[track_caller]
     pub fn refused(self, sentence: &str) {
         assert_eq!((self.code(), &*self.stdout), (Some(1), ""), "{self:?}");
@@ -92,7 +92,7 @@ pub fn said(command: &mut Command) -> Said {
     Said { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
 }
 
-/// What tells whether a file was touched, or became another.
+/// The identity of a file, to detect a change or a replacement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     pub inode: u64,
@@ -107,7 +107,7 @@ impl Host {
         command
     }
 
-    /// With the library at its usual place here.
+    /// `nvsharectl preload` with the library at [`LIBRARY`].
     fn with_library(&self, verb: &str) -> Command {
         let mut command = self.command(verb);
         if ["enable", "verify"].contains(&verb) {
@@ -130,7 +130,7 @@ impl Host {
         fs::set_permissions(FILE, Permissions::from_mode(0o644)).expect("its mode");
     }
 
-    /// The same file, other text.
+    /// Writes other text to the same inode.
     pub fn write_keeping(&self, text: &[u8]) {
         fs::write(FILE, text).expect("the file is written");
     }
@@ -144,7 +144,7 @@ impl Host {
         Identity { inode: metadata.ino(), modified: (metadata.mtime(), metadata.mtime_nsec()) }
     }
 
-    /// Programs start, and say nothing, whoever starts them.
+    /// Asserts that programs of every user start without messages.
     #[track_caller]
     pub fn is_sound(&self) {
         for uid in [0, NOBODY] {
@@ -153,12 +153,12 @@ impl Host {
         }
     }
 
-    /// Whether a program of this user has the library in it.
+    /// Whether a program of this user loads the library.
     pub fn loads(&self, uid: u32) -> bool {
         said(Command::new("/bin/cat").arg("/proc/self/maps").uid(uid).gid(uid)).fine().contains(LIBRARY)
     }
 
-    /// Nothing is left beside the file.
+    /// Asserts that no temporary file is left.
     #[track_caller]
     pub fn is_tidy(&self) {
         let names = fs::read_dir("/etc").expect("/etc").map(|entry| entry.expect("an entry").file_name());
@@ -170,19 +170,19 @@ impl Host {
     pub fn compile(&self, to: &str, options: &[&str]) {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cli/preload/library.c");
         let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
-        // A new file each time, as a package manager makes it: one that is mapped must not be written to.
+        // Creates a new inode, like a package manager: a mapped file must not be written to.
         let _ = fs::remove_file(to);
         cc.args(["-shared", "-fPIC", "-w", "-o", to]).arg(source).args(options);
         said(&mut cc).fine();
         fs::set_permissions(to, Permissions::from_mode(0o644)).expect("its mode");
     }
 
-    /// A library that is none of ours and does no harm.
+    /// Builds a harmless library other than nvshare's.
     pub fn other(&self, to: &str) {
         self.compile(to, &[]);
     }
 
-    /// What is at LIBRARY gets other bytes.
+    /// Replaces the library by a changed copy.
     pub fn patch(&self, change: impl FnOnce(&mut Vec<u8>)) {
         let mut bytes = fs::read(LIBRARY).expect("the library");
         change(&mut bytes);

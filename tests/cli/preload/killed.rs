@@ -1,4 +1,4 @@
-//! Several at once, and those that are killed: the file is whole at every moment.
+//! Concurrent and killed invocations: the file is complete at every moment.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ const OFF: &[u8] = b"# kept\n";
 const ON: &[u8] = b"# kept\n/mnt/lib/libnvshare.so\n";
 
 #[test]
-fn killed_at_any_moment_it_leaves_the_old_file_or_the_new_one() {
+fn a_kill_at_any_moment_leaves_the_old_file_or_the_new_one() {
     on_a_host(|host| {
         host.write(OFF);
         for verb in ["enable", "disable"] {
@@ -18,7 +18,7 @@ fn killed_at_any_moment_it_leaves_the_old_file_or_the_new_one() {
             for step in 0..40 {
                 host.write(if verb == "enable" { OFF } else { ON });
                 let mut child = host.start(verb);
-                // Longer and longer; whenever it is killed, nothing is torn.
+                // Kills it at increasing delays.
                 std::thread::sleep(takes.mul_f64(f64::from(step) / 32.0).min(Duration::from_secs(1)));
                 child.kill().expect("it is killed");
                 child.wait().expect("it is gone");
@@ -27,7 +27,7 @@ fn killed_at_any_moment_it_leaves_the_old_file_or_the_new_one() {
                 host.is_sound();
             }
         }
-        // What was left behind goes with the next change.
+        // The next change removes leftover files.
         host.write(OFF);
         host.preload("enable").fine();
         host.preload("disable").fine();
@@ -37,7 +37,7 @@ fn killed_at_any_moment_it_leaves_the_old_file_or_the_new_one() {
 }
 
 #[test]
-fn several_at_once_wait_for_each_other() {
+fn concurrent_changes_are_serialized() {
     on_a_host(|host| {
         host.write(OFF);
         let verbs = ["enable", "disable", "enable", "enable", "disable", "enable"];

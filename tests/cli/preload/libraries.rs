@@ -1,4 +1,4 @@
-//! What may be at the library's path: before it is put in force, and after.
+//! Defective libraries, before and after they are enabled.
 
 use std::fs::{self, Permissions};
 use std::io::Write;
@@ -10,7 +10,7 @@ use super::host::*;
 use test_support::artifact;
 
 #[test]
-fn verify_says_what_it_looked_at() {
+fn verify_lists_its_checks() {
     on_a_host(|host| {
         let report = host.preload("verify").fine();
         let tried =
@@ -29,7 +29,7 @@ fn verify_says_what_it_looked_at() {
     });
 }
 
-/// Not put in force, and said why. Whatever it is, programs go on.
+/// Asserts that the library is refused with a reason, and that programs still start.
 #[track_caller]
 fn is_refused(host: &Host, sentence: &str) {
     let verified = host.preload("verify");
@@ -72,7 +72,7 @@ fn a_library_that_never_finishes_loading_is_refused() {
     });
 }
 
-/// Makes a library with which no program starts.
+/// Builds a library that prevents every program from starting.
 fn fatal(host: &Host, how: &str) -> &'static str {
     const MADE: &str = "/mnt/lib/made.so";
     let part = |version: &str| {
@@ -96,7 +96,7 @@ fn fatal(host: &Host, how: &str) -> &'static str {
         }
         "needs a symbol that nobody has" => host.compile(MADE, &["-DUNRESOLVED", "-Wl,-z,now"]),
         "is cut off" => {
-            // In the middle of what the loader maps.
+            // Truncates within the segments that the loader maps.
             let whole = fs::read(artifact("libnvshare.so")).expect("the library");
             fs::write(MADE, &whole[..20_000]).expect("it is written");
             fs::set_permissions(MADE, Permissions::from_mode(0o644)).expect("its mode");
@@ -128,7 +128,7 @@ fn a_fatal_library_is_refused() {
 }
 
 #[test]
-fn a_library_that_has_become_fatal_is_put_out_of_force() {
+fn disable_works_after_a_library_has_become_fatal() {
     on_a_host(|host| {
         for how in FATAL {
             host.patch(|bytes| *bytes = fs::read(artifact("libnvshare.so")).expect("the library"));
@@ -136,7 +136,7 @@ fn a_library_that_has_become_fatal_is_put_out_of_force() {
             let fatal = fatal(host, how);
             host.preload("enable").fine();
             fs::rename(fatal, LIBRARY).expect("it takes the library's place");
-            // No program starts any more, and neither does nvsharectl where it needs a loader.
+            // No program starts, including a dynamically linked nvsharectl.
             for program in [Path::new("/bin/true"), &artifact("nvshare-scheduler")] {
                 let said = said(Command::new(program).arg("--version"));
                 assert!(!said.status.success(), "{how}: {said:?}");
@@ -151,13 +151,13 @@ fn a_library_that_has_become_fatal_is_put_out_of_force() {
 }
 
 #[test]
-fn a_shell_that_runs_already_can_empty_the_file_itself() {
+fn a_running_shell_can_empty_the_file() {
     on_a_host(|host| {
         let mut shell = Command::new("/bin/sh").stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a shell");
         fs::rename(fatal(host, FATAL[0]), LIBRARY).expect("it takes the library's place");
         host.write(format!("{LIBRARY}\n").as_bytes());
         assert!(!said(&mut Command::new("/bin/true")).status.success());
-        // As the manual has it.
+        // The command in the manual.
         shell.stdin.take().expect("a pipe").write_all(b": > /etc/ld.so.preload\n").expect("it reads");
         assert!(shell.wait().expect("it ends").success());
         host.is_sound();
@@ -165,7 +165,7 @@ fn a_shell_that_runs_already_can_empty_the_file_itself() {
 }
 
 #[test]
-fn what_fails_only_in_earnest_is_taken_back() {
+fn a_failure_after_the_rehearsal_is_rolled_back() {
     on_a_host(|host| {
         host.compile(LIBRARY, &["-DCRASHES_IN_EARNEST"]);
         assert!(host.preload("verify").status.success(), "the rehearsal notices nothing");
@@ -183,10 +183,10 @@ fn what_fails_only_in_earnest_is_taken_back() {
 }
 
 #[test]
-fn without_a_rehearsal_setuid_programs_are_tried_in_earnest() {
+fn without_a_rehearsal_setuid_programs_are_tried_with_the_real_file() {
     on_a_host(|host| {
         let enable = || {
-            // As root in an ordinary container is.
+            // Like root in an ordinary container.
             let arguments =
                 ["--bounding-set=-sys_admin", "/mnt/bin/nvsharectl", "preload", "enable", "--library", LIBRARY];
             said(Command::new("setpriv").args(arguments))
@@ -203,7 +203,7 @@ fn without_a_rehearsal_setuid_programs_are_tried_in_earnest() {
 }
 
 #[test]
-fn what_is_no_library_for_this_machine_is_refused() {
+fn a_library_for_another_machine_is_refused() {
     on_a_host(|host| {
         let genuine = fs::read(LIBRARY).expect("the library");
         let shapes: [fn(&mut Vec<u8>); 5] = [
@@ -213,7 +213,7 @@ fn what_is_no_library_for_this_machine_is_refused() {
             |bytes| bytes[18..20].copy_from_slice(&8u16.to_le_bytes()),
             |bytes| *bytes = b"hello".to_vec(),
             |bytes| bytes.clear(),
-            // The headers of its sections are at its end.
+            // The section headers are at the end.
             |bytes| bytes.truncate(20_000),
         ];
         for change in shapes {
@@ -226,7 +226,7 @@ fn what_is_no_library_for_this_machine_is_refused() {
         fs::remove_file(LIBRARY).expect("it goes");
         host.preload("enable").refused("there is no library /mnt/lib/libnvshare.so: name it with --library");
         said(&mut host.command("enable")).refused("name it with --library");
-        // No library of ours, and so never run.
+        // Not nvshare's library, so no program is run with it.
         fs::write(
             "/mnt/other.c",
             "#include <unistd.h>\n__attribute__((constructor)) void f(void) { unlink(\"/mnt/other.c\"); }",
@@ -281,7 +281,7 @@ fn a_path_that_the_loader_would_misread_is_refused() {
         enable("/mnt/lib/other.so").refused("its file name is not libnvshare.so");
         assert_eq!(host.text(), None);
 
-        // What is written is where a link leads, and not what it may lead to tomorrow.
+        // A link is resolved when the path is written, since its target may change later.
         fs::create_dir("/mnt/link").expect("a directory");
         symlink(LIBRARY, "/mnt/link/libnvshare.so").expect("a link");
         enable("/mnt/link/libnvshare.so").fine();

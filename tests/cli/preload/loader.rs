@@ -1,4 +1,4 @@
-//! Whether nvsharectl reads `/etc/ld.so.preload` as the loader does.
+//! Compares nvsharectl's parser of `/etc/ld.so.preload` with the loader's.
 
 use std::process::Command;
 
@@ -8,7 +8,8 @@ use proptest::test_runner::{Config, TestRunner};
 
 use super::host::*;
 
-/// The names that the loader finds: it complains of each, because there is no such library.
+/// The names that the loader parses: it prints an error for each, because the libraries do not
+/// exist.
 fn as_the_loader_reads(host: &Host, text: &[u8]) -> Vec<String> {
     host.write(text);
     let said = said(&mut Command::new("/bin/true"));

@@ -1,5 +1,5 @@
-//! `nvsharectl preload` against the real loader, one shape of `/etc/ld.so.preload` and of the library after the other, each
-//! on a machine with an `/etc` of its own. As root; what it needs is built by `make artifacts`.
+//! `nvsharectl preload` with the real loader, for many shapes of `/etc/ld.so.preload` and of the
+//! library, each on a host with a private `/etc`. Requires root and `make artifacts`.
 
 mod adopt;
 mod fake_systemd;

@@ -1,4 +1,4 @@
-//! `--unit` and `--user`: single services preload the library.
+//! `--unit` and `--user`: preloading in single services.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -25,7 +25,7 @@ fn jupyter() -> Unit {
 }
 
 #[test]
-fn a_service_preloads_it_and_no_other_does() {
+fn only_the_selected_service_preloads_the_library() {
     on_a_host(|host| {
         let _systemd = Systemd::start(vec![jupyter(), Unit::new("other.service")]);
         for unit in ["jupyter.service", "jupyter"] {
@@ -38,7 +38,7 @@ fn a_service_preloads_it_and_no_other_does() {
         }
         assert_eq!(host.text(), None, "nothing else preloads it");
 
-        // The exit code is about the whole machine, or about the service.
+        // The exit code describes the whole machine, or the selected service.
         let all = preload(host, &["status"]);
         assert_eq!(all.code(), Some(4));
         assert!(all.stdout.ends_with("  on for jupyter.service: /mnt/lib/libnvshare.so, version 0.1.0\n"), "{all:?}");
@@ -58,12 +58,13 @@ fn a_service_preloads_it_and_no_other_does() {
 }
 
 #[test]
-fn what_a_service_preloads_already_stays() {
+fn other_preloaded_libraries_of_a_service_are_kept() {
     on_a_host(|host| {
         let with =
             Unit { environment: vec!["LD_PRELOAD=/usr/lib/a.so:/old/libnvshare.so /usr/lib/b%.so"], ..jupyter() };
         let _systemd = Systemd::start(vec![with]);
-        // What the administrator has written with `systemctl edit` stays in effect but for this variable.
+        // The administrator's drop-in of `systemctl edit` stays in effect, except for this
+        // variable.
         fs::create_dir_all("/etc/systemd/system/jupyter.service.d").expect("a directory");
         fs::write("/etc/systemd/system/jupyter.service.d/override.conf", "[Service]\nNice=5\n").expect("a drop-in");
         for _ in 0..2 {
@@ -79,7 +80,7 @@ fn what_a_service_preloads_already_stays() {
 }
 
 #[test]
-fn a_user_is_its_service_manager() {
+fn a_users_drop_in_is_for_the_users_manager() {
     on_a_host(|host| {
         let _systemd = Systemd::start(vec![Unit::new("user@1234.service")]);
         fs::write("/etc/passwd", "root:x:0:0::/root:/bin/sh\nalice:x:1234:1234::/nowhere:/bin/sh\n")
@@ -94,7 +95,7 @@ fn a_user_is_its_service_manager() {
 }
 
 #[test]
-fn where_it_would_do_no_good_it_is_said_why_and_nothing_changes() {
+fn a_service_that_would_not_load_the_library_is_refused() {
     on_a_host(|host| {
         fs::write("/mnt/environment", "A=1\nLD_PRELOAD=/usr/lib/a.so\n").expect("a file");
         fs::create_dir("/mnt/root").expect("a directory");
@@ -121,7 +122,7 @@ fn where_it_would_do_no_good_it_is_said_why_and_nothing_changes() {
 }
 
 #[test]
-fn an_outranked_drop_in_is_taken_back() {
+fn an_outranked_drop_in_is_rolled_back() {
     on_a_host(|host| {
         let _systemd = Systemd::start(vec![jupyter()]);
         let directory = Path::new(DROP_IN).parent().expect("a directory");
@@ -156,7 +157,7 @@ fn units_that_start_no_programs_are_refused() {
 }
 
 #[test]
-fn programs_that_will_not_load_it_are_named() {
+fn programs_that_will_not_load_the_library_are_named() {
     on_a_host(|host| {
         let confined = Unit { apparmor_profile: "jupyter", program: "/mnt/bin/nvsharectl", ..jupyter() };
         let _systemd = Systemd::start(vec![confined]);
@@ -167,7 +168,7 @@ fn programs_that_will_not_load_it_are_named() {
 }
 
 #[test]
-fn status_tells_whether_the_process_has_loaded_it() {
+fn status_shows_whether_the_process_has_loaded_the_library() {
     on_a_host(|host| {
         let start = |preloaded: bool| {
             let mut sleep = Command::new("/bin/sleep");
@@ -186,7 +187,7 @@ fn status_tells_whether_the_process_has_loaded_it() {
                 let status = preload(host, &["status", "--unit", "jupyter"]).fine();
                 status.contains("was started before: sudo systemctl restart jupyter.service") == *problem
             };
-            // The loader has the library in place a moment after the process is there.
+            // The loader maps the library shortly after the process exists.
             test_support::wait_for("the status", || says(&!preloaded).then_some(()));
             process.kill().expect("it is ours");
             process.wait().expect("it is ours");
@@ -195,7 +196,7 @@ fn status_tells_whether_the_process_has_loaded_it() {
 }
 
 #[test]
-fn a_bad_library_is_not_put_in_force() {
+fn a_bad_library_is_not_enabled_for_a_service() {
     on_a_host(|host| {
         let _systemd = Systemd::start(vec![jupyter()]);
         host.compile(LIBRARY, &["-DCRASHES_FOR_USERS"]);
@@ -207,7 +208,7 @@ fn a_bad_library_is_not_put_in_force() {
 }
 
 #[test]
-fn only_root_changes_services_and_without_systemd_they_can_be_disabled() {
+fn only_root_changes_services_and_disable_works_without_systemd() {
     on_a_host(|host| {
         let nobody = |verb: &str| said(host.command(verb).args(["--unit", "jupyter"]).uid(NOBODY).gid(NOBODY));
         nobody("enable").refused("only root may change jupyter.service: sudo nvsharectl preload enable --unit jupyter");
@@ -224,7 +225,7 @@ fn only_root_changes_services_and_without_systemd_they_can_be_disabled() {
 }
 
 #[test]
-fn an_alias_is_the_service_itself() {
+fn an_alias_resolves_to_its_service() {
     on_a_host(|host| {
         let _systemd = Systemd::start(vec![Unit { alias: "notebook.service", ..jupyter() }]);
         let on = preload(host, &["enable", "--unit", "notebook"]).fine();

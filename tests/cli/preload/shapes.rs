@@ -1,4 +1,4 @@
-//! What may be at `/etc/ld.so.preload`.
+//! Shapes of `/etc/ld.so.preload`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -13,7 +13,7 @@ use super::host::*;
 const LINE: &str = "/mnt/lib/libnvshare.so\n";
 
 #[test]
-fn on_and_off_again_keep_every_byte_of_others() {
+fn enable_and_disable_keep_every_other_byte() {
     on_a_host(|host| {
         for name in ["a", "b", "c"] {
             host.other(&format!("/mnt/lib/{name}.so"));
@@ -55,14 +55,14 @@ fn on_and_off_again_keep_every_byte_of_others() {
 }
 
 #[test]
-fn without_a_file_there_is_none_afterwards() {
+fn disable_removes_a_file_that_enable_created() {
     on_a_host(|host| {
         assert_eq!(host.preload("status").code(), Some(4));
         for empty_before in [false, true] {
             if empty_before {
                 host.write(b"");
             }
-            // The library is found by where nvsharectl is.
+            // nvsharectl finds the library relative to itself.
             assert!(said(&mut host.command("enable")).fine().starts_with("On: "));
             assert_eq!(host.text().as_deref(), Some(LINE.as_bytes()));
             let metadata = fs::metadata(FILE).expect("it is there");
@@ -79,12 +79,12 @@ fn without_a_file_there_is_none_afterwards() {
 }
 
 #[test]
-fn owner_and_attributes_stay() {
+fn owner_and_attributes_are_kept() {
     on_a_host(|host| {
         host.write(b"");
         std::os::unix::fs::chown(FILE, Some(1), Some(2)).expect("root may");
         fs::set_permissions(FILE, Permissions::from_mode(0o640)).expect("its mode");
-        // An access control list: its owner rw-, user 7 r--, its group r--, at most rw-, others r--.
+        // An access control list: owner rw-, user 7 r--, group r--, mask rw-, others r--.
         let entries = [(1u16, 6u16, u32::MAX), (2, 4, 7), (4, 4, u32::MAX), (16, 6, u32::MAX), (32, 4, u32::MAX)];
         let list = entries
             .iter()
@@ -119,7 +119,7 @@ fn an_entry_for_another_libnvshare_is_replaced() {
         fs::copy(LIBRARY, "/mnt/old/libnvshare.so").expect("a copy");
         let shapes = [
             ("/mnt/old/libnvshare.so\n/mnt/lib/a.so\n", "/mnt/lib/libnvshare.so\n/mnt/lib/a.so\n"),
-            // Gone, and so every program says that it is: until now.
+            // A missing library, about which every program prints an error.
             ("/mnt/gone/libnvshare.so", "/mnt/lib/libnvshare.so"),
             ("libnvshare.so:/mnt/lib/a.so /mnt/lib/libnvshare.so", "/mnt/lib/libnvshare.so:/mnt/lib/a.so"),
             ("/mnt/lib/libnvshare.so\r\n", "/mnt/lib/libnvshare.so\n"),
@@ -153,14 +153,15 @@ fn a_link_stays_a_link() {
 }
 
 #[test]
-fn what_is_not_understood_is_refused_and_left() {
+fn an_ambiguous_file_is_refused_and_unchanged() {
     on_a_host(|host| {
         let huge = [b"/mnt/lib/a.so\n".repeat(6000), b"\n".to_vec()].concat();
         let shapes: [(&[u8], &str); 4] = [
             (b"/mnt/lib/a.so\0", "NUL byte"),
             (b"# one\n# two\n", "has comments that the loader would read as names"),
             (&huge, "longer than 64 KiB"),
-            // The loader says so to every program: an entry of somebody else's, which is not nvsharectl's to mend.
+            // A foreign entry that makes the loader print an error in every program, which
+            // nvsharectl does not mend.
             (b"/mnt/lib/a.so\r\n", "does harm by itself: mend or remove that first"),
         ];
         for (text, sentence) in shapes {
@@ -183,7 +184,7 @@ fn what_is_not_understood_is_refused_and_left() {
 }
 
 #[test]
-fn what_is_ours_goes_from_a_file_that_is_otherwise_not_understood() {
+fn disable_removes_our_entry_from_an_ambiguous_file() {
     on_a_host(|host| {
         for (before, after) in [
             (&b"/mnt/lib/libnvshare.so\0\xff\xfe\n"[..], &b"\0\xff\xfe\n"[..]),
@@ -193,7 +194,7 @@ fn what_is_ours_goes_from_a_file_that_is_otherwise_not_understood() {
             host.preload("disable").fine();
             assert_eq!(host.text().as_deref(), Some(after));
         }
-        // Heard by root only, and removed all the same.
+        // Only root's programs read the entry, and it is removed even so.
         host.write(LINE.as_bytes());
         fs::set_permissions(FILE, Permissions::from_mode(0o600)).expect("its mode");
         let status = host.preload("status").fine();
@@ -204,7 +205,7 @@ fn what_is_ours_goes_from_a_file_that_is_otherwise_not_understood() {
 }
 
 #[test]
-fn where_the_file_cannot_change_it_is_said_why() {
+fn an_unchangeable_file_is_reported_with_the_reason() {
     on_a_host(|host| {
         host.write(b"\n");
         if said(Command::new("chattr").args(["+i", FILE])).status.success() {
@@ -226,7 +227,7 @@ fn where_the_file_cannot_change_it_is_said_why() {
 }
 
 #[test]
-fn only_root_changes_it_and_others_may_look() {
+fn only_root_changes_the_file_and_other_users_can_read_the_status() {
     on_a_host(|host| {
         let nobody = |verb: &str| said(host.command(verb).uid(NOBODY).gid(NOBODY));
         nobody("enable").refused("only root may change /etc/ld.so.preload: sudo nvsharectl preload enable");
@@ -240,7 +241,7 @@ fn only_root_changes_it_and_others_may_look() {
 }
 
 #[test]
-fn status_names_what_is_wrong() {
+fn status_names_problems() {
     on_a_host(|host| {
         host.other("/mnt/lib/a.so");
         host.write(b"/mnt/lib/a.so /mnt/gone/libnvshare.so\nlibnvshare.so\n");
