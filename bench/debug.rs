@@ -1,6 +1,6 @@
-//! What a debug bundle costs where a thousand programs share a GPU and the flight recorder is full: how long it takes, how
-//! large it is, for how long it holds the scheduling loop, and what hand-overs notice. The daemon is a process, and the
-//! clients are sockets.
+//! The cost of a debug bundle while a thousand programs share a GPU and the flight recorder is
+//! full: its duration, its size, the time of the scheduling loop, and slower hand-overs. The daemon
+//! is a process, and the clients are sockets.
 //!
 //! `cargo bench --bench debug [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
@@ -65,7 +65,8 @@ fn bundle(daemon: &Daemon) -> String {
     output.stdout
 }
 
-/// What the recorder costs the scheduling loop: a checkpoint, and an event without it and with it.
+/// Cost of the recorder in the scheduling loop: a checkpoint, an event without it, and an event
+/// with it.
 fn recorder(text: &str) -> [Duration; 3] {
     let read = || {
         let bundle = bundle::read(text.as_bytes()).expect("a bundle");
@@ -80,7 +81,7 @@ fn recorder(text: &str) -> [Duration; 3] {
         std::hint::black_box(machine.handle(entry.at, entry.event));
     }
     let without = begin.elapsed() / count;
-    // Of the state in which all clients are.
+    // A checkpoint of the state with all clients.
     let taken = |_| {
         let begin = Instant::now();
         std::hint::black_box(Recorder::new(&machine));
@@ -97,7 +98,8 @@ fn recorder(text: &str) -> [Duration; 3] {
     [checkpoint, without, begin.elapsed() / count]
 }
 
-/// How long each took, in order; the size of the last; what each cost the thread of the scheduling loop.
+/// The sorted durations, the size of the last bundle, and the processor time of the scheduling loop
+/// per bundle.
 fn bundles(daemon: &Daemon) -> (Vec<Duration>, usize, Duration) {
     let before = loop_time(daemon);
     let mut size = 0;

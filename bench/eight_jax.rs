@@ -1,6 +1,7 @@
-//! Eight programs that reserve three quarters of the GPU each, as JAX does unless told otherwise, on a GPU of 24 GiB in a host of 64 GB
-//! with a disk: how many of them are refused memory. GPU, host and link are simulated, everything divided by the scale; the host's
-//! memory is the limit of a control group, with room for the simulated GPU's beside.
+//! Eight programs that reserve three quarters of the GPU each, JAX's default, on a GPU of 24 GiB in
+//! a host of 64 GB with a disk: the number of programs that are refused memory. GPU, host and link
+//! are simulated, and all sizes are divided by the scale. The host's memory is the limit of a
+//! cgroup, which also holds the simulated GPU's memory.
 //!
 //! `cargo bench --bench eight-jax -- [--scale 8] [--used 0.5] [--steps 20] [--directory DIR] [--programs DIR] [--json FILE]`
 //!
@@ -21,17 +22,18 @@ use test_support::cgroup::Limited;
 
 const GIB: f64 = (1u64 << 30) as f64;
 const PROGRAMS: usize = 8;
-/// A consumer card and its host, in bytes and bytes a second, as in `tests/support/src/machine/card.rs`.
+/// A consumer card and its host, in bytes and bytes per second, as in
+/// `tests/support/src/machine/card.rs`.
 const GPU: f64 = 24.0 * GIB;
 const CONTEXT: f64 = 0.3 * GIB;
 const HOST: f64 = 64e9;
 const LINK: f64 = 25.0 * GIB;
 const BOTH_WAYS: f64 = 35.0 * GIB;
-/// What the scheduler's default leaves of the host's memory for what is swapped out.
+/// The scheduler's default part of the host's memory for swapped memory.
 const SWAP_PART: f64 = 0.8;
-/// The least of its memory that the host is to have available at any time.
+/// The part of its memory that the host must have available at any time.
 const LEAST_AVAILABLE: f64 = 0.1;
-/// The status of a program that was refused memory.
+/// The exit status of a program that was refused memory.
 const REFUSED: i32 = 3;
 
 fn main() {
@@ -78,7 +80,8 @@ fn main() {
         for (program, status) in programs.iter_mut().zip(&mut statuses) {
             *status = status.or(program.try_wait().expect("a child"));
         }
-        // What is on the simulated GPU is in the group as well. Memory that moves is in both, or in neither, for a moment.
+        // The simulated GPU's memory is in the cgroup too. Moving memory is briefly counted in both
+        // or in neither.
         let on_gpu = || metric(&metrics, "nvshare_gpu_resident_bytes") as u64;
         let (before, used, after) = (on_gpu(), group.used(), on_gpu());
         least = least.min(host.saturating_sub(used.saturating_sub(before.min(after))));

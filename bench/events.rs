@@ -1,5 +1,5 @@
-//! The cost of one event in the scheduler's state machine, by the number of clients: two of them take turns, and all others
-//! are idle, or wait for the same GPU.
+//! The cost of one event in the scheduler's state machine by the number of clients: two clients
+//! take turns, and the others are idle or wait for the same GPU.
 //!
 //! `cargo bench --bench events [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
@@ -11,9 +11,10 @@ use nvshare::scheduler::*;
 
 const GPU: GpuId = GpuId(Uuid([7; 16]));
 const ROUNDS: u32 = 2000;
-/// What each client has.
+/// Demand of each client, in bytes.
 const DEMAND: u64 = 8 << 20;
-/// Users of clients that wait. A turn of a user's client changes when all clients of that user are next.
+/// Numbers of users of waiting clients. A turn of one client changes the order of all clients of
+/// its user.
 const USERS: [u64; 3] = [1, 2, 50];
 
 fn main() {
@@ -43,13 +44,13 @@ fn main() {
     results.write();
 }
 
-/// A machine, and clients that acknowledge what it tells them.
+/// A state machine, and clients that acknowledge its commands.
 struct World {
     machine: Machine,
     now: Duration,
     /// The newest allowance and limit of each client, and the allowance in bytes.
     told: BTreeMap<ClientId, (u32, u32, u64)>,
-    /// Clients that have something to acknowledge.
+    /// Clients with an unacknowledged command.
     unanswered: Vec<ClientId>,
     events: u32,
 }
@@ -114,8 +115,8 @@ impl World {
     }
 }
 
-/// The time of one event while clients attach, and while they take turns. Besides two clients there are `others`, which wait
-/// as well or are idle.
+/// The time of one event while clients attach, and while two clients take turns. The `others` wait
+/// too, or are idle.
 fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     let mut world = World::new();
     let clients = || (1..=others + 2).map(ClientId);
@@ -129,7 +130,7 @@ fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     }
     let attach = begun.elapsed() / (world.events - before);
 
-    // Contexts are measured a moment later.
+    // Lets the delayed measurement of contexts happen.
     world.now += Duration::from_secs(30);
     let now = world.now;
     world.say(Event::ContextSizes { gpu: GPU, bytes: clients().map(|client| (client, 1)).collect() });
@@ -140,7 +141,7 @@ fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
 
     let (begun, before) = (Instant::now(), world.events);
     for _ in 0..ROUNDS {
-        // As long as a turn: of turns that take no time there is nothing to be charged.
+        // The length of a turn: turns without duration would be charged nothing.
         world.now += Duration::from_millis(10);
         let gpus = [GPU].into();
         let release = Event::Released { client: holder, gpus, reason: ReleaseReason::Idle, busy: Duration::ZERO };

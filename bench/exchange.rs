@@ -25,9 +25,9 @@ use test_support::record::{Move, Record};
 
 const GIB: f64 = (1u64 << 30) as f64;
 const SETTINGS: &str = "time-quantum = 1\nanti-thrash = \"on\"\n";
-/// How often memory is exchanged without nvshare.
+/// The number of exchanges without nvshare.
 const BARE_RUNS: usize = 5;
-/// For how long a program idles before its memory leaves for the first time.
+/// The idle time of a program before its memory leaves for the first time.
 const IDLE: Duration = Duration::from_secs(10);
 
 fn main() {
@@ -45,7 +45,7 @@ fn main() {
     println!("the link: {:.1} GiB/s out, {:.1} in, {:.1} each way at once", speed("out"), speed("in"), speed("both"));
 
     let holder = stage.ballast(leave);
-    // Twice as much has to fit, with the two contexts.
+    // Both parts must fit at the same time, with two contexts.
     let part = ((leave - leave / 8) / 2).min(memory).to_string();
     let bare = median((0..BARE_RUNS).filter_map(|_| stage.ask(&["exchange", "--mem", &part])?["each_way"].as_f64()))
         .expect("two programs exchange memory");
@@ -64,7 +64,7 @@ fn main() {
     let record = stage.file("record.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);
     let begin = Instant::now();
-    // Long enough for some hand-overs; they end when they are told to.
+    // Long enough for some hand-overs. SIGTERM ends the programs earlier.
     let mut pair: Vec<Child> = (0..2)
         .map(|_| {
             let words = ["mix", "--mem", &mem, "--reps", "40", "--rounds", "100000000"];
@@ -88,7 +88,7 @@ fn main() {
         let rate = h.moved / (h.mapped / 1e3).max(1e-6);
         println!("{:>12.0} {:>12.0} {:>12.0} {:>12.2} {:>14.1}", h.drain, h.grant, h.mapped, h.moved, rate);
     }
-    // The first ones make the host buffers.
+    // The first hand-overs allocate the host buffers.
     let warm = hand_overs.get(2..).unwrap_or(&[]);
     let Some(middle) = median(warm.iter().map(|h| h.mapped)) else { return println!("too few hand-overs") };
     let moved = median(warm.iter().map(|h| h.moved)).unwrap_or_default();
@@ -120,13 +120,14 @@ fn main() {
     results.write();
 }
 
-/// Seconds from the first request of a program until all of its memory is on the GPU, where another one has idled there.
+/// Seconds from a program's first request until all of its memory is on the GPU, after another
+/// program has been idle there.
 fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
     let record = stage.file("first.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);
     let start = |words: &[&str]| stage.shared(words).stdout(Stdio::null()).spawn().expect("it runs");
     let bytes: u64 = memory.parse().expect("bytes");
-    // When this program first asked for the GPU, and when all of its memory was there.
+    // The times of this program's first request, and of the arrival of all its memory.
     let mut record = Record::new(&record, 1);
     let mut wait_for_memory = |program: &Child| loop {
         let all = record.moves();
@@ -172,7 +173,7 @@ fn hand_overs(moves: &[Move]) -> Vec<HandOver> {
             "grant" => {
                 let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
                 let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
-                // What it maps from the release on, before it gives the lock back itself.
+                // The program's moves from the release on, until it releases the lock itself.
                 let own = |m: &&Move| m.pid == pid;
                 let back =
                     moves[at..].iter().position(|m| own(&m) && m.what == "release").map_or(moves.len(), |n| at + n);

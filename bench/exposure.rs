@@ -1,4 +1,5 @@
-//! What the scheduler's service may do on its host, as systemd judges its unit: from 0 (hardly anything) to 10 (anything).
+//! The exposure of the scheduler's service by `systemd-analyze security`: from 0 (minimal
+//! privileges) to 10 (unrestricted).
 //!
 //! `cargo bench --bench exposure [-- --json FILE]`; with a file, the figure is put into it (see `bench_support::results`).
 

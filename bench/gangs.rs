@@ -1,6 +1,6 @@
-//! Jobs of several processes, and programs on several GPUs, in virtual time: when the last program is done, against the work
-//! that the fuller of two GPUs has. The scheduler's state machine is driven by simulated clients (`tests/scheduler-sim`), so the
-//! figures are the same on every machine.
+//! Jobs of several processes, and programs on several GPUs, in virtual time: the end of the last
+//! program, relative to the work of the fuller of two GPUs. The scheduler's state machine is driven
+//! by simulated clients (`tests/scheduler-sim`), so the figures are the same on every machine.
 //!
 //! `cargo bench -p nvshare-sched --bench gangs`
 
@@ -21,12 +21,12 @@ fn quick(at: u64) -> Plan {
     Plan { gpu: ms(20), cpu: ms(50), phases: 200, drain: ms(5), ..busy(at) }
 }
 
-/// One on both GPUs.
+/// A program on both GPUs.
 fn both() -> Plan {
     Plan { gpus: gpus([0, 1]), ..busy(0) }
 }
 
-/// A rank of a job, with such pauses between its bursts.
+/// A rank of a job, with pauses of `cpu` between its bursts.
 fn rank(job: u64, at: u64, cpu: Duration) -> Plan {
     Plan { job, gang: job, cpu, ..busy(at) }
 }

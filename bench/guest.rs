@@ -1,6 +1,6 @@
-//! What `libnvshare.so` costs the programs that it is preloaded into: loading it, beside a library that is empty, and a
-//! launch through its open gate, beside the launch alone, in instructions and in time. The driver here does nothing, so that
-//! only the library is seen.
+//! The cost of preloading `libnvshare.so`: loading it, compared with an empty library, and a launch
+//! through its open gate, compared with a direct launch, in instructions and in time. The driver is
+//! a stub, so only the library's cost is measured.
 //!
 //! `cargo bench --bench guest [-- --json FILE]`; `make bench` builds the library first.
 
@@ -11,13 +11,15 @@ use std::{
 
 use bench_support::results::{Figure, Results};
 
-/// Launches that are timed.
+/// Number of timed launches.
 const TIMED: &str = "20000000";
-/// Launches before those whose instructions are counted: by then the library knows that they are short, and takes few marks.
+/// Launches before counting starts: the library then knows that launches are short, and records few
+/// marks.
 const WARM_UP: &str = "1000000";
-/// Launches whose instructions are counted, and as many memsets and launches to the default stream: a multiple of those between two marks.
+/// Number of launches, memsets and launches to the default stream whose instructions are counted: a
+/// multiple of the number between two marks.
 const COUNTED: usize = 256;
-/// Each is run so many times, in turns; the fastest counts, as what is slower was disturbed.
+/// Runs of each variant, alternating. The fastest counts, since slower runs were disturbed.
 const RUNS: usize = 5;
 
 struct Scene {
@@ -83,15 +85,15 @@ fn main() {
     results.write();
 }
 
-/// What calls execute, their caller's instructions included.
+/// Instructions per call, including the caller's.
 struct Counted {
-    /// A launch, in the mean.
+    /// Mean of a launch.
     launch: f64,
-    /// The part of that which is marks.
+    /// The part of `launch` that records marks.
     marks: f64,
-    /// A memset that takes no mark.
+    /// A memset that records no mark.
     memset: u64,
-    /// A launch to the default stream, in the mean.
+    /// Mean of a launch to the default stream.
     to_default: f64,
 }
 
@@ -116,7 +118,8 @@ impl Scene {
             assert!(status.success(), "cc {}", from.display());
         };
         cc(&shared, &scene.empty, &directory.join("empty.c"), &["-nostdlib"]);
-        // Bound to itself: a memset calls another of its functions, which must not lead to a hook.
+        // `-Bsymbolic`: a memset calls another function of the stub, which must not resolve to a
+        // hook.
         let own = ["-Wl,-Bsymbolic"];
         cc(&shared, &directory.join("libcuda.so.1"), &project.join("tests/guest/driver.c"), &own);
         cc(&["-O2", "-o"], &scene.launches, &project.join("bench/launches.c"), &["-ldl"]);
@@ -127,7 +130,7 @@ impl Scene {
         let mut command = self.launch(preloaded, WARM_UP);
         command.arg(COUNTED.to_string()).env("LD_BIND_NOW", "1");
         let counts = test_support::steps::between_signals(&mut command).expect("instructions can be counted");
-        // From one signal to the next without a call between them, and with one.
+        // Instructions between two signals, without and with a call between them.
         let of = |rounds: std::ops::Range<usize>| {
             let own = |round: usize| counts[3 * round + 1] - counts[3 * round];
             let mut each: Vec<u64> = rounds.map(own).collect();
@@ -142,7 +145,7 @@ impl Scene {
     fn launch(&self, preloaded: bool, count: &str) -> Command {
         let mut command = Command::new(&self.launches);
         command.arg(count).env_clear().env("LD_LIBRARY_PATH", &self.directory);
-        // A socket that is not there: the gate is the same, and always open.
+        // A missing socket: the gate is the same, and stays open.
         command.env("NVSHARE_SOCKET", self.directory.join("none"));
         if preloaded {
             command.env("LD_PRELOAD", &self.library);

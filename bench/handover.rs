@@ -1,8 +1,10 @@
-//! What the scheduler costs: how long the lock is nobody's at a hand-over, and the CPU time of a daemon whose clients do
-//! nothing. Everything is real but the clients' work: the daemon as a process, sockets, threads that block in recv.
+//! The cost of the scheduler: the time without a lock holder at a hand-over, and the CPU time of a
+//! daemon with idle clients. Only the clients' work is simulated: the daemon is a process, clients
+//! are sockets, and their threads block in recv.
 //!
-//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`). With
-//! `--waiting`, only hand-overs among clients that all wait are measured. As root, these are of several users.
+//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see
+//! `bench_support::results`). `--waiting` measures only hand-overs among clients that all wait. Run
+//! as root, the clients have several users.
 
 mod waiting;
 
@@ -17,7 +19,8 @@ use waiting::Waiting;
 const HAND_OVERS: usize = 20_000;
 const WAITING_CLIENTS: usize = 1_000;
 const WAITING_HAND_OVERS: usize = 5_000;
-/// Users whose clients wait; the clients of one user take its turns in the order of their requests.
+/// Numbers of users of waiting clients. The clients of one user take its turns in the order of
+/// their requests.
 const WAITING_USERS: [u32; 3] = [1, 2, 50];
 const IDLE_CLIENTS: usize = 1_000;
 const IDLE_TIME: Duration = Duration::from_secs(10);
@@ -32,7 +35,7 @@ fn main() {
     results.write();
 }
 
-/// Two clients take turns beside others that are idle, and what a daemon costs whose clients are all idle.
+/// Measures two clients that take turns beside idle ones, and a daemon whose clients are all idle.
 fn two_take_turns(results: &mut Results) {
     row("limit: a thread that passes it on", &limit());
     for others in [0, 200] {
@@ -54,7 +57,7 @@ fn two_take_turns(results: &mut Results) {
     results.add(Figure { name: "idle-1000-clients-cpu", value: percent, unit: "percent", note });
 }
 
-/// Many clients take turns, of one user and of several: the figure is the worse of both.
+/// Measures many clients that take turns, of one user and of several. The figure is the worst case.
 fn all_wait(results: &mut Results) {
     let mut worst: Option<(Duration, u32)> = None;
     for users in WAITING_USERS {
@@ -81,7 +84,7 @@ fn row(what: &str, sorted: &[Duration]) {
     println!("{what:>34}  {median:>10.1?}  {most:>10.1?}  {nearly_all:>10.1?}  {all:>10.1?}");
 }
 
-/// Two clients pass the lock to and fro while others are attached and idle.
+/// Two clients alternate while others are attached and idle.
 fn measure(others: usize) -> Vec<Duration> {
     let daemon = quiet();
     assert_eq!(daemon.ctl(&["set", "anti-thrash", "on"]).code, Some(0));
@@ -95,7 +98,7 @@ fn measure(others: usize) -> Vec<Duration> {
     let mut pair = [&a, &b];
     let times = (0..HAND_OVERS).map(|_| {
         let [holder, next] = pair;
-        // The next one already blocks in recv, in a thread of its own, as the library's does.
+        // The next client already blocks in recv in its own thread, like the library.
         let time = between(|| holder.release(), || next.until_granted());
         holder.request();
         pair = [next, holder];
@@ -104,7 +107,8 @@ fn measure(others: usize) -> Vec<Duration> {
     sorted(times)
 }
 
-/// The same packets without a scheduler: one process wakes another thread, which wakes the next. Less is not possible.
+/// The lower bound: the same packets without a scheduler. One process wakes another thread, which
+/// wakes the next.
 fn limit() -> Vec<Duration> {
     let ([from, relay_in], [relay_out, to]) = (pair(), pair());
     std::thread::spawn(move || {
@@ -128,21 +132,21 @@ fn limit() -> Vec<Duration> {
 
 fn pair() -> [OwnedFd; 2] {
     let mut fds = [0; 2];
-    // SAFETY: a valid place; the descriptors are new and ours.
+    // SAFETY: the array has room for both descriptors. They are new, so no other value owns them.
     unsafe {
         assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, fds.as_mut_ptr()), 0);
         fds.map(|fd| OwnedFd::from_raw_fd(fd))
     }
 }
 
-/// From the call of `give` to the return of `wait`, which has been waiting in a thread of its own.
+/// The time from the call of `give` to the return of `wait`, which runs in its own thread.
 fn between(give: impl FnOnce(), wait: impl FnOnce() + Send) -> Duration {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
             wait();
             Instant::now()
         });
-        std::thread::sleep(Duration::from_micros(200)); // until it waits
+        std::thread::sleep(Duration::from_micros(200)); // until the thread waits
         let given = Instant::now();
         give();
         waiter.join().expect("no panic") - given
@@ -159,13 +163,13 @@ fn sorted(times: impl Iterator<Item = Duration>) -> Vec<Duration> {
 fn idle() -> f64 {
     let daemon = quiet();
     let _clients = crowd(&daemon, IDLE_CLIENTS);
-    std::thread::sleep(Duration::from_secs(3)); // until what attaching has left to do is done
+    std::thread::sleep(Duration::from_secs(3)); // until the work after attaching is done
     let before = daemon.cpu();
     std::thread::sleep(IDLE_TIME);
     (daemon.cpu() - before).as_secs_f64() / IDLE_TIME.as_secs_f64() * 100.0
 }
 
-/// Attaches a GPU that has room for everybody's context.
+/// Attaches a GPU that has room for all contexts.
 fn attach(client: &Client) {
     let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon::attach(0, GPU) else {
         return;
@@ -178,7 +182,7 @@ fn quiet() -> Daemon {
     quiet_with("")
 }
 
-/// The same with this configuration.
+/// A daemon with this configuration.
 fn quiet_with(configuration: &str) -> Daemon {
     Daemon::start_with(|command, directory| {
         let file = directory.join("nvshare.toml");

@@ -1,8 +1,9 @@
-//! What a tenant notices of others that do their worst: each at its limits, with floods of every message, of connections, and
-//! of calls over D-Bus. The daemon is a process, and so is each hostile tenant; the clients are sockets.
+//! The effect of hostile tenants on another tenant: each is at its limits, and floods the scheduler
+//! with messages, connections, or calls over D-Bus. The daemon is a process, and so is each hostile
+//! tenant; the clients are sockets.
 //!
-//! Takes root, to be several users. `cargo bench --bench hostile [-- --json FILE]`; with a file, the figures are put into it
-//! (see `bench_support::results`).
+//! Requires root, for several users. `cargo bench --bench hostile [-- --json FILE]`; with a file,
+//! the figures are put into it (see `bench_support::results`).
 
 #[expect(dead_code, reason = "it needs only hand-overs")]
 mod crowd;
@@ -26,13 +27,13 @@ use test_support::daemon::{self, Client, Daemon, GIB};
 const CLIENTS: usize = 512;
 /// The budget of open memory.
 const IMPORTS: u32 = 4096;
-/// Time between two looks at the loop.
+/// Interval between two probes of the loop.
 const LOOK: Duration = Duration::from_millis(1);
-/// A GPU that only hostile clients want to run on, and one that only the look at the loop uses.
+/// A GPU that only hostile clients use, and a GPU that only the probe uses.
 const THEIRS: Uuid = Uuid([8; 16]);
 const OURS: Uuid = Uuid([6; 16]);
 
-/// What a hostile tenant does.
+/// The floods of hostile tenants.
 const FLOODS: [(&str, &str); 6] = [
     ("messages", "every message, from all of its clients"),
     ("waiting", "requests of all of its clients for one GPU"),
@@ -56,7 +57,7 @@ fn main() {
     }
     row("calls over D-Bus", &[], true);
     let names = FLOODS.map(|(name, _)| name);
-    // A user for each, so that all of them are at their limits.
+    // One user per flood, so that each is at its limits.
     let all: Vec<(u32, &str)> = (65_000..).zip(names).collect();
     let worst = row("six tenants, one for each of these, and D-Bus", &all, true);
     let note = format!("beside {} hostile tenants at their limits, and calls over D-Bus", all.len());
@@ -72,8 +73,8 @@ struct Measured {
     handover: Duration,
 }
 
-/// Prints what hand-overs take beside floods, the longest time in which the loop answered nothing, and the longest until a
-/// new program was welcomed.
+/// Prints the times of hand-overs beside floods, the longest time without an answer of the loop,
+/// and the longest time until a new program was welcomed.
 fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
     // With the default limits.
     let daemon = Daemon::start_with(|command, directory| {
@@ -90,11 +91,11 @@ fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
                 scope.spawn(|| call(&control, &done));
             }
         }
-        std::thread::sleep(Duration::from_secs(3)); // until the floods are at their limits
+        std::thread::sleep(Duration::from_secs(3)); // until the floods have reached their limits
         let gap = scope.spawn(|| longest_gap(&daemon, &done));
         let welcome = scope.spawn(|| longest_welcome(&daemon, &done));
         let times = hand_overs(&daemon, None);
-        std::thread::sleep(Duration::from_secs(5)); // the loop for longer
+        std::thread::sleep(Duration::from_secs(5)); // observes the loop for longer
         done.store(true, Ordering::Relaxed);
         let (gap, welcome) = (gap.join().expect("no panic"), welcome.join().expect("no panic"));
         let [median, most, all] = [0.5, 0.99, 1.0].map(|share| at(&times, share));
@@ -103,7 +104,7 @@ fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
     })
 }
 
-/// The longest time until a client that is alone on its GPU has the lock.
+/// The longest time until the only client of a GPU has the lock.
 fn longest_gap(daemon: &Daemon, done: &AtomicBool) -> Duration {
     let client = daemon.client();
     client.attach_gpu(OURS, 1 << 40);
@@ -130,7 +131,7 @@ fn longest_welcome(daemon: &Daemon, done: &AtomicBool) -> Duration {
     longest
 }
 
-/// Lists clients and GPUs, again and again.
+/// Lists clients and GPUs repeatedly.
 fn call(control: &Path, done: &AtomicBool) {
     lower_priority();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
@@ -146,9 +147,10 @@ fn call(control: &Path, done: &AtomicBool) {
     });
 }
 
-/// The calling thread is to keep the scheduler busy, not the processors on which it and we run.
+/// Lowers the calling thread's priority: it should load the scheduler, but not take processor time
+/// from it.
 fn lower_priority() {
-    // SAFETY: a plain system call.
+    // SAFETY: the call takes no pointers.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
 }
 
@@ -159,7 +161,8 @@ impl Flood {
     fn start(uid: u32, name: &str, daemon: &Daemon) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--flood", name]).arg(daemon.socket()).uid(uid).gid(uid).stdin(Stdio::null());
-        // SAFETY: a plain system call between fork and exec.
+        // SAFETY: the closure makes only system calls, which are async-signal-safe between fork and
+        // exec.
         unsafe {
             command.pre_exec(|| {
                 lower_priority();
@@ -192,25 +195,25 @@ fn flood(name: &str, socket: &Path) {
     }
 }
 
-/// Sends without waiting. `false` if the daemon has hung up.
+/// Sends without blocking. False if the daemon has closed the connection.
 fn post(client: &Client, message: ClientMessage) -> bool {
     let packet = message.encode(client.version);
     let (bytes, flags) = (packet.as_bytes(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
-    // SAFETY: the kernel reads so many bytes of a buffer that lives.
+    // SAFETY: the kernel reads `bytes.len()` bytes of `bytes`, which outlives the call.
     let sent = unsafe { libc::send(client.socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
     sent >= 0 || std::io::Error::last_os_error().kind() == std::io::ErrorKind::WouldBlock
 }
 
-/// Discards what was received.
+/// Discards all received messages.
 fn discard(client: &Client) {
     let mut buffer = [0u8; 256];
-    // SAFETY: the kernel writes no more than fits.
+    // SAFETY: the kernel writes at most `buffer.len()` bytes to `buffer`.
     while unsafe { libc::recv(client.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) }
         > 0
     {}
 }
 
-/// A client of the newest version, attached to two GPUs; `None` if it is refused.
+/// A client of the newest protocol version, attached to two GPUs; `None` if the daemon refuses it.
 fn attached(socket: &Path) -> Option<Client> {
     let mut client = Client::connect(socket).ok()?;
     client.send(daemon::hello_of(version::MAX, version::MAX));
@@ -243,7 +246,7 @@ fn messages(socket: &Path) {
     }
 }
 
-/// Every message but those that break the protocol. Requests are for their own GPU.
+/// Every message that is valid in the protocol. Requests name only the hostile clients' GPU.
 fn every_message(round: u32) -> Vec<ClientMessage> {
     let (slot, gpus, bytes) = (0, 1, GIB + u64::from(round));
     let (key, range) = (Secret([7; 16]), round % IMPORTS);
@@ -278,7 +281,7 @@ fn every_message(round: u32) -> Vec<ClientMessage> {
     ]
 }
 
-/// All wait for the same GPU, and whoever has it gives it to the next.
+/// All clients wait for the same GPU, and each holder releases it immediately.
 fn waiting(socket: &Path) {
     let clients = crowd_of(socket);
     loop {

@@ -1,5 +1,6 @@
-//! What a scrape costs where a thousand programs share a GPU: how long the answer takes, how large it is, for how long the
-//! scheduling loop is held by it, and what hand-overs notice. The daemon is a process, and the clients are sockets.
+//! The cost of a scrape while a thousand programs share a GPU: its duration, its size, the time of
+//! the scheduling loop, and slower hand-overs. The daemon is a process, and the clients are
+//! sockets.
 //!
 //! `cargo bench --bench metrics [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
@@ -16,7 +17,7 @@ use test_support::daemon::Daemon;
 
 const CLIENTS: usize = 1_000;
 const SCRAPES: u32 = 100;
-/// Scrapes closer together are answered alike.
+/// The daemon answers more frequent scrapes from its cache.
 const PAUSE: Duration = Duration::from_millis(120);
 
 fn main() {
@@ -52,7 +53,7 @@ fn main() {
     results.write();
 }
 
-/// A daemon that serves metrics, and where.
+/// A daemon that serves metrics, and the path of its socket.
 fn served() -> (Daemon, PathBuf) {
     let path = |directory: &Path| directory.join("metrics.sock");
     let daemon = crowd::daemon(|directory| format!("[metrics]\nlisten = {:?}\n", path(directory)));
@@ -69,9 +70,10 @@ fn scrape(path: &Path) -> usize {
     answer.len()
 }
 
-/// How long each took, in order; the size of the last; what each cost the thread of the scheduling loop.
+/// The sorted durations, the size of the last answer, and the processor time of the scheduling loop
+/// per scrape.
 fn scrapes(daemon: &Daemon, path: &Path) -> (Vec<Duration>, usize, Duration) {
-    // What the loop does by itself in that time is left out.
+    // Excludes the loop's own activity during that time.
     let time = PAUSE * SCRAPES;
     let idle = {
         let before = loop_time(daemon);

@@ -1,6 +1,7 @@
-//! Equal jobs at once against the same ones one after the other, on a GPU that has room for one of them: jobs that need a
-//! part of the GPU's memory and a part of its time, in periods, under time quanta. What overlaps is gained, what moves is lost.
-//! For a machine with an NVIDIA GPU; the GPU is made small by a program that holds the rest of it.
+//! Equal jobs run concurrently, compared with the same jobs run serially, on a GPU that has room
+//! for one of them. Each job needs a part of the GPU's memory and a part of its time, in periods,
+//! under time quanta. Overlap gains time, moving memory loses it. For a machine with an NVIDIA GPU;
+//! the GPU is made small by a program that holds the rest of it.
 //!
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
 //! [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
@@ -16,13 +17,13 @@ use std::{
 use bench_support::results::{Figure, Results};
 use bench_support::stage::{Stage, bytes, kill, option};
 
-/// A job: so much memory, so much of each period on the GPU, so many periods.
+/// A job: its memory, the GPU's share of each period, and the number of periods.
 struct Job {
     memory: String,
     share: f64,
     period: f64,
     periods: u64,
-    /// Passes over its memory that take its part of a period.
+    /// Passes over its memory in each period.
     passes: u64,
 }
 
@@ -76,7 +77,7 @@ fn main() {
     results.write();
 }
 
-/// The name of the figure that this case is, if there is one.
+/// The name of this case's figure, if it is one.
 fn figure(jobs: usize, memory: &str, share: f64, period: f64, quantum: f64) -> Option<&'static str> {
     match (jobs, memory, share, period, quantum) {
         (2, "15.3G", 0.5, 10.0, 30.0) => Some("big-0.5-period10-tq30-over-serial"),
@@ -90,7 +91,7 @@ fn figure(jobs: usize, memory: &str, share: f64, period: f64, quantum: f64) -> O
 }
 
 impl Job {
-    /// Calibrates it, so that it does the same work in every run.
+    /// Calibrates a job, so that it does the same work in every run.
     fn new(stage: &Stage, memory: String, share: f64, period: f64, work: f64) -> Option<Self> {
         let milliseconds = (share * period * 1e3).to_string();
         let report =
@@ -119,7 +120,7 @@ impl Job {
     }
 }
 
-/// How long these take at once; each checks its results.
+/// Seconds until all of these concurrent programs have ended. Each checks its results.
 fn seconds(commands: Vec<Command>) -> f64 {
     let begin = Instant::now();
     let children: Vec<Child> =

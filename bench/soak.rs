@@ -33,16 +33,17 @@ const PROGRAM: usize = 4;
 const CONTEXT: usize = 1;
 /// Memory of a protocol client; its GPU has 16 GiB.
 const MEMORY: u64 = 9 * GIB;
-/// Between two rounds of a program: long enough that the library gives the lock back, which it does when the GPU has been
-/// idle for 1 ms to 2 ms and another program waits.
+/// The pause between two rounds of a program: long enough for the library to release the lock,
+/// which it does after 1 ms to 2 ms of idleness while another program waits.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Rounds of a program that comes and goes; there is one in each interval.
+/// Rounds of a short-lived program. Each interval has one.
 const VISIT: usize = 10;
-/// Protocol clients that come and go in each interval.
+/// Short-lived protocol clients in each interval.
 const VISITORS: usize = 5;
-/// Before each observation, until deferred work of the scheduler and the clients is done.
+/// Delay before each observation, for deferred work of the scheduler and the clients.
 const SETTLE: Duration = Duration::from_millis(300);
-/// The part of the observations that is left out of the fit: the scheduler's heap grows by some 300 KiB before it settles.
+/// The part of the observations that the fit excludes: the scheduler's heap grows by some 300 KiB
+/// before it settles.
 const WARM_UP: f64 = 0.5;
 
 fn main() {
@@ -83,7 +84,7 @@ fn main() {
         visitor.end();
         visitors += 1;
         programs.iter_mut().for_each(Program::finish);
-        // Each time the observed program has all of its memory on the GPU.
+        // Observes while the observed program has all of its memory on the GPU.
         programs[0].begin(1);
         programs[0].finish();
         let seen = log.observe(by_library.len());
@@ -102,7 +103,7 @@ fn main() {
             while !clients.last().is_some_and(|visitor| visitor.granted) {
                 hand_over(&mut clients);
             }
-            // It leaves with the lock.
+            // The client disconnects while it holds the lock.
             clients.pop();
             until_granted(&mut clients);
             visitors += 1;
@@ -151,7 +152,7 @@ fn main() {
     results.write();
 }
 
-/// What was recorded after so many hand-overs.
+/// The samples after a number of hand-overs.
 #[derive(Debug, Clone, Copy)]
 struct Observation {
     hand_overs: f64,
@@ -164,7 +165,7 @@ struct Log {
     scheduler: u32,
     client: u32,
     begin: Instant,
-    /// Of so many observations one is shown.
+    /// Prints one of this many observations.
     every: f64,
 }
 
@@ -196,7 +197,8 @@ impl Log {
     }
 }
 
-/// The median of the slopes between all pairs of points, which single samples that stand out do not move (Theil and Sen).
+/// The Theil–Sen estimator, which is robust against outliers: the median of the slopes between all
+/// pairs of points.
 fn slope(observations: &[Observation], of: impl Fn(&Observation) -> u64) -> f64 {
     let warm = &observations[(observations.len() as f64 * WARM_UP) as usize..];
     let points: Vec<(f64, f64)> = warm.iter().map(|o| (o.hand_overs / 1e3, of(o) as f64)).collect();
@@ -206,7 +208,7 @@ fn slope(observations: &[Observation], of: impl Fn(&Observation) -> u64) -> f64 
     slopes.get(slopes.len() / 2).copied().unwrap_or_default()
 }
 
-/// What a process has, in KiB where it is memory.
+/// The resources of a process. Memory is in KiB.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     resident: u64,
@@ -236,7 +238,7 @@ impl fmt::Display for Sample {
     }
 }
 
-/// Ends with its owner.
+/// A process that ends with this value.
 struct Running(Child);
 
 impl Drop for Running {
@@ -246,7 +248,7 @@ impl Drop for Running {
     }
 }
 
-/// A program under libnvshare.so, which works for so many rounds whenever it is told to.
+/// A program under libnvshare.so that works for a given number of rounds on request.
 struct Program {
     child: Child,
     to: ChildStdin,
@@ -268,14 +270,14 @@ impl Program {
         writeln!(self.to, "{rounds}").expect("the program runs");
     }
 
-    /// Waits until it has done them.
+    /// Waits until the rounds are done.
     fn finish(&mut self) {
         let mut line = String::new();
         let n = self.from.read_line(&mut line).expect("the program writes UTF-8");
         assert!(n > 0, "the program has ended: {:?}", self.child.wait());
     }
 
-    /// It leaves by itself.
+    /// Lets the program exit by itself.
     fn end(mut self) {
         self.begin(0);
         assert!(self.child.wait().expect("a child").success(), "a program failed");
@@ -289,12 +291,12 @@ impl Drop for Program {
     }
 }
 
-/// A protocol client: it claims to have memory, and does what the scheduler says at once.
+/// A protocol client without a GPU: it reports memory, and obeys the scheduler immediately.
 struct ProtocolClient {
     connection: Client,
     mapped: u64,
     allowance: u64,
-    /// Of the newest allowance.
+    /// Sequence number of the newest allowance.
     ack: u32,
     attached: bool,
     granted: bool,
@@ -312,7 +314,7 @@ impl ProtocolClient {
         self.connection.send(ClientMessage::Release { gpus: 1, reason: ReleaseReason::Idle, busy_us: 100 });
     }
 
-    /// Waits for a message, and does what it says.
+    /// Waits for a message, and obeys it.
     fn hear(&mut self) {
         let before = (self.ack, self.mapped);
         match self.connection.receive().expect("the scheduler runs") {
@@ -337,7 +339,7 @@ impl ProtocolClient {
     }
 }
 
-/// From the one that has the lock to the next.
+/// Hands the lock from its holder to the next client.
 fn hand_over(clients: &mut [ProtocolClient]) {
     let holder = clients.iter().position(|client| client.granted).expect("one has the lock");
     clients[holder].release();
@@ -349,7 +351,7 @@ fn until_granted(clients: &mut [ProtocolClient]) {
     hear_until(clients, |clients| clients.iter().any(|client| client.granted));
 }
 
-/// All of them hear, and do, what the scheduler says.
+/// Lets all clients receive and obey messages until `enough`.
 fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient]) -> bool) {
     while !enough(clients) {
         let of = |client: &ProtocolClient| libc::pollfd {
@@ -359,7 +361,7 @@ fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient])
         };
         let mut sockets: Vec<libc::pollfd> = clients.iter().map(of).collect();
         let patience = PATIENCE.as_millis() as i32;
-        // SAFETY: as many entries as it says.
+        // SAFETY: `sockets` has `sockets.len()` entries.
         let n = unsafe { libc::poll(sockets.as_mut_ptr(), sockets.len() as libc::nfds_t, patience) };
         assert!(n > 0, "the scheduler says nothing");
         for (client, _) in clients.iter_mut().zip(&sockets).filter(|(_, socket)| socket.revents != 0) {
@@ -368,10 +370,12 @@ fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient])
     }
 }
 
-/// Allocates memory and says so; then reads a number of rounds from standard input, works for so many on all of its memory, and says
-/// so. 0 is the end.
+/// The program: allocates memory and reports it. Then repeatedly reads a number of rounds from
+/// standard input, works for that many on all of its memory, and reports the end. 0 ends the
+/// program.
 fn client() {
-    // SAFETY: the driver's calls have these types in the CUDA headers, and the pointers are to live places of the right size.
+    // SAFETY: the calls have the types of the CUDA headers, and all pointers are to live values of
+    // the right size.
     unsafe {
         let driver = libloading::Library::new("libcuda.so.1").expect("a driver");
         macro_rules! call {

@@ -1,5 +1,6 @@
-//! How fast memory comes back from a swap file, beside what `fio` reads from the same disk in the same run. On a simulated GPU, whose
-//! link is as fast as the processor does its work: what is measured is the disk and the library's way from it.
+//! The speed of restoring memory from a swap file, compared with `fio` on the same disk in the same
+//! run. The GPU is simulated without artificial delays, so only the disk and the library are
+//! measured.
 //!
 //! `cargo bench --bench swap-file -- [--directory DIR] [--mem 2G] [--rounds 5] [--programs DIR] [--json FILE]`
 //!
@@ -22,9 +23,9 @@ use bench_support::stage::{Stage, bytes, kill, option};
 use serde_json::Value;
 
 const GIB: f64 = (1u64 << 30) as f64;
-/// What the GPU has beside the memory of one program.
+/// Memory of the GPU beyond the memory of one program.
 const BESIDE: u64 = 128 << 20;
-/// The library's, in `preload/src/memory/file/worker.rs`.
+/// The library's block size, from `preload/src/memory/file/worker.rs`.
 const BLOCK: &str = "8M";
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 16];
 /// io_uring, and threads.
@@ -39,7 +40,7 @@ fn main() {
         directory => directory.into(),
     };
     fs::create_dir_all(&directory).expect("the directory");
-    // Making pages for the simulated GPU's memory would take as long as reading.
+    // Keeps the simulated GPU's pages: allocating them would take as long as reading.
     stage.simulate(memory + BESIDE, &[("CUDA_SIM_KEEP_MEMORY", "1".into())]);
 
     let mut best: Option<(f64, &str, u32)> = None;
@@ -85,16 +86,17 @@ fn main() {
     results.write();
 }
 
-/// What fio reads, in GiB/s; `None` if it cannot.
+/// The read rate of fio, in GiB/s; `None` if fio fails.
 fn read_by_fio(directory: &Path, engine: &str, depth: u32, bytes: u64) -> Option<f64> {
     let mut command = Command::new("fio");
-    // Buffers of huge pages, as the library's: of others the disk is asked in more and smaller parts.
+    // Buffers of huge pages, like the library's. Other buffers are read in more and smaller
+    // requests.
     command.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
     command.args(["--name=swap", "--rw=read", "--direct=1", "--output-format=json", "--thread"]);
     command.arg(format!("--filename={}", directory.join("fio").display()));
     command.arg(format!("--bs={BLOCK}")).arg(format!("--size={bytes}")).arg(format!("--ioengine={engine}"));
     match engine {
-        // Each thread reads a part of its own.
+        // Each thread reads its own part.
         "psync" => {
             let part = bytes / u64::from(depth);
             command.arg(format!("--numjobs={depth}")).arg(format!("--size={part}"));
@@ -107,7 +109,7 @@ fn read_by_fio(directory: &Path, engine: &str, depth: u32, bytes: u64) -> Option
     Some(said["jobs"][0]["read"]["bw_bytes"].as_f64().filter(|speed| *speed > 0.0)? / GIB)
 }
 
-/// A program that works when it is told to.
+/// A program that works on request.
 struct Told {
     child: Child,
     to: ChildStdin,
@@ -115,7 +117,7 @@ struct Told {
 }
 
 impl Told {
-    /// Starts one, and waits until it has used all of its memory.
+    /// Starts a program, and waits until it has used all of its memory.
     fn start(stage: &Stage, memory: u64) -> Self {
         let mut command = stage.shared(&["told", "--mem", &memory.to_string()]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
@@ -125,7 +127,7 @@ impl Told {
         told
     }
 
-    /// Has it work, and returns how long its memory took to come back, in seconds.
+    /// Makes the program work, and returns the seconds that its memory took to return.
     fn work(&mut self) -> f64 {
         writeln!(self.to).expect("it runs");
         self.hear().parse().expect("seconds")

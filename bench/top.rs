@@ -1,5 +1,5 @@
-//! What `nvsharectl top` costs while it shows a crowd, on a terminal of 80 columns and without colours. The daemon is a process, and
-//! the clients are sockets.
+//! The cost of `nvsharectl top` with many clients, on a terminal of 80 columns without colours. The
+//! daemon is a process, and the clients are sockets.
 //!
 //! `cargo bench --bench top [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
@@ -27,7 +27,7 @@ fn main() {
         let daemon = crowd::daemon(|_| String::new());
         let crowd = crowd(&daemon, clients);
         for client in &crowd {
-            client.request(); // one has the GPU, and all others are told when they will
+            client.request(); // one client has the GPU, and the others have an expected time
         }
         let (shown, scheduler) = shown(&daemon);
         println!("{clients:>10}  {shown:>16.3}  {scheduler:>16.3}");
@@ -43,7 +43,8 @@ fn main() {
     results.write();
 }
 
-/// The processor time of `nvsharectl top` at its usual pace, after its start, and of the scheduling loop meanwhile: percent of a core.
+/// The processor time of `nvsharectl top` at its usual pace after its start, and of the scheduling
+/// loop during that time, in percent of a core.
 fn shown(daemon: &Daemon) -> (f64, f64) {
     let (master, terminal) = terminal();
     let other = |file: &OwnedFd| file.try_clone().expect("a descriptor");
@@ -76,7 +77,8 @@ fn time_of(pid: u32) -> Duration {
 fn terminal() -> (OwnedFd, OwnedFd) {
     let size = libc::winsize { ws_row: LINES, ws_col: COLUMNS, ws_xpixel: 0, ws_ypixel: 0 };
     let (mut master, mut terminal) = (-1, -1);
-    // SAFETY: valid places; the descriptors are new and ours.
+    // SAFETY: both pointers are to live integers. The descriptors are new, so no other value owns
+    // them.
     unsafe {
         let nothing = (std::ptr::null_mut(), std::ptr::null_mut());
         let made = libc::openpty(&mut master, &mut terminal, nothing.0, nothing.1, (&raw const size).cast_mut());
@@ -85,7 +87,7 @@ fn terminal() -> (OwnedFd, OwnedFd) {
     }
 }
 
-/// What is written to the terminal is read as fast as it comes.
+/// Reads and discards the terminal's output.
 fn read_on(master: OwnedFd) {
     std::thread::spawn(move || {
         let (mut master, mut some) = (File::from(master), [0; 1 << 16]);

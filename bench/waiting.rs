@@ -1,5 +1,6 @@
-//! Clients that all wait for one GPU, of many users where the benchmark is root. One thread does what the library does in each
-//! of them: it acknowledges allowances and limits, and asks for the lock again once it has given it back.
+//! Clients that all wait for one GPU, of many users if the benchmark runs as root. One thread plays
+//! the library for all of them: it acknowledges allowances and limits, and requests the lock again
+//! after each release.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -8,9 +9,9 @@ use nvshare_wire::client::{Engine, EngineReason, GpuKind};
 use nvshare_wire::{ClientMessage, SchedulerMessage, Text};
 use test_support::daemon::{self, Client, Daemon, GPU, PATIENCE};
 
-/// What each client has on the GPU, which has room for all of them.
+/// Demand of each client, in bytes. The GPU has room for all clients.
 const DEMAND: u64 = 8 << 20;
-/// Without a message for this long, all is done that the last hand-over has left to do.
+/// The time without a message after which the work of the last hand-over is done.
 const QUIET: Duration = Duration::from_micros(500);
 const FIRST_USER: u32 = 60_000;
 
@@ -19,7 +20,7 @@ pub struct Waiting {
     epoll: OwnedFd,
     holder: usize,
     attached: usize,
-    /// Clients whose report acknowledges something, and is not sent yet.
+    /// Clients with an unsent report that acknowledges a message.
     unanswered: Vec<usize>,
 }
 
@@ -31,15 +32,17 @@ struct Waiter {
 }
 
 impl Waiting {
-    /// So many clients that wait, of `users` users in turn, and one more that has the lock.
+    /// `clients` waiting clients, alternating among `users` users, and one more client that has the
+    /// lock.
     pub fn new(daemon: &Daemon, clients: usize, users: u32) -> Self {
-        // SAFETY: a plain system call; the descriptor is new and ours.
+        // SAFETY: the call takes no pointers. The descriptor is new, so no other value owns it.
         let epoll = unsafe { OwnedFd::from_raw_fd(libc::epoll_create1(libc::EPOLL_CLOEXEC)) };
         let mut all = Self { clients: Vec::new(), epoll, holder: usize::MAX, attached: 0, unanswered: Vec::new() };
         for number in 0..=clients {
             let client = connect(daemon, users, number);
             let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: number as u64 };
-            // SAFETY: both descriptors are open, and the kernel reads the event.
+            // SAFETY: both descriptors are open, and the kernel reads `event`, which outlives the
+            // call.
             let added = unsafe {
                 libc::epoll_ctl(all.epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, client.socket.as_raw_fd(), &mut event)
             };
@@ -58,7 +61,8 @@ impl Waiting {
         all
     }
 
-    /// From the packet that releases the lock until the next client has read its grant, so many times.
+    /// Measures `count` hand-overs, from the packet that releases the lock until the next client
+    /// has read its grant.
     pub fn hand_overs(&mut self, daemon: &Daemon, count: usize) -> Vec<Duration> {
         let mut times: Vec<Duration> = (0..count).map(|_| self.hand_over(daemon)).collect();
         times.sort();
@@ -100,12 +104,14 @@ impl Waiting {
         }
     }
 
-    /// Reads a message of each client that has one. False: none came within `patience`.
+    /// Reads one message of each client that has one. False if no message arrived within
+    /// `patience`.
     fn read(&mut self, patience: Duration) -> bool {
         const EVENTS: usize = 64;
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; EVENTS];
         let patience = libc::timespec { tv_sec: patience.as_secs() as _, tv_nsec: patience.subsec_nanos().into() };
-        // SAFETY: the kernel writes at most as many events as there is room for, and reads the time.
+        // SAFETY: the kernel writes at most the given number of events, for which there is room,
+        // and reads the timeout.
         let count = unsafe {
             let set = std::ptr::null();
             libc::epoll_pwait2(self.epoll.as_raw_fd(), events.as_mut_ptr(), EVENTS as i32, &patience, set)
@@ -143,12 +149,12 @@ impl Waiter {
     }
 }
 
-/// A client of one of the users, which are one where others cannot be had.
+/// Connects a client as one of the users, or as the own user without root.
 fn connect(daemon: &Daemon, users: u32, number: usize) -> Client {
     let user = FIRST_USER + number as u32 % users;
     let becomes = |user: u32| {
-        // The call by its number changes this thread alone; whose connection it is the kernel notes when it is made.
-        // SAFETY: a plain system call.
+        // The raw system call changes only this thread's user. The kernel records a connection's
+        // user when it is made. SAFETY: the call takes no pointers.
         let done = unsafe { libc::syscall(libc::SYS_setresuid, -1, user, -1) };
         assert_eq!(done, 0, "only root can be several users");
     };

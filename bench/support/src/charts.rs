@@ -12,7 +12,7 @@ const TOP: f64 = 64.0;
 const ROW: f64 = 20.0;
 const RADIUS: f64 = 5.0;
 
-/// What both themes have in common.
+/// The styles that both themes share.
 const STYLE: &str =
     "text{font:13px sans-serif}.title,.our{font-weight:bold}.range{stroke-width:2}.serial{stroke-dasharray:2 3}";
 const LIGHT: &str = ".page{fill:#fff}.ours,.other{stroke:#fff}text{fill:#1f2328}.quiet{fill:#59636e}.grid{stroke:#ddd}\
@@ -22,7 +22,7 @@ const DARK: &str = ".page{fill:#0d1117}.ours,.other{stroke:#0d1117}text{fill:#f0
                     .aim,.serial{stroke:#9198a1}.range{stroke:#484f58}.met,.ours,.our{fill:#3fb950}.short{fill:#f0883e}\
                     .other{fill:#0d1117;stroke:#9198a1}.first{fill:#818b98}.second{fill:#58a6ff}.plain{fill:#565e68}";
 
-/// A chart: the name of its file in `bench/charts`, and what is in it.
+/// A chart: the name of its file in `bench/charts`, and its text.
 #[derive(Debug)]
 pub struct Chart {
     pub name: &'static str,
@@ -43,7 +43,7 @@ impl Figures {
         drawn.into_iter().flat_map(themes).collect()
     }
 
-    /// Each figure that has an aim, over that aim; those that are furthest from it first.
+    /// Each figure with an aim, divided by that aim, sorted by the distance from it.
     fn aims(&self) -> String {
         let mut rows: Vec<(f64, &Wanted, f64)> = self
             .wanted
@@ -81,7 +81,8 @@ impl Figures {
         picture.finish(&ticks, Some(1.0))
     }
 
-    /// Two programs under each way to share, as bars: two panels for each half of the table, side by side.
+    /// Two programs under each sharing method, as bars: two panels, side by side, for each half of
+    /// the table.
     fn peers(&self) -> String {
         const NAMES: f64 = 160.0;
         const PANEL: f64 = (WIDTH - RIGHT - NAMES) / 2.0;
@@ -121,7 +122,7 @@ impl Figures {
     /// Pairs of loops under three ways of running them, as points.
     fn pairs(&self) -> String {
         let table = Table::below(&self.page, "Do loops gain from running at once?");
-        // Those drawn last are smaller, so that none hides another.
+        // Later points are smaller, so that no point hides another.
         let ways = [("native", "first", 7.0), ("in turns", "second", 5.5), ("auto", "ours", 4.0)];
         let columns = ways.map(|(way, ..)| table.columns.iter().position(|column| column == way).expect("the column"));
         let values = |cells: &[String]| columns.map(|at| number(cells.get(at)?));
@@ -147,8 +148,8 @@ impl Figures {
 }
 
 impl Wanted {
-    /// A value over the aim, or the aim over the value where it is to be large: no more than 1 if it is met. `None` where that says
-    /// nothing: without an aim, or if the aim is 0.
+    /// The value divided by the aim, or the inverse if larger is better: at most 1 if the aim is
+    /// met. `None` without an aim, or if the aim is 0.
     fn over_aim(&self, value: f64) -> Option<f64> {
         match (self.at_most, self.at_least) {
             (Some(most), _) if most > 0.0 => Some(value / most),
@@ -158,7 +159,8 @@ impl Wanted {
     }
 }
 
-/// The unit behind a figure, as short as it can be: a ratio or a count needs none, and what is long is in the table.
+/// The short unit of a figure: empty for a ratio or a count, and for long units, which are in the
+/// table.
 fn unit(wanted: &Wanted) -> String {
     match wanted.unit.as_str() {
         "percent" => " %".into(),
@@ -169,10 +171,10 @@ fn unit(wanted: &Wanted) -> String {
     }
 }
 
-/// The numbers in a text that names whose each is: `21.2 (the original), 17 to 20 (HAMi-core)`; of a range both ends. What is only
-/// possible, and not measured, has nobody's name.
+/// The numbers and their sources in a text such as `21.2 (the original), 17 to 20 (HAMi-core)`;
+/// both ends of a range. Numbers without a source were not measured, and are skipped.
 fn others(text: &str) -> Vec<(f64, String)> {
-    // A name ends with a bracket, and so does the part of the text that is its.
+    // Each part of the text ends with its source in brackets.
     let found = text.split(')').filter_map(|part| {
         let (numbers, who) = part.split_once(" (")?;
         let numbers = numbers.rsplit("; ").flat_map(|part| part.rsplit(", ")).next()?;
@@ -183,7 +185,8 @@ fn others(text: &str) -> Vec<(f64, String)> {
     found.flatten().collect()
 }
 
-/// The number that a cell of a table begins with, without what marks up the text: `8.1`, `[1.02](results.json "name")`.
+/// The number at the beginning of a table's cell, without markup: `8.1`, `[1.02](results.json
+/// "name")`.
 fn number(cell: &str) -> Option<f64> {
     let plain = cell.trim_start_matches(['[', '*']).replace(',', "");
     let end = plain.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(plain.len());
@@ -193,13 +196,13 @@ fn number(cell: &str) -> Option<f64> {
 /// A table of the page.
 #[derive(Debug)]
 struct Table {
-    /// Without that of the rows' names, and without what marks up the text.
+    /// The headings without markup, and without the column of the rows' names.
     columns: Vec<String>,
     rows: Vec<(String, Vec<String>)>,
 }
 
 impl Table {
-    /// The first one below a heading that begins so.
+    /// The first table below a heading that begins with `heading`.
     fn below(page: &str, heading: &str) -> Self {
         let (_, section) =
             page.split_once(&format!("\n## {heading}")).unwrap_or_else(|| panic!("RESULTS.md lacks {heading:?}"));
@@ -217,7 +220,7 @@ impl Table {
     }
 }
 
-/// From values to places.
+/// Maps values to positions.
 #[derive(Debug, Clone, Copy)]
 enum Scale {
     /// From 0.
@@ -231,7 +234,7 @@ enum Scale {
 }
 
 impl Scale {
-    /// The place of a value, from 0 to 1. What is beyond an end is at that end.
+    /// The position of a value, clamped to 0 to 1.
     fn at(self, value: f64) -> f64 {
         let place = match self {
             Self::Linear { to } => value / to,
@@ -240,7 +243,7 @@ impl Scale {
         place.clamp(0.0, 1.0)
     }
 
-    /// Whether a value has a place of its own.
+    /// Whether a value is within the scale.
     fn has(self, value: f64) -> bool {
         match self {
             Self::Linear { to } => value <= to,
@@ -259,7 +262,7 @@ impl Scale {
     }
 }
 
-/// A picture in the making, row by row.
+/// A picture that is drawn row by row.
 #[derive(Debug)]
 struct Picture {
     title: String,
@@ -281,7 +284,7 @@ impl Picture {
         self.left + self.scale.at(value) * (WIDTH - RIGHT - self.right - self.left)
     }
 
-    /// What the classes of marks mean.
+    /// The legend of the marks' classes.
     fn legend(&mut self, keys: &[(&str, &str)]) {
         let mut x = 14.0;
         for (class, text) in keys {
@@ -314,19 +317,19 @@ impl Picture {
         );
     }
 
-    /// A line at a value, from here down.
+    /// A vertical line at a value, from the current row down.
     fn vertical(&mut self, class: &str, value: f64, height: f64) {
         let (x, y) = (self.x(value), self.y);
         let _ = writeln!(self.body, r#"<path class="{class}" d="M{x:.1} {y:.0}v{height:.0}"/>"#);
     }
 
-    /// What is said behind the row.
+    /// A note after the row.
     fn note(&mut self, text: &str) {
         let (x, y) = (WIDTH - RIGHT - self.right + 12.0, self.y + 14.0);
         let _ = writeln!(self.body, r#"<text class="quiet" x="{x:.0}" y="{y:.0}">{}</text>"#, escaped(text));
     }
 
-    /// A point; an arrow at the end of the scale if the value is beyond.
+    /// A point, or an arrow at the end of the scale if the value is outside.
     fn mark(&mut self, class: &str, radius: f64, value: f64, told: &str) {
         let (x, y, told) = (self.x(value), self.y + 10.0, escaped(told));
         if self.scale.has(value) {
@@ -353,7 +356,7 @@ impl Picture {
         let _ = writeln!(self.body, r#"<path class="range" d="M{from:.1} {y:.0}H{to:.1}"/>"#);
     }
 
-    /// A bar from 0 with its text behind it; only the text if there is no value. No line crosses the text.
+    /// A bar from 0, followed by its text; only the text without a value. No line crosses the text.
     fn bar(&mut self, class: &str, value: Option<f64>, text: &str) {
         let (left, y) = (self.left, self.y);
         let width = value.map_or(0.0, |value| self.x(value) - left);
@@ -377,7 +380,7 @@ impl Picture {
         let _ = writeln!(self.body, r#"<text class="{class}" x="{x:.1}" y="{y:.0}">{}</text>"#, escaped(text));
     }
 
-    /// The whole picture, with lines at these values, and one at the aim.
+    /// The complete picture, with lines at the ticks and the aim.
     fn finish(&self, ticks: &[(f64, String)], aim: Option<f64>) -> String {
         let (bottom, mut out) = (self.y + 6.0, String::new());
         let height = bottom + 26.0;
@@ -403,7 +406,7 @@ impl Picture {
     }
 }
 
-/// Text as XML has it.
+/// Escapes text for XML.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -413,7 +416,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_others_are_those_that_somebody_is_named_for() {
+    fn only_numbers_with_a_source_are_read() {
         let of = |text: &str| others(text).into_iter().map(|(value, who)| format!("{value} {who}")).collect::<Vec<_>>();
         assert_eq!(
             of("16.0 (no scheduler), 21.2 (the original); 10 is possible"),
@@ -448,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_beyond_the_scale_is_at_its_end() {
+    fn values_outside_the_scale_are_clamped() {
         let scale = Scale::Log { from: 0.1, to: 10.0 };
         assert_eq!([scale.at(0.001), scale.at(1.0), scale.at(99.0)], [0.0, 0.5, 1.0]);
         assert!(scale.has(0.1) && !scale.has(-1.0) && !scale.has(99.0));

@@ -8,7 +8,7 @@ use std::{
     process::Command,
 };
 
-/// What `bench/figures.toml` says of a figure.
+/// The entry of a figure in `bench/figures.toml`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Wanted {
@@ -59,13 +59,13 @@ pub struct Figures {
     directory: PathBuf,
 }
 
-/// What the table says of a row whose code has changed since it was measured.
+/// The table's note on a row whose code has changed since it was measured.
 pub const OLDER: &str = ", *older*";
 
 /// The name of the figure that is the README's length.
 pub const README_LINES: &str = "readme-lines";
 
-/// What is above the table.
+/// The text above the table.
 const HEAD: &str = "\
 # All figures
 
@@ -151,8 +151,8 @@ impl Figures {
         text
     }
 
-    /// How many commits have changed the code that a row speaks of since it was measured, by git. `None` where git does not know
-    /// its commit.
+    /// The number of commits that have changed a row's code since it was measured. `None` if git
+    /// does not know its commit.
     pub fn commits_since(&self, row: &Row) -> Option<u32> {
         let wanted = self.wanted.iter().find(|wanted| wanted.name == row.name)?;
         let mut command = Command::new("git");
@@ -163,7 +163,7 @@ impl Figures {
     }
 }
 
-/// A number with at most so many decimal places, and commas in thousands.
+/// Formats a number with at most `places` decimal places, and commas between thousands.
 pub(crate) fn digits(value: f64, places: usize) -> String {
     let text = format!("{value:.places$}");
     let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };

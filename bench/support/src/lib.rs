@@ -1,5 +1,5 @@
-//! What benchmarks share: [`results`] writes figures for programs to read, [`figures`] puts them beside their aims, [`charts`] draws
-//! them, and [`stage`] has a GPU and a scheduler to measure on.
+//! Code that benchmarks share: [`results`] writes figures for programs to read, [`figures`] puts
+//! them beside their aims, [`charts`] draws them, and [`stage`] provides a GPU and a scheduler.
 
 pub mod charts;
 pub mod figures;

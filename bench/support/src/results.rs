@@ -1,4 +1,5 @@
-//! Figures for programs: `bench/results.json`, a list of [`Row`]s. A figure that is measured again replaces the one of that name.
+//! Figures for programs: `bench/results.json`, a list of [`Row`]s. A new measurement replaces the
+//! figure of the same name.
 
 use serde::{Deserialize, Serialize};
 use std::{
@@ -8,18 +9,18 @@ use std::{
 
 #[derive(Debug)]
 pub struct Figure {
-    /// The name that `bench/figures.toml` has, too.
+    /// The figure's name in `bench/figures.toml`.
     pub name: &'static str,
     pub value: f64,
     pub unit: &'static str,
     pub note: String,
 }
 
-/// A figure, and where it comes from. The fields are in the order in which the file has them.
+/// A figure and its origin. The fields are in the order of the file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Row {
-    /// What was measured; with `-dirty`, changes that were not committed were measured as well.
+    /// The measured commit, with `-dirty` if there were uncommitted changes.
     pub commit: String,
     pub date: String,
     pub hardware: String,
@@ -36,7 +37,7 @@ pub struct Results {
 }
 
 impl Results {
-    /// `--json FILE` names the file; without it nothing is written.
+    /// Reads the file's name from `--json FILE`. Without the option, no file is written.
     pub fn from_arguments() -> Self {
         let file = std::env::args_os().skip_while(|a| a != "--json").nth(1).map(PathBuf::from);
         Self { file, figures: Vec::new() }
@@ -80,13 +81,13 @@ pub fn read(file: &Path) -> Vec<Row> {
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{} is not a list of figures: {e}", file.display()))
 }
 
-/// What else the machine had to do, for notes: how many threads ran or wanted to, in the last minute.
+/// The machine's load average of the last minute, for notes.
 pub fn load() -> String {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     format!("load average {}", text.split(' ').next().unwrap_or("unknown"))
 }
 
-/// The processor, as the kernel names it, and how many of them.
+/// The processor's name and the number of processors.
 fn hardware() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = text
@@ -96,7 +97,7 @@ fn hardware() -> String {
     format!("{} × {model}", std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
-/// The commit, with `-dirty` where files that git tracks differ from it, the results aside: then it is not what was measured.
+/// The commit, with `-dirty` if tracked files other than the results differ from it.
 fn checked_out() -> String {
     let commit = said_by("git", &["rev-parse", "--short", "HEAD"]);
     let others = ["diff", "--quiet", "HEAD", "--", ":/", ":!/bench/results.json", ":!/bench/*.md"];

@@ -1,4 +1,5 @@
-//! What benchmarks with real programs need: where the programs are, a GPU that another program makes small, a scheduler.
+//! The stage of benchmarks with real programs: the programs' directory, a GPU that another program
+//! makes small, and a scheduler.
 
 use std::{
     io::{Read, Write},
@@ -16,12 +17,12 @@ pub struct Stage {
     directory: PathBuf,
 }
 
-/// What the command line says after that name.
+/// The value of an option on the command line.
 pub fn option(name: &str, default: &str) -> String {
     std::env::args().skip_while(|a| a != name).nth(1).unwrap_or_else(|| default.to_owned())
 }
 
-/// Reads `14G` or `7.2G`.
+/// Parses a size such as `14G` or `7.2G`.
 pub fn bytes(text: &str) -> u64 {
     let number = text.trim_end_matches(['K', 'M', 'G']);
     let shift = match text.chars().last() {
@@ -33,7 +34,7 @@ pub fn bytes(text: &str) -> u64 {
     (number.parse::<f64>().expect("a size") * (1u64 << shift) as f64) as u64
 }
 
-/// Ends it at once.
+/// Kills a process and reaps it.
 pub fn kill(mut child: Child) {
     let _ = child.kill();
     let _ = child.wait();
@@ -50,7 +51,8 @@ pub fn metric(socket: &Path, name: &str) -> f64 {
 }
 
 impl Stage {
-    /// `--programs DIR` names where the programs are; by default they are beside the benchmark.
+    /// Reads the programs' directory from `--programs DIR`; the default is the benchmark's
+    /// directory.
     pub fn from_arguments() -> Self {
         let exe = std::env::current_exe().expect("the path of this program");
         let built = exe.parent().and_then(Path::parent).map(Path::to_owned).unwrap_or_default();
@@ -69,25 +71,25 @@ impl Stage {
         command
     }
 
-    /// The same under nvshare.
+    /// A command for a program under nvshare.
     pub fn shared(&self, words: &[&str]) -> Command {
         let mut command = self.program(words);
         self.under_nvshare(&mut command);
         command
     }
 
-    /// Has a program take part.
+    /// Makes a command preload the library and use this stage's scheduler.
     pub fn under_nvshare<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command.env("LD_PRELOAD", self.programs.join("libnvshare.so")).env("NVSHARE_SOCKET", self.socket())
     }
 
-    /// Where they are.
+    /// The programs' directory.
     pub fn programs(&self) -> &Path {
         &self.programs
     }
 
-    /// Has this process, and what it starts, find a simulated GPU of so many bytes that is as fast as the processor does its work, and
-    /// that has these settings besides. No other thread may run yet.
+    /// Makes this process and its children use a simulated GPU of `memory` bytes without artificial
+    /// delays, with further settings. The process must be single-threaded.
     pub fn simulate(&self, memory: u64, settings: &[(&str, String)]) {
         let (libraries, directory) = (self.file("simulator"), self.file("gpu"));
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/cuda-sim/install.sh");
@@ -102,21 +104,22 @@ impl Stage {
             ("CUDA_SIM_GPU_BANDWIDTH", fast()),
             ("CUDA_SIM_LINK_BANDWIDTH", fast()),
         ];
-        // SAFETY: no other thread runs yet.
+        // SAFETY: the process is single-threaded: the caller's contract.
         all.iter().chain(settings).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     }
 
-    /// A program that holds all of the GPU but so many bytes.
+    /// Starts a program that holds all but `leave` bytes of the GPU.
     pub fn ballast(&self, leave: u64) -> Child {
         let free = self.ask(&["info"]).and_then(|info| info["free"].as_u64()).expect("free memory");
-        // The ballast's own context is gone from what `info` saw, and comes with the ballast.
+        // The free memory that `info` reports excludes its own context, and so leaves room for the
+        // ballast's context.
         let bytes = free.saturating_sub(leave).to_string();
         let holder = self.program(&["stranger", "--mem", &bytes, "--seconds", "3600"]).stdout(Stdio::null()).spawn();
         std::thread::sleep(Duration::from_secs(5));
         holder.expect("it runs")
     }
 
-    /// A file of this run's own.
+    /// The path of a file of this run.
     pub fn file(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
@@ -125,13 +128,13 @@ impl Stage {
         self.directory.join("scheduler.sock")
     }
 
-    /// What a program prints; `None` if it fails.
+    /// The output of a program; `None` if it fails.
     pub fn ask(&self, words: &[&str]) -> Option<Value> {
         let output = self.program(words).output().ok().filter(|output| output.status.success())?;
         serde_json::from_slice(&output.stdout).ok()
     }
 
-    /// A scheduler with that configuration, which records what happens.
+    /// Starts a scheduler with a configuration that records events to `record`.
     pub fn scheduler(&self, configuration: &str, record: &Path) -> Child {
         let _ = std::fs::remove_file(self.socket());
         let config = self.directory.join("nvshare.toml");
@@ -150,7 +153,8 @@ impl Stage {
         while !self.socket().exists() {
             std::thread::sleep(Duration::from_millis(10));
         }
-        // Until it knows that what else is on the GPU is no program that an earlier scheduler had.
+        // Waits until the scheduler has established that other processes on the GPU are no clients
+        // of an earlier scheduler.
         std::thread::sleep(Duration::from_millis(1500));
         child
     }

@@ -1,5 +1,6 @@
-//! Writes `bench/FIGURES.md` from the figures of `bench/results.json` and their aims, draws the charts, and prints which figures were
-//! measured before their code was changed. The length of the README is a figure, too, which this program measures.
+//! Writes `bench/FIGURES.md` from the figures of `bench/results.json` and their aims, draws the
+//! charts, and lists the figures whose code has changed since they were measured. It also measures
+//! one figure, the length of the README.
 //!
 //! `cargo run -p bench-support --bin figures`
 
@@ -27,7 +28,7 @@ fn main() {
     }
 }
 
-/// Measures the README again if it has another length.
+/// Updates the figure of the README if its length has changed.
 fn with_readme(bench: &Path, figures: Figures) -> Figures {
     let readme = std::fs::read_to_string(bench.with_file_name("README.md")).expect("README.md can be read");
     let lines = readme.lines().count() as f64;
@@ -40,7 +41,7 @@ fn with_readme(bench: &Path, figures: Figures) -> Figures {
     Figures::read(bench)
 }
 
-/// Leaves a file alone that is as it should be.
+/// Writes a file unless it already has this text.
 fn write(file: &Path, text: &str) {
     if std::fs::read_to_string(file).ok().as_deref() != Some(text) {
         std::fs::write(file, text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
