@@ -1,10 +1,10 @@
-//! The crash test: programs come and go on a GPU that cannot hold them all, and at random moments one of them, or the
-//! scheduler, is killed, stopped, or told to end. Everybody else's results are right, nobody waits for ever, and nothing is
-//! left behind.
+//! The crash test: programs come and go on a GPU that cannot hold them all, and at random moments
+//! one of them, or the scheduler, is killed, stopped, or told to end. All other programs must have
+//! right results, no program may wait forever, and no memory or lock may be left behind.
 //!
-//! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs it for longer. It goes in episodes, each on
-//! a machine of its own with a seed of its own; `NVSHARE_TEST_SEED` begins with that episode, and repeats it as far as
-//! timing allows.
+//! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs it for longer. It
+//! runs in episodes, each on a separate machine with a separate seed; `NVSHARE_TEST_SEED` begins
+//! with that episode, and repeats it as far as timing allows.
 
 mod watch;
 
@@ -16,17 +16,18 @@ use test_support::Dice;
 use test_support::machine::*;
 use watch::{Stand, Watch};
 
-/// Without `NVSHARE_CRASH_SECONDS`.
+/// The default of `NVSHARE_CRASH_SECONDS`.
 const SECONDS: u64 = 12;
 const EPISODE: Duration = Duration::from_secs(6);
-/// Programs at once.
+/// Number of concurrent programs.
 const CROWD: usize = 6;
-/// Milliseconds between two blows, at most.
+/// The longest pause between two disturbances, in milliseconds.
 const PAUSE: u64 = 100;
-/// What runs: all of it checks its own results, and is through in a fraction of a second where it runs alone. Nothing that
-/// takes memory which cannot move: nobody can promise room to others beside that. A program that is refused memory asks again:
-/// one that is killed may have the GPU's memory for a moment after its connection ended, one that is slow to come back to a new
-/// scheduler is a stranger to it, and around a restart programs get what is free.
+/// The programs. Each checks its own results, and takes a fraction of a second when it runs alone.
+/// None uses memory that cannot move, since the scheduler cannot guarantee room to others beside
+/// it. A program that is refused memory retries: a killed program may hold the GPU's memory briefly
+/// after its connection ended, a program that is slow to reconnect to a new scheduler counts as
+/// foreign, and around a restart programs receive only free memory.
 const PROGRAMS: &[&str] = &[
     "mix --mem 18M --chunks 3 --reps 2 --rounds 6",
     "mix --mem 12M --chunks 2 --reps 2 --rounds 8 --cpu-ms 5",
@@ -39,22 +40,22 @@ const PROGRAMS: &[&str] = &[
     "forks --mem 8M --rounds 2",
 ];
 
-/// How often what happened.
+/// The number of occurrences of each event.
 type Counts = BTreeMap<&'static str, u32>;
 
 struct Guest {
     program: Program,
     since: Instant,
-    /// When its trace last grew, and to what length.
+    /// The time at which the trace last grew, and its length.
     last: (Instant, u64),
-    /// The signal that is meant to end it, and whom that hits.
+    /// The signal that was sent to end the program, and the program's state at that time.
     harm: Option<(i32, &'static str)>,
-    /// Stopped until then.
+    /// The end of a SIGSTOP.
     stopped: Option<Instant>,
 }
 
 impl Guest {
-    /// It has ended: was that right? Says how it ended.
+    /// Checks how an ended program ended, and returns a description.
     fn judge(&mut self, counts: &mut Counts, slowest: &mut Duration) {
         let status = self.program.wait();
         let what = match (status.signal(), self.harm) {
@@ -69,7 +70,7 @@ impl Guest {
     }
 }
 
-/// Whether the scheduler runs.
+/// The state of the scheduler's process.
 enum Scheduler {
     Runs,
     Stopped { until: Instant },
@@ -77,7 +78,8 @@ enum Scheduler {
 }
 
 struct Episode {
-    /// Before the machine, so that they end, and show what they said, while its directory is there.
+    /// Declared before the machine, so that programs end and print their output while its directory
+    /// exists.
     guests: Vec<Guest>,
     machine: Machine,
     dice: Dice,
@@ -92,10 +94,10 @@ struct Episode {
 impl Episode {
     fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
-        // With less host memory than leaves the GPU, and files for the rest, or without.
+        // With swap files and too little host memory for the evicted memory, or without.
         let has_files = dice.one_in(2);
         let setup = Setup {
-            // Two or three fit, or nearly all.
+            // Two or three programs fit, or nearly all.
             memory: dice.pick(&[48, 64, 128]) * MIB,
             reserve: 2 * MIB,
             context: 2 * MIB,
@@ -107,7 +109,7 @@ impl Episode {
         };
         let files = if has_files { ", swap files" } else { "" };
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}{files}", setup.memory / MIB, setup.anti_thrash);
-        // With something that keeps connections for the next scheduler, or without.
+        // With a manager that keeps connections for the next scheduler, or without.
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.record(1));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
@@ -121,7 +123,7 @@ impl Episode {
             while self.guests.len() < CROWD {
                 self.invite();
                 if !matches!(self.scheduler, Scheduler::Runs) {
-                    break; // few at a time, since many of them are refused
+                    break; // starts few at a time, since many of them are refused
                 }
             }
             std::thread::sleep(self.dice.milliseconds(PAUSE));
@@ -129,7 +131,7 @@ impl Episode {
             self.strike();
             self.check();
         }
-        // Now all that was not killed comes to its end.
+        // Lets all remaining programs end.
         while !self.guests.is_empty() || !matches!(self.scheduler, Scheduler::Runs) {
             std::thread::sleep(Duration::from_millis(5));
             self.tend();
@@ -148,7 +150,7 @@ impl Episode {
 
     fn invite(&mut self) {
         let mut launch = self.machine.program(self.dice.pick(PROGRAMS)).env("CUDA_PATIENT", "1");
-        // Not with anti-thrash off: see `off_lets_a_program_of_the_engine_managed_run`.
+        // Not with anti-thrash off: see `a_managed_program_runs_with_anti_thrash_off`.
         let managed = self.dice.one_in(8) && self.machine.setup.anti_thrash != "off";
         if managed {
             launch = launch.env("NVSHARE_ENGINE", "managed");
@@ -157,7 +159,8 @@ impl Episode {
         self.guests.push(Guest { program, since, last: (since, 0), harm: None, stopped: None });
     }
 
-    /// Lets go on what was stopped for long enough, brings the scheduler back, and looks at those that ended.
+    /// Continues stopped programs whose time is over, restarts the scheduler, and checks programs
+    /// that have ended.
     fn tend(&mut self) {
         let now = Instant::now();
         match self.scheduler {
@@ -192,7 +195,7 @@ impl Episode {
         }
     }
 
-    /// Something bad, to somebody.
+    /// Disturbs a random process.
     fn strike(&mut self) {
         match self.dice.below(100) {
             0..25 => self.end_somebody(libc::SIGKILL, Some(Stand::Holds), "holder killed"),
@@ -220,7 +223,7 @@ impl Episode {
         (!found.is_empty()).then(|| self.dice.pick(&found))
     }
 
-    /// Counted once it is seen to have ended of it.
+    /// Signals a random program. Counted once the program has ended by the signal.
     fn end_somebody(&mut self, signal: i32, stand: Option<Stand>, whom: &'static str) {
         if let Some(at) = self.find(stand) {
             let guest = &mut self.guests[at];
@@ -234,7 +237,7 @@ impl Episode {
             return;
         }
         let now = Instant::now();
-        // Now and then for so long that programs go on without.
+        // Occasionally long enough for programs to continue without the scheduler.
         let most = if self.dice.one_in(12) { 5000 } else { 300 };
         let until = now + self.dice.milliseconds(most);
         match self.dice.below(6) {
@@ -260,13 +263,15 @@ impl Episode {
         let pid = self.machine.scheduler_pid();
         kill(pid, libc::SIGTERM);
         wait_for("the scheduler to end when told to", || {
-            // SAFETY: all zeros is a valid place for the answer; WNOWAIT leaves the child for whoever waits for it.
+            // SAFETY: all zeros is a valid `siginfo_t`, which `waitid` may write to. WNOWAIT does
+            // not reap the child.
             let (found, info) = unsafe {
                 let mut info: libc::siginfo_t = std::mem::zeroed();
                 let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
                 (libc::waitid(libc::P_PID, pid, &mut info, flags), info)
             };
-            // SAFETY: what `waitid` has filled in; 0 as long as there is nothing to say.
+            // SAFETY: `waitid` has filled in these fields; the pid is 0 if the child has not
+            // changed its state.
             let (ended, status) = unsafe { (info.si_pid() != 0, info.si_status()) };
             assert!(found == 0 && (!ended || (info.si_code, status) == (libc::CLD_EXITED, 0)), "it ends with {status}");
             ended.then_some(())
@@ -274,7 +279,7 @@ impl Episode {
         self.machine.kill_scheduler();
     }
 
-    /// What must be so at every moment.
+    /// Checks the invariants.
     fn check(&mut self) {
         self.watch.look();
         let most = if self.machine.setup.anti_thrash == "on" { 1 } else { CROWD };
@@ -286,11 +291,11 @@ impl Episode {
 }
 
 #[test]
-fn whoever_is_killed_the_others_are_right_and_nobody_waits_for_ever() {
+fn random_kills_leave_other_programs_correct_and_live() {
     let seconds = std::env::var("NVSHARE_CRASH_SECONDS").map_or(SECONDS, |text| text.parse().expect("seconds"));
     let (begin, seed) = (Instant::now(), Dice::seed());
     let mut counts = Counts::new();
-    // Enough of each that passing means something; on a busy machine that takes longer.
+    // Each kind of event must have occurred often enough. On a busy machine that takes longer.
     let few = (seconds as u32 / 20).max(1);
     let is_enough = |counts: &Counts| {
         let all = ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"];
@@ -308,13 +313,13 @@ fn whoever_is_killed_the_others_are_right_and_nobody_waits_for_ever() {
 }
 
 #[test]
-fn off_lets_a_program_of_the_engine_managed_run() {
+fn a_managed_program_runs_with_anti_thrash_off() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "off", ..Setup::default() });
     machine.program("mix --mem 16M --reps 1 --rounds 2").env("NVSHARE_ENGINE", "managed").start().finish();
 }
 
 #[test]
-fn who_starts_right_after_the_scheduler_is_back_gets_room() {
+fn a_program_started_right_after_a_restart_gets_room() {
     let mut machine = Machine::with_scheduler(Setup { memory: 64 * MIB, reserve: 2 * MIB, ..Setup::default() });
     let mut before = [(); 2].map(|()| machine.program("mix --mem 27M --reps 4 --rounds 40").start());
     before.iter().for_each(|program| machine.wait_for_grants(program, 1));

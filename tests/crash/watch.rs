@@ -1,4 +1,5 @@
-//! What can be seen from outside: who holds and who waits, by the scheduler's record, and how full the simulated GPU is.
+//! Observes from outside: the holders and waiters from the scheduler's record, and the used memory
+//! of the simulated GPU.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -8,7 +9,7 @@ use std::path::Path;
 
 use test_support::record::{Move, Record};
 
-/// How a client stands with the one GPU there is.
+/// The state of a client on the only GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stand {
     Idle,
@@ -21,8 +22,9 @@ pub enum Stand {
 pub struct Watch {
     record: Record,
     clients: BTreeMap<u64, (u32, Stand)>,
-    /// The most clients that held the lock when one of them was granted it. A holder that was stopped while the scheduler was
-    /// replaced is not waited for: it says that it has the lock after another one was granted it, and is asked for it at once.
+    /// The highest number of concurrent holders at any grant. The scheduler does not wait for a
+    /// holder that was stopped while the scheduler was replaced: that holder may report its lock
+    /// after another grant, and is then asked to release it immediately.
     pub most_holders: usize,
 }
 
@@ -36,7 +38,7 @@ impl Watch {
             let now = match what {
                 "request" => Stand::Waits,
                 "grant" | "held" => Stand::Holds,
-                // Who cannot drain does not count as a holder.
+                // An undrainable client does not count as a holder.
                 "release" | "cancel" | "detach" | "undrainable" => Stand::Idle,
                 "disconnect" => {
                     self.clients.remove(&client);
@@ -45,7 +47,7 @@ impl Watch {
                 _ => continue,
             };
             let stand = &mut self.clients.entry(client).or_insert((pid, Stand::Idle)).1;
-            // A holder that asks for more still holds.
+            // A holder that requests another lock still holds.
             if (*stand, now) != (Stand::Holds, Stand::Waits) {
                 *stand = now;
             }
@@ -64,9 +66,9 @@ impl Watch {
     }
 }
 
-/// Bytes of the simulated GPU that living processes have, by the simulator's accounts (`tests/cuda-sim/gpus`): a file a
-/// process, locked as long as it lives, with its pid and then two counts for each GPU. `None` while one of them is
-/// taking memory.
+/// Bytes of the simulated GPU that living processes use, from the simulator's accounts
+/// (`tests/cuda-sim/gpus`): one file per process, locked while the process lives, with its pid and
+/// two counts for each GPU. `None` while a process is allocating.
 pub fn used(simulator: &Path) -> Option<u64> {
     let all = File::open(simulator.join("accounts.lock")).ok()?;
     if !lock(&all) {
@@ -76,7 +78,7 @@ pub fn used(simulator: &Path) -> Option<u64> {
     let bytes = files.filter_map(|entry| {
         let mut file = File::open(entry.path()).ok()?;
         let mut counts = [0; 16];
-        // A lock that can be had is that of a process which is gone.
+        // If the lock is free, the process has ended.
         if lock(&file) || file.seek(SeekFrom::Start(8)).is_err() || file.read_exact(&mut counts).is_err() {
             return None;
         }
@@ -86,8 +88,8 @@ pub fn used(simulator: &Path) -> Option<u64> {
     Some(bytes.sum())
 }
 
-/// Until the file is closed.
+/// Tries to lock the file until it is closed.
 fn lock(file: &File) -> bool {
-    // SAFETY: an open descriptor.
+    // SAFETY: `file` keeps the descriptor open during the call.
     unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
 }

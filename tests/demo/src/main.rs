@@ -1,5 +1,5 @@
-//! `make demo`: starts a scheduler and two programs that together want more memory than the GPU has, shows how the lock
-//! changes hands and how memory moves, and checks everything.
+//! `make demo`: starts a scheduler and two programs that together need more memory than the GPU
+//! has, shows the hand-overs of the lock and the moves of memory, and checks the results.
 //!
 //! Exits with 0 only if both results are right, the lock alternated, and memory moved both ways.
 
@@ -26,11 +26,11 @@ use turns::Paint;
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const NAMES: [&str; 2] = ["A", "B"];
-/// Nothing here takes this long unless something hangs.
+/// The limit of every wait. It is reached only if a process hangs.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How long each program computes on a real GPU: a few turns.
+/// The time for which each program computes on a real GPU: a few turns.
 const WORK: Duration = Duration::from_secs(4);
-/// How often what happened is looked at.
+/// The interval between reads of the record.
 const PERIOD: Duration = Duration::from_millis(50);
 
 const USAGE: &str =
@@ -38,7 +38,7 @@ const USAGE: &str =
        nvshare-demo --real           on GPU 0 of this machine; with DEMO_LEAVE=16G in the environment, a third
                                      program first takes all of its memory but that much";
 
-/// Which GPU the demo is on.
+/// The GPU of the demo.
 #[derive(Debug)]
 enum Stage {
     Simulated { libraries: PathBuf },
@@ -70,7 +70,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Where everything is: the programs beside this one, and a directory that goes away.
+/// The directory of the programs, and a temporary directory.
 #[derive(Debug)]
 struct Scene<'a> {
     stage: &'a Stage,
@@ -91,7 +91,7 @@ impl Scene<'_> {
         self.scratch.join("record.jsonl")
     }
 
-    /// One of our programs, as it is to see the GPU.
+    /// A command for one of the demo's programs, with the environment of this GPU.
     fn command(&self, name: &str) -> Command {
         let mut command = Command::new(self.programs.join(name));
         for (variable, _) in env::vars_os() {
@@ -110,7 +110,7 @@ impl Scene<'_> {
         command
     }
 
-    /// Prints the timeline of the record, and draws it into a file beside the programs.
+    /// Prints the timeline of the record, and draws it into a file in the programs' directory.
     fn draw_timeline(&self) -> Result<PathBuf> {
         let picture = self.programs.join("demo.svg");
         for output in [None, Some(&picture)] {
@@ -126,7 +126,7 @@ impl Scene<'_> {
         Ok(picture)
     }
 
-    /// What one of our CUDA programs says when nvshare has no part in it.
+    /// Runs one of the CUDA programs without nvshare, and returns its report.
     fn ask(&self, arguments: &[String]) -> Result<serde_json::Value> {
         let output = self.command("cuda-program").args(arguments).stderr(Stdio::null()).output();
         let output = output.map_err(|e| format!("cannot start cuda-program: {e}"))?;
@@ -143,7 +143,7 @@ impl Scene<'_> {
     }
 }
 
-/// A line on stdout. Whoever reads it may go away, which ends the demo.
+/// Prints a line. A closed stdout ends the demo.
 fn say(line: &str) -> Result<()> {
     Ok(writeln!(std::io::stdout(), "{line}")?)
 }
@@ -195,7 +195,7 @@ fn play(stage: &Stage) -> Result<bool> {
         .map(|(i, name)| {
             let mut command = scene.command("nvsharectl");
             command.arg("run").arg("--library").arg(scene.programs.join("libnvshare.so")).arg("--");
-            // Named as in the lines about turns, in what nvsharectl shows, too.
+            // The link gives the program the same name in nvsharectl as in the lines about turns.
             let program = scene.scratch.join(format!("program-{name}"));
             std::os::unix::fs::symlink(scene.programs.join("cuda-program"), &program)?;
             command.arg(program).args(plan.arguments(i));
@@ -210,7 +210,7 @@ fn play(stage: &Stage) -> Result<bool> {
     let start = Instant::now();
     loop {
         let running = players.iter_mut().any(|player| player.is_running());
-        // A packet that the last program sent may not have been read yet.
+        // The scheduler may not have read the last program's last packet.
         thread::sleep(PERIOD);
         for turn in story.read() {
             say(&turns::turn(&turn, &NAMES, &paint))?;
@@ -263,7 +263,7 @@ fn schedule(scene: &Scene<'_>, plan: &Plan) -> Result<Process> {
     Ok(scheduler)
 }
 
-/// What `nvsharectl` shows while both run.
+/// The output of `nvsharectl` while both programs run.
 fn ask_status(scene: &Scene<'_>) -> Vec<String> {
     let output = scene.command("nvsharectl").arg("--control").arg(scene.control()).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
@@ -272,7 +272,7 @@ fn ask_status(scene: &Scene<'_>) -> Vec<String> {
     heading.into_iter().chain(text.lines().filter(|line| !line.is_empty()).map(cut)).collect()
 }
 
-/// Prints what is right and what is not; true if everything is.
+/// Prints the result of each check. True if all are right.
 fn judge(story: &Story, players: &mut [Process], plan: &Plan, paint: &Paint) -> Result<bool> {
     let mut all = true;
     let mut check = |right: bool, text: String| {

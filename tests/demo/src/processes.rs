@@ -1,4 +1,4 @@
-//! Processes that end with the demo however it ends, a directory that goes away, and Ctrl-C.
+//! Processes that end with the demo, however it ends; a temporary directory; and Ctrl-C.
 
 use crate::Result;
 use std::{
@@ -11,12 +11,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a process may take to get ready.
+/// The time limit of a process's start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From here on Ctrl-C, a closed terminal and SIGTERM only make [`interrupted`] true.
+/// From now on, Ctrl-C, a closed terminal and SIGTERM only set the flag behind [`interrupted`].
 pub fn notice_interrupts() {
     extern "C" fn notice(_: libc::c_int) {
         INTERRUPTED.store(true, Ordering::Relaxed);
@@ -31,13 +31,13 @@ pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// A directory that is removed when this is dropped.
+/// A directory that is removed when this value is dropped.
 #[derive(Debug)]
 pub struct Scratch(PathBuf);
 
 impl Scratch {
     pub fn new() -> Result<Scratch> {
-        // Sockets' paths are short, so not below a build directory.
+        // Not in the build directory, whose path may be too long for a socket.
         let path = env::temp_dir().join(format!("nvshare-demo-{}", process::id()));
         fs::create_dir(&path).map_err(|e| format!("cannot make {}: {e}", path.display()))?;
         Ok(Scratch(path))
@@ -54,7 +54,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A child whose output goes to files, and which is killed when this is dropped.
+/// A child whose output goes to files, and which is killed when this value is dropped.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -69,10 +69,10 @@ impl Process {
         let (output, errors) = (file("out"), file("err"));
         command.stdout(fs::File::create(&output)?).stderr(fs::File::create(&errors)?);
         let parent = process::id() as libc::pid_t;
-        // SAFETY: both calls are safe between fork and exec.
+        // SAFETY: both calls are async-signal-safe, as required between fork and exec.
         unsafe {
             command.pre_exec(move || {
-                // Even if the demo is killed, nothing of it stays.
+                // The child ends even if the demo is killed.
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 if libc::getppid() == parent { Ok(()) } else { Err(std::io::ErrorKind::Interrupted.into()) }
             });
@@ -95,7 +95,7 @@ impl Process {
         Ok(self.child.wait()?)
     }
 
-    /// Waits until it is ready; `what` says what is wrong if that does not happen.
+    /// Waits until the process is ready; `what` is the error text otherwise.
     pub fn wait_until(&mut self, what: &str, ready: impl Fn(&Self) -> bool) -> Result<()> {
         let start = Instant::now();
         while !ready(self) {
@@ -110,12 +110,12 @@ impl Process {
         Ok(())
     }
 
-    /// What it wrote to stdout.
+    /// The process's standard output so far.
     pub fn output(&self) -> String {
         fs::read_to_string(&self.output).unwrap_or_default()
     }
 
-    /// What it wrote to stderr.
+    /// The process's standard error so far.
     pub fn errors(&self) -> String {
         fs::read_to_string(&self.errors).unwrap_or_default()
     }

@@ -1,26 +1,27 @@
-//! How large everything is: the programs, what the scheduler keeps free, and whether this machine can do it.
+//! The sizes of the demo: of the programs and of the memory that the scheduler keeps free. Checks
+//! that this machine suffices.
 
 use std::{fs, time::Duration};
 
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
-/// Host memory that nobody but the rest of the machine uses.
+/// Host memory that is left to the rest of the machine, in bytes.
 const HOST_RESERVE: u64 = 2 * GIB;
-/// What each program wants of what is there for both: alone it fits, together they do not.
+/// The part of the available memory that each program needs: one program fits, both do not.
 const SHARE_PERCENT: u64 = 65;
 
-/// What is played.
+/// The parameters of a demo.
 #[derive(Debug)]
 pub struct Plan {
-    /// What each program wants.
+    /// Bytes that each program needs.
     pub memory: u64,
-    /// What there is for both.
+    /// Bytes available for both programs.
     pub room: u64,
     reserve: u64,
     context: u64,
     rounds: u64,
-    /// How often a round goes over all of the memory, besides once at its beginning; checking takes two more.
+    /// Passes over all memory in a round, besides one at its beginning and two for checking.
     passes: u64,
 }
 
@@ -31,7 +32,7 @@ impl Plan {
         Plan { memory: 700 * MIB, room: GIB - reserve - 2 * context, reserve, context, rounds: 3, passes: 1 }
     }
 
-    /// Programs for a GPU with so much free memory and a host with so much.
+    /// A plan for a GPU with `free` and a host with `host` available bytes.
     pub fn real(free: u64, host: u64) -> Result<Plan, String> {
         let (reserve, context) = (512 * MIB, 600 * MIB);
         let room = free.saturating_sub(reserve + 2 * context);
@@ -39,7 +40,7 @@ impl Plan {
             return Err(format!("only {} of the GPU are free: the demo needs 3 GiB", mib(free)));
         }
         let memory = room * SHARE_PERCENT / 100 / (8 * MIB) * (8 * MIB);
-        // Both programs' memory may be in host memory for a moment, while they hand over.
+        // During a hand-over, both programs' memory may be in host memory.
         let needed = 2 * memory + HOST_RESERVE;
         if needed > host {
             return Err(format!(
@@ -60,7 +61,8 @@ impl Plan {
         ["mix".to_owned()].into_iter().chain(words).collect()
     }
 
-    /// Has each program work for about that long; `trial` is how long one took for all rounds of this plan.
+    /// Sets the rounds so that each program works for about `wanted`; `trial` is the time of one
+    /// program for all rounds of this plan.
     pub fn work_for(&mut self, wanted: Duration, trial: Duration) {
         let round = trial.as_secs_f64() / self.rounds as f64;
         self.rounds = (wanted.as_secs_f64() / round.max(1e-4)).clamp(4.0, 10_000.0) as u64;
@@ -72,7 +74,7 @@ impl Plan {
     }
 }
 
-/// Bytes, for people.
+/// Formats bytes in MiB.
 pub fn mib(bytes: u64) -> String {
     match bytes {
         0..GIB => format!("{} MiB", bytes.div_ceil(MIB)),
@@ -80,7 +82,7 @@ pub fn mib(bytes: u64) -> String {
     }
 }
 
-/// `16G`, `512M`.
+/// Parses a size such as `16G` or `512M`.
 pub fn parse(text: &str) -> Option<u64> {
     let text = text.trim();
     let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
@@ -92,7 +94,7 @@ pub fn parse(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(unit)
 }
 
-/// Host memory that can still be had, here or under the limit of the control group this runs in.
+/// Available host memory, within the limit of this process's cgroup.
 pub fn host_available() -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next()?.parse().ok());
@@ -110,20 +112,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn alone_a_program_fits_and_together_they_do_not() {
+    fn one_program_fits_but_both_do_not() {
         for plan in [Plan::simulated(), Plan::real(16 * GIB, 64 * GIB).expect("there is room")] {
             assert!(plan.memory < plan.room && plan.room < 2 * plan.memory, "{plan:?}");
         }
     }
 
     #[test]
-    fn what_the_host_cannot_hold_is_refused() {
+    fn a_plan_beyond_host_memory_is_refused() {
         assert!(Plan::real(140 * GIB, 128 * GIB).is_err_and(|why| why.contains("DEMO_LEAVE")));
         assert!(Plan::real(GIB, 128 * GIB).is_err());
     }
 
     #[test]
-    fn sizes_are_read() {
+    fn sizes_are_parsed() {
         assert_eq!(parse("16G"), Some(16 * GIB));
         assert_eq!(parse("512M"), Some(512 * MIB));
         assert_eq!((parse(""), parse("16"), parse("G")), (None, None, None));

@@ -1,21 +1,21 @@
-//! What happened, from the scheduler's record: who held the lock when, and which bytes went where.
+//! The story of a demo, from the scheduler's record: the turns, and the bytes that moved.
 
 use std::path::Path;
 use test_support::record::{Move as Happening, Record};
 
-/// One turn with the lock, and what moved since the turn before it ended.
+/// One turn, and the bytes that moved since the previous turn ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Turn {
     pub who: usize,
     pub at: f64,
     pub waited: f64,
     pub held: f64,
-    /// Out of the GPU, and into it.
+    /// The move out of the GPU.
     pub out: Move,
     pub back: Move,
 }
 
-/// Bytes on their way in one direction, from when to when.
+/// Bytes that moved in one direction, and the period of the move.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Move {
     pub from: f64,
@@ -37,21 +37,21 @@ impl Move {
 struct Player {
     pid: u32,
     client: Option<u64>,
-    /// Since when it wants the lock, and since when it has it.
+    /// The time of the pending request.
     waits: Option<f64>,
     holds: Option<f64>,
-    /// For the turn it has.
+    /// The wait before the current turn.
     waited: f64,
     leaving: Option<Move>,
     returning: Option<Move>,
-    /// What has left since a turn was told.
+    /// The move out since the last reported turn.
     gone: Move,
-    /// Bytes that are in host memory now.
+    /// Bytes that are currently in host memory.
     away: u64,
     turns: usize,
 }
 
-/// Everything so far.
+/// All events so far.
 #[derive(Debug)]
 pub struct Story {
     players: [Player; 2],
@@ -85,22 +85,22 @@ impl Story {
         self.order.len()
     }
 
-    /// How often the lock went from one program to the other.
+    /// The number of hand-overs between the programs.
     pub fn alternations(&self) -> usize {
         self.order.windows(2).filter(|pair| pair[0] != pair[1]).count()
     }
 
-    /// How often one was granted the lock while the other had it.
+    /// The number of grants while the other program held the lock.
     pub fn overlaps(&self) -> usize {
         self.overlaps
     }
 
-    /// Bytes that left the GPU for host memory, and bytes that came back.
+    /// Bytes that left the GPU for host memory, and bytes that returned.
     pub fn moved(&self) -> (u64, u64) {
         (self.out, self.back)
     }
 
-    /// Reads what is new in the record, and says which turns have ended.
+    /// Reads new events of the record, and returns the turns that have ended.
     pub fn read(&mut self) -> Vec<Turn> {
         let mut turns = Vec::new();
         for event in self.record.new_moves() {
@@ -109,7 +109,7 @@ impl Story {
         turns
     }
 
-    /// Takes one event in; a turn that it ends is added to `turns`.
+    /// Handles one event; a turn that it ends is added to `turns`.
     fn happened(&mut self, event: &Happening, turns: &mut Vec<Turn>) {
         let Happening { ms, client, pid, what, bytes, .. } = *event;
         let now = (ms - *self.start.get_or_insert(ms)) / 1000.0;
@@ -135,7 +135,7 @@ impl Story {
                 player.returned();
                 player.leaving.get_or_insert(Move::at(now));
             }
-            // What a program frees on its own account goes nowhere.
+            // Memory that the program itself frees does not move.
             "freed" => {
                 if let Some(leaving) = &mut player.leaving {
                     leaving.add(now, bytes);
@@ -157,7 +157,8 @@ impl Story {
                     self.back += bytes;
                 }
             }
-            // A program that ends detaches the GPU, which is granted at that moment, before it disconnects.
+            // An ending program detaches the GPU before it disconnects, and the scheduler grants
+            // the lock at that moment.
             "release" | "detach" | "disconnect" => {
                 if let Some(since) = player.holds.take() {
                     let back = player.returned();
@@ -174,7 +175,7 @@ impl Story {
 }
 
 impl Player {
-    /// Its bytes have gone, as far as they had to.
+    /// The bytes to evict have left.
     fn left(&mut self) {
         let moved = self.leaving.take().unwrap_or_default();
         self.gone = if self.gone.bytes == 0 {
@@ -184,7 +185,7 @@ impl Player {
         };
     }
 
-    /// Its bytes are there, as far as it has room.
+    /// The bytes within the allowance have returned.
     fn returned(&mut self) -> Move {
         self.returning.take().unwrap_or_default()
     }
@@ -194,7 +195,7 @@ impl Player {
 mod tests {
     use super::*;
 
-    /// A record by hand: milliseconds, pid (the client's id as well), what, bytes.
+    /// A handwritten record: milliseconds, pid (which is also the client's id), event, bytes.
     fn story(events: &[(u32, u32, &'static str, u64)]) -> (Story, Vec<Turn>) {
         let (mut story, mut turns) = (Story::new(Path::new(""), &[1, 2]), Vec::new());
         for &(ms, pid, what, bytes) in events {
@@ -205,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hand_over_is_told() {
+    fn a_hand_over_is_reported() {
         let (story, turns) = story(&[
             (0, 1, "connect", 0),
             (0, 1, "request", 0),
@@ -233,13 +234,13 @@ mod tests {
     }
 
     #[test]
-    fn two_holders_at_once_are_noticed() {
+    fn concurrent_holders_are_detected() {
         let (story, _) = story(&[(0, 1, "connect", 0), (0, 2, "connect", 0), (1, 1, "grant", 0), (2, 2, "grant", 0)]);
         assert_eq!(story.overlaps(), 1);
     }
 
     #[test]
-    fn a_program_that_detaches_holds_the_lock_no_longer() {
+    fn detaching_ends_a_turn() {
         let (story, turns) = story(&[
             (0, 1, "connect", 0),
             (0, 2, "connect", 0),
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_a_program_frees_has_not_moved() {
+    fn freed_memory_does_not_count_as_moved() {
         let (story, _) = story(&[(0, 1, "connect", 0), (1, 1, "mapped", 100), (2, 1, "freed", 100)]);
         assert_eq!(story.moved(), (0, 0));
     }

@@ -1,4 +1,5 @@
-//! What happened, as text: a line a turn. Nothing is wider than 100 columns; colour only on a terminal, and not if `NO_COLOR` says so.
+//! Prints one line per turn, of at most 100 columns; in colour only on a terminal and without
+//! `NO_COLOR`.
 
 use crate::{
     sizes::mib,
@@ -8,7 +9,7 @@ use std::{env, io::IsTerminal};
 
 pub const WIDTH: usize = 100;
 
-/// How text is marked.
+/// The colours of the text.
 #[derive(Debug, Clone, Copy)]
 pub struct Paint {
     colour: bool,
@@ -33,12 +34,12 @@ impl Paint {
     }
 }
 
-/// The line above the turns.
+/// The heading of the turns.
 pub fn heading(paint: &Paint) -> String {
     paint.bold("      at   lock   waited     held   moved to the host first       moved to the GPU")
 }
 
-/// One turn.
+/// The line of one turn.
 pub fn turn(turn: &Turn, names: &[&str; 2], paint: &Paint) -> String {
     let moved = |who: usize, part: Move| match part.bytes {
         0 => "-".to_owned(),

@@ -1,5 +1,5 @@
-//! Control groups that look like units, where there is no systemd to make them, and a scheduler that finds version 2 where
-//! it looks for it.
+//! Makes cgroups that look like systemd's units without systemd, and mounts version 2 where the
+//! scheduler looks for it.
 
 use std::fs;
 use std::io;
@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 
 use crate::kill;
 
-/// Where it looks for it.
+/// The mount point at which the scheduler looks for cgroups.
 const ROOT: &str = "/sys/fs/cgroup";
 
-/// Long enough for processes that were killed to be gone.
+/// The time limit for killed processes to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A control group, in each hierarchy that counts: systemd's own of version 1, where there is that, says where a process
-/// belongs, and version 2 has a directory of the same path.
+/// A cgroup in each relevant hierarchy: in systemd's hierarchy of version 1, if there is one, which
+/// determines a process's unit, and at the same path in version 2.
 #[derive(Debug)]
 pub struct Unit {
-    /// From the root of the hierarchy.
+    /// The path from the root of the hierarchy.
     pub path: String,
     directories: Vec<PathBuf>,
 }
@@ -57,7 +57,7 @@ impl Unit {
         self.directories[0].join("cgroup.procs")
     }
 
-    /// Has this process belong to it until what is returned is dropped.
+    /// Moves this process into the cgroup until the returned value is dropped.
     pub fn enter(&self) -> Stay {
         let before = self.directories[0].parent().expect("it is below another").join("cgroup.procs");
         let pid = std::process::id().to_string();
@@ -65,7 +65,7 @@ impl Unit {
         Stay(before)
     }
 
-    /// Its directory, for NVML.
+    /// The cgroup's directory.
     pub fn directory(&self) -> PathBuf {
         Path::new(ROOT).join(self.path.trim_start_matches('/'))
     }
@@ -82,11 +82,11 @@ impl Drop for Unit {
     }
 }
 
-/// A control group with a limit of memory. What is left in it is killed in the end.
+/// A cgroup with a memory limit. Remaining processes are killed when this value is dropped.
 #[derive(Debug)]
 pub struct Limited {
     directory: PathBuf,
-    /// The files that have what it may take, what it takes, and how often a process was killed for lack of memory.
+    /// The files of the limit, the usage, and the number of out-of-memory kills.
     files: [&'static str; 3],
 }
 
@@ -101,7 +101,7 @@ impl Limited {
         let version_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"];
         let version_2 = ["memory.max", "memory.current", "memory.events"];
         let of = |root: Option<PathBuf>, own: Option<String>, files| Some((root?.join(own?).join(name), files));
-        // Where there are both, the controller is in one of them.
+        // If both versions are mounted, only one of them has the memory controller.
         let places = [
             of(mounted(" - cgroup cgroup rw,memory"), own(":memory:"), version_1),
             of(mounted(" - cgroup2 "), own("0::"), version_2),
@@ -122,12 +122,12 @@ impl Limited {
         self.directory.join("cgroup.procs")
     }
 
-    /// Changes its limit.
+    /// Changes the memory limit.
     pub fn set_limit(&self, bytes: u64) {
         fs::write(self.directory.join(self.files[0]), bytes.to_string()).expect("a limit");
     }
 
-    /// The bytes that it has, without what the kernel takes back before it kills a program.
+    /// The used bytes, without the memory that the kernel can reclaim.
     pub fn used(&self) -> u64 {
         let number = |name: &str| fs::read_to_string(self.directory.join(name)).ok()?.trim().parse::<u64>().ok();
         let all = number(self.files[1]).expect("what it has");
@@ -137,7 +137,7 @@ impl Limited {
         all.saturating_sub(cached)
     }
 
-    /// How many processes were killed for lack of memory.
+    /// The number of out-of-memory kills.
     pub fn kills(&self) -> u64 {
         let text = fs::read_to_string(self.directory.join(self.files[2])).expect("its events");
         value(&text, "oom_kill").expect("the kills")
@@ -155,12 +155,12 @@ impl Drop for Limited {
     }
 }
 
-/// The number behind a name.
+/// The number after a name.
 fn value(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
-/// While it lives, this process is in a unit.
+/// Keeps this process in a unit's cgroup until it is dropped.
 #[derive(Debug)]
 pub struct Stay(PathBuf);
 
@@ -170,14 +170,15 @@ impl Drop for Stay {
     }
 }
 
-/// Has that process find control groups of version 2 where they are by now on most hosts. Takes root where they are not.
+/// Makes a command find cgroups of version 2 at their usual mount point. Requires root if they are
+/// elsewhere.
 pub fn finds_version_2(command: &mut Command) {
     if mounted(" - cgroup2 ").as_deref() != Some(Path::new(ROOT)) {
         finds(command, c"cgroup2");
     }
 }
 
-/// Has it find something else there. Takes root.
+/// Makes a command find another file system there. Requires root.
 pub fn finds_no_version_2(command: &mut Command) {
     finds(command, c"tmpfs");
 }
@@ -185,7 +186,7 @@ pub fn finds_no_version_2(command: &mut Command) {
 fn finds(command: &mut Command, kind: &'static std::ffi::CStr) {
     let mount = move || {
         let (nothing, all) = (std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE);
-        // SAFETY: system calls with texts that end.
+        // SAFETY: all strings end with NUL.
         let done = unsafe {
             libc::unshare(libc::CLONE_NEWNS) == 0
                 && libc::mount(nothing, c"/".as_ptr(), nothing, all, nothing.cast()) == 0
@@ -193,11 +194,11 @@ fn finds(command: &mut Command, kind: &'static std::ffi::CStr) {
         };
         if done { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
-    // SAFETY: it makes system calls and no others.
+    // SAFETY: `mount` makes only system calls, which are async-signal-safe.
     unsafe { command.pre_exec(mount) };
 }
 
-/// Where a hierarchy is, by a part of its line.
+/// The mount point of a hierarchy, found by a part of its line.
 fn mounted(kind: &str) -> Option<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let line = mounts.lines().find(|line| line.contains(kind))?;

@@ -1,4 +1,4 @@
-//! A daemon in a directory of its own, and clients that speak the protocol to it by hand.
+//! A daemon in a temporary directory, and clients that send protocol messages directly.
 
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader};
@@ -20,7 +20,7 @@ pub const GIB: u64 = 1 << 30;
 pub const GPU: Uuid = Uuid([7; 16]);
 pub const GPU_NAME: &str = "GPU-07070707-0707-0707-0707-070707070707";
 
-/// What a process writes to stderr, as it comes.
+/// The lines of a process's standard error, as they arrive.
 #[derive(Debug, Clone, Default)]
 pub struct Log(Arc<(Mutex<Vec<String>>, Condvar)>);
 
@@ -74,12 +74,12 @@ impl Daemon {
         Self::start_with(|_, _| ())
     }
 
-    /// Starts one; `change` adds to its command line. It is on no bus unless told otherwise.
+    /// Starts a daemon; `change` extends its command line. By default it is on no bus.
     pub fn start_with(change: impl FnOnce(&mut Command, &Path)) -> Self {
         Self::start_in(Directory::new(), None, change)
     }
 
-    /// Starts one under a manager that keeps its connections.
+    /// Starts a daemon under a manager that keeps its connections.
     pub fn start_under(manager: &Manager, directory: Directory) -> Self {
         Self::start_in(directory, Some(manager), |_, _| ())
     }
@@ -112,13 +112,14 @@ impl Daemon {
         self.directory.0.join("control/control.sock")
     }
 
-    /// A client that has said Hello and been welcomed.
+    /// A client after `Hello` and `Welcome`.
     #[track_caller]
     pub fn client(&self) -> Client {
         Client::welcomed(&self.socket())
     }
 
-    /// A client that holds the lock, and one that waits for it: both need 12 GiB of the 16 GiB of the GPU.
+    /// A client that holds the lock, and a client that waits for it: both need 12 GiB of the GPU's
+    /// 16 GiB.
     #[track_caller]
     pub fn holder_and_waiter(&self) -> [Client; 2] {
         let clients = [self.client(), self.client()];
@@ -139,13 +140,13 @@ impl Daemon {
         kill(self.child.id(), signal);
     }
 
-    /// Waits for its end.
+    /// Waits until the daemon has ended.
     #[track_caller]
     pub fn wait(&mut self) -> ExitStatus {
         wait(&mut self.child)
     }
 
-    /// CPU time it has used so far.
+    /// The daemon's CPU time so far.
     pub fn cpu(&self) -> Duration {
         let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it runs");
         let ran = |thread: std::fs::DirEntry| {
@@ -164,14 +165,14 @@ impl Daemon {
 }
 
 impl Daemon {
-    /// Kills it; what is left is its directory.
+    /// Kills the daemon and returns its directory.
     pub fn kill(mut self) -> Directory {
         self.signal(libc::SIGKILL);
         self.wait();
         self.into_directory()
     }
 
-    /// Has it end by itself.
+    /// Terminates the daemon with SIGTERM and returns its directory.
     pub fn stop(mut self) -> Directory {
         self.signal(libc::SIGTERM);
         assert!(self.wait().success());
@@ -198,7 +199,7 @@ pub fn command(directory: &Path) -> Command {
     let mut command = Command::new(artifact("nvshare-scheduler"));
     command.arg("--socket").arg(directory.join("run/scheduler.sock"));
     command.arg("--control-socket").arg(directory.join("control/control.sock"));
-    // Nothing of the machine that runs the tests: no real GPUs, no service manager.
+    // Hides the machine that runs the tests: no real GPUs, no service manager.
     command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM").env_remove("STATE_DIRECTORY");
     command
 }
@@ -211,7 +212,7 @@ pub fn ctl() -> Command {
     command
 }
 
-/// What a finished process said.
+/// The output and exit status of a finished process.
 #[derive(Debug)]
 pub struct Output {
     pub code: Option<i32>,
@@ -243,7 +244,7 @@ pub fn wait(child: &mut Child) -> ExitStatus {
 }
 
 pub fn is_root() -> bool {
-    // SAFETY: a plain call that cannot fail.
+    // SAFETY: `geteuid` has no preconditions.
     unsafe { libc::geteuid() == 0 }
 }
 
@@ -258,7 +259,8 @@ pub struct Client {
 
 impl Client {
     pub fn connect(path: &Path) -> io::Result<Self> {
-        // SAFETY: plain system calls; the address is a live sockaddr_un and the descriptor new.
+        // SAFETY: `address` is a live sockaddr_un. The descriptor is new, so no other value owns
+        // it.
         unsafe {
             let fd = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
             assert!(fd >= 0);
@@ -301,7 +303,7 @@ impl Client {
         n == packet.len() as isize
     }
 
-    /// The next message; `None` is the end.
+    /// The next message; `None` at the end of the connection.
     #[track_caller]
     pub fn receive(&self) -> Option<SchedulerMessage> {
         let mut buffer = [0u8; MAX_LEN];
@@ -320,7 +322,7 @@ impl Client {
         }
     }
 
-    /// Reads on until a message is the one.
+    /// Reads messages until one matches, and returns it.
     #[track_caller]
     pub fn until(&self, is_it: impl Fn(&SchedulerMessage) -> bool) -> SchedulerMessage {
         let deadline = Instant::now() + PATIENCE;
@@ -338,7 +340,7 @@ impl Client {
         self.until(|message| matches!(message, SchedulerMessage::Grant { gpus: 1 }));
     }
 
-    /// Reads on until the end of the connection.
+    /// Reads messages until the end of the connection.
     #[track_caller]
     pub fn until_end(&self) {
         let deadline = Instant::now() + PATIENCE;
@@ -347,13 +349,13 @@ impl Client {
         }
     }
 
-    /// Attaches the GPU as slot 0 and waits to be let in.
+    /// Attaches the GPU as slot 0 and waits for `Attached`.
     #[track_caller]
     pub fn attach(&self) {
         self.attach_gpu(GPU, 16 * GIB);
     }
 
-    /// The same with a GPU of so many bytes.
+    /// Attaches a GPU of `total` bytes as slot 0 and waits for `Attached`.
     #[track_caller]
     pub fn attach_gpu(&self, uuid: Uuid, total: u64) {
         self.send(attach_of(0, uuid, total));
@@ -407,7 +409,8 @@ pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
     }
 }
 
-/// What it lacks on the GPU is in the host; it has carried out that allowance, and knows that limit.
+/// A report of a client whose unmapped memory is in the host, with acknowledgements of an allowance
+/// and a limit.
 pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> ClientMessage {
     let (slot, swapped, pinned, device_free) = (0, demand - mapped, 0, u64::MAX);
     let (host, counts) = (swapped, Counts::default());
@@ -430,7 +433,8 @@ pub fn release() -> ClientMessage {
     ClientMessage::Release { gpus: 1, reason: ReleaseReason::Idle, busy_us: 0 }
 }
 
-/// Runs one of this test program's ignored tests, by its full name, as a process of its own, with `NVSHARE_TEST_SOCKET` set.
+/// A command that runs one of this test program's ignored tests, by its full name, as a separate
+/// process with `NVSHARE_TEST_SOCKET`.
 pub fn helper(name: &str, socket: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
@@ -438,7 +442,7 @@ pub fn helper(name: &str, socket: &Path) -> Command {
     command
 }
 
-/// What a helper was given.
+/// The socket that a helper was given.
 pub fn helper_socket() -> PathBuf {
     PathBuf::from(std::env::var_os("NVSHARE_TEST_SOCKET").expect("run by a test, not by hand"))
 }

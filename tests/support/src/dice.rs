@@ -1,4 +1,4 @@
-//! Random numbers that can be repeated: the same seed gives the same numbers.
+//! Reproducible random numbers: the same seed gives the same numbers.
 
 use std::time::Duration;
 
@@ -17,8 +17,8 @@ impl Dice {
         Self::new(seed)
     }
 
-    /// The seed of this run: a constant, so that a commit passes or fails as before, as far as timing allows.
-    /// `NVSHARE_TEST_SEED` is another number, or `random`.
+    /// The seed of this run: by default a constant, so that results are reproducible as far as
+    /// timing allows. `NVSHARE_TEST_SEED` sets another number, or `random`.
     pub fn seed() -> u64 {
         match std::env::var("NVSHARE_TEST_SEED").as_deref() {
             Err(_) => 1,
@@ -40,12 +40,12 @@ impl Dice {
         self.below(n) == 0
     }
 
-    /// One of a list that is not empty.
+    /// A random element of a list, which must not be empty.
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         *self.choose(from).expect("something to pick from")
     }
 
-    /// `None` where the list is empty.
+    /// A random element of a list; `None` if the list is empty.
     pub fn choose<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
         self.0.choice(from)
     }

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A directory that goes away with the test, unless `NVSHARE_TEST_KEEP` is set.
+/// A directory that is removed at the end of the test, unless `NVSHARE_TEST_KEEP` is set.
 #[derive(Debug)]
 pub struct Directory(pub PathBuf);
 
@@ -17,12 +17,12 @@ impl Directory {
             let path = std::env::temp_dir().join(name);
             match fs::create_dir(&path) {
                 Ok(()) => break path,
-                // A test that was killed has left it, and its number has come round.
+                // A killed test with the same pid has left it.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => panic!("{}: {e}", path.display()),
             }
         };
-        // Helpers that run as another user reach the sockets in it.
+        // Helpers that run as other users need the sockets in it.
         fs::set_permissions(&path, Permissions::from_mode(0o755)).expect("its mode");
         Self(path)
     }

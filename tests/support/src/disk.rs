@@ -1,4 +1,5 @@
-//! A disk of its own for a test, which can become full, and of which most can be lost: an ext4 file system in a file, by a loop device.
+//! A private disk for a test that can become full or lose most of its contents: an ext4 file system
+//! on a loop device.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -8,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use crate::{Directory, MIB, artifact};
 
-/// What is left of it after [`Disk::lose`]: the first tables of the file system.
+/// The bytes that are left after [`Disk::lose`]: the first tables of the file system.
 const LEFT: u64 = 4 << 20;
 
 #[derive(Debug)]
@@ -21,7 +22,7 @@ pub struct Disk {
 impl Disk {
     /// `None`, with a line that says so, where none can be made.
     pub fn new(name: &str, size: u64) -> Option<Self> {
-        // Not among temporary files, which may be in RAM.
+        // Not in the temporary directory, which may be in RAM.
         let directory =
             Directory(artifact("nvshare-scheduler").with_file_name(format!("{name}-{}", std::process::id())));
         let (image, mounted) = (directory.0.join("image"), directory.0.join("disk"));
@@ -40,18 +41,18 @@ impl Disk {
         Some(Self { image: file, mounted, directory })
     }
 
-    /// The path of what is on it.
+    /// The path of a file on the disk.
     pub fn path(&self, name: &str) -> PathBuf {
         self.mounted.join(name)
     }
 
-    /// Leaves no space on it.
+    /// Fills the disk.
     pub fn fill(&self) {
         let file = File::create(self.path("filler")).expect("a file");
         let mut end = 0;
         for size in [64 * MIB as i64, 1 << 20, 4 << 10] {
             let error = loop {
-                // SAFETY: a descriptor that is open.
+                // SAFETY: `file` keeps the descriptor open during the call.
                 match unsafe { libc::posix_fallocate(file.as_raw_fd(), end, size) } {
                     0 => end += size,
                     error => break error,
@@ -61,7 +62,7 @@ impl Disk {
         }
     }
 
-    /// From now on, what was on it cannot be read.
+    /// Truncates the disk's image, so that its contents cannot be read.
     pub fn lose(&self) -> io::Result<()> {
         self.image.sync_all()?;
         self.image.set_len(LEFT)
@@ -70,7 +71,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Files may still be open in processes that are about to end.
+        // Lazy, since ending processes may still have open files.
         let _ = Command::new("umount").arg("-l").arg(&self.mounted).status();
         let _ = fs::remove_dir_all(&self.directory.0);
     }

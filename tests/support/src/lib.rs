@@ -1,4 +1,4 @@
-//! What tests and benchmarks of several layers use.
+//! Code that tests and benchmarks of several layers share.
 
 pub mod cgroup;
 pub mod daemon;
@@ -22,27 +22,29 @@ pub use own_process::has_own_process;
 
 pub const MIB: u64 = 1 << 20;
 
-/// Long enough for a loaded machine; nothing waits this long unless it fails.
+/// The limit of every wait: long enough for a loaded machine, and reached only by a failure.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A directory with some of another version's artifacts, which are tested instead: `make check-compatibility`.
+/// A directory with artifacts of another version, which replace the built ones: `make
+/// check-compatibility`.
 const OTHER_VERSION: &str = "NVSHARE_TEST_OTHER_VERSION";
 
-/// `.ci/run` sets it: its machine has everything that tests need.
+/// Set by `.ci/run`, whose machine has everything that tests need.
 const ALL: &str = "NVSHARE_TEST_ALL";
 
-/// Reports that this machine lacks something that a test, or a part of it, needs. The caller returns, and the test passes.
+/// Reports that this machine lacks a requirement of a test or of a part of it. The caller then
+/// returns, and the test passes.
 ///
 /// # Panics
-/// If `NVSHARE_TEST_ALL` is set.
+/// Panics if `NVSHARE_TEST_ALL` is set.
 #[track_caller]
 pub fn skip(needed: impl Display) {
     assert!(std::env::var_os(ALL).is_none(), "{ALL} is set, and this machine lacks {needed}");
     eprintln!("skipped: this test needs {needed}");
 }
 
-/// Where cargo put what is under test: beside the directory of this test program.
+/// The path of a build artifact: cargo puts it beside the directory of this test program.
 pub fn artifact(name: &str) -> PathBuf {
     if let Some(directory) = std::env::var_os(OTHER_VERSION) {
         let path = Path::new(&directory).join(name);
@@ -56,7 +58,7 @@ pub fn artifact(name: &str) -> PathBuf {
     path
 }
 
-/// Looks until there is an answer.
+/// Calls `look` until it returns a value.
 #[track_caller]
 pub fn wait_for<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
     wait_within(PATIENCE * machine::Card::of_environment().slowness(), what, look)
@@ -76,6 +78,6 @@ pub fn wait_within<T>(patience: Duration, what: &str, mut look: impl FnMut() -> 
 
 #[track_caller]
 pub fn kill(pid: u32, signal: i32) {
-    // SAFETY: a plain call; the process is a child of this one and has not been waited for.
+    // SAFETY: `kill` has no preconditions. The pid is valid, since the child has not been reaped.
     assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0, "signal {signal} to {pid}");
 }

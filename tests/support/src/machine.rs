@@ -1,5 +1,6 @@
-//! A simulated machine for each test: a GPU, a scheduler, and real programs with `libnvshare.so` preloaded. Everything
-//! lives in one directory; what runs is killed when the test ends, and what it said is shown when the test fails.
+//! A simulated machine for each test: a GPU, a scheduler, and real programs with `libnvshare.so`
+//! preloaded. All files are in one directory. Processes are killed when the test ends, and their
+//! output is printed when it fails.
 
 mod card;
 mod program;
@@ -26,7 +27,7 @@ use crate::record::Record;
 use crate::{Directory, artifact};
 use program::{show, spawn};
 
-/// What the machine is like. The defaults keep tests short.
+/// The properties of a machine. The defaults keep tests short.
 #[derive(Debug, Clone)]
 pub struct Setup {
     pub memory: u64,
@@ -34,29 +35,29 @@ pub struct Setup {
     pub context: u64,
     pub time_quantum: Duration,
     pub anti_thrash: &'static str,
-    /// What its speeds, its host and NVML are like, unless the settings of the simulator say otherwise.
+    /// The speeds, the host and NVML's capabilities, unless the simulator's settings override them.
     pub card: Card,
-    /// Host memory for what is swapped out.
+    /// Limit of host memory for swapped memory.
     pub swap_max: &'static str,
-    /// What files for what host memory has no room for may take, if there are files. They are beside the programs, as temporary files
-    /// may be in RAM.
+    /// The size limit of swap files, if there are any. They are in the programs' directory, as
+    /// temporary files may be in RAM.
     pub file_max: Option<&'static str>,
-    /// After how long idle programs sleep where others lack room.
+    /// The idle time after which programs sleep if others need the room.
     pub sleep_after: &'static str,
-    /// Where programs go that choose no GPU.
+    /// The placement of programs that choose no GPU.
     pub placement: &'static str,
-    /// Rules, as they are written.
+    /// Rules in the configuration's format.
     pub rules: String,
-    /// More of the simulator's settings.
+    /// Further settings of the simulator.
     pub simulator: Vec<(&'static str, String)>,
-    /// Symbols that its driver lacks, as older ones do.
+    /// Symbols that the driver lacks, like older drivers.
     pub without: &'static str,
 }
 
 /// A time quantum that outlasts every test.
 pub const HOUR: Duration = Duration::from_secs(3600);
 
-/// As the scheduler's own default; a card may have less.
+/// The scheduler's default; a card may lower it.
 const ANY_SWAP: &str = "80%";
 
 impl Default for Setup {
@@ -80,7 +81,7 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// What that many clients can have of the GPU together.
+    /// The bytes of the GPU that `clients` clients can use together.
     pub fn capacity(&self, clients: u64) -> u64 {
         self.memory - self.reserve - clients * self.context
     }
@@ -91,12 +92,12 @@ pub struct Machine {
     pub setup: Setup,
     directory: Directory,
     scheduler: Option<Child>,
-    /// What keeps connections when a scheduler ends.
+    /// The manager that keeps connections when a scheduler ends.
     pub manager: Option<Manager>,
-    /// How many schedulers there have been; each writes a log and a record of its own.
+    /// The number of schedulers started so far. Each writes its own log and record.
     runs: u32,
     launched: AtomicU32,
-    /// What has been read of each scheduler's record.
+    /// The records of all schedulers, as far as they have been read.
     records: Mutex<Vec<Record>>,
 }
 
@@ -106,7 +107,7 @@ impl Machine {
         let directory = Directory::new();
         let libraries = directory.0.join("lib");
         fs::create_dir(&libraries).expect("a directory for the libraries");
-        // As a service's, it stays when the scheduler goes.
+        // Like a service's runtime directory, it outlives the scheduler.
         fs::create_dir(directory.0.join("run")).expect("a directory for the socket");
         for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
             symlink(artifact(file), libraries.join(name)).expect("a link to a library");
@@ -175,7 +176,7 @@ impl Machine {
         self.start_scheduler_with(|_| ());
     }
 
-    /// Starts one; `change` adds to its command line.
+    /// Starts a scheduler; `change` extends its command line.
     pub fn start_scheduler_with(&mut self, change: impl FnOnce(&mut Command)) {
         assert!(self.scheduler.is_none(), "it runs already");
         self.runs += 1;
@@ -208,21 +209,22 @@ impl Machine {
         child.wait().expect("its end");
     }
 
-    /// Has the scheduler end by itself.
+    /// Terminates the scheduler with SIGTERM.
     pub fn stop_scheduler(&mut self) {
-        // SAFETY: a plain call; the process is a child of this one.
+        // SAFETY: `kill` has no preconditions. The pid is valid, since the child has not been
+        // reaped.
         unsafe { libc::kill(self.scheduler_pid() as i32, libc::SIGTERM) };
         self.scheduler.take().expect("a scheduler runs").wait().expect("its end");
     }
 
-    /// Runs `nvsharectl`, whatever becomes of it.
+    /// Runs `nvsharectl` and returns its output, whether or not it succeeds.
     pub fn ctl_output(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(artifact("nvsharectl"));
         command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
         command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts")
     }
 
-    /// `nvsharectl` with those words, to be started beside others.
+    /// An `nvsharectl` command to start concurrently.
     pub fn order(&self, words: &str) -> Launch<'_> {
         let control = self.path("control/control.sock");
         let mut launch = self.command(&artifact("nvsharectl"), &["--control"]).without_nvshare();
@@ -231,7 +233,7 @@ impl Machine {
         launch
     }
 
-    /// Runs `nvsharectl`, which must fail, and gives what it says of that.
+    /// Runs `nvsharectl`, which must fail, and returns its error message.
     #[track_caller]
     pub fn ctl_fails(&self, arguments: &[&str]) -> String {
         let output = self.ctl_output(arguments);
@@ -253,7 +255,7 @@ impl Machine {
         serde_json::from_str(&self.ctl(&["--json", "status"])).expect("JSON")
     }
 
-    /// Waits until the scheduler has nobody and nothing any more.
+    /// Waits until the scheduler has no clients and no used memory.
     #[track_caller]
     pub fn wait_until_empty(&self) {
         wait_for("the scheduler to have no client and no bytes", || {
@@ -265,12 +267,12 @@ impl Machine {
         });
     }
 
-    /// Where the scheduler with that number records what happens.
+    /// The path of the record of scheduler number `run`.
     pub fn record(&self, run: u32) -> PathBuf {
         self.path(&format!("record-{run}"))
     }
 
-    /// What all schedulers so far did, in order.
+    /// The moves of all schedulers so far, in order.
     pub fn moves(&self) -> Vec<Move> {
         self.read_moves(|all| all.cloned().collect())
     }
@@ -288,7 +290,7 @@ impl Machine {
         wait_for(what, || self.read_moves(|all| all.skip(skip).find(|m| wanted(m)).cloned()))
     }
 
-    /// Waits until that program has been given the lock `count` times.
+    /// Waits until that program has been granted the lock `count` times.
     #[track_caller]
     pub fn wait_for_grants(&self, program: &Program, count: usize) {
         let what = format!("grant {count} of {}", program.name);
@@ -296,7 +298,7 @@ impl Machine {
         wait_for(&what, || self.read_moves(|all| (all.filter(is_own).count() >= count).then_some(())));
     }
 
-    /// Waits until memory of each of these programs has left the GPU and come back.
+    /// Waits until memory of each of these programs has left the GPU and returned.
     #[track_caller]
     pub fn wait_for_exchange(&self, programs: &[Program]) {
         for program in programs {
@@ -316,8 +318,8 @@ impl Machine {
             .collect()
     }
 
-    /// Waits until a line of the scheduler's log contains the text, and returns that line: programs may hear of something
-    /// before it is logged.
+    /// Waits until a line of the scheduler's log contains the text, and returns that line. Programs
+    /// may receive a message before the scheduler logs it.
     #[track_caller]
     pub fn wait_for_log(&self, text: &str) -> String {
         wait_for(&format!("the log to say {text:?}"), || {
@@ -327,7 +329,7 @@ impl Machine {
 
     // ---- programs ------------------------------------------------------------------------------------------------
 
-    /// The simulated machine as a process sees it.
+    /// Sets the environment of a process for the simulated machine.
     fn simulate(&self, command: &mut Command) {
         for (name, _) in std::env::vars_os() {
             let name = name.to_string_lossy();
@@ -343,7 +345,7 @@ impl Machine {
         command.envs(self.setup.simulator.iter().map(|(name, value)| (*name, value)));
     }
 
-    /// `cuda-program` with those words, under nvshare and traced.
+    /// `cuda-program` with these arguments, under nvshare and traced.
     pub fn program(&self, words: &str) -> Launch<'_> {
         let mut launch = self.command(&artifact("cuda-program"), &[]);
         launch.command.args(words.split_whitespace());
@@ -351,7 +353,7 @@ impl Machine {
         launch
     }
 
-    /// The same, in the control group of that file from the beginning.
+    /// `cuda-program` that starts in the cgroup of this `cgroup.procs` file.
     pub fn program_in(&self, group: &Path, words: &str) -> Launch<'_> {
         let script = format!("echo $$ > {} && exec {} {words}", group.display(), artifact("cuda-program").display());
         self.command(Path::new("/bin/sh"), &["-c", &script])
@@ -367,7 +369,7 @@ impl Machine {
         Launch { machine: self, command, name: format!("{} {}", program.display(), arguments.join(" ")) }
     }
 
-    /// `nvsharectl run` with those words, and without the library yet.
+    /// `nvsharectl run` of `cuda-program` with these arguments; the library is not preloaded here.
     pub fn run(&self, options: &[&str], words: &str) -> Launch<'_> {
         let mut launch = self.command(&artifact("nvsharectl"), &["run"]);
         launch.command.env_remove("LD_PRELOAD").arg("--library").arg(artifact("libnvshare.so")).args(options);
@@ -376,8 +378,8 @@ impl Machine {
         launch
     }
 
-    /// Stops a program at a moment at which it has no work on the GPU: a real GPU goes on with the work of a process that
-    /// is stopped, the simulated one waits for it.
+    /// Stops a program while it has no work on the GPU. A real GPU continues the work of a stopped
+    /// process; the simulated one waits for the process.
     #[track_caller]
     pub fn stop_beside_work(&self, program: &Program) {
         wait_for("a moment without work", || {
@@ -397,13 +399,13 @@ impl Machine {
         });
     }
 
-    /// Free bytes of the GPU, as the driver tells somebody who does not run under nvshare.
+    /// Free bytes of the GPU, as the driver reports them to a program without nvshare.
     #[track_caller]
     pub fn free(&self) -> u64 {
         self.free_on(0)
     }
 
-    /// The same of one of several GPUs.
+    /// Free bytes of one of several GPUs.
     #[track_caller]
     pub fn free_on(&self, gpu: usize) -> u64 {
         let report = self.program(&format!("info --device {gpu}")).without_nvshare().start().finish();
@@ -433,6 +435,6 @@ pub fn number(value: &Value) -> u64 {
 fn is_unlocked(path: &Path) -> bool {
     use std::os::fd::AsRawFd;
     let file = File::open(path).expect("a file of the simulator");
-    // SAFETY: a descriptor that is open; closing it gives the lock back.
+    // SAFETY: `file` keeps the descriptor open during the call. Closing it releases the lock.
     unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
 }

@@ -1,5 +1,5 @@
-//! A stand-in for systemd: hears what a daemon says on its notification socket, keeps the descriptors that it gives away,
-//! and hands them to the next one.
+//! A fake systemd: receives a daemon's messages on the notification socket, stores its descriptors,
+//! and passes them to the next daemon.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,9 +11,9 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// Where the descriptors begin that systemd passes.
+/// The first descriptor that systemd passes.
 const FIRST: RawFd = 3;
-/// Beyond all that a test has open.
+/// Above all descriptors that a test uses.
 const OUT_OF_THE_WAY: RawFd = 500;
 
 #[derive(Debug, Clone)]
@@ -24,16 +24,16 @@ pub struct Manager {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Several descriptors can have one name.
+    /// Stored descriptors by name; several can have the same name.
     kept: BTreeMap<String, Vec<OwnedFd>>,
-    /// Every line that was said.
+    /// All received lines.
     said: Vec<String>,
-    /// It keeps nothing.
+    /// Whether descriptors are rejected.
     refuses: bool,
 }
 
 impl Manager {
-    /// One that listens in that directory.
+    /// Starts a manager whose socket is in that directory.
     pub fn new(directory: &Path) -> Self {
         let socket = directory.join("notify");
         let listener = UnixDatagram::bind(&socket).expect("the notification socket");
@@ -47,41 +47,41 @@ impl Manager {
         Self { socket, state }
     }
 
-    /// As a unit without `FileDescriptorStoreMax=`.
+    /// Rejects descriptors, like a unit without `FileDescriptorStoreMax=`.
     pub fn keep_nothing(&self) {
         self.state.lock().expect("the state").refuses = true;
     }
 
-    /// The names of what it keeps.
+    /// The names of the stored descriptors.
     pub fn kept(&self) -> Vec<String> {
         self.state.lock().expect("the state").kept.keys().cloned().collect()
     }
 
-    /// Keeps one more, as if a daemon had given it.
+    /// Stores a descriptor, as if a daemon had sent it.
     pub fn keep(&self, name: &str, descriptor: OwnedFd) {
         self.state.lock().expect("the state").kept.entry(name.into()).or_default().push(descriptor);
     }
 
-    /// The unit is stopped for good: everything that is kept is closed.
+    /// Closes all stored descriptors, like when the unit is stopped.
     pub fn close_all(&self) {
         self.state.lock().expect("the state").kept.clear();
     }
 
-    /// How often a line was said that begins like that.
+    /// The number of received lines that begin with `begin`.
     pub fn heard(&self, begin: &str) -> usize {
         self.state.lock().expect("the state").said.iter().filter(|line| line.starts_with(begin)).count()
     }
 
-    /// The last value of a variable.
+    /// The last received value of a variable.
     pub fn last(&self, name: &str) -> Option<String> {
         let state = self.state.lock().expect("the state");
         state.said.iter().rev().find_map(|line| line.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
     }
 
-    /// That command as this manager starts it, with what it keeps for it.
+    /// A command that runs `command` as a service of this manager, with the stored descriptors.
     pub fn wrap(&self, command: &Command) -> Command {
         let mut state = self.state.lock().expect("the state");
-        // What has hung up is not kept, by systemd either.
+        // Closed connections are dropped, as in systemd.
         for descriptors in state.kept.values_mut() {
             descriptors.retain(|descriptor| !has_hung_up(descriptor));
         }
@@ -90,7 +90,7 @@ impl Manager {
         let names: Vec<String> = all().map(|(name, _)| name.clone()).collect();
         let copies: Vec<OwnedFd> = all().map(|(_, kept)| copy_of(kept).expect("a descriptor")).collect();
         let mut wrapped = Command::new("sh");
-        // The number of a process is known once it is there.
+        // A shell sets LISTEN_PID, since the pid is known only after the fork.
         wrapped.args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""]).arg(command.get_program()).args(command.get_args());
         for (name, value) in command.get_envs() {
             match value {
@@ -100,7 +100,8 @@ impl Manager {
         }
         wrapped.env("NOTIFY_SOCKET", &self.socket);
         wrapped.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
-        // SAFETY: system calls only, between fork and exec. The copies themselves live as long as the command does.
+        // SAFETY: the closure makes only system calls, which are async-signal-safe. It owns the
+        // copies, so they live as long as the command.
         unsafe {
             wrapped.pre_exec(move || {
                 for (to, from) in (FIRST..).zip(&copies) {
@@ -131,7 +132,8 @@ impl State {
 fn receive(socket: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
     let (mut buffer, mut control) = ([0u8; 4096], [0u64; 16]);
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    // SAFETY: the kernel writes at most as much as there is room for; the descriptors are new and nobody else's.
+    // SAFETY: the kernel writes at most the given lengths. The descriptors are new, so no other
+    // value owns them.
     unsafe {
         let mut message: libc::msghdr = std::mem::zeroed();
         (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
@@ -150,9 +152,9 @@ fn receive(socket: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
     }
 }
 
-/// A copy with a number that no copy for a child has.
+/// A copy whose number is above the numbers for children.
 fn copy_of(descriptor: &OwnedFd) -> io::Result<OwnedFd> {
-    // SAFETY: a plain call on a descriptor that lives; the new one is nobody else's.
+    // SAFETY: the descriptor is open during the call. The new one has no other owner.
     match unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_DUPFD_CLOEXEC, OUT_OF_THE_WAY) } {
         copy if copy >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
         _ => Err(io::Error::last_os_error()),
@@ -161,7 +163,7 @@ fn copy_of(descriptor: &OwnedFd) -> io::Result<OwnedFd> {
 
 fn has_hung_up(descriptor: &OwnedFd) -> bool {
     let mut entry = libc::pollfd { fd: descriptor.as_raw_fd(), events: 0, revents: 0 };
-    // SAFETY: one live entry.
+    // SAFETY: `entry` is one live entry.
     unsafe { libc::poll(&mut entry, 1, 0) };
     entry.revents & (libc::POLLHUP | libc::POLLERR) != 0
 }

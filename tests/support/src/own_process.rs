@@ -3,15 +3,16 @@ use std::process::{Command, Stdio};
 
 use crate::{Directory, artifact};
 
-/// Names the test in its process.
+/// The variable that names the test in its process.
 const NAME: &str = "NVSHARE_TEST_OWN_PROCESS";
 
-/// Whether this process runs that test alone, with a simulated GPU of its own, of which `environment` says more. If not,
-/// starts such a process and waits until the test has succeeded there. `test` is the full name, as the test program lists
-/// it.
+/// Whether this process runs only that test, with its own simulated GPU and the additional
+/// `environment`. If not, starts such a process and waits until the test has succeeded there.
+/// `test` is the full name in the test program's list.
 ///
-/// A process finds its simulated GPU by its environment, which it reads once: tests that use one without starting a
-/// program for it cannot be threads of the same process. The same holds for tests that move themselves to a control group.
+/// A process reads the environment that selects its simulated GPU only once, so tests that use a
+/// simulated GPU in their own process cannot be threads of one process. Nor can tests that move
+/// their process to a cgroup.
 #[track_caller]
 pub fn has_own_process(test: &str, environment: &[(&str, String)]) -> bool {
     if std::env::var(NAME).is_ok_and(|name| name == test) {

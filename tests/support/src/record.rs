@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use nvshare_sched::{ClientId, Command, Event, GpuId, GpuSet, StuckReason};
 use serde::Deserialize;
 
-/// Something that happened to a client, on one GPU or on none.
+/// An event of a client, on one GPU or on none.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Move {
     /// The number of the scheduler, from 1.
@@ -35,20 +35,20 @@ struct Entry {
     commands: Vec<Command>,
 }
 
-/// Bytes that a client may have on a GPU, and those that it has there.
+/// A client's allowance on a GPU, and its mapped bytes.
 #[derive(Debug, Default)]
 struct Memory {
     allowance: u64,
     mapped: u64,
 }
 
-/// Follows a record. What was read once is not read again.
+/// Follows a record incrementally.
 #[derive(Debug)]
 pub struct Record {
     path: PathBuf,
     run: u32,
     file: Option<File>,
-    /// The beginning of a line whose end is not written yet.
+    /// The beginning of an incomplete line.
     rest: Vec<u8>,
     /// The process of each client, and whether it continues from an earlier scheduler.
     clients: BTreeMap<ClientId, (u32, bool)>,
@@ -57,7 +57,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record of the scheduler with that number. The file need not exist yet.
+    /// Opens the record of scheduler number `run`. The file may not exist yet.
     pub fn new(path: &Path, run: u32) -> Self {
         let (clients, memory) = (BTreeMap::new(), BTreeMap::new());
         Self { path: path.to_owned(), run, file: None, rest: Vec::new(), clients, memory, moves: Vec::new() }
@@ -162,7 +162,7 @@ impl Record {
                     let before = std::mem::replace(&mut memory.allowance, *bytes);
                     let what = match *bytes {
                         bytes if bytes < memory.mapped.min(before) => "evict",
-                        bytes if bytes < before => "take-back", // nothing has to leave
+                        bytes if bytes < before => "take-back", // no memory has to leave
                         _ => "credit",
                     };
                     self.add(ms, *client, what, before.abs_diff(*bytes));
@@ -187,22 +187,22 @@ impl Record {
     }
 }
 
-/// How often that process was given the lock.
+/// The number of grants to that process.
 pub fn grants(moves: &[Move], pid: u32) -> usize {
     moves.iter().filter(|m| m.what == "grant" && m.pid == pid).count()
 }
 
-/// The processes that were given the lock, in order.
+/// The processes that were granted the lock, in order.
 pub fn turns(moves: &[Move]) -> Vec<u32> {
     moves.iter().filter(|m| m.what == "grant").map(|m| m.pid).collect()
 }
 
-/// Bytes that clients were asked to bring off the GPU.
+/// Bytes that clients were asked to evict.
 pub fn evicted(moves: &[Move]) -> u64 {
     moves.iter().filter(|m| m.what == "evict").map(|m| m.bytes).sum()
 }
 
-/// For each moment at which holders changed: how many there are from then on.
+/// The holders after each move that changes them.
 pub fn holders(moves: &[Move]) -> Vec<(Move, Vec<u64>)> {
     let mut holders: Vec<u64> = Vec::new();
     let mut run = 0;
@@ -213,7 +213,7 @@ pub fn holders(moves: &[Move]) -> Vec<(Move, Vec<u64>)> {
         }
         match m.what {
             "grant" | "held" => holders.push(m.client),
-            // Who cannot drain does not count as a holder.
+            // An undrainable client does not count as a holder.
             "release" | "detach" | "disconnect" | "undrainable" => holders.retain(|c| *c != m.client),
             _ => continue,
         }
@@ -222,7 +222,7 @@ pub fn holders(moves: &[Move]) -> Vec<(Move, Vec<u64>)> {
     list
 }
 
-/// No moment at which two clients had the lock.
+/// Asserts that there were never two holders at the same time.
 #[track_caller]
 pub fn assert_one_holder(moves: &[Move]) {
     for (m, now) in holders(moves) {

@@ -1,5 +1,6 @@
-//! Counts the instructions that a program's first thread executes in user mode, one by one, by `ptrace(2)`: the same count
-//! every time, whatever else the machine does. Of its system calls only the instruction counts.
+//! Counts the instructions that a program's first thread executes in user mode, by single-stepping
+//! with `ptrace(2)`. The count is reproducible under any load. A system call counts as one
+//! instruction.
 
 use std::{
     io,
@@ -7,29 +8,31 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// Runs the program to its end. Its output is thrown away.
+/// Runs the program to its end and counts its instructions. Its output is discarded.
 ///
 /// # Errors
-/// It cannot be started or traced, or it ends with a failure.
+/// The program cannot be started or traced, or it fails.
 pub fn instructions(command: &mut Command) -> io::Result<u64> {
     Ok(stepped(command, None)?.iter().sum())
 }
 
-/// Runs the program to its end, and counts from each `SIGUSR1` that it sends itself to the next. It gets none of them. Until the
-/// first it runs at full speed.
+/// Runs the program to its end, and counts the instructions between the `SIGUSR1`s that it sends
+/// itself. The signals are not delivered. The program runs at full speed until the first one.
 ///
 /// # Errors
 /// As for [`instructions`].
 pub fn between_signals(command: &mut Command) -> io::Result<Vec<u64>> {
     let mut counts = stepped(command, Some(libc::SIGUSR1))?;
-    counts.pop(); // after the last one
+    counts.pop(); // the instructions after the last signal
     Ok(counts.split_off(1.min(counts.len())))
 }
 
-/// The instructions before the first such signal (0 if there is one, as these are not counted), to the next, and so on.
+/// The instructions before the first signal (0 if there is a signal, as these are not counted),
+/// then up to each following signal.
 fn stepped(command: &mut Command, signal_between: Option<i32>) -> io::Result<Vec<u64>> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    // SAFETY: both calls are async-signal-safe. Addresses are the same in each run, and so are hash chains and the like.
+    // SAFETY: both calls are async-signal-safe. `ADDR_NO_RANDOMIZE` makes addresses, and so hash
+    // chains, reproducible.
     unsafe {
         command.pre_exec(|| {
             libc::personality(libc::ADDR_NO_RANDOMIZE as libc::c_ulong);
@@ -45,7 +48,8 @@ fn stepped(command: &mut Command, signal_between: Option<i32>) -> io::Result<Vec
     let mut request = if signal_between.is_some() { libc::PTRACE_CONT } else { libc::PTRACE_SINGLESTEP };
     loop {
         let mut status = 0;
-        // SAFETY: a valid place; the child is this process's own and traced by this thread.
+        // SAFETY: `status` is a valid place. The child belongs to this process and is traced by
+        // this thread.
         unsafe {
             if libc::waitpid(pid, &mut status, 0) != pid {
                 return Err(io::Error::last_os_error());

@@ -1,29 +1,31 @@
-//! Kinds of cards, with the hosts that they are in.
+//! Kinds of cards and their hosts.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 const GIB: u64 = 1 << 30;
 
-/// `NVSHARE_TEST_CARD` names the one that tests run on which do not choose.
+/// The variable that selects the card of tests that do not choose one.
 const VARIABLE: &str = "NVSHARE_TEST_CARD";
 
-/// What a machine is like beside the size of its GPU, to which everything is scaled.
+/// The properties of a machine, scaled to the size of its GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Card {
-    /// As the simulator is unless told: NVML that supports all that is known there, a link of 1 GiB/s, and the host that there is.
+    /// The simulator's defaults: NVML with all supported features, a link of 1 GiB/s, and the real
+    /// host.
     Simulated,
     /// A consumer card in a desktop computer.
     Consumer,
 }
 
-/// The consumer card [24 GiB, PCIe 4 ×16], and its host with dual-channel DDR4. Bytes, and bytes a second.
+/// The consumer card [24 GiB, PCIe 4 ×16], and its host with dual-channel DDR4, in bytes and bytes
+/// per second.
 const MEMORY: u64 = 24 * GIB;
 const LINK: u64 = 25 * GIB;
 const BOTH_WAYS: u64 = 35 * GIB;
 const HOST_MEMORY: u64 = 64_000_000_000;
 const CORES: usize = 6;
-/// What the scheduler's default leaves of host memory for what is swapped out, in percent.
+/// The scheduler's default part of host memory for swapped memory, in percent.
 const SWAP_PERCENT: u64 = 80;
 
 impl Card {
@@ -35,8 +37,8 @@ impl Card {
         }
     }
 
-    /// How many times as long programs may take whose memory moves at each turn of a second, which is most of the turn on a
-    /// slow link.
+    /// The factor by which programs may be slower if their memory moves at each turn of a second:
+    /// on a slow link, the move takes most of the turn.
     pub fn slowness(self) -> u32 {
         match self {
             Self::Simulated => 1,
@@ -44,12 +46,13 @@ impl Card {
         }
     }
 
-    /// Host memory for what is swapped out, in bytes, of a machine with a GPU of so many; `None` for what the host allows.
+    /// Limit of host memory for swapped memory on a machine with a GPU of `memory` bytes; `None`
+    /// for the host's own limit.
     pub(super) fn swap_max(self, memory: u64) -> Option<String> {
         (self == Self::Consumer).then(|| scaled(HOST_MEMORY * SWAP_PERCENT / 100, memory).to_string())
     }
 
-    /// Has a process see a machine with that card.
+    /// Sets the environment of a process for a machine with this card.
     pub(super) fn apply(self, memory: u64, command: &mut Command) {
         if self != Self::Consumer {
             return;
@@ -57,7 +60,7 @@ impl Card {
         command.env("CUDA_SIM_LINK_BANDWIDTH", scaled(LINK, memory).to_string());
         command.env("CUDA_SIM_HOST_BANDWIDTH", scaled(BOTH_WAYS, memory).to_string());
         command.env("CUDA_SIM_NVML", "memory");
-        // SAFETY: what runs in the child before it becomes another program only makes system calls.
+        // SAFETY: `stay_on_cores` makes only system calls, which are async-signal-safe.
         unsafe { command.pre_exec(stay_on_cores) };
     }
 }
@@ -66,9 +69,11 @@ fn scaled(value: u64, memory: u64) -> u64 {
     (u128::from(value) * u128::from(memory) / u128::from(MEMORY)) as u64
 }
 
-/// Leaves this process no more processors than the host has. A machine that has fewer is what it is.
+/// Limits this process to the number of processors of the card's host. A real machine with fewer
+/// keeps its number.
 fn stay_on_cores() -> std::io::Result<()> {
-    // SAFETY: plain system calls on a set that lives; zeros are an empty one.
+    // SAFETY: the system calls access only `set`, which outlives them. All zeros is a valid, empty
+    // set.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         let size = size_of::<libc::cpu_set_t>();

@@ -17,7 +17,7 @@ use crate::{kill, wait_for};
 /// Lines of each log that are shown when a test fails.
 const TAIL: usize = 100;
 
-/// A program about to start.
+/// A program that has not started yet.
 #[derive(Debug)]
 pub struct Launch<'a> {
     pub(super) machine: &'a Machine,
@@ -31,19 +31,19 @@ impl Launch<'_> {
         self
     }
 
-    /// In that group of users; only root can.
+    /// Runs the program with that gid; requires root.
     pub fn group(mut self, id: u32) -> Self {
         self.command.gid(id);
         self
     }
 
-    /// As the user sees it, without traces.
+    /// Turns the trace off.
     pub fn quiet(mut self) -> Self {
         self.command.env_remove("NVSHARE_DEBUG");
         self
     }
 
-    /// A stranger: nothing is preloaded.
+    /// Runs the program without preloading, as a foreign process.
     pub fn without_nvshare(mut self) -> Self {
         for name in ["LD_PRELOAD", "NVSHARE_SOCKET", "NVSHARE_DEBUG"] {
             self.command.env_remove(name);
@@ -62,9 +62,9 @@ impl Launch<'_> {
     }
 }
 
-/// Starts a child that does not outlive this test, whatever happens to it.
+/// Starts a child that does not outlive this test, however the test ends.
 pub(super) fn spawn(command: &mut Command) -> Child {
-    // SAFETY: one system call.
+    // SAFETY: the closure makes one system call, which is async-signal-safe.
     unsafe {
         command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
             0 => Ok(()),
@@ -101,12 +101,13 @@ impl Program {
         fs::read_to_string(&self.stderr).unwrap_or_default()
     }
 
-    /// How much it has said on stderr, in bytes: its trace grows as long as something happens.
+    /// Length of the program's standard error in bytes. The trace grows while the program makes
+    /// progress.
     pub fn trace_len(&self) -> u64 {
         fs::metadata(&self.stderr).map_or(0, |found| found.len())
     }
 
-    /// Its end, if it has come.
+    /// The exit status, if the program has ended.
     pub fn poll(&mut self) -> Option<ExitStatus> {
         let status = self.child.try_wait().expect("a child");
         self.ended |= status.is_some();
@@ -119,7 +120,7 @@ impl Program {
         wait_for(&what, || self.poll())
     }
 
-    /// Waits for its end, which must be a success with right results.
+    /// Waits for the program's end, which must be a success with right results.
     #[track_caller]
     pub fn finish(&mut self) -> Report {
         let status = self.wait();
@@ -128,8 +129,8 @@ impl Program {
         Report(serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("`{}` said {stdout:?}: {e}", self.name)))
     }
 
-    /// Tells a program of these tests that it has done enough, and waits for its end as [`Self::finish`] does. It must have
-    /// begun: before, the signal kills it.
+    /// Signals the program to end its work, and waits like [`Self::finish`]. The program must have
+    /// started its work: before that, the signal kills it.
     #[track_caller]
     pub fn end(&mut self) -> Report {
         self.signal(libc::SIGUSR1);
@@ -162,7 +163,7 @@ impl Drop for Program {
     }
 }
 
-/// The line that a program printed.
+/// The report line of a program.
 #[derive(Debug)]
 pub struct Report(pub Value);
 
