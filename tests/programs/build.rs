@@ -1,4 +1,4 @@
-//! Links the programs to `libcuda.so.1` where there is none: against a stub that has its symbols and nothing behind them.
+//! Links the programs to `libcuda.so.1` without a driver: against a stub with its symbols.
 
 use std::{env, fs, path::PathBuf, process::Command};
 

@@ -1,4 +1,4 @@
-//! `--option value`, and nothing else.
+//! Parses arguments of the form `--option value`.
 
 use std::{collections::HashMap, time::Duration};
 

@@ -1,12 +1,12 @@
-//! The one line that a program prints.
+//! The report line of a program.
 
 use crate::programs::Refused;
 use std::{error::Error, fmt::Write, process::ExitCode};
 
-/// The exit status of a program that was refused memory and ended in good order.
+/// The exit status of a program that was refused memory and ended normally.
 const REFUSED: u8 = 3;
 
-/// A flat JSON object in the making.
+/// A flat JSON object under construction.
 #[derive(Debug)]
 pub struct Report(String);
 
@@ -29,7 +29,7 @@ impl Report {
         let _ = write!(self.0, ",\"{name}\":{value:.6}");
     }
 
-    /// Prints it.
+    /// Prints the report and returns the exit status.
     pub fn finish(mut self, result: Result<(), Box<dyn Error>>) -> ExitCode {
         if let Err(e) = &result {
             self.text("error", &e.to_string());

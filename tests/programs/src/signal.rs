@@ -1,4 +1,4 @@
-//! SIGUSR1 says that a program has done enough: it ends its work early, and checks its results as ever.
+//! SIGUSR1 asks a program to end its work early. It still checks its results.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -8,10 +8,10 @@ use std::{
 
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// How often a pause looks for the signal.
+/// The interval at which a pause checks for the signal.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Before this, the signal kills the program.
+/// Installs the handler. Before that, the signal kills the program.
 pub fn listen() {
     extern "C" fn told(_: i32) {
         TOLD.store(true, Ordering::SeqCst);
@@ -24,7 +24,7 @@ pub fn has_come() -> bool {
     TOLD.load(Ordering::SeqCst)
 }
 
-/// Sleeps for that long, or until the signal comes.
+/// Sleeps for `time`, or until the signal arrives.
 pub fn pause(time: Duration) {
     let end = Instant::now() + time;
     loop {

@@ -1,4 +1,4 @@
-//! The driver calls that the programs make, and the three ways to get at them.
+//! The driver calls that the programs make, and the three ways to look them up.
 
 use std::{
     env,
@@ -59,21 +59,23 @@ macro_rules! api {
         }
 
         impl Api {
-            /// As the dynamic linker resolved them.
+            /// The functions that the dynamic linker resolved.
             fn linked() -> Api {
                 Api { $($symbol: linked::$symbol,)* }
             }
 
-            /// As `find(name, version, symbol)` finds them.
+            /// The functions that `find(name, version, symbol)` returns.
             fn found(find: impl Fn(&str, i32, &str) -> *mut c_void) -> Api {
-                // SAFETY: the symbols are declared as the CUDA headers have them, and `find` never returns null.
+                // SAFETY: the types are the declarations of the CUDA headers, and `find` never
+                // returns null.
                 unsafe { Api { $($symbol: mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(find($name, $version, stringify!($symbol))),)* } }
             }
         }
     };
 }
 
-// The name and the version are what `cuGetProcAddress` is asked. build.rs reads the symbols from these lines.
+// The name and the version are the arguments of `cuGetProcAddress`. build.rs reads the symbols from
+// these lines.
 api! {
     "cuInit" 2000 cuInit(flags: u32);
     "cuDriverGetVersion" 2020 cuDriverGetVersion(version: *mut i32);
@@ -133,8 +135,8 @@ api! {
 }
 
 impl Api {
-    /// The driver, found in the way that `CUDA_LOOKUP` says: `link` (as a program that was linked to it), `dlsym`, or
-    /// `getproc` (as the CUDA runtime does it).
+    /// The driver, looked up as `CUDA_LOOKUP` selects: `link` (as a program that is linked to it),
+    /// `dlsym`, or `getproc` (as the CUDA runtime does).
     pub fn get() -> &'static Api {
         static API: OnceLock<Api> = OnceLock::new();
         API.get_or_init(|| match env::var("CUDA_LOOKUP").as_deref() {
@@ -147,12 +149,12 @@ impl Api {
 
     fn by_version() -> Api {
         type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, i32, u64, *mut u32) -> u32;
-        // SAFETY: the symbol is declared so by the CUDA headers.
+        // SAFETY: the type is the declaration of the CUDA headers.
         let first = unsafe { mem::transmute::<*mut c_void, GetProcAddress>(dlsym("cuGetProcAddress_v2")) };
         let ask = |call: GetProcAddress, name: &str, version: i32| {
             let text = CString::new(name).expect("no NUL in a name");
             let (mut found, mut status) = (ptr::null_mut(), 0);
-            // SAFETY: a C string, and places for both answers.
+            // SAFETY: `text` is a C string, and both result pointers are to live values.
             let code = unsafe { call(text.as_ptr(), &mut found, version, 0, &mut status) };
             assert!(
                 code == 0 && !found.is_null(),
@@ -160,8 +162,8 @@ impl Api {
             );
             found
         };
-        // The runtime asks for the function through itself.
-        // SAFETY: version 12000 has this signature.
+        // Like the runtime, looks up the lookup function through itself. SAFETY: version 12000 has
+        // this signature.
         let again = unsafe { mem::transmute::<*mut c_void, GetProcAddress>(ask(first, "cuGetProcAddress", 12000)) };
         Api::found(|name, version, _| ask(again, name, version))
     }
@@ -171,7 +173,7 @@ impl Api {
 pub fn dlsym(symbol: &str) -> *mut c_void {
     static LIBRARY: OnceLock<usize> = OnceLock::new();
     let text = CString::new(symbol).expect("no NUL in a symbol");
-    // SAFETY: C strings; the library stays loaded.
+    // SAFETY: both strings end with NUL, and the library is never unloaded.
     let found = unsafe {
         let library = *LIBRARY.get_or_init(|| libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) as usize);
         assert!(library != 0, "cannot load libcuda.so.1");

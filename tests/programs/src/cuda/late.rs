@@ -1,4 +1,4 @@
-//! Calls that few programs make and that older drivers lack: each is looked up when it is made.
+//! Calls that few programs make and that older drivers lack. Each is looked up at its first call.
 
 use super::api::{Access, Location, Properties, dlsym};
 use std::{ffi::c_void, mem};
@@ -216,7 +216,7 @@ pub struct FillNode {
     pub height: usize,
 }
 
-/// `CUcheckpointRestoreArgs`, with pairs of UUIDs: for each GPU the one to restore what was there on.
+/// `CUcheckpointRestoreArgs`, with pairs of the old and the new UUID of each GPU.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RestoreArgs {
@@ -230,10 +230,11 @@ macro_rules! late {
         /// The driver's function of that name.
         ///
         /// # Safety
-        /// The arguments are what the CUDA headers ask for.
+        /// The arguments must meet the requirements of the CUDA headers.
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $symbol($($arg: $type),*) -> u32 {
-            // SAFETY: the symbol is declared so by the CUDA headers; the rest is the caller's promise.
+            // SAFETY: the type is the declaration of the CUDA headers. The arguments are the
+            // caller's contract.
             unsafe {
                 mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(dlsym(stringify!($symbol)))($($arg),*)
             }
@@ -329,10 +330,11 @@ late! {
     cuGreenCtxStreamCreate(stream: *mut usize, green: usize, flags: u32, priority: i32);
 }
 
-/// Calls it and names it if it fails.
+/// Makes a call, and names it in the error.
 macro_rules! late_cu {
     ($call:ident($($arg:expr),* $(,)?)) => {{
-        // SAFETY: the arguments are what the CUDA headers ask for; pointers are to live places of the right type.
+        // SAFETY: the arguments meet the requirements of the CUDA headers; pointers are to live
+        // values of the right type.
         match unsafe { $crate::cuda::late::$call($($arg),*) } {
             0 => Ok(()),
             code => Err($crate::cuda::Error { call: stringify!($call), code }),

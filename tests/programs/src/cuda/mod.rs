@@ -1,4 +1,4 @@
-//! CUDA as the programs use it: one GPU, its kernels, and memory of several kinds.
+//! The part of CUDA that the programs use: one GPU, its kernels, and several kinds of memory.
 
 pub mod api;
 pub mod late;
@@ -28,7 +28,7 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut name = ptr::null();
-        // SAFETY: a place for the answer; the name is a static C string.
+        // SAFETY: the result pointer is to a live value; the name is a static C string.
         let name = unsafe {
             (Api::get().cuGetErrorName)(self.code, &mut name);
             if name.is_null() { "?".into() } else { CStr::from_ptr(name).to_string_lossy() }
@@ -47,10 +47,11 @@ impl std::error::Error for Error {}
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Calls the driver and names the call if it fails.
+/// Calls the driver, and names the call in the error.
 macro_rules! cu {
     ($call:ident($($arg:expr),* $(,)?)) => {{
-        // SAFETY: the arguments are what the CUDA headers ask for; pointers are to live places of the right type.
+        // SAFETY: the arguments meet the requirements of the CUDA headers; pointers are to live
+        // values of the right type.
         match unsafe { ($crate::cuda::Api::get().$call)($($arg),*) } {
             0 => Ok(()),
             code => Err($crate::cuda::Error { call: stringify!($call), code }),
@@ -59,12 +60,12 @@ macro_rules! cu {
 }
 pub(crate) use cu;
 
-/// Threads a block, and blocks, for the kernels that stride.
+/// Threads per block, and blocks, of grid-stride kernels.
 const BLOCK: u32 = 256;
 const GRID: u32 = 1024;
 const GRANULARITY: usize = 2 << 20;
 
-/// One GPU with its primary context, which is current in the thread that opened it.
+/// A GPU with its primary context, which is current in the thread that opened it.
 #[derive(Debug)]
 pub struct Gpu {
     pub device: i32,
@@ -90,7 +91,7 @@ impl Gpu {
         Gpu::in_current(device, context)
     }
 
-    /// One whose context is current already.
+    /// A GPU whose context is already current.
     pub fn in_current(device: i32, context: usize) -> Result<Arc<Gpu>> {
         let mut module = 0;
         let image = CString::new(include_str!("../kernels.ptx")).expect("no NUL in PTX");
@@ -119,7 +120,7 @@ impl Gpu {
         late::late_cu!(cuFuncLoad(self.add))
     }
 
-    /// Makes its context current in the calling thread.
+    /// Makes the GPU's context current in the calling thread.
     pub fn enter(&self) -> Result<()> {
         cu!(cuCtxSetCurrent(self.context))
     }
@@ -150,16 +151,16 @@ impl Gpu {
         ))
     }
 
-    /// The same GPU, with kernels launched by this function.
+    /// The same GPU, with another function that launches kernels.
     ///
     /// # Safety
-    /// It is `cuLaunchKernel`.
+    /// `launch` must be `cuLaunchKernel`.
     pub unsafe fn launching_by(&self, launch: api::Launch) -> Gpu {
         Gpu { launch, ..*self }
     }
 
     fn launch(&self, function: usize, grid: u32, block: u32, stream: usize, args: &mut [*mut c_void]) -> Result<()> {
-        // SAFETY: the arguments are those of the kernel, which the driver copies.
+        // SAFETY: the arguments match the kernel's parameters, and the driver copies them.
         let code =
             unsafe { (self.launch)(function, grid, 1, 1, block, 1, 1, 0, stream, args.as_mut_ptr(), ptr::null_mut()) };
         if code == 0 { Ok(()) } else { Err(Error { call: "cuLaunchKernel", code }) }
@@ -186,7 +187,7 @@ impl Gpu {
         self.over(self.add, at, count, value, stream)
     }
 
-    /// Mixes each element with its index and `seed`: the order of such steps matters.
+    /// Mixes each element with its index and `seed`. The result depends on the order of such steps.
     pub fn mix(&self, at: u64, count: u64, seed: u32, stream: usize) -> Result<()> {
         self.over(self.mix, at, count, seed, stream)
     }
@@ -196,7 +197,7 @@ impl Gpu {
         self.over(self.unmix, at, count, seed, stream)
     }
 
-    /// The sum of all elements; waits for it.
+    /// Computes the sum of all elements, and waits for it.
     pub fn sum(&self, at: u64, count: u64) -> Result<u64> {
         let result = Buffer::new(Kind::Alloc, 8)?;
         cu!(cuMemsetD8_v2(result.at, 0, 8))?;
@@ -220,12 +221,12 @@ impl Gpu {
         self.launch(self.sum, GRID, BLOCK, stream, args)
     }
 
-    /// Keeps the GPU busy that long.
+    /// Keeps the GPU busy for `ns` nanoseconds.
     pub fn spin(&self, mut ns: u64, stream: usize) -> Result<()> {
         self.launch(self.spin_ns, 1, 1, stream, &mut [ptr::from_mut(&mut ns).cast()])
     }
 
-    /// Keeps the GPU busy until somebody writes to `flag`, an address in mapped host memory.
+    /// Keeps the GPU busy until the host writes to `flag`, an address in mapped host memory.
     pub fn spin_until(&self, mut flag: u64, stream: usize) -> Result<()> {
         self.launch(self.spin_until, 1, 1, stream, &mut [ptr::from_mut(&mut flag).cast()])
     }
@@ -235,11 +236,11 @@ impl Gpu {
     }
 }
 
-/// How long [`patiently`] makes a call again.
+/// The time for which [`patiently`] retries a call.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Makes a call again for which the driver finds no memory, if `CUDA_PATIENT` is set: memory of a process that was killed, or
-/// is about to move, may be free in a moment.
+/// Retries a call that fails for lack of memory, if `CUDA_PATIENT` is set: memory of a killed
+/// process, or memory that is about to move, may soon be free.
 fn patiently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
     let begin = Instant::now();
     loop {
@@ -256,7 +257,7 @@ fn patiently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
     }
 }
 
-/// One element, on the host.
+/// Copies one element to the host.
 pub fn read(at: u64) -> Result<u32> {
     let mut value = 0_u32;
     cu!(cuMemcpyDtoH_v2(ptr::from_mut(&mut value).cast(), at, 4))?;
@@ -319,12 +320,12 @@ impl Buffer {
         Ok(Buffer { at, len, kind: Kind::Vmm })
     }
 
-    /// Elements of four bytes.
+    /// The number of elements of four bytes.
     pub fn count(&self) -> u64 {
         self.len as u64 / 4
     }
 
-    /// Frees it, and says how that went.
+    /// Frees the memory, and returns an error if that fails.
     pub fn free(self) -> Result<()> {
         let result = self.give_back();
         std::mem::forget(self);
@@ -336,7 +337,7 @@ impl Buffer {
             Kind::Alloc | Kind::Managed => cu!(cuMemFree_v2(self.at)),
             Kind::Async => cu!(cuMemFreeAsync(self.at, 0)),
             Kind::Vmm => {
-                // Unmapping waits for nothing.
+                // Unmapping does not wait for work, so the program does.
                 cu!(cuCtxSynchronize())?;
                 cu!(cuMemUnmap(self.at, self.len))?;
                 cu!(cuMemAddressFree(self.at, self.len))
@@ -351,15 +352,15 @@ impl Drop for Buffer {
     }
 }
 
-/// Pinned host memory that kernels reach, zeroed; freed when dropped.
+/// Pinned, zeroed host memory that kernels can access; freed when dropped.
 #[derive(Debug)]
 pub struct Mapped {
     pub host: *mut u8,
-    /// What the GPU knows it by.
+    /// The device address.
     pub at: u64,
 }
 
-// SAFETY: plain memory; whoever shares it reads and writes whole words of it.
+// SAFETY: threads access the memory only by volatile reads and writes of whole words.
 unsafe impl Send for Mapped {}
 // SAFETY: as above.
 unsafe impl Sync for Mapped {}
@@ -369,7 +370,7 @@ impl Mapped {
         const MAPPED: u32 = 2;
         let (mut host, mut at) = (ptr::null_mut(), 0);
         cu!(cuMemHostAlloc(&mut host, len.max(4096), MAPPED))?;
-        // SAFETY: that much memory, which nothing else uses yet.
+        // SAFETY: the driver has allocated `len` bytes, which have no other users yet.
         unsafe { ptr::write_bytes(host, 0, len) };
         cu!(cuMemHostGetDevicePointer_v2(&mut at, host, 0))?;
         Ok(Mapped { host, at })
@@ -399,12 +400,12 @@ impl Drop for Mapped {
 pub struct Stream(pub usize);
 
 impl Stream {
-    /// One that has nothing to do with the legacy default stream.
+    /// A stream that does not synchronize with the legacy default stream.
     pub fn new() -> Result<Stream> {
         Stream::with(1)
     }
 
-    /// One that waits for the legacy default stream, and the other way round, as `cudaStreamCreate` makes them.
+    /// A stream that synchronizes with the legacy default stream, as of `cudaStreamCreate`.
     pub fn blocking() -> Result<Stream> {
         Stream::with(0)
     }

@@ -1,4 +1,4 @@
-//! NVML as far as a program asks it how much memory there is.
+//! The part of NVML that reports memory.
 
 use std::{
     ffi::{CStr, CString, c_char, c_void},
@@ -25,16 +25,16 @@ pub struct Memory2 {
     pub used: u64,
 }
 
-/// How NVML's functions are looked up.
+/// The way to look up NVML's functions.
 #[derive(Clone, Copy, Debug)]
 pub enum Lookup {
     /// In the library itself.
     Library,
-    /// Wherever the loader finds them first, as a program's that is linked to NVML.
+    /// In the loader's global order, as for a program that is linked to NVML.
     Linked,
 }
 
-/// One GPU, as NVML knows it.
+/// An NVML device.
 #[derive(Clone, Copy, Debug)]
 pub struct Nvml {
     library: *mut c_void,
@@ -42,15 +42,16 @@ pub struct Nvml {
 }
 
 impl Nvml {
-    /// The GPU of that number.
+    /// Opens the GPU with that index.
     pub fn open(index: u32) -> Result<Nvml, String> {
-        // SAFETY: a C string; the library stays loaded.
+        // SAFETY: the name is a C string, and the library is never unloaded.
         let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         if library.is_null() {
             return Err("cannot load libnvidia-ml.so.1".into());
         }
         let mut nvml = Nvml { library, handle: 0 };
-        // SAFETY: both have these signatures by NVML's header, and the places are live.
+        // SAFETY: the types are the declarations of NVML's header, and the result pointers are to
+        // live values.
         unsafe {
             let init: unsafe extern "C" fn() -> u32 = mem::transmute(nvml.find(Lookup::Library, "nvmlInit_v2")?);
             let get: unsafe extern "C" fn(u32, *mut usize) -> u32 =
@@ -61,10 +62,11 @@ impl Nvml {
         Ok(nvml)
     }
 
-    /// How many GPUs there are, and the UUID and number of this one.
+    /// The number of GPUs, and the UUID and index of this one.
     pub fn devices(&self, lookup: Lookup) -> Result<(u32, String, u32), String> {
         let (mut count, mut index, mut uuid) = (0, 0, [0u8; 96]);
-        // SAFETY: the signatures of NVML's header, and live places.
+        // SAFETY: the types are the declarations of NVML's header, and all pointers are to live
+        // values.
         unsafe {
             let call: unsafe extern "C" fn(*mut u32) -> u32 =
                 mem::transmute(self.find(lookup, "nvmlDeviceGetCount_v2")?);
@@ -86,7 +88,7 @@ impl Nvml {
             Lookup::Library => self.library,
             Lookup::Linked => libc::RTLD_DEFAULT,
         };
-        // SAFETY: a handle of the loader's, and a C string.
+        // SAFETY: `from` is a handle of the loader, and `text` a C string.
         let found = unsafe { libc::dlsym(from, text.as_ptr().cast::<c_char>()) };
         if found.is_null() { Err(format!("NVML has no {name}")) } else { Ok(found) }
     }

@@ -1,4 +1,4 @@
-//! What the driver says about free memory while a program takes some, asks for too much, and gives it back.
+//! The free memory that the driver reports while a program allocates, requests too much, and frees.
 
 use super::{Outcome, expect};
 use crate::{
@@ -20,19 +20,19 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (free_with, total_with) = gpu.memory()?;
     expect("total, with memory taken", total_with, total)?;
 
-    // Others may come and take room for their contexts meanwhile, so not the last byte is asked for.
+    // Leaves some memory free for contexts of programs that start at the same time.
     let most = Buffer::new(Kind::Alloc, free_with - SLACK)?;
     gpu.fill(most.at, most.count(), 1, 0)?;
     let (free_full, _) = gpu.memory()?;
     let refused = Buffer::new(Kind::Alloc, 2 * SLACK).err().map_or(0, |e| e.code);
     expect("what was asked for on top", refused, Error::OUT_OF_MEMORY)?;
-    // What is freed is there at once, whatever the GPU still does with it.
+    // Freed memory is reported as free immediately, even if the GPU still uses it.
     most.free()?;
     let again = Buffer::new(Kind::Alloc, free_with - SLACK)?;
     again.free()?;
     let (free_after, _) = gpu.memory()?;
 
-    // A refusal leaves everything else as it was.
+    // A refusal has no side effects.
     gpu.add(buffer.at, buffer.count(), 1, 0)?;
     expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * 2)?;
     report.integer("device_total", device_total as u64);

@@ -1,4 +1,5 @@
-//! Two GPUs of one process that reach into each other's memory until SIGUSR1 comes: by copies, by kernels, by mappings.
+//! Two GPUs of one process that access each other's memory until SIGUSR1: by copies, by kernels, by
+//! mappings.
 
 use super::{Outcome, expect};
 use crate::{
@@ -58,7 +59,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
                 pair.far.synchronise()?;
             }
             _ => {
-                // One GPU works on the memory of the other; then that one does.
+                // One GPU works on the memory of the other, and vice versa.
                 if round == 0 {
                     pair.near.fill(other, count, 7, 0)?;
                 }
@@ -85,7 +86,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// A copy as of an image.
+/// A pitched copy.
 fn pitched(to: u64, from: u64, len: usize) -> crate::cuda::Result<()> {
     const WIDTH: usize = 4096;
     let side = |device| late::Side2D { kind: 2, device, pitch: WIDTH, ..Default::default() };
@@ -112,7 +113,7 @@ impl Pair {
         Ok(at)
     }
 
-    /// A pool of the far GPU, which both reach.
+    /// A pool of the far GPU that both can access.
     fn pool(&self) -> crate::cuda::Result<usize> {
         let place = |id| api::Location { kind: 1, id };
         let properties = late::PoolProperties {
@@ -152,7 +153,7 @@ impl Pair {
         Ok(cu!(cuMemFreeAsync(at, 0))?)
     }
 
-    /// Work of one GPU on memory of the other, which is freed at once.
+    /// Work of one GPU on memory of the other, which is freed immediately.
     fn touch_and_free(&self, enabled: bool) -> Outcome {
         if !enabled {
             return Ok(());

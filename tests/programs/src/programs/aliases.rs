@@ -1,4 +1,5 @@
-//! One chunk mapped at many addresses, as allocators do that back every unused page with the same zeros.
+//! One chunk mapped at many addresses, as in allocators that back every unused page with the same
+//! zeros.
 
 use super::{Outcome, expect};
 use crate::{
@@ -47,7 +48,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     report.number("map_seconds", begin.elapsed().as_secs_f64());
 
     let begin = Instant::now();
-    // Spread over all of them.
+    // Spreads the accesses over all addresses.
     let which = |round: u64| round * 7919 % count;
     for round in 0..remapped {
         aliases.unmap(which(round))?;

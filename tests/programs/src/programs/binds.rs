@@ -1,6 +1,6 @@
-//! Binds memory that can be exported to a multicast object and to a logical endpoint, by handle and by address, as libraries
-//! for several GPUs do. Each of these calls has the same result whatever is preloaded, also where it fails. What happens
-//! with other memory is reported.
+//! Binds exportable memory to a multicast object and to a logical endpoint, by handle and by
+//! address, like libraries for several GPUs. Each call must have the same result with and without
+//! preloading, even if it fails. The results for other memory are reported.
 
 use super::{Outcome, expect};
 use crate::{
@@ -41,7 +41,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     late_cu!(cuMulticastCreate(&mut object, &properties))?;
     late_cu!(cuMulticastAddDevice(object, 0))?;
 
-    // All of it, and a part of it.
+    // The whole memory, and a part of it.
     late_cu!(cuMulticastBindMem(object, 0, memory, 0, len, 0))?;
     late_cu!(cuMulticastBindMem(object, len, memory, STEP, len - 2 * STEP, 0))?;
     late_cu!(cuMulticastBindAddr(object, 2 * len, at + STEP as u64, len - STEP, 0))?;

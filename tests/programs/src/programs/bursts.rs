@@ -1,4 +1,5 @@
-//! An interactive program: short work after a pause, which is the given one on average, and how long each answer took.
+//! An interactive program: short work after random pauses with the given mean. Reports the time of
+//! each answer.
 
 use super::{Outcome, Random, expect};
 use crate::{
@@ -16,7 +17,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     gpu.fill(buffer.at, buffer.count(), 3, 0)?;
     gpu.synchronise()?;
     let mut latencies = Vec::new();
-    // So that they meet another program's work at any moment of it.
+    // Random, so that requests arrive at any point of another program's work.
     let mut random = Random::new(1);
     for _ in 0..bursts {
         thread::sleep(pause * (50 + random.below(100) as u32) / 100);

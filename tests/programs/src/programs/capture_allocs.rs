@@ -1,5 +1,6 @@
-//! Memory that is allocated while a stream is captured, and used at once: by what is captured, as PyTorch's allocator does for graphs,
-//! or by calls that name it, while another thread captures. And memory that another device reads, which only the driver knows of.
+//! Memory that is allocated during a stream capture and used immediately: by the captured work, as
+//! in PyTorch's allocator for graphs, or by calls that name it while another thread captures. Also
+//! memory that another device reads, of which only the driver knows.
 
 use super::{Outcome, expect, unseen::address_of};
 use crate::{
@@ -13,7 +14,7 @@ use crate::{
 };
 use std::{ffi::c_void, mem, sync::mpsc, thread};
 
-/// The mode in which memory may be allocated.
+/// The capture mode that permits allocations.
 const RELAXED: u32 = 2;
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: announces that another device is given the memory.
 const SYNC_MEMOPS: u32 = 6;
@@ -63,7 +64,8 @@ fn captured(memory: usize, source: &Buffer, value: u32) -> Outcome {
     Ok(())
 }
 
-/// New memory is named by a node of a graph, and announced to another device, while another thread captures.
+/// Names new memory in a graph's node, and announces it to another device, while another thread
+/// captures.
 fn named(gpu: &Gpu, memory: usize) -> Outcome {
     let (tell, begun) = mpsc::channel();
     let (end, ended) = mpsc::channel::<()>();
@@ -93,7 +95,8 @@ fn named(gpu: &Gpu, memory: usize) -> Outcome {
     })
 }
 
-/// New memory is looked up in the driver, past every hook, as it is for a network card that is to read it.
+/// Looks up new memory in the driver itself, bypassing the hooks, as for a network card that will
+/// read it.
 fn reached(memory: usize) -> Outcome {
     type Ask = unsafe extern "C" fn(*mut c_void, i32, u64) -> u32;
     const MEMORY_TYPE: i32 = 2;

@@ -1,5 +1,4 @@
-//! One capture after another until SIGUSR1 comes, each of which takes its time, while another thread gives the GPU work that
-//! is not captured.
+//! Slow captures in sequence until SIGUSR1, while another thread submits work that is not captured.
 
 use super::{Outcome, expect};
 use crate::{
@@ -32,7 +31,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let gpu = Gpu::open(0)?;
     let buffer = Buffer::new(Kind::Alloc, memory as usize / 2)?;
     gpu.fill(buffer.at, buffer.count(), 1, 0)?;
-    // Made here: beside a capture in global mode nothing can be allocated.
+    // Allocated here, since a capture in global mode forbids allocations.
     let (stream, beside) = (Stream::new()?, Buffer::new(Kind::Alloc, memory as usize / 2)?);
     gpu.fill(beside.at, beside.count(), 0, 0)?;
     gpu.synchronise()?;
@@ -51,7 +50,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Returns how many captures were made.
+/// Returns the number of captures.
 fn capture(gpu: &Gpu, buffer: &Buffer, modes: &[u32], rounds: u64, pause: Duration) -> cuda::Result<u64> {
     let stream = Stream::new()?;
     let mut captures = 0;
@@ -73,7 +72,8 @@ fn capture(gpu: &Gpu, buffer: &Buffer, modes: &[u32], rounds: u64, pause: Durati
     Ok(captures)
 }
 
-/// Launches and asynchronous copies on a stream of its own: what a capture beside it allows in every mode.
+/// Launches and asynchronous copies on a separate stream, which a concurrent capture permits in
+/// every mode.
 fn work(gpu: &Gpu, stream: &Stream, buffer: &Buffer, done: &AtomicBool) -> Result<u64, Box<dyn std::error::Error>> {
     gpu.enter()?;
     let (mut steps, mut last) = (0, 0_u32);

@@ -1,4 +1,5 @@
-//! Random steps with memory of several kinds and sizes: what was written must be there until it is freed.
+//! Random steps with memory of several kinds and sizes. Contents must persist until the memory is
+//! freed.
 
 use super::{Outcome, Random, expect};
 use crate::{

@@ -1,4 +1,5 @@
-//! Two contexts of one GPU. The primary one is retained again and again beside the use that lasts, and then ends before the other.
+//! Two contexts of one GPU. The primary one is retained repeatedly beside a lasting reference, and
+//! ends before the other.
 
 use super::{Outcome, expect};
 use crate::{

@@ -1,5 +1,5 @@
-//! Work that concerns two GPUs of one process, most of it with the context of the first, the near one, current: copies by every
-//! call there is, and work given to streams of the far one.
+//! Work on two GPUs of one process, mostly while the context of the first ("near") GPU is current:
+//! copies by every call, and work in streams of the second ("far") GPU.
 
 use super::{Outcome, expect};
 use crate::{
@@ -22,7 +22,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let pause = args.milliseconds("pause-ms", "10");
     let how = args.text("how", "unified");
     let mut work = Work::new(memory as usize)?;
-    // The first call is what has the others pass, so each may be the first.
+    // The first call opens the gate for the others, so each call can be selected as the first.
     let first = args.size("first", "0");
     for round in first..first + rounds {
         work.near.enter()?;
@@ -35,7 +35,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// One GPU, its stream and a buffer of it, whose elements all have this value.
+/// A GPU, a stream, and a buffer whose elements all have the same value.
 struct Place {
     gpu: Arc<Gpu>,
     stream: Stream,
@@ -61,7 +61,7 @@ impl Place {
         self.gpu.add(self.buffer.at, self.buffer.count(), value, self.stream.0)
     }
 
-    /// Compares all elements with what they must be.
+    /// Compares all elements with the expected value.
     fn check(&self, what: &str) -> Outcome {
         self.enter()?;
         self.stream.synchronise()?;
@@ -75,7 +75,7 @@ struct Work {
     far: Place,
     host: Mapped,
     memory: usize,
-    /// A kernel that is launched in any context: `add_u32`.
+    /// The kernel `add_u32`, which can be launched in any context.
     kernel: usize,
     graph: Option<usize>,
 }
@@ -105,8 +105,9 @@ impl Work {
             _ => {
                 self.near.add(round + 1)?;
                 if how == "recorded" && round == 0 {
-                    // Programs work once before they capture. Until a copy has told that the GPUs belong together, memory of the
-                    // far one may be away while a capture names it.
+                    // Works once before the capture, like real programs. Until the first copy shows
+                    // that the GPUs belong together, the far GPU's memory may be evicted while a
+                    // capture names it.
                     late_cu!(cuMemcpyAsync(self.far.buffer.at, self.near.buffer.at, 4, self.near.stream.0))?;
                 }
                 self.near.stream.synchronise()?;
@@ -124,11 +125,11 @@ impl Work {
             }
         }
         self.near.check("near")?;
-        // What a graph does on the far GPU is all that happens there.
+        // In this mode the far GPU is used only by the graph.
         if how == "graph" { Ok(()) } else { self.far.check("far") }
     }
 
-    /// From one GPU to the other, with the context of the near one, each round by another call.
+    /// Copies from one GPU to the other in the near context, with another call in each round.
     fn copy(&self, how: &str, round: u32, (to, from): (u64, u64)) -> Outcome {
         let (len, stream) = (self.memory, self.near.stream.0);
         let side2 = |kind, device| late::Side2D { kind, device, pitch: ROW, ..Default::default() };
@@ -167,7 +168,7 @@ impl Work {
         Ok(())
     }
 
-    /// By a graph that this call was captured into.
+    /// Copies by a graph that captured the call.
     fn recorded(&self, copy: impl FnOnce() -> crate::cuda::Result<()>) -> Outcome {
         const GLOBAL: u32 = 0;
         let (mut graph, mut exec) = (0, 0);
@@ -181,14 +182,14 @@ impl Work {
         Ok(cu!(cuGraphDestroy(graph))?)
     }
 
-    /// By the node of a graph, which is told of the places in one of four ways.
+    /// Copies by a graph's node, which receives the addresses in one of four ways.
     fn by_node(&self, way: u32, copy: &late::Copy3D) -> Outcome {
         let (mut graph, mut node, mut exec, stream) = (0, 0, 0, self.near.stream.0);
         let at_home = late::Copy3D { to: copy.from, ..*copy };
         let first = if matches!(way, 0 | 3) { copy } else { &at_home };
         let context = self.near.gpu.context;
         late_cu!(cuGraphCreate(&mut graph, 0))?;
-        // Where both sides are of one GPU, it may be the far one.
+        // If both addresses are on one GPU, it may be the far one.
         let nodes_context = if first.from.device == self.near.buffer.at { context } else { self.far.gpu.context };
         if way == 3 {
             late_cu!(cuGraphAddNode(&mut node, graph, ptr::null(), 0, &late::CopyNode::new(*copy, context)))?;
@@ -208,7 +209,7 @@ impl Work {
         Ok(cu!(cuGraphDestroy(graph))?)
     }
 
-    /// Through an array of the near GPU.
+    /// Copies through an array of the near GPU.
     fn by_array(&self, (to, from): (u64, u64)) -> Outcome {
         let mut array = 0;
         let descriptor = late::ArrayDescriptor { width: 16384, height: 0, format: 3, channels: 1 };
@@ -221,7 +222,7 @@ impl Work {
         Ok(late_cu!(cuArrayDestroy(array))?)
     }
 
-    /// Out of the far GPU and back into it, although the near one is current.
+    /// Copies out of the far GPU and back, while the near context is current.
     fn through_host(&mut self, plain: bool, round: u32) -> Outcome {
         self.far.enter()?;
         self.far.add(round + 1)?;
@@ -244,7 +245,8 @@ impl Work {
         }
         self.near.stream.synchronise()?;
         self.far.value = self.far.value.wrapping_add(1);
-        // SAFETY: that many elements, which nothing else touches: the copy is done.
+        // SAFETY: the host memory has `count` elements, and the copy is complete, so there is no
+        // other access.
         let elements = unsafe { std::slice::from_raw_parts_mut(host.cast::<u32>(), len / 4) };
         elements.iter_mut().for_each(|element| *element = element.wrapping_add(1));
         match (plain, round % 3) {
@@ -257,7 +259,7 @@ impl Work {
         Ok(self.near.stream.synchronise()?)
     }
 
-    /// A kernel of a library, which runs wherever its stream is.
+    /// A library's kernel, which runs on the GPU of its stream.
     fn add_there(&self, place: &Place, mut value: u32) -> crate::cuda::Result<()> {
         let (mut at, mut count) = (place.buffer.at, place.buffer.count());
         let mut arguments: [*mut c_void; 3] =
@@ -266,7 +268,7 @@ impl Work {
         cu!(cuLaunchKernel(self.kernel, 1024, 1, 1, 256, 1, 1, 0, place.stream.0, to, none))
     }
 
-    /// Everything that is given to a stream, given to one of the far GPU; each round begins with another kind.
+    /// Submits every kind of work to a stream of the far GPU. Each round begins with another kind.
     fn streams(&mut self, round: u32) -> Outcome {
         let (at, count, stream) = (self.far.buffer.at, self.far.buffer.count(), self.far.stream.0);
         for step in (0..4).map(|step| (step + round) % 4) {
@@ -286,13 +288,13 @@ impl Work {
                     late_cu!(cuStreamBatchMemOp_v2(stream, 1, &write, 0))?;
                 }
             }
-            // So that what follows may find the memory away.
+            // Allows the memory to be evicted before the next call.
             thread::sleep(std::time::Duration::from_millis(5));
         }
         Ok(())
     }
 
-    /// A graph that was captured in streams of both, launched again and again.
+    /// A graph captured in streams of both GPUs, launched repeatedly.
     fn captured(&mut self) -> Outcome {
         const RELAXED: u32 = 2;
         let exec = match self.graph {
@@ -322,7 +324,7 @@ impl Work {
         Ok(())
     }
 
-    /// One launch for both.
+    /// One launch on both GPUs.
     fn on_both(&mut self, round: u32) -> Outcome {
         let mut values = [self.near.buffer.at, self.far.buffer.at].map(|at| (at, self.near.buffer.count(), round));
         let mut arguments: Vec<[*mut c_void; 3]> = values

@@ -1,4 +1,4 @@
-//! A stream for each piece of work, as servers make them for requests: created, used, waited for, destroyed.
+//! A stream for each piece of work, as in servers: created, used, synchronized, destroyed.
 
 use super::{Outcome, queued::processor_seconds};
 use crate::{
@@ -26,14 +26,14 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Whether its work is done when the stream is destroyed depends on `busy`.
+/// With `busy`, the stream is destroyed before its work is done.
 fn cycle(gpu: &Gpu, buffer: &Buffer, round: u32, busy: bool) -> cuda::Result<()> {
     let stream = Stream::new()?;
     gpu.fill(buffer.at, 16, round, stream.0)?;
     if busy { Ok(()) } else { stream.synchronise() }
 }
 
-/// The processor seconds that it takes.
+/// The processor seconds of `run`.
 fn timed(run: impl FnOnce() -> cuda::Result<()>) -> cuda::Result<f64> {
     let now = || processor_seconds(libc::CLOCK_PROCESS_CPUTIME_ID);
     let begin = now();

@@ -1,5 +1,6 @@
-//! Deep queues: kernels as fast as the driver takes them, in one stream or in many, one by one or in graphs. Reports the
-//! longest queue: the GPU time of all that was queued when a launch returned. The simulated GPU runs one kernel at a time.
+//! Deep queues: kernels at the driver's highest rate, in one stream or in many, one by one or in
+//! graphs. Reports the longest queue: the GPU time of all work that was queued when a launch
+//! returned. The simulated GPU runs one kernel at a time.
 
 use super::{Outcome, expect};
 use crate::{
@@ -10,14 +11,14 @@ use crate::{
 
 /// Elements of a lane.
 const COUNT: u64 = 256;
-/// Kernels that are so long together are followed by one that counts them, at most so many.
+/// GPU time between two counting kernels, in nanoseconds, at most.
 const STEP_NS: u64 = 2_000_000;
 const STEP: u64 = 8;
 
 struct Lane {
     stream: Stream,
     at: u64,
-    /// Counters of steps: on the GPU, and what the host has launched.
+    /// Counters of steps: executed by the GPU, and launched by the host.
     count: Mapped,
     added: u64,
 }
@@ -31,7 +32,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (launches, ns) = (args.size("launches", "10000"), args.size("ns", "100000"));
     let (streams, per_graph) = (args.size("streams", "1").max(1), args.size("per-graph", "0"));
     let gpu = Gpu::open(0)?;
-    // Spread over all of the memory, so that whichever part of it is taken away too early is missed.
+    // Spreads the lanes over all memory, so that any part that is evicted too early is detected.
     let apart = (args.size("mem", "0") / streams).max(COUNT * 4) & !3;
     let buffer = Buffer::new(Kind::Alloc, (streams * apart) as usize)?;
     gpu.fill(buffer.at, buffer.count(), 0, 0)?;
@@ -74,7 +75,7 @@ fn count(gpu: &Gpu, lane: &Lane) -> cuda::Result<()> {
     gpu.add(lane.count.at, 1, 1, lane.stream.0)
 }
 
-/// So many kernels, and one that leaves a trace.
+/// A graph of `kernels` kernels and one that counts.
 fn graph(gpu: &Gpu, lane: &Lane, kernels: u64, ns: u64) -> cuda::Result<usize> {
     const RELAXED: u32 = 2;
     let (mut graph, mut exec) = (0, 0);

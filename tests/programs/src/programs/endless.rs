@@ -1,5 +1,5 @@
-//! A kernel, or a graph, that runs until the host ends it, after some time or when SIGUSR1 comes. The program makes no call meanwhile, so nothing shows whether it
-//! will ever end.
+//! A kernel or a graph that runs until the host ends it, after some time or at SIGUSR1. The program
+//! makes no call until then, so the library cannot know whether the work will end.
 
 use super::{Outcome, expect};
 use crate::{

@@ -1,4 +1,4 @@
-//! Holds memory, part of which it gives to others, as programs do before other devices or processes use it.
+//! Holds memory and shares a part of it, like programs whose memory other devices or processes use.
 
 use super::{Outcome, expect};
 use crate::{
@@ -21,7 +21,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, beside) = (args.size("mem", "16M") as usize, args.size("beside", "32M"));
     let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc or vmm")?;
     let gpu = Gpu::open(0)?;
-    // Several, so that what else there is can leave.
+    // Several buffers, so that the other memory can leave.
     let others = (0..4).map(|_| Buffer::new(Kind::Alloc, beside as usize / 4)).collect::<Result<Vec<_>, _>>()?;
     let mut descriptor = -1;
     let (at, owner) = match args.text("how", "none") {
@@ -37,7 +37,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             (buffer.at, Some(buffer))
         }
     };
-    // SAFETY: the driver made it for this program.
+    // SAFETY: the driver has returned the descriptor to this program, so no other value owns it.
     let _descriptor = (descriptor >= 0).then(|| unsafe { OwnedFd::from_raw_fd(descriptor) });
     let count = memory as u64 / 4;
     gpu.fill(at, count, 5, 0)?;

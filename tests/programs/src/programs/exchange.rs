@@ -1,6 +1,6 @@
-//! How fast two programs can exchange memory at best: while the pieces of one are copied to the host, and each is unmapped and given
-//! back to the driver when it is there, the other one maps such pieces and fills them from the host. No program decides anything,
-//! and none waits for the other's memory.
+//! The highest rate at which two programs can exchange memory: one copies its pieces to the host,
+//! and unmaps and releases each piece; the other maps pieces and fills them from the host at the
+//! same time. There is no scheduler, and no program waits for the other's memory.
 
 use super::Outcome;
 use crate::{
@@ -18,10 +18,10 @@ use std::{
     time::Instant,
 };
 
-/// What is moved at a time, and how many copies are in flight: as the preload library does it.
+/// The size of a move and the number of copies in flight, as in the preload library.
 const PIECE: usize = 64 << 20;
 const IN_FLIGHT: usize = 8;
-/// More host memory than copies are in flight; the next piece may use it again.
+/// Host buffers: more than copies in flight. They are reused.
 const HOST_PIECES: usize = 16;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -67,7 +67,7 @@ fn expect_line(line: Option<std::io::Result<String>>, wanted: &str) -> Outcome {
     }
 }
 
-/// What each of the two has.
+/// One of the two programs.
 struct Side {
     _gpu: std::sync::Arc<Gpu>,
     stream: Stream,
@@ -102,7 +102,7 @@ impl Side {
         self.events[piece % IN_FLIGHT]
     }
 
-    /// The GPU's memory goes back to the driver when the piece is unmapped.
+    /// Maps a piece, whose memory is released when it is unmapped.
     fn map(&self, piece: usize) -> Result<()> {
         let (location, mut handle) = (Location { kind: 1, id: 0 }, 0);
         cu!(cuMemCreate(&mut handle, PIECE, &Properties { kind: 1, location, ..Properties::default() }, 0))?;

@@ -1,5 +1,5 @@
-//! Children that a program with a context makes: one that only exits, one that tries CUDA, one that becomes another
-//! program. None of them may disturb their parent.
+//! Children of a program with a context: one exits, one tries CUDA, one executes another program.
+//! None may disturb the parent.
 
 use super::{Outcome, expect};
 use crate::{
@@ -39,17 +39,18 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 
 /// Runs `f` in a forked child, which then exits as programs do; its exit status.
 fn child(f: impl FnOnce() -> i32) -> Result<i32, std::io::Error> {
-    // SAFETY: this thread goes on alone in the child; what it calls there takes no lock that another could hold.
+    // SAFETY: only this thread continues in the child, and takes no lock that another thread could
+    // hold.
     match unsafe { libc::fork() } {
         -1 => Err(std::io::Error::last_os_error()),
         0 => {
             let code = f();
-            // SAFETY: ends the child, exit handlers included.
+            // SAFETY: `exit` ends the child after its exit handlers.
             unsafe { libc::exit(code) }
         }
         pid => {
             let mut status = 0;
-            // SAFETY: a place for the status of a child of this process.
+            // SAFETY: `status` is a live value.
             match unsafe { libc::waitpid(pid, &mut status, 0) } {
                 -1 => Err(std::io::Error::last_os_error()),
                 _ if libc::WIFEXITED(status) => Ok(libc::WEXITSTATUS(status)),

@@ -1,5 +1,5 @@
-//! Frees memory while work that uses it is queued, large pieces and small ones, and then does nothing. `cuMemFree` returns when
-//! the work of all streams is done.
+//! Frees large and small pieces of memory while queued work uses them, and then does nothing.
+//! `cuMemFree` returns once the work of all streams is done.
 
 use super::{Outcome, expect};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 };
 use std::{thread, time::Duration};
 
-/// So long that the work is not done when its memory is freed.
+/// Long enough for the work to run when its memory is freed, in nanoseconds.
 const BUSY: u64 = 20_000_000;
 /// Pieces that share a mapping.
 const SMALL: usize = 64 << 10;

@@ -1,4 +1,4 @@
-//! Work in a green context: a part of the GPU with streams of its own.
+//! Work in a green context: a part of the GPU with separate streams.
 
 use super::{Outcome, expect};
 use crate::{
@@ -24,7 +24,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     // Whether another green context is destroyed while a stream of it captures.
     let leaves_capture = args.size("leaves-capture", "0") != 0;
     cu!(cuInit(0))?;
-    // With the primary context made first, as programs should, or by the green one alone.
+    // Creates the primary context first, as recommended, or only the green one.
     let opened = if primary { Some(Gpu::open(0)?) } else { None };
     let (green, context) = create()?;
     cu!(cuCtxSetCurrent(context))?;
@@ -70,7 +70,7 @@ fn leave_capture() -> Outcome {
     Ok(())
 }
 
-/// A green context with a part of the first GPU, and it as a context.
+/// Creates a green context with a part of the first GPU, and converts it to a context.
 fn create() -> Result<(usize, usize), Box<dyn std::error::Error>> {
     let (mut device, mut description, mut green, mut context) = (0, 0, 0, 0);
     let (mut all, mut part, mut rest, mut count) = (Resource([0; 18]), Resource([0; 18]), Resource([0; 18]), 1);

@@ -1,5 +1,5 @@
-//! Builds a model step by step, as frameworks load one, then runs over all of it in rounds. Out of memory is an answer
-//! that such programs handle: it has an exit status of its own.
+//! Builds a model step by step, like a framework that loads one, then runs over all of it in
+//! rounds. Such programs handle out-of-memory errors, which have their own exit status.
 
 use super::{Outcome, Random, Refused, expect};
 use crate::{
@@ -28,7 +28,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             refused(e)
         })?;
         if !fills_late {
-            // A launch is refused where the allocation came without the lock, and there is no room for it after all.
+            // A launch may be refused if the memory was allocated without the lock and then has no
+            // room.
             gpu.fill(part.at, part.count(), value(parts.len(), 0), 0).map_err(refused)?;
         }
         built += len;
@@ -59,7 +60,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// What every element of a part is after so many rounds.
+/// The value of every element of a part after `rounds` rounds.
 fn value(part: usize, rounds: u64) -> u32 {
     0x0100_0000 + part as u32 * 0x1000 + rounds as u32
 }

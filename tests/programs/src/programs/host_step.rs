@@ -1,5 +1,5 @@
-//! Work that waits for a step of the host, for which another thread needs the library: it allocates, works, submits, or has room in the
-//! queues of streams.
+//! Work that waits for a step of the host. For this step, another thread must allocate, work,
+//! submit, or have room in the queues of streams, all through the library.
 
 use super::{Outcome, expect};
 use crate::{
@@ -26,15 +26,15 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     }
 }
 
-/// A kernel runs until another thread has allocated memory and worked with it. Before that, the program works for a while, so that its
-/// memory leaves and comes back.
+/// A kernel runs until another thread has allocated memory and worked with it. Before that, the
+/// program works for a while, so that its memory leaves and returns.
 fn allocate(args: &Args, report: &mut Report) -> Outcome {
     let memory = args.size("mem", "60M") as usize;
     let (before, pause) = (args.milliseconds("before-ms", "3000"), args.milliseconds("pause-ms", "2000"));
     let gpu = Gpu::open(0)?;
     let flag = Mapped::new(4)?;
     let (stream, buffer) = (Stream::new()?, Buffer::new(Kind::Alloc, memory)?);
-    // Contents that are copied when they leave.
+    // Writes contents that must be copied at an eviction.
     for at in (0..memory as u64 / 4).step_by(1 << 18) {
         gpu.fill(buffer.at + 4 * at, 1 << 10, at as u32, stream.0)?;
     }
@@ -63,14 +63,14 @@ fn allocate(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// What a function in a stream waits for.
+/// The steps that a function in a stream waits for.
 struct Steps {
     go: Mutex<mpsc::Sender<()>>,
     done: Mutex<mpsc::Receiver<()>>,
 }
 
 unsafe extern "C" fn step(steps: *mut c_void) {
-    // SAFETY: what `destroy` passes, which outlives the context.
+    // SAFETY: `destroy` passes a `Steps` that outlives the context.
     let steps = unsafe { &*steps.cast::<Steps>() };
     let _ = steps.go.lock().map(|go| go.send(()));
     let _ = steps.done.lock().map(|done| done.recv());
@@ -114,8 +114,8 @@ fn destroy(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// A thread fills the queue of a stream behind a kernel that waits, until its launches wait as well. Another thread works in streams of
-/// its own and then ends the kernel.
+/// A thread fills the queue of a stream behind a waiting kernel, until its launches block too.
+/// Another thread works in its own streams and then ends the kernel.
 fn fill(report: &mut Report) -> Outcome {
     let gpu = Gpu::open(0)?;
     let flag = Mapped::new(4)?;
@@ -126,7 +126,7 @@ fn fill(report: &mut Report) -> Outcome {
             gpu.enter()?;
             (0..MANY).try_for_each(|_| gpu.empty(stream.0))
         });
-        // Longer than a launch may be delayed by the library in all; by then the queue is full.
+        // Longer than the library's longest delay of a launch, so that the queue is full by then.
         thread::sleep(Duration::from_secs(8));
         for _ in 0..20 {
             let own = Stream::new()?;

@@ -1,5 +1,5 @@
-//! Work in a stream that waits until the host takes a further step: a value that is written by a call, or by a thread, or a
-//! function of the program that waits for a lock.
+//! Work in a stream that waits for a step of the host: a value that a call or a thread writes, or a
+//! host function that waits for a lock.
 
 use super::{Outcome, expect};
 use crate::{
@@ -19,7 +19,7 @@ use std::{
 
 /// Wait until the value is at least this.
 const AT_LEAST: u32 = 0;
-/// So many kernels that a deep queue of them is known to be harmless.
+/// Enough kernels for the library to learn that a deep queue of them is harmless.
 const LEGACY_KERNELS: u32 = 6000;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -38,7 +38,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let at = if how == "thread" { mapped.at } else { flag.at };
     for round in 1..=rounds {
         if blocking {
-            // Work of the legacy stream, before what waits.
+            // Work of the legacy stream, before the waiting work.
             (0..LEGACY_KERNELS + round).try_for_each(|_| gpu.empty(0))?;
         }
         gpu.add(buffer.at, buffer.count(), 1, waiting.0)?;
@@ -51,7 +51,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
                 late_cu!(cuStreamAddCallback(waiting.0, enter_told, data, 0))?;
             }
             thread::sleep(pause);
-            // With the lock held: what it launches may have to wait, and the function in the stream waits for it.
+            // Launches while it holds the lock: the launch may block, and the function in the
+            // stream waits for the lock.
             gpu.add(buffer.at, buffer.count(), 1, waiting.0)?;
             drop(held);
             waiting.synchronise()?;
@@ -91,7 +92,7 @@ fn lock(door: &Mutex<()>) -> MutexGuard<'_, ()> {
 }
 
 unsafe extern "C" fn enter(door: *mut c_void) {
-    // SAFETY: the lock that `run` passes, which outlives the stream's work.
+    // SAFETY: `run` passes a lock that outlives the stream's work.
     drop(lock(unsafe { &*door.cast() }));
 }
 

@@ -1,4 +1,4 @@
-//! What the driver says about the GPU.
+//! Reports the driver's properties of the GPU.
 
 use super::{Outcome, expect};
 use crate::{

@@ -1,5 +1,5 @@
-//! Reserves three quarters of the GPU in one allocation when it starts, as JAX does, then uses a part of that in steps. Out of memory is
-//! an answer with an exit status of its own.
+//! Reserves three quarters of the GPU in one allocation at its start, like JAX, then uses a part of
+//! it in steps. An out-of-memory error has its own exit status.
 
 use super::{Outcome, Random, Refused, expect};
 use crate::{

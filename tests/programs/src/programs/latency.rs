@@ -1,10 +1,10 @@
-//! What a launch costs the program.
+//! Measures the time of a launch.
 
 use super::Outcome;
 use crate::{args::Args, cuda::Gpu, report::Report};
 use std::time::Instant;
 
-/// Launches between waits, well below what a stream holds.
+/// Launches between synchronizations, well below the depth of a stream's queue.
 const BATCH: u64 = 500;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {

@@ -1,4 +1,5 @@
-//! Kernels one after the other, with a pause of the host after each: bound by launching, or by the GPU, as the figures say.
+//! Kernels in sequence, with a pause of the host after each. Depending on the options, launching or
+//! the GPU is the bottleneck.
 
 use super::{Outcome, expect};
 use crate::{
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// Elements that each kernel adds to.
 const COUNT: u64 = 256;
-/// Launches between two looks at the clock, and between two waits for the GPU.
+/// Launches between two reads of the clock, and between two synchronizations.
 const STEP: u64 = 16;
 const WAIT: u64 = 4096;
 

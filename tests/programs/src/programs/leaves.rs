@@ -1,4 +1,4 @@
-//! Exits with a status of its own while a thread of it works, at whatever its memory is doing then.
+//! Exits with a distinct status while one of its threads works, at any state of its memory.
 
 use super::{Outcome, Random};
 use crate::{

@@ -1,4 +1,4 @@
-//! How fast memory can be copied between the GPU and the host: what moving memory can reach at best.
+//! Measures the rate of copies between the GPU and the host, the upper bound of moving memory.
 
 use super::Outcome;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 };
 use std::time::Instant;
 
-/// As large as what is moved at a time.
+/// The size of one move, in bytes.
 const PIECE: usize = 64 << 20;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -34,7 +34,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             }
         }
         gpu.synchronise()?;
-        // Each way.
+        // Measures each direction.
         report.number(name, (memory as u64 * rounds) as f64 / start.elapsed().as_secs_f64() / (1 << 30) as f64);
     }
     Ok(())

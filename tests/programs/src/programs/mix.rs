@@ -1,5 +1,5 @@
-//! Work in rounds on all of its memory, until SIGUSR1 comes. Every round can be undone exactly, so that at the end every
-//! element is checked, and a lost, repeated or reordered launch shows.
+//! Works in rounds on all of its memory until SIGUSR1. Every round can be undone exactly, so the
+//! final check of every element detects a lost, repeated or reordered launch.
 
 use super::{Outcome, Random, expect};
 use crate::{
@@ -28,7 +28,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut random = Random::new(args.size("seed", "1"));
 
     if args.given("lock") {
-        // SAFETY: a plain call.
+        // SAFETY: `mlockall` takes no pointers.
         expect("result of mlockall", unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) }, 0)?;
     }
     let gpu = Gpu::open(args.size("device", "0") as i32)?;
@@ -98,7 +98,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Time on the CPU, asleep or busy.
+/// Spends time on the CPU, asleep or busy.
 fn think(time: Duration, burn: bool) {
     if !burn {
         return signal::pause(time);

@@ -1,4 +1,4 @@
-//! The programs, a file each.
+//! The programs, one file each.
 
 mod account;
 mod across;
@@ -260,12 +260,12 @@ pub fn usage() -> String {
     PROGRAMS.iter().map(|(name, _, what)| format!("  {name:10} {what}\n")).collect()
 }
 
-/// A result that is not what it must be.
+/// Compares a result with the expected value.
 pub fn expect<T: PartialEq + std::fmt::Display>(what: &str, got: T, want: T) -> Outcome {
     if got == want { Ok(()) } else { Err(format!("{what}: got {got}, want {want}").into()) }
 }
 
-/// The driver has no memory for a program that is prepared for that.
+/// An out-of-memory error that the program handles.
 #[derive(Debug)]
 pub struct Refused(pub crate::cuda::Error);
 
@@ -277,7 +277,7 @@ impl std::fmt::Display for Refused {
 
 impl Error for Refused {}
 
-/// A generator that is the same everywhere.
+/// A reproducible random number generator.
 #[derive(Debug)]
 pub struct Random(u64);
 

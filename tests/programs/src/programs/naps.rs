@@ -1,5 +1,5 @@
-//! Threads that launch, that ask about events, and that allocate, on each of some GPUs and each with pauses: a program that is idle
-//! often and never for long. With `--later` it uses that GPU as well from when it is sent SIGUSR2.
+//! Threads that launch, query events, and allocate, on several GPUs, with pauses: a program that is
+//! often idle, but only briefly. With `--later` it also uses that GPU after SIGUSR2.
 
 use super::{Outcome, expect};
 use crate::{
@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What a thread does, with so much memory, with such pauses, until then.
+/// A thread's function: GPU, bytes, pause, and end.
 type Work = fn(&Gpu, usize, Duration, Instant) -> Outcome;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -62,7 +62,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     for thread in threads {
         thread.join().map_err(|_| "a thread panicked")??;
     }
-    // It ends by that thread's exit, not by this one's.
+    // The exit of that thread ends the process.
     exit.map(thread::JoinHandle::join);
     report.text("uuids", &gpus.iter().map(|gpu| gpu.uuid()).collect::<cuda::Result<Vec<_>>>()?.join(","));
     if args.given("nvml") {
@@ -96,7 +96,7 @@ fn launch(gpu: &Gpu, memory: usize, pause: Duration, end: Instant) -> Outcome {
     Ok(())
 }
 
-/// Calls that no library has to do with.
+/// Makes calls that the library does not hook.
 fn ask(_: &Gpu, _: usize, pause: Duration, end: Instant) -> Outcome {
     let mut event = 0;
     cu!(cuEventCreate(&mut event, 2))?;

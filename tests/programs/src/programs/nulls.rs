@@ -1,4 +1,4 @@
-//! Calls with NULL, or with nonsense, where programs are known to pass it: what each is answered.
+//! Reports the results of calls with NULL or invalid arguments that programs are known to pass.
 
 use super::Outcome;
 use crate::{
@@ -16,11 +16,12 @@ type P = *mut c_void;
 /// Calls a symbol of the driver with words as arguments.
 macro_rules! call {
     ($symbol:ident($($arg:expr),*)) => {{
-        // SAFETY: a function of the driver, all of whose parameters are words in registers.
+        // SAFETY: the symbol is a function of the driver, all of whose parameters are words in
+        // registers.
         let function = unsafe {
             mem::transmute::<P, unsafe extern "C" fn($(call!(@word $arg)),*) -> u32>(api::dlsym(stringify!($symbol)))
         };
-        // SAFETY: what the driver does not allow to be NULL it refuses.
+        // SAFETY: the driver checks pointers that must not be NULL.
         (stringify!($symbol), unsafe { function($($arg as usize),*) })
     }};
     (@word $arg:expr) => { usize };
@@ -63,7 +64,7 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
         call!(cuPointerGetAttributes(1, null, values.as_mut_ptr(), buffer.at)),
         call!(cuPointerGetAttributes(1, which.as_ptr(), null, buffer.at)),
         call!(cuPointerGetAttributes(2, which.as_ptr(), values.as_mut_ptr(), nonsense)),
-        // What the program did not reserve and map itself.
+        // A range that the program has not reserved and mapped itself.
         call!(cuMemUnmap(buffer.at, 2 << 20)),
         call!(cuMemUnmap(buffer.at & !0x1f_ffff, 2 << 20)),
         call!(cuMemSetAccess(buffer.at, 2 << 20, ptr::from_ref(&access), 1)),

@@ -1,5 +1,5 @@
-//! Captures that nobody ends: their stream, or their context, is destroyed meanwhile. Whatever comes of them, other work of
-//! the program goes on.
+//! Captures whose stream or context is destroyed before they end. Other work of the program must
+//! continue.
 
 use super::{Outcome, expect};
 use crate::{
@@ -10,7 +10,8 @@ use crate::{
 use std::thread;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
-    // The mode that forbids other threads nothing: an open capture in global mode would be their end.
+    // The mode that does not restrict other threads: an open capture in global mode would make
+    // their calls fail.
     const RELAXED: u32 = 2;
     let (how, rounds) = (args.text("how", "stream"), args.size("rounds", "20"));
     let pause = args.milliseconds("pause-ms", "20");

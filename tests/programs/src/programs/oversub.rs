@@ -1,4 +1,5 @@
-//! Asks for much memory and says where it ended; what there was must hold what is written to it.
+//! Allocates until it is refused, and reports the total. All allocated memory must keep its
+//! contents.
 
 use super::{Outcome, expect};
 use crate::{
@@ -29,7 +30,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             gpu.fill(buffer.at, buffer.count(), i as u32 + 1, 0)?;
         }
     }
-    // A sum needs some memory itself, so without rounds nothing is checked: all there is may be taken.
+    // A sum needs some memory, so without rounds nothing is checked and all memory can be
+    // allocated.
     for (i, buffer) in buffers.iter().enumerate().take(if rounds == 0 { 0 } else { buffers.len() }) {
         expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (i as u64 + 1))?;
     }

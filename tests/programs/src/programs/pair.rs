@@ -1,5 +1,6 @@
-//! Two processes whose work waits for each other's, round by round: by values in memory that they share, or by events. With
-//! values neither can end its round while the other has not begun, as in a collective operation.
+//! Two processes whose work waits for the other's in each round: by values in shared memory, or by
+//! events. With values neither can end its round while the other has not begun, as in a collective
+//! operation.
 
 use super::{Outcome, expect};
 use crate::{
@@ -21,17 +22,17 @@ use std::{
 };
 
 const LEN: usize = 4096;
-/// How long one side waits for a word of the other before it gives up.
+/// The timeout of one side's wait for the other.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What the two share: for each side a value, a count of recorded events, and its event's handle.
+/// The shared memory: for each side a value, the number of recorded events, and the event's handle.
 #[derive(Clone, Copy)]
 struct Shared(*mut u8);
 
 impl Shared {
     fn map(file: &File) -> Result<Shared, Box<dyn Error>> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping of a file of this length, at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address of the new mapping, and the file has this length.
         let at = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         if at == libc::MAP_FAILED { Err(std::io::Error::last_os_error().into()) } else { Ok(Shared(at.cast())) }
     }
@@ -48,10 +49,11 @@ impl Shared {
         self.0.wrapping_add(512 + 64 * side).cast()
     }
 
-    /// Waits for the other side to have recorded that often.
+    /// Waits until a side has recorded `count` events.
     fn wait(self, side: usize, count: u32) -> Outcome {
         let start = Instant::now();
-        // SAFETY: a word of the mapping, which the other process writes.
+        // SAFETY: the address is of a word in the mapping, which the other process writes
+        // atomically.
         while unsafe { self.recorded(side).read_volatile() } < count {
             if start.elapsed() > PATIENCE {
                 return Err("the other side does not come".into());
@@ -69,9 +71,9 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         let file = File::options().read(true).write(true).open(file)?;
         return work(Shared::map(&file)?, 1, how, rounds, Duration::ZERO);
     }
-    // Only one side pauses: the work of the other waits for it meanwhile.
+    // Only one side pauses, so that the other's work waits for it.
     let pause = args.milliseconds("pause-ms", "0");
-    // SAFETY: a new descriptor.
+    // SAFETY: the descriptor is new, so no other value owns it.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"pair".as_ptr(), libc::MFD_CLOEXEC)) };
     file.set_len(LEN as u64)?;
     let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
@@ -82,7 +84,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     expect("the other side's exit status", other.0.wait()?.code().unwrap_or(-1), 0)
 }
 
-/// The other side, which does not outlive this one.
+/// The other process, which does not outlive this one.
 struct Other(Child);
 
 impl Drop for Other {
@@ -93,8 +95,8 @@ impl Drop for Other {
 }
 
 fn work(shared: Shared, side: usize, how: &str, rounds: u32, pause: Duration) -> Outcome {
-    // The other side may be killed: then this one goes too.
-    // SAFETY: changes only this process.
+    // Ends this process with its parent, the other side. SAFETY: the call changes only this
+    // process.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     let gpu = Gpu::open(0)?;
     let stream = Stream::new()?;
@@ -127,7 +129,7 @@ fn values(
         late_cu!(cuStreamWaitValue32_v2(stream.0, at + 64 * (1 - side) as u64, round, 0))?;
         gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
         stream.synchronise()?;
-        // SAFETY: a word of the mapping, which only the GPU writes.
+        // SAFETY: the address is of a word in the mapping, which only the GPU writes.
         expect("own value", unsafe { shared.value(side).read_volatile() }, round)?;
     }
     late_cu!(cuMemHostUnregister(shared.0))?;
@@ -140,7 +142,8 @@ fn events(shared: Shared, side: usize, rounds: u32, gpu: &Gpu, buffer: &Buffer, 
     cu!(cuEventCreate(&mut own, INTERPROCESS))?;
     let mut handle = EventHandle::default();
     late_cu!(cuIpcGetEventHandle(&mut handle, own))?;
-    // SAFETY: words of the mapping: the handle is read once the count says that it is there.
+    // SAFETY: the addresses are in the mapping. The handle is read after the count shows that it
+    // was written.
     unsafe {
         shared.handle(side).write_volatile(handle);
         shared.recorded(side).write_volatile(1);
@@ -149,7 +152,7 @@ fn events(shared: Shared, side: usize, rounds: u32, gpu: &Gpu, buffer: &Buffer, 
     // SAFETY: as above.
     let handle = unsafe { shared.handle(1 - side).read_volatile() };
     late_cu!(cuIpcOpenEventHandle(&mut other, handle))?;
-    // The sides take turns: each waits for what the other has recorded last.
+    // The sides alternate: each waits for the other's last event.
     for round in 1..=rounds {
         if side == 1 || round > 1 {
             shared.wait(1 - side, if side == 1 { round + 1 } else { round })?;
@@ -162,7 +165,7 @@ fn events(shared: Shared, side: usize, rounds: u32, gpu: &Gpu, buffer: &Buffer, 
         unsafe { shared.recorded(side).write_volatile(round + 1) };
     }
     stream.synchronise()?;
-    // The event must be there until the other side has waited for it.
+    // Keeps the event until the other side has waited for it.
     shared.wait(1 - side, rounds + 1)?;
     cu!(cuEventSynchronize(other))?;
     cu!(cuEventDestroy_v2(other))?;

@@ -1,5 +1,5 @@
-//! A program built with `--default-stream per-thread`: stream 0 is each thread's own, through the functions that end in
-//! `_ptsz` and `_ptds`, looked up in the way that `CUDA_LOOKUP` says.
+//! A program built with `--default-stream per-thread`: stream 0 is each thread's own, through the
+//! functions that end in `_ptsz` and `_ptds`, looked up as `CUDA_LOOKUP` selects.
 
 use super::{Outcome, Random, expect};
 use crate::{
@@ -39,16 +39,16 @@ impl Calls {
             if !by_version {
                 return api::dlsym(symbol);
             }
-            // SAFETY: the symbol is declared so by the CUDA headers.
+            // SAFETY: the type is the declaration of the CUDA headers.
             let ask = unsafe { mem::transmute::<P, GetProcAddress>(api::dlsym("cuGetProcAddress_v2")) };
             let text = CString::new(name).expect("no NUL in a name");
             let (mut found, mut status) = (ptr::null_mut(), 0);
-            // SAFETY: a C string, and places for both answers.
+            // SAFETY: `text` is a C string, and both result pointers are to live values.
             let code = unsafe { ask(text.as_ptr().cast(), &mut found, version, PER_THREAD, &mut status) };
             assert!(code == 0 && !found.is_null(), "cuGetProcAddress({name}): error {code}, status {status}");
             found
         };
-        // SAFETY: the functions are declared so by the CUDA headers.
+        // SAFETY: the types are the declarations of the CUDA headers.
         unsafe {
             Calls {
                 launch: mem::transmute::<P, Launch>(find("cuLaunchKernel", 7000, "cuLaunchKernel_ptsz")),
@@ -67,7 +67,7 @@ impl Calls {
         let (mut at, mut count) = (buffer.at, buffer.count());
         let mut args: [P; 3] =
             [ptr::from_mut(&mut at).cast(), ptr::from_mut(&mut count).cast(), ptr::from_mut(&mut value).cast()];
-        // SAFETY: the kernel's three parameters.
+        // SAFETY: the arguments match the kernel's three parameters.
         let code = unsafe { (self.launch)(function, 1024, 1, 1, 256, 1, 1, 0, 0, args.as_mut_ptr(), ptr::null_mut()) };
         done("cuLaunchKernel", code)
     }
@@ -103,18 +103,18 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 fn work(gpu: &Gpu, calls: Calls, add: usize, len: usize, thread: u32, rounds: u32) -> Outcome {
     gpu.enter()?;
     let buffer = Buffer::new(Kind::Alloc, len)?;
-    // SAFETY: memory of that many elements.
+    // SAFETY: the buffer has that many elements.
     done("cuMemsetD32", unsafe { (calls.set)(buffer.at, thread, buffer.count() as usize) })?;
     for round in 0..rounds {
         calls.add(add, &buffer, round)?;
-        // SAFETY: takes no pointers.
+        // SAFETY: the call takes no pointers.
         done("cuStreamSynchronize", unsafe { (calls.synchronise)(0) })?;
     }
     let mut random = Random::new(thread.into());
     for _ in 0..SAMPLES {
         let mut value = 0;
         let at = buffer.at + 4 * random.below(buffer.count());
-        // SAFETY: one element, and a place for it.
+        // SAFETY: `value` is a live place for one element.
         done("cuMemcpyDtoH", unsafe { (calls.copy_out)(&mut value, at, 4) })?;
         expect("element", value, thread + rounds * rounds.saturating_sub(1) / 2)?;
     }

@@ -1,5 +1,5 @@
-//! A kernel that runs until the host tells it to end, while other streams copy and compute: work that cannot drain by
-//! waiting for it alone.
+//! A kernel that runs until the host ends it, while other streams copy and compute: waiting alone
+//! cannot drain such work.
 
 use super::{Outcome, expect};
 use crate::{
@@ -26,7 +26,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut signal = ptr::null_mut();
     cu!(cuMemHostAlloc(&mut signal, 4096, MAPPED))?;
     cu!(cuMemHostGetDevicePointer_v2(&mut flag, signal, 0))?;
-    // SAFETY: pinned memory of at least these sizes, which nothing else uses yet.
+    // SAFETY: the pinned memory has at least these sizes, and no other users yet.
     unsafe {
         signal.cast::<u32>().write_volatile(0);
         ptr::write_bytes(host, 0, memory);
@@ -50,7 +50,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     cu!(cuEventSynchronize(ended))?;
     let running = cu!(cuStreamQuery(spinner.0)).err().map_or(0, |e| e.code);
     expect("state of the kernel that nobody ended", running, NOT_READY)?;
-    // The end comes from a callback in another stream, as runtimes do it.
+    // A callback in another stream ends the kernel, as in runtimes.
     cu!(cuLaunchHostFunc(worker.0, end, signal.cast()))?;
     while cu!(cuStreamQuery(spinner.0)).is_err_and(|e| e.code == NOT_READY) {
         thread::sleep(Duration::from_millis(1));
@@ -58,7 +58,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     spinner.synchronise()?;
     let mut milliseconds = 0.0;
     cu!(cuEventElapsedTime(&mut milliseconds, began, ended))?;
-    // SAFETY: the copies are done, and there are `memory` bytes.
+    // SAFETY: `host` has `memory` bytes, and the copies are done.
     let last = unsafe { host.add(memory - 4).cast::<u32>().read() };
     expect("last element", last, steps)?;
     cu!(cuEventDestroy_v2(began))?;
@@ -72,6 +72,6 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 
 /// Ends the kernel.
 unsafe extern "C" fn end(signal: *mut c_void) {
-    // SAFETY: the mapped host memory that `run` passes.
+    // SAFETY: `run` passes mapped host memory, which outlives the call.
     unsafe { signal.cast::<u32>().write_volatile(1) };
 }

@@ -1,4 +1,4 @@
-//! A pool that keeps all it ever had: allocates, frees nearly everything, and does nothing.
+//! A pool that never releases memory: allocates, frees nearly all of it, and does nothing.
 
 use super::Outcome;
 use crate::{
@@ -11,7 +11,7 @@ use std::{thread, time::Duration};
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
 const RELEASE_THRESHOLD: u32 = 4;
 
-/// Of large blocks, so that segments hold a few.
+/// Large blocks, so that each segment holds only a few.
 const PIECE: usize = 8 << 20;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {

@@ -1,4 +1,4 @@
-//! The cost of allocating from the default pool and freeing, in one stream that has nothing else to do.
+//! Measures allocating from the default pool and freeing, in one otherwise idle stream.
 
 use super::Outcome;
 use crate::{

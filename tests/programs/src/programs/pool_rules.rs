@@ -1,4 +1,5 @@
-//! What memory pools promise, call by call: whose a block is, which frees are errors, what is counted, kept and released.
+//! The semantics of memory pools, call by call: the owner of a block, invalid frees, and counted,
+//! kept and released memory.
 
 use super::{Outcome, expect};
 use crate::{
@@ -158,7 +159,7 @@ fn pools(gpu: &Gpu, stream: &Stream) -> Outcome {
     expect("memory of a pool that is gone", read(at)?, 9)?;
     free(at, stream)?;
     free(by_name, stream)?;
-    // A pool whose memory can be exported is the driver's.
+    // The library leaves a pool with exportable memory to the driver.
     let shareable = create(gpu, 1)?;
     let at = allocate_from(shareable, MIB, stream)?;
     expect("a shareable pool", about(at, POOL)?, shareable as u64)?;
@@ -195,7 +196,8 @@ fn statistics(gpu: &Gpu, stream: &Stream) -> Outcome {
     Ok(late_cu!(cuMemPoolDestroy(pool))?)
 }
 
-/// What is allocated while a stream is captured is the graph's. Other streams go on beside it.
+/// Memory that is allocated in a captured stream belongs to the graph. Other streams are
+/// unaffected.
 fn captures(gpu: &Gpu, stream: &Stream) -> Outcome {
     let outside = allocate(MIB, stream)?;
     stream.synchronise()?;
@@ -221,7 +223,8 @@ fn captures(gpu: &Gpu, stream: &Stream) -> Outcome {
     Ok(stream.synchronise()?)
 }
 
-/// Memory of a pool belongs to no context: one that is destroyed leaves it, with what its streams have freed.
+/// A pool's memory belongs to no context: it outlives a destroyed context, and so do frees in its
+/// streams.
 fn contexts(gpu: &Gpu) -> Outcome {
     let mut context = 0;
     late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;
@@ -243,7 +246,7 @@ fn contexts(gpu: &Gpu) -> Outcome {
     Ok(stream.synchronise()?)
 }
 
-/// What pools keep and nothing uses is there for other allocations.
+/// Unused memory that pools keep is available for other allocations.
 fn reserve(gpu: &Gpu, stream: &Stream, len: usize) -> Outcome {
     let pool = default_of(gpu)?;
     set(pool, RELEASE_THRESHOLD, u64::MAX)?;
@@ -261,7 +264,7 @@ fn reserve(gpu: &Gpu, stream: &Stream, len: usize) -> Outcome {
     Ok(cu!(cuMemFree_v2(plain))?)
 }
 
-/// With all of its memory, and blocks in use.
+/// Resets the primary context while blocks are in use.
 fn reset(gpu: &Gpu) -> Outcome {
     let stream = Stream::new()?;
     allocate(40 * MIB, &stream)?;

@@ -1,6 +1,7 @@
-//! Random steps in the order of streams: allocate from two pools, write late, free in the same stream or in another behind an
-//! event, destroy streams whose frees are not done. Blocking streams and the legacy stream rely on waiting for each other. A block
-//! that is given out too early is overwritten by the work of its previous owner.
+//! Random stream-ordered steps: allocate from two pools, write late, free in the same stream or in
+//! another after an event, destroy streams with pending frees. Blocking streams and the legacy
+//! stream rely on their implicit synchronization. A block that is reused too early is overwritten
+//! by the work of its previous owner.
 
 use super::{Outcome, Random, expect};
 use crate::{
@@ -23,10 +24,10 @@ use std::{
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// How long a stream is kept busy before some writes.
+/// The time for which a stream is kept busy before some writes, in nanoseconds.
 const BUSY: u64 = 300_000;
 
-/// Sums that are on their way at most, in one thread.
+/// The most pending sums of one thread.
 const SUMS: usize = 256;
 
 const RELEASE_THRESHOLD: u32 = 4;
@@ -47,7 +48,7 @@ struct Block {
     at: u64,
     count: u64,
     value: u32,
-    /// The stream in which it was last used, as its index.
+    /// The index of the stream in which the block was last used.
     stream: usize,
 }
 
@@ -106,7 +107,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     })?;
     gpu.synchronise()?;
     for pool in pools {
-        // The driver still counts up to 195 KiB then [H100, driver 580].
+        // The driver then still counts up to 195 KiB [H100, driver 580].
         expect("hardly any bytes in use in the end", get(pool, USED)? < 1 << 20, true)?;
         expect("nothing was ever in use", get(pool, USED_HIGH)? > 0, true)?;
         late_cu!(cuMemPoolTrimTo(pool, 0))?;
@@ -131,22 +132,22 @@ impl Worker<'_> {
         Ok(Worker { gpu, plan, random: Random::new(seed), streams, blocks, sums, results, steps: 0, refused: 0 })
     }
 
-    /// Half of its streams are blocking ones.
+    /// Creates a stream; every other one is blocking.
     fn make(number: u64) -> Result<Stream, Error> {
         if number.is_multiple_of(2) { Stream::new() } else { Stream::blocking() }
     }
 
-    /// Whether the legacy stream and this one wait for each other.
+    /// Whether a stream synchronizes with the legacy stream.
     fn is_blocking(stream: usize) -> bool {
         stream == 1 || (stream >= 2 && stream % 2 == 1)
     }
 
-    /// Whether work of one stream is followed by that of another without an event.
+    /// Whether work in `after` implicitly waits for work in `before`.
     fn is_ordered(before: usize, after: usize) -> bool {
         before == after || (before == 0 && Self::is_blocking(after)) || (after == 0 && Self::is_blocking(before))
     }
 
-    /// The default streams, and then its own.
+    /// The handle of a stream: the default streams first, then the worker's own.
     fn handle(&self, stream: usize) -> usize {
         match stream {
             0 => LEGACY,
@@ -217,7 +218,7 @@ impl Worker<'_> {
             }
             Err(error) => return Err(error.into()),
         }
-        // It may be used in another stream that comes after this one.
+        // The block may also be used in another stream that is ordered after this one.
         let other = self.any_stream();
         let stream = if Self::is_ordered(stream, other) { other } else { stream };
         let handle = self.handle(stream);
@@ -245,7 +246,7 @@ impl Worker<'_> {
         (count > 0).then(|| self.random.below(count) as usize)
     }
 
-    /// Has one stream wait for what another was given.
+    /// Orders one stream after another by an event.
     fn order(&self, before: usize, after: usize) -> Result<(), Error> {
         let mut event = 0;
         cu!(cuEventCreate(&mut event, 2))?;
@@ -254,12 +255,12 @@ impl Worker<'_> {
         cu!(cuEventDestroy_v2(event))
     }
 
-    /// Sums a block up, overwrites it, and frees it, while none of that may have begun.
+    /// Sums a block, overwrites it and frees it, all asynchronously.
     fn free_one(&mut self) -> Outcome {
         let Some(at) = self.pick() else { return Ok(()) };
         let Block { at, count, value, stream } = self.blocks.swap_remove(at);
         let freeing = if self.random.below(3) == 0 { self.any_stream() } else { stream };
-        // Where the streams are in order anyway, the stream in which it is freed has no work of its own.
+        // If the streams are implicitly ordered, the freeing stream has no other work.
         let last = if Self::is_ordered(stream, freeing) { stream } else { freeing };
         if last != stream {
             self.order(stream, last)?;
@@ -272,7 +273,7 @@ impl Worker<'_> {
         }
         let slot = (0..SUMS).find(|slot| self.sums.iter().all(|sum| sum.slot != *slot)).expect("a free one");
         let to = self.results.host.wrapping_add(slot * 8).cast::<u64>();
-        // SAFETY: within the results, and nothing writes there now.
+        // SAFETY: the slot is within the results, and no kernel writes to it now.
         unsafe { to.write_volatile(0) };
         self.gpu.add_sum(at, count, self.results.at + slot as u64 * 8, handle)?;
         self.sums.push(Sum { slot, want: count * u64::from(value), stream: last });
@@ -281,7 +282,7 @@ impl Worker<'_> {
         }
         self.gpu.fill(at, count, !value, handle)?;
         if self.random.below(8) == 0 {
-            // The driver takes it that all of this is done.
+            // The driver requires that all of this work is done.
             self.synchronise(last)?;
             cu!(cuMemFree_v2(at))?;
         } else {
@@ -293,26 +294,26 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// Waits for a stream and looks at its sums.
+    /// Waits for a stream and checks its sums.
     fn synchronise(&mut self, stream: usize) -> Outcome {
         cu!(cuStreamSynchronize(self.handle(stream)))?;
         let (done, others) = std::mem::take(&mut self.sums).into_iter().partition(|sum| sum.stream == stream);
         self.sums = others;
         let done: Vec<Sum> = done;
         done.iter().try_for_each(|sum| {
-            // SAFETY: within the results; the kernel that writes there has ended.
+            // SAFETY: the slot is within the results, and the kernel that writes to it has ended.
             let got = unsafe { self.results.host.wrapping_add(sum.slot * 8).cast::<u64>().read_volatile() };
             expect("a sum", got, sum.want)
         })
     }
 
-    /// Destroys a stream whose work goes on, and makes another.
+    /// Destroys a stream with running work, and creates another.
     fn replace_stream(&mut self) -> Outcome {
         let Some(own) = self.random.below(self.plan.streams + 1).checked_sub(1).map(|own| own as usize) else {
             return Ok(());
         };
         let stream = own + 2;
-        // Sums are looked at, and frees are left as they are.
+        // Sums are checked before, and frees stay pending.
         if self.sums.iter().any(|sum| sum.stream == stream) {
             self.order(stream, 0)?;
             self.sums.iter_mut().filter(|sum| sum.stream == stream).for_each(|sum| sum.stream = 0);

@@ -1,4 +1,5 @@
-//! As communication libraries do it: a kernel runs until a thread of the program, which copies beside it, tells it to end.
+//! The pattern of communication libraries: a kernel runs until a thread of the program, which
+//! copies at the same time, ends it.
 
 use super::{Outcome, expect};
 use crate::{
@@ -17,7 +18,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let gpu = Gpu::open(0)?;
     let stream = Stream::new()?;
     let flag = Arc::new(Mapped::new(4)?);
-    // All made here: beside a kernel that does not end, allocating and freeing may wait for it.
+    // Allocates everything first, since allocating and freeing may wait for a running kernel.
     let (side, host) = (Stream::new()?, Mapped::new(memory)?);
     let buffer = Arc::new(Buffer::new(Kind::Alloc, memory)?);
     gpu.fill(buffer.at, buffer.count(), 0, 0)?;
@@ -38,7 +39,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     for _ in 0..rounds {
         flag.set(0);
         gpu.spin_until(flag.at, stream.0)?;
-        // Nobody asks a proxy that has failed.
+        // The proxy thread has failed, so it receives no more work.
         if work.send(()).is_err() {
             flag.set(1);
         }

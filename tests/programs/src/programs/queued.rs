@@ -1,4 +1,5 @@
-//! Launches that are queued in many streams behind a kernel which waits for the host. Natively none of them blocks.
+//! Launches in many streams behind a kernel that waits for the host. Without nvshare, none of them
+//! blocks.
 
 use super::Outcome;
 use crate::{
@@ -10,14 +11,14 @@ use std::time::Instant;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (streams, each) = (args.size("streams", "16").max(1), args.size("each", "970"));
-    // The driver blocks where more is queued, so the host ends the kernel then.
+    // The driver blocks on longer queues, so the host ends the kernel before.
     let held = args.size("held", "970").min(each);
     let gpu = Gpu::open(0)?;
     let flag = Mapped::new(4)?;
     let streams = (0..streams).map(|_| Stream::new()).collect::<cuda::Result<Vec<_>>>()?;
     let mut event = 0;
     cu!(cuEventCreate(&mut event, 2))?;
-    // The first launch of a kernel may load it, and that may wait for those that run.
+    // The first launch of a kernel may load it, which may wait for running kernels.
     gpu.empty(streams[0].0)?;
     gpu.synchronise()?;
     gpu.spin_until(flag.at, streams[0].0)?;
@@ -32,7 +33,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         }
         streams.iter().try_for_each(|stream| gpu.empty(stream.0))?;
     }
-    // Not that of the driver's own threads, which look at the flag for as long as it takes.
+    // Excludes the driver's own threads, which poll the flag.
     let processor = processor_seconds(libc::CLOCK_THREAD_CPUTIME_ID) - processor;
     flag.set(1);
     gpu.synchronise()?;
@@ -47,7 +48,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 /// The processor time of this thread, or of all threads of the process.
 pub fn processor_seconds(clock: libc::clockid_t) -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a valid place.
+    // SAFETY: `time` is a live value.
     unsafe { libc::clock_gettime(clock, &mut time) };
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }

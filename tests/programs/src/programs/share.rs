@@ -1,5 +1,6 @@
-//! Two processes that use the same memory: one exports it, the other opens it, and both add to it in turns, until SIGUSR1
-//! comes to the former, while their own memory may be moved. They meet in a file.
+//! Two processes that share memory: one exports it, the other opens it, and both add to it
+//! alternately until the exporter receives SIGUSR1. Their private memory may move at the same time.
+//! They communicate through a mapped file.
 
 use super::{Outcome, expect};
 use crate::{
@@ -21,17 +22,17 @@ use std::{
 
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 const SYNC_MEMOPS: u32 = 6;
-/// What each side tells the other: words at the file's begin; the handles follow.
+/// Offset of the handles in the file. The words of both sides precede them.
 const HANDLES: usize = 4096;
 const MOST: usize = 1024;
 const LEN: usize = HANDLES + 64 * MOST;
-/// How long one side waits for a word of the other before it gives up.
+/// The timeout of one side's wait for the other.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The words.
 const EXPORTED: usize = 0;
 const STEP: [usize; 2] = [1, 2];
-/// The rounds that there were, in the end.
+/// The final number of rounds.
 const ROUNDS: usize = 3;
 
 struct Meeting(*mut u8);
@@ -41,18 +42,18 @@ impl Meeting {
         let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
         file.set_len(LEN as u64)?;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping of a file of this length, at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address of the new mapping, and the file has this length.
         let at = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         if at == libc::MAP_FAILED { Err(std::io::Error::last_os_error().into()) } else { Ok(Meeting(at.cast())) }
     }
 
     fn say(&self, word: usize, value: u32) {
-        // SAFETY: a word of the mapping, which only this side writes.
+        // SAFETY: the address is of a word in the mapping, which only this side writes.
         unsafe { self.0.cast::<u32>().add(word).write_volatile(value) };
     }
 
     fn read(&self, word: usize) -> u32 {
-        // SAFETY: a word of the mapping.
+        // SAFETY: the address is of a word in the mapping.
         unsafe { self.0.cast::<u32>().add(word).read_volatile() }
     }
 
@@ -89,7 +90,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     expect("the sum of the own memory", gpu.sum(private.at, private.count())?, sum)
 }
 
-/// How many rounds a side has made.
+/// The number of rounds of a side.
 type Rounds = Result<u32, Box<dyn std::error::Error>>;
 
 fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, private: &Buffer) -> Rounds {
@@ -110,7 +111,8 @@ fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
         if handle != again {
             return Err("another handle for the same allocation".into());
         }
-        // SAFETY: a place in the mapping, which the other side reads once it is told.
+        // SAFETY: the address is in the mapping. The other side reads it only after the count is
+        // set.
         unsafe { meeting.handle(i).write_volatile(handle) };
     }
     if args.given("sync") {
@@ -146,7 +148,7 @@ fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     Ok(rounds)
 }
 
-/// Tells the driver that another device is about to be given the memory: a second reason for it to stay.
+/// Announces to the driver that another device will access the memory, a second reason to pin it.
 fn pin(buffer: &Buffer) -> crate::cuda::Result<()> {
     late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))
 }
@@ -155,7 +157,7 @@ fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     let count = meeting.wait(EXPORTED, 1)? as usize;
     wait_for_file(args, "begin")?;
     let mut handles: Vec<MemHandle> =
-        // SAFETY: written before the count was.
+        // SAFETY: the handles are in the mapping, and were written before the count.
         (0..count).map(|i| unsafe { meeting.handle(i).read_volatile() }).collect();
     if args.given("spoil") {
         handles[0].0[args.size("spoil", "0") as usize] ^= 1;
@@ -198,7 +200,7 @@ fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     }
     report.integer("imported", count as u64);
     if args.given("keep") {
-        // The exporter has freed it, or is gone.
+        // By now, the exporter has freed the memory or has ended.
         wait_for_file(args, "keep")?;
         for (i, at) in opened.iter().enumerate() {
             let want = elements * (i as u64 + 2 * u64::from(rounds));
@@ -207,7 +209,7 @@ fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     }
     let stream = Stream::new()?;
     if args.given("other-context") {
-        // Closed while it is used, and another context ends meanwhile.
+        // Closes the memory while the GPU uses it and another context ends.
         gpu.spin(500_000_000, stream.0)?;
         gpu.add(opened[0], elements, 0, stream.0)?;
     }
@@ -229,7 +231,8 @@ fn open(handle: MemHandle) -> Result<u64, Error> {
     late_cu!(cuIpcOpenMemHandle_v2(&mut at, handle, LAZY_ENABLE_PEER_ACCESS)).map(|()| at)
 }
 
-/// Waits until there is a file of that option's name, having made one of the same name and `.reached`.
+/// Creates the file of that option with the suffix `.reached`, and waits until the file itself
+/// exists.
 fn wait_for_file(args: &Args, option: &str) -> Outcome {
     if !args.given(option) {
         return Ok(());

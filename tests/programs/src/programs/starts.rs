@@ -1,4 +1,4 @@
-//! Many threads that initialise CUDA at the same moment, as those of a pool do.
+//! Many threads that initialize CUDA at the same time, like a thread pool.
 
 use super::{Outcome, expect};
 use crate::{

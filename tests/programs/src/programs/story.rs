@@ -1,5 +1,5 @@
-//! How much memory there is, by everything that a program can ask: the driver, and NVML in each way to get at it. Read
-//! once, and again each time that it changes.
+//! Reports total and free memory by all interfaces: the driver, and NVML by each way of lookup.
+//! Reports once, and again after each change.
 
 use super::{Outcome, expect};
 use crate::{
@@ -25,16 +25,17 @@ struct Reading {
     memory_2: Memory2,
 }
 
-/// What the program asks with.
+/// The interfaces that the program queries.
 struct Asked {
-    /// The driver knows the device.
+    /// The driver's device, if it is initialized.
     device: Option<i32>,
     has_context: bool,
     nvml: Nvml,
 }
 
 impl Asked {
-    /// What each way to ask says while nothing changes: another program's memory may come or go between two of them.
+    /// Reads all interfaces until the figures are stable, since another program's memory may change
+    /// between two reads.
     fn read(&self) -> Result<Reading, Box<dyn Error>> {
         loop {
             let reading = self.read_once()?;
@@ -82,12 +83,13 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut reading = asked.read()?;
     tell(report, 0, &reading)?;
     for number in 1..=args.size("changes", "0") {
-        // What the driver says of the device tells that it has changed.
+        // Waits until the driver's total memory of the device changes.
         while device.map(device_total).transpose()? == reading.device_total {
             thread::sleep(LOOK);
         }
         reading = asked.read()?;
-        // How much there is follows in one message, and what is free in the next: when others have let go of it.
+        // The total and the free memory change by separate messages: free memory changes once other
+        // programs have released theirs.
         let mut before = None;
         while before.replace(reading.clone()).as_ref() != Some(&reading) {
             thread::sleep(SETTLED);

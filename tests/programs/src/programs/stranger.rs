@@ -1,4 +1,4 @@
-//! Holds memory and does nothing with it.
+//! Holds memory without using it.
 
 use super::Outcome;
 use crate::{

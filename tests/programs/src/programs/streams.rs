@@ -1,4 +1,4 @@
-//! Many streams, fed by many threads, each with memory of its own and order of its own.
+//! Many threads that submit to many streams, each with its own memory and order.
 
 use super::{Outcome, expect};
 use crate::{
@@ -42,7 +42,7 @@ fn work(gpu: &Arc<Gpu>, thread: u32, streams: u64, rounds: u64, len: usize) -> O
         for (i, (stream, buffer)) in lanes.iter().enumerate() {
             gpu.mix(buffer.at, buffer.count(), round, stream.0)?;
             gpu.add(buffer.at, buffer.count(), i as u32, stream.0)?;
-            // Every stream now and then waits for its neighbour.
+            // Every third round, each stream waits for its neighbour.
             if round % 3 == 0 {
                 cu!(cuEventRecord(event, stream.0))?;
                 cu!(cuStreamWaitEvent(lanes[(i + 1) % lanes.len()].0.0, event, 0))?;

@@ -1,5 +1,5 @@
-//! Works when it is told to: at each line on standard input it says how long a first kernel on its memory takes, which is how long
-//! the memory needs to come back, and then goes over all of it.
+//! Works on request: for each line on standard input, it runs a kernel on its memory and reports
+//! its duration, which is the time of the memory's return, and then works on all memory.
 
 use super::{Outcome, expect};
 use crate::{

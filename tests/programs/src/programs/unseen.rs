@@ -1,4 +1,5 @@
-//! Kernels that are launched past every hook, through the driver's own function, as a library does that binds it directly.
+//! Launches kernels through the driver's own function, bypassing the hooks, like a library that
+//! binds it directly.
 
 use super::{Outcome, expect};
 use crate::{
@@ -14,13 +15,14 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (ns, pause) = (args.milliseconds("ms", "300").as_nanos() as u64, args.milliseconds("pause-ms", "500"));
     let gpu = Gpu::open(0)?;
     let launch = address_of("cuLaunchKernel")?;
-    // SAFETY: the driver's function of this name.
+    // SAFETY: the address is the driver's function of this name.
     let past_hooks = unsafe { gpu.launching_by(mem::transmute::<usize, Launch>(launch)) };
     let (seen, unseen) = (Stream::new()?, Stream::new()?);
     let buffer = Buffer::new(Kind::Alloc, memory)?;
     gpu.fill(buffer.at, buffer.count(), 0, seen.0)?;
     for _ in 0..rounds {
-        // While this runs, the program has the lock, so its memory is there when the unseen work begins.
+        // The program holds the lock while this kernel runs, so its memory is resident when the
+        // unseen work begins.
         gpu.spin(20_000_000, seen.0)?;
         gpu.add(buffer.at, buffer.count(), 1, seen.0)?;
         past_hooks.spin(ns, unseen.0)?;
@@ -34,7 +36,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Where the driver's function is, by the driver's own symbol table.
+/// The address of a driver's function, from the driver's own symbol table.
 pub(super) fn address_of(name: &str) -> Result<usize, Box<dyn std::error::Error>> {
     let maps = fs::read_to_string("/proc/self/maps")?;
     let line = maps.lines().find(|line| line.contains("/libcuda.so")).ok_or("libcuda.so is not loaded")?;

@@ -1,5 +1,6 @@
-//! Which calls of the driver wait for a kernel that runs: each is made in a thread of its own and has a second, after which the kernel
-//! ends. `preload/coverage/waiting.tsv` says what the library believes. Natively, since under the library some calls are its own.
+//! Determines which calls of the driver wait for a running kernel: each call is made in a separate
+//! thread, and the kernel ends after a second. `preload/coverage/waiting.tsv` has the library's
+//! assumptions. Run without nvshare, since the library replaces some calls.
 
 use super::Outcome;
 use crate::{
@@ -16,19 +17,21 @@ use std::{
 };
 
 const LEN: usize = 16 << 20;
-/// More than a stream's queue takes.
+/// More launches than a stream's queue holds.
 const MANY: u32 = 3000;
 
-/// A call by its symbol's name. Arguments are integers or addresses, and a function that takes fewer ignores the rest.
+/// Calls a driver's function by its symbol's name. Arguments are integers or addresses, and a
+/// function ignores excess arguments.
 fn call(symbol: &str, arguments: &[u64]) -> u32 {
     type Function = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64) -> u32;
     let function = api::dlsym(symbol);
     let at = |i: usize| arguments.get(i).copied().unwrap_or(0);
-    // SAFETY: a function of the driver, and what the CUDA headers ask of its arguments.
+    // SAFETY: the symbol is a function of the driver, and the arguments meet the requirements of
+    // the CUDA headers.
     unsafe { mem::transmute::<*mut c_void, Function>(function)(at(0), at(1), at(2), at(3), at(4), at(5)) }
 }
 
-/// A place for a result, which stays.
+/// Leaks a place for a result.
 fn place() -> u64 {
     Box::leak(Box::new([0u64; 64])).as_ptr() as u64
 }
@@ -38,7 +41,7 @@ fn value(place: u64) -> u64 {
     unsafe { (place as *const u64).read_volatile() }
 }
 
-/// What the call gave.
+/// Makes a call whose first argument is a result pointer, and returns the result.
 fn got(symbol: &str, rest: &[u64]) -> u64 {
     let at = place();
     let arguments: Vec<u64> = [at].iter().chain(rest).copied().collect();
@@ -57,7 +60,7 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
     for (name, call) in calls(&gpu, &busy, &other)? {
         try_beside(&gpu, flag, &busy, name, call, 0, report)?;
     }
-    // In other streams and in the whole context, while the queue of the busy stream is full.
+    // Calls on other streams and on the whole context, while the queue of the busy stream is full.
     let event = got("cuEventCreate", &[2]);
     let (stream, context) = (other.0 as u64, gpu.context as u64);
     let full: Calls = vec![
@@ -71,7 +74,7 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Makes a call beside a kernel, with so many launches behind it.
+/// Makes a call while a kernel runs, with `launches` queued launches behind the kernel.
 fn try_beside(
     gpu: &Gpu,
     flag: &'static Mapped,
@@ -110,7 +113,7 @@ fn try_beside(
     })
 }
 
-/// The calls, with what they need.
+/// The calls and their arguments.
 fn calls(gpu: &Gpu, busy: &Stream, other: &Stream) -> Result<Calls, Box<dyn std::error::Error>> {
     const PORTABLE_AND_MAPPED: u64 = 3;
     let (context, device) = (gpu.context as u64, gpu.device as u64);

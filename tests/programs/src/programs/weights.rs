@@ -27,7 +27,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         expect("sum of the reserve", gpu.sum(reserve.at, reserve.count())?, reserve.count() * 5)?;
         thread::sleep(pause);
     }
-    // One weight in each granule changes: that must not be missed.
+    // Changes one weight in each granule, which the library must detect.
     for at in (0..weights.count()).step_by(1 << 19) {
         gpu.add(weights.at + 4 * at, 1, 1, 0)?;
     }

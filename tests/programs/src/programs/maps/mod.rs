@@ -1,6 +1,7 @@
-//! Random steps of virtual memory management: memory by its handles, mapped at several addresses at once, with changing
-//! rights. A model says what each call must answer and what must be where, whatever else happens on the GPU. Its
-//! answers are those that driver 580 was seen to give; where that driver crashed, nothing is asked without `--strict`.
+//! Random steps of virtual memory management: memory by its handles, mapped at several addresses at
+//! the same time, with changing access rights. A model predicts the result of each call and the
+//! contents of all memory. Its results were observed with driver 580; calls that crash that driver
+//! are made only with `--strict`.
 
 mod queries;
 
@@ -20,18 +21,19 @@ const DESCRIPTOR: u32 = 1;
 const INVALID_VALUE: u32 = 1;
 const NOT_FOUND: u32 = 500;
 const NOT_SUPPORTED: u32 = 801;
-/// What may be exported lies there until it is freed: so little that everybody has room beside it.
+/// The most exportable memory, in bytes. It is pinned until it is freed, so it must leave room for
+/// other programs.
 const MOST_EXPORTED: u64 = 8 << 20;
 
-/// Memory as the program knows it.
+/// The model of a memory object.
 #[derive(Debug)]
 struct Memory {
-    /// References, each by a handle that may or may not be like the others.
+    /// References: handles, which may be equal.
     handles: Vec<u64>,
     len: u64,
     types: u32,
     rdma: u8,
-    /// What all of it is filled with, and what else shares it: index of [`Model::contents`].
+    /// Index in [`Model::contents`] of its contents, which other objects may share.
     content: usize,
     imported: bool,
     exported: bool,
@@ -47,25 +49,25 @@ struct Mapping {
 struct Model {
     gpu: std::sync::Arc<Gpu>,
     random: Random,
-    /// `None` where nothing refers to it any more.
+    /// `None` for objects without references.
     memory: Vec<Option<Memory>>,
     contents: Vec<Option<u32>>,
     reservations: Vec<(u64, u64)>,
     mappings: Vec<Mapping>,
     dead: Vec<u64>,
     limit: u64,
-    /// Nothing is written or read, so that no step needs the GPU.
+    /// No memory is written or read, so that no step needs the GPU.
     unused: bool,
-    /// Also what the driver does not answer reliably: handles that are none.
+    /// Also tests calls with unreliable results: invalid handles.
     strict: bool,
     steps: u64,
     checks: u64,
 }
 
-/// Calls the driver; the answer is its number.
+/// Calls the driver and returns the error code.
 macro_rules! ask {
     ($call:ident($($arg:expr),* $(,)?)) => {
-        // SAFETY: pointers are to live places of the right type.
+        // SAFETY: pointers are to live values of the right type.
         unsafe { (Api::get().$call)($($arg),*) }
     };
 }
@@ -172,7 +174,7 @@ impl Model {
         let entry = self.memory[memory].as_ref().expect("it exists");
         let (len, handle) = (entry.len, entry.handles.first().copied());
         let mut at = start + self.random.below(size / GRANULE) * GRANULE;
-        // Side by side, often.
+        // Often adjacent to another mapping.
         if let Some(last) = self.mappings.last().filter(|m| m.at >= start && m.at < start + size)
             && self.random.below(2) == 0
         {
@@ -180,7 +182,7 @@ impl Model {
         }
         let free = self.is_reserved(at, len) && self.overlapping(at, len).is_empty();
         let Some(handle) = handle else { return Ok(()) };
-        // Driver 580 lets some be mapped beyond the end.
+        // Driver 580 permits some mappings beyond the end.
         if !self.strict && !self.is_reserved(at, len) {
             return Ok(());
         }
@@ -211,7 +213,8 @@ impl Model {
         }
     }
 
-    /// A range that begins at a mapping: it, it and its neighbours, a part of it, or more than is there.
+    /// A range that begins at a mapping: the mapping, the mapping with its neighbours, a part of
+    /// it, or more than is mapped.
     fn any_range(&mut self) -> Option<(u64, u64)> {
         let first = self.any_mapping()?;
         let at = self.mappings[first].at;
@@ -256,7 +259,7 @@ impl Model {
         let (at, len, content) =
             (self.mappings[i].at, self.of(&self.mappings[i]).len, self.of(&self.mappings[i]).content);
         self.gpu.fill(at, len / 4, value, 0)?;
-        // Unmapping waits for nothing.
+        // Unmapping does not wait for work, so the program does.
         self.gpu.synchronise()?;
         self.contents[content] = Some(value);
         Ok(())
@@ -310,7 +313,7 @@ impl Model {
         let (Some(handle), imported) = (entry.handles.pop(), entry.imported) else { return Ok(()) };
         expect("cuMemRelease", ask!(cuMemRelease(handle)), 0)?;
         self.forget_unused(i);
-        // The driver gives numbers out again; those of memory that moves are nobody else's.
+        // The driver reuses handles, but never the handle of movable memory that still exists.
         if self.strict && !imported && !self.memory.iter().flatten().any(|m| m.handles.contains(&handle)) {
             self.dead.push(handle);
             expect("release again", ask!(cuMemRelease(handle)), INVALID_VALUE)?;
@@ -352,7 +355,7 @@ impl Model {
         }
         let mut other = 0;
         let answer = ask_late!(cuMemImportFromShareableHandle(&mut other, descriptor as usize, DESCRIPTOR));
-        // SAFETY: a descriptor that was made for this program.
+        // SAFETY: the driver has returned the descriptor to this program, which owns it.
         unsafe { libc::close(descriptor) };
         expect("cuMemImportFromShareableHandle", answer, 0)?;
         self.memory.push(Some(Memory {
@@ -367,7 +370,7 @@ impl Model {
         Ok(())
     }
 
-    /// Asks about a mapping, and about where there is none.
+    /// Queries a mapping, and an address without a mapping.
     fn look(&mut self) -> Outcome {
         let Some(i) = self.any_mapping() else { return Ok(()) };
         let (mapping, memory) = (&self.mappings[i], self.of(&self.mappings[i]));
@@ -437,7 +440,7 @@ impl Model {
         Ok(())
     }
 
-    /// Checks everything and gives it back.
+    /// Checks and frees all memory.
     fn end(&mut self) -> Outcome {
         (0..self.mappings.len()).try_for_each(|i| self.check(i))?;
         let mut free = [0, 0];
@@ -454,7 +457,7 @@ impl Model {
             expect("cuMemAddressFree", ask!(cuMemAddressFree(*at, *len as usize)), 0)?;
         }
         expect("cuMemGetInfo", ask!(cuMemGetInfo_v2(&mut free[1], std::ptr::null_mut())), 0)?;
-        // Others may come and go meanwhile, and with them their contexts.
+        // Tolerates contexts of other programs that start or end at the same time.
         let gained = (free[1] as u64).saturating_sub(free[0] as u64);
         if gained + (16 << 20) < taken { Err(format!("{taken} bytes freed, {gained} gained").into()) } else { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! What the model says of its mappings and reservations.
+//! Queries of the model's mappings and reservations.
 
 use super::*;
 
@@ -7,7 +7,7 @@ impl Model {
         self.memory.iter().flatten().filter(|m| !m.imported).map(|m| m.len).sum()
     }
 
-    /// One that exists.
+    /// A random memory object that exists.
     pub(super) fn any_memory(&mut self) -> Option<usize> {
         let all: Vec<usize> = (0..self.memory.len()).filter(|i| self.memory[*i].is_some()).collect();
         all.get(self.random.below(all.len() as u64) as usize).copied()
@@ -33,7 +33,7 @@ impl Model {
         all
     }
 
-    /// Whether whole mappings make up that range, without holes.
+    /// Whether the range consists of whole mappings without holes.
     pub(super) fn makes_up(&self, at: u64, len: u64) -> bool {
         let all = self.overlapping(at, len);
         let end = all.iter().try_fold(at, |next, i| {
@@ -43,7 +43,7 @@ impl Model {
         !all.is_empty() && end == Some(at + len)
     }
 
-    /// Whether no mapping is cut by that range.
+    /// Whether the range cuts no mapping.
     pub(super) fn cuts_none(&self, at: u64, len: u64) -> bool {
         self.overlapping(at, len).iter().all(|i| {
             let m = &self.mappings[*i];
@@ -51,7 +51,7 @@ impl Model {
         })
     }
 
-    /// What is reserved with an address.
+    /// The reservation that contains an address.
     pub(super) fn reservation(&self, at: u64) -> (u64, u64) {
         let found = self.reservations.iter().find(|(start, size)| *start <= at && at < start + size);
         *found.expect("what is mapped is reserved")
