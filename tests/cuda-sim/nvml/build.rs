@@ -1,4 +1,4 @@
-//! Names the library as programs ask for it.
+//! Sets the soname by which programs load the library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

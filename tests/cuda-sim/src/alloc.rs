@@ -1,4 +1,5 @@
-//! Plain device memory: `cuMemAlloc` and its kin. Small allocations share blocks, as on a GPU.
+//! Plain device memory: `cuMemAlloc` and related calls. Small allocations share blocks, as on a
+//! GPU.
 
 use crate::{
     capture,
@@ -16,7 +17,7 @@ use std::{
 
 /// Allocations smaller than this share a block of [`GRANULARITY`].
 const SMALL: u64 = 1 << 20;
-/// Alignment of what shares a block.
+/// Alignment of allocations that share a block.
 const ALIGN: u64 = 512;
 
 /// Blocks by address, each with the allocations in it.
@@ -25,7 +26,7 @@ static BLOCKS: Mutex<BTreeMap<u64, Block>> = Mutex::new(BTreeMap::new());
 #[derive(Debug)]
 struct Block {
     context: usize,
-    /// Offset and length of what is allocated.
+    /// Offset and length of each allocation.
     used: BTreeMap<u64, u64>,
 }
 
@@ -65,7 +66,7 @@ pub fn allocate(context: &Arc<Context>, len: u64) -> Result<u64, Error> {
     Ok(at)
 }
 
-/// A chunk of its own.
+/// Allocates a separate chunk.
 fn whole(context: &Arc<Context>, size: u64) -> Result<u64, Error> {
     let chunk = Chunk::new(context.gpu, size, false)?;
     let at = memory::reserve(size, GRANULARITY, 0)?;
@@ -137,7 +138,7 @@ pub fn free(at: u64) -> Done {
     if range(at).is_none_or(|(start, _)| start != at) || crate::ipc::is_open(base) {
         return Err(Error::INVALID_VALUE);
     }
-    // Of memory of pools it is taken that no work uses it any more.
+    // For memory of a pool, the driver assumes that no work uses it.
     if crate::pool::owner(base).is_none() {
         current.synchronise()?;
     }
@@ -173,7 +174,7 @@ pub fn info(free: *mut usize, total: *mut usize) -> Done {
 /// `cuMemGetAddressRange`; either pointer may be null.
 pub fn address_range(base: *mut u64, size: *mut usize, at: u64) -> Done {
     context::healthy()?;
-    // What nobody may touch is not found (driver 580).
+    // Memory without access rights is not found (driver 580).
     let is_closed =
         |m: &memory::Mapping| matches!(m.backing, Backing::Chunk { legacy: false, .. }) && m.read | m.write == 0;
     if space().at(at).is_some_and(is_closed) {

@@ -1,4 +1,4 @@
-//! Arrays: device memory whose layout the program does not see. Here it is plain rows.
+//! Arrays: device memory with an opaque layout, which here is plain rows.
 
 use crate::{
     alloc, capture, context, copy,

@@ -1,4 +1,4 @@
-//! Stream capture: which streams capture into which graph, and which calls a capture does not survive.
+//! Stream capture: the streams that capture into a graph, and the calls that invalidate a capture.
 
 use crate::{
     context::Context,
@@ -28,7 +28,7 @@ pub struct Capture {
     id: u64,
     mode: u32,
     thread: ThreadId,
-    /// The stream that it began in.
+    /// The stream in which the capture began.
     origin: usize,
     context: Arc<Context>,
     graph: Arc<Graph>,
@@ -36,7 +36,7 @@ pub struct Capture {
     streams: Mutex<Vec<Arc<Stream>>>,
 }
 
-/// Where a stream (or an event) stands in a capture: the nodes that its next work comes after.
+/// The position of a stream or an event in a capture: the nodes on which its next work depends.
 #[derive(Clone, Debug)]
 pub struct Place {
     capture: Arc<Capture>,
@@ -44,7 +44,7 @@ pub struct Place {
 }
 
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
-/// How many there are: nothing here costs anything while it is 0.
+/// The number of captures, to skip all checks while it is 0.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
@@ -55,7 +55,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Captures that have not ended, those that are invalid already among them.
+/// Captures that have not ended, including invalidated ones.
 fn active() -> Vec<Arc<Capture>> {
     if COUNT.load(Ordering::Acquire) == 0 { Vec::new() } else { lock(&ACTIVE).clone() }
 }
@@ -84,7 +84,8 @@ pub fn capturing(stream: &Stream) -> bool {
     COUNT.load(Ordering::Acquire) != 0 && lock(&stream.capture).is_some()
 }
 
-/// The legacy stream would come after whatever blocking streams capture: no capture survives that.
+/// Work in the legacy stream would depend on captured work of blocking streams, which invalidates
+/// their captures.
 fn implicit(stream: &Stream) -> Done {
     if stream.kind != Kind::Null || COUNT.load(Ordering::Acquire) == 0 {
         return Ok(());
@@ -113,7 +114,7 @@ pub fn add(stream: &Arc<Stream>, work: Work) -> Result<Option<Work>, Error> {
     Ok(None)
 }
 
-/// Where the stream stands in its capture, if it captures.
+/// The stream's position in its capture, if it captures.
 pub fn place(stream: &Arc<Stream>) -> Result<Option<Place>, Error> {
     if COUNT.load(Ordering::Acquire) == 0 {
         return Ok(None);
@@ -167,14 +168,14 @@ pub fn isolated(stream: &Stream, never_recorded: bool) -> Done {
     }
 }
 
-/// For calls on an event that stands in a graph: no capture survives them, and once it has ended there is nothing to ask.
+/// For calls on a captured event: they invalidate the capture, and fail once it has ended.
 pub fn forbid_at(event: &Place) -> Error {
     let active = event.capture.valid() && lock(&ACTIVE).iter().any(|c| Arc::ptr_eq(c, &event.capture));
     event.capture.invalidate();
     if active { Error::CAPTURED_EVENT } else { Error::INVALID_VALUE }
 }
 
-/// For calls that a capture may not survive, by its mode and by who calls.
+/// For calls that invalidate a capture depending on its mode and the calling thread.
 pub fn forbid() -> Done {
     let own_mode = MODE.get();
     let here = thread::current().id();
@@ -194,7 +195,7 @@ pub fn forbid() -> Done {
     if forbidden { Err(Error::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
-/// For calls that no capture in the context survives.
+/// For calls that invalidate every capture in the context.
 pub fn forbid_in(context: &Arc<Context>) -> Done {
     let active = active();
     if active.is_empty() {
@@ -206,7 +207,7 @@ pub fn forbid_in(context: &Arc<Context>) -> Done {
     if hit.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_UNSUPPORTED) }
 }
 
-/// For calls that the capture of this stream does not survive.
+/// For calls that invalidate the capture of this stream.
 pub fn forbid_on(stream: &Stream) -> Done {
     implicit(stream)?;
     match &*lock(&stream.capture) {
@@ -218,7 +219,8 @@ pub fn forbid_on(stream: &Stream) -> Done {
     }
 }
 
-/// A stream is destroyed. The capture that it began is gone then, without a word (seen on an H200, driver 580).
+/// Handles the destruction of a stream, which silently ends the capture that began in it (observed
+/// on an H200, driver 580).
 pub fn abandon(stream: &Arc<Stream>) {
     let place = lock(&stream.capture).clone();
     if let Some(place) = place {
@@ -229,7 +231,7 @@ pub fn abandon(stream: &Arc<Stream>) {
     }
 }
 
-/// A context is destroyed.
+/// Handles the destruction of a context.
 pub fn forget(context: &Arc<Context>) {
     for capture in active().iter().filter(|c| Arc::ptr_eq(&c.context, context)) {
         capture.invalidate();
@@ -323,7 +325,8 @@ pub fn is_capturing(flavour: Flavour, stream: usize, status: *mut u32) -> Done {
     out(status, state(&stream))
 }
 
-/// Asking about the legacy stream fails while a blocking stream captures, but harms nothing.
+/// A query of the legacy stream fails while a blocking stream captures, but does not invalidate the
+/// capture.
 fn implicit_query(stream: &Stream) -> Done {
     let capturing = stream.kind == Kind::Null
         && COUNT.load(Ordering::Acquire) != 0
@@ -355,7 +358,7 @@ pub fn info_v2(
     count: *mut usize,
 ) -> Done {
     thread_local! {
-        /// What `nodes` points to until the next call.
+        /// The storage behind `nodes`, valid until the next call.
         static NODES: std::cell::RefCell<Vec<usize>> = const { std::cell::RefCell::new(Vec::new()) };
     }
     let stream = stream::of(stream, flavour)?;

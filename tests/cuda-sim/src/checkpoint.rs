@@ -1,7 +1,9 @@
-//! Checkpoints: other processes hold a process' calls back, take it off its GPUs, and put it back, on others if they like.
+//! Checkpoints: other processes block a process's calls, checkpoint it, and restore it, optionally
+//! on other GPUs.
 //!
-//! [`serve`] is the process' side, in a thread of its own; the `cuCheckpointProcess…` calls are the other processes' side. Device
-//! memory is host memory here anyway, so what a checkpoint moves are the bytes that count.
+//! [`serve`] is the process's side, in a separate thread; the `cuCheckpointProcess…` calls are the
+//! requesters' side. Device memory is simulated in host memory, so a checkpoint only moves the
+//! accounted bytes.
 
 use crate::{
     arg, context, device,
@@ -21,17 +23,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often it is looked whether calls and work have ended.
+/// Interval between checks whether calls and work have ended.
 const LOOK: Duration = Duration::from_micros(200);
 
 /// Calls that have passed [`pass`] and have not returned.
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
 static CLOSED: AtomicBool = AtomicBool::new(false);
-/// Whether the process has failed for good, for threads that wait.
+/// Whether the process has failed permanently, for waiting threads.
 static FAILED: Mutex<bool> = Mutex::new(false);
 static OPENED: Condvar = Condvar::new();
 
-/// A call of the process that a lock waits for.
+/// A running call, for which a lock waits.
 #[derive(Debug)]
 pub struct Inside;
 
@@ -41,7 +43,8 @@ impl Drop for Inside {
     }
 }
 
-/// What the driver answers in a locked process, too [H100, driver 580.159: `bench/RESULTS.md`].
+/// Calls that the driver also answers in a locked process [H100, driver 580.159:
+/// `bench/RESULTS.md`].
 const QUERIES: &[&str] = &[
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
@@ -76,7 +79,7 @@ const QUERIES: &[&str] = &[
     "cuThreadExchangeStreamCaptureMode",
 ];
 
-/// Lets a call begin, once the process is not locked, or at once if it is a query.
+/// Lets a call begin once the process is not locked, or immediately for a query.
 pub fn pass(symbol: &str) -> Result<Inside, Error> {
     loop {
         INSIDE.fetch_add(1, Ordering::SeqCst);
@@ -106,13 +109,14 @@ fn open(failed: bool) {
     OPENED.notify_all();
 }
 
-/// Starts the thread that does what other processes ask for.
+/// Starts the thread that serves requests of other processes.
 pub fn serve() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
-        // Others find the process from now on, and what they ask for waits for the thread. Nothing here does: a library's
-        // constructor may be running, and the thread may need the loader's lock. A program that may not use the simulator's
-        // directory is found by nobody, and can do what needs no memory.
+        // Other processes find the process from now on, and their requests wait for the thread.
+        // This function does not wait: a library's constructor may be running, and the thread may
+        // need the loader's lock. A program without access to the simulator's directory cannot be
+        // found, and can only make calls that need no memory.
         if Account::find().is_none() {
             return;
         }
@@ -176,8 +180,8 @@ fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done 
     Ok(())
 }
 
-/// Where what was on each GPU of the machine goes. Every GPU has to be named, those that the process does not see, too, and no two may
-/// go to the same [two H100, driver 580.159].
+/// The new place of each GPU of the machine. The pairs must name every GPU, also GPUs that the
+/// process does not see, and the destinations must be distinct [two H100, driver 580.159].
 fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
     let mut to = [MAX_GPUS; MAX_GPUS];
     let mut taken = [false; MAX_GPUS];
@@ -190,7 +194,8 @@ fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
         }
         to[from] = gpu;
     }
-    // What is no GPU of the machine takes what is left, so that each has one place.
+    // Numbers beyond the machine's GPUs take the remaining places, so that the result is a
+    // permutation.
     let mut left = (0..MAX_GPUS).filter(|gpu| !taken[*gpu]);
     for gpu in to.iter_mut().filter(|gpu| **gpu == MAX_GPUS) {
         *gpu = left.next().ok_or(Error::INVALID_VALUE)?;
@@ -240,7 +245,7 @@ fn ask(pid: i32, operation: Operation) -> Done {
     }
 }
 
-/// What the program need not pass, and whether all of it that is reserved is zero.
+/// Reads optional arguments, and checks that their reserved fields are zero.
 fn optional<T: Copy>(args: *const T, is_valid: impl Fn(&T) -> bool) -> Result<Option<T>, Error> {
     if args.is_null() {
         return Ok(None);
@@ -271,7 +276,7 @@ pub fn checkpoint(pid: i32, args: *const NoArgs) -> Done {
     ask(pid, Operation::Checkpoint)
 }
 
-/// `cuCheckpointProcessRestore`: whoever restores has to have initialised the driver, since nothing else keeps it loaded here.
+/// `cuCheckpointProcessRestore`: the caller must have initialized the driver.
 pub fn restore(pid: i32, args: *const RestoreArgs) -> Done {
     if !device::initialised() {
         return Err(Error::NOT_INITIALIZED);
@@ -287,7 +292,7 @@ pub fn restore(pid: i32, args: *const RestoreArgs) -> Done {
     let gpu = |uuid| (0..config.gpus).find(|gpu| config.uuid(*gpu) == uuid).ok_or(Error::INVALID_VALUE);
     let mut to = [None; MAX_GPUS];
     for index in 0..args.count as usize {
-        // SAFETY: the program says that there are so many pairs.
+        // SAFETY: the API's contract: the list has this number of pairs.
         let pair = unsafe { args.pairs.add(index).read_unaligned() };
         if to[gpu(pair.old)?].replace(gpu(pair.new)? as u8).is_some() {
             return Err(Error::INVALID_VALUE);

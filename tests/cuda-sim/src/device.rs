@@ -1,4 +1,4 @@
-//! Devices: which GPUs this process sees, and what they say about themselves.
+//! Devices: the GPUs that this process sees, and their properties.
 
 use crate::{
     checkpoint,
@@ -41,7 +41,8 @@ pub fn initialised() -> bool {
     VISIBLE.get().is_some_and(|v| !v.is_empty())
 }
 
-/// The GPUs that `CUDA_VISIBLE_DEVICES` names, by index or by the start of a UUID; what follows an unknown name is not seen.
+/// The GPUs that `CUDA_VISIBLE_DEVICES` names, by index or by the start of a UUID. An unknown name
+/// ends the list.
 fn visible(list: &str) -> Vec<usize> {
     let config = Config::get();
     let find = |name: &str| match name.parse::<usize>() {
@@ -95,7 +96,7 @@ pub fn name(name: *mut c_char, len: i32, device: i32) -> Done {
 fn text(to: *mut c_char, len: i32, text: &str) -> Done {
     let len = usize::try_from(len).ok().filter(|len| *len > 0 && !to.is_null()).ok_or(Error::INVALID_VALUE)?;
     let n = text.len().min(len - 1);
-    // SAFETY: the program says that `to` has room for `len` bytes, and n + 1 ≤ len.
+    // SAFETY: the API's contract: the buffer has `len` bytes, and n + 1 ≤ len.
     unsafe {
         to.copy_from_nonoverlapping(text.as_ptr().cast(), n);
         to.add(n).write(0);
@@ -121,7 +122,8 @@ pub fn compute_capability(major: *mut i32, minor: *mut i32, device: i32) -> Done
     out(minor, 0)
 }
 
-/// `cuDeviceGetPCIBusId`: that of the GPU which it was at first, unlike the UUID [two H100, driver 580.159].
+/// `cuDeviceGetPCIBusId`: unlike the UUID, the bus id stays the original GPU's after a restore on
+/// another [two H100, driver 580.159].
 pub fn pci_bus_id(id: *mut c_char, len: i32, device: i32) -> Done {
     let bus = Config::pci_bus(gpu(device)?);
     text(id, len, &format!("0000:{bus:02X}:00.0"))

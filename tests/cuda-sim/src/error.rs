@@ -6,12 +6,12 @@ use std::ffi::CStr;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Error(pub u32);
 
-/// What most calls come to.
+/// The result of most calls.
 pub type Done = Result<(), Error>;
 
 macro_rules! errors {
     ($($name:ident = $code:literal $text:literal;)*) => {
-        // The table is whole, whatever the simulator happens to return.
+        // The table is complete, although the simulator returns only some of the errors.
         #[allow(dead_code)]
         impl Error {
             $(pub const $name: Error = Error($code);)*

@@ -19,30 +19,30 @@ use std::{
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
 const EXTERNAL: u32 = 1;
-/// How often whoever waits for another process looks.
+/// Polling interval of waits for another process.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// An event, and what was last recorded into it.
+/// An event and its last recording.
 #[derive(Debug)]
 pub struct Event {
     flags: u32,
     context: Arc<Context>,
     last: Mutex<Last>,
-    /// What other processes see of it.
+    /// The part of the event that other processes share.
     shared: Option<Arc<Mark>>,
 }
 
 #[derive(Clone, Debug, Default)]
 enum Last {
-    /// Counts as reached.
+    /// Never recorded, which counts as reached.
     #[default]
     Never,
     Record(Arc<Record>),
-    /// Recorded in a capturing stream: a place in a graph.
+    /// Recorded in a capturing stream: a position in a graph.
     Captured(Place),
 }
 
-/// `CUipcEventHandle`: how other processes find an event.
+/// `CUipcEventHandle`: identifies an event to other processes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct IpcHandle {
@@ -51,7 +51,7 @@ pub struct IpcHandle {
     _rest: [u64; 5],
 }
 
-/// So that a handle of something else is not taken for one of an event.
+/// Magic number that distinguishes event handles from others.
 const IPC_EVENT: u64 = 0x7665_6e74;
 
 /// One recording of an event.
@@ -62,7 +62,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The stream is there.
+    /// Marks the recording as reached.
     pub fn happen(&self) {
         let _ = self.time.set(Instant::now());
     }
@@ -90,7 +90,7 @@ impl Event {
         self.points().iter().all(Point::reached) && self.shared.as_ref().is_none_or(|m| m.reached(m.last()))
     }
 
-    /// Waits until what was last recorded is done.
+    /// Waits until the last recording is reached.
     pub fn wait(&self) {
         self.points().iter().for_each(Point::wait);
         if let Some(mark) = &self.shared {
@@ -101,7 +101,7 @@ impl Event {
         }
     }
 
-    /// Records the event at a place that is known already.
+    /// Records the event at a given point.
     pub fn mark(&self, point: Point) {
         let record = Record::default();
         let _ = record.points.set(vec![point]);
@@ -248,7 +248,7 @@ pub fn stream_wait(flavour: Flavour, stream: usize, event: usize, _flags: u32) -
     }
 }
 
-/// `cuCtxRecordEvent`: everything that the context has been given.
+/// `cuCtxRecordEvent`: records all submitted work of the context.
 pub fn context_record(context: usize, event: usize) -> Done {
     let (context, event) = (context::of(context)?, of(event)?);
     context.error()?;
@@ -262,7 +262,7 @@ pub fn context_record(context: usize, event: usize) -> Done {
     Ok(())
 }
 
-/// `cuCtxWaitEvent`: everything that the context will be given waits.
+/// `cuCtxWaitEvent`: all later work of the context waits.
 pub fn context_wait(context: usize, event: usize) -> Done {
     let (context, event) = (context::of(context)?, of(event)?);
     context.error()?;

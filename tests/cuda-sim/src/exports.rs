@@ -1,8 +1,9 @@
-//! Every symbol of the library, in one table: the name that `cuGetProcAddress` knows it by, the CUDA version that brought
-//! this form, the symbol, and the function that does it.
+//! All symbols of the library in one table: the name for `cuGetProcAddress`, the CUDA version that
+//! introduced this form, the symbol, and the function that implements it.
 //!
-//! `early` calls work before `cuInit`, and while the process is locked. `streams` come in two flavours: the plain symbol, for which a stream of 0 is the
-//! context's legacy stream, and the `_ptsz` or `_ptds` symbol, for which it is the thread's own.
+//! `early` calls work before `cuInit`, and while the process is locked. `streams` have two
+//! flavours: with the plain symbol, stream 0 is the context's legacy stream; with the `_ptsz` or
+//! `_ptds` symbol, it is the thread's own.
 
 use crate::{
     alloc, array, capture, checkpoint, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
@@ -44,7 +45,7 @@ macro_rules! exports {
             })*
         }
 
-        /// What `cuGetProcAddress` finds.
+        /// The table for `cuGetProcAddress`.
         pub static EXPORTS: &[Export] = &[
             $(Export { name: $e_name, version: $e_version, flavour: None, address: || symbols::$e_symbol as *const () as usize },)*
             $(Export { name: $p_name, version: $p_version, flavour: None, address: || symbols::$p_symbol as *const () as usize },)*
@@ -320,7 +321,7 @@ exports! {
         "cuEventRecordWithFlags" 11010 cuEventRecordWithFlags, 11010 cuEventRecordWithFlags_ptsz = event::record_with_flags, (event: usize, stream: usize, flags: u32);
         "cuStreamAddCallback" 5000 cuStreamAddCallback, 7000 cuStreamAddCallback_ptsz = launch::callback, (stream: usize, call: Option<Callback>, data: usize, flags: u32);
         "cuLaunchHostFunc" 10000 cuLaunchHostFunc, 10000 cuLaunchHostFunc_ptsz = launch::host, (stream: usize, call: Option<HostFn>, data: usize);
-        // What no driver has, so that no table knows it; it does the same as the next.
+        // A symbol that no driver has and so no table lists. It behaves like the next one.
         "cuUnheardOfLaunch" 12000 cuUnheardOfLaunch, 12000 cuUnheardOfLaunch_ptsz = launch::kernel, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchKernel" 4000 cuLaunchKernel, 7000 cuLaunchKernel_ptsz = launch::kernel, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchKernelEx" 11060 cuLaunchKernelEx, 11060 cuLaunchKernelEx_ptsz = launch::kernel_ex, (config: *const launch::Config, function: usize, params: *const *const u8, extra: *const usize);

@@ -93,7 +93,7 @@ fn rows(at: u64, pitch: usize, value: u32, size: u64, width: usize, height: usiz
     Fill { at, pitch: pitch as u64, value, size, width: width as u64, height: height as u64 }
 }
 
-/// `cuMemsetD8`, and below its kin. Nobody waits for a fill, as on a GPU.
+/// `cuMemsetD8`; related calls follow. Fills are asynchronous, as on a GPU.
 pub fn d8(flavour: Flavour, at: u64, value: u8, count: usize) -> Done {
     submit(flavour, row(at, value.into(), 1, count), 0)
 }

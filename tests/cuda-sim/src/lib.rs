@@ -1,4 +1,4 @@
-//! A simulated `libcuda.so.1`. README.md says how to use it, and where it is simpler than the driver.
+//! A simulated `libcuda.so.1`. README.md explains its use and its simplifications.
 //!
 //! [`exports`] has every symbol in one table, and which function does it; [`lookup`] finds them by name and version.
 //! [`device`], [`context`], [`green`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
@@ -40,22 +40,22 @@ mod work;
 use error::{Done, Error};
 use std::{collections::HashMap, io::Write, sync::Mutex};
 
-/// Writes an answer to where the program wants it.
+/// Writes a result to the program's pointer.
 fn out<T>(to: *mut T, value: T) -> Done {
     if to.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: the API's contract: the program passes null or a place for a `T`.
+    // SAFETY: the API's contract: the program passes null or a pointer to room for a `T`.
     unsafe { to.write_unaligned(value) };
     Ok(())
 }
 
-/// Writes an answer that the program need not want.
+/// Writes an optional result.
 fn out_if<T>(to: *mut T, value: T) {
     let _ = out(to, value);
 }
 
-/// Reads what the program passes by pointer.
+/// Reads an argument that the program passes by pointer.
 fn arg<T: Copy>(from: *const T) -> Result<T, Error> {
     if from.is_null() {
         return Err(Error::INVALID_VALUE);
@@ -64,7 +64,8 @@ fn arg<T: Copy>(from: *const T) -> Result<T, Error> {
     Ok(unsafe { from.read_unaligned() })
 }
 
-/// Every call comes through here: is the driver of use in this process, and is this call meant to fail?
+/// The entry of every call: checks whether the driver is usable in this process, and whether this
+/// call should fail.
 fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
     let call = || {
         if !early && (!device::initialised() || cuda_sim_gpus::after_fork()) {
@@ -79,8 +80,8 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
     keeping_errno(|| call().map_or_else(|e| e.0, |()| 0))
 }
 
-/// A mutex for which a thread waits writes `errno` here, as the driver's own do not: whoever compares a program's `errno`
-/// would see the simulator.
+/// Preserves `errno`: the simulator's contended mutexes change it, but the driver's do not, and
+/// tests compare a program's `errno`.
 fn keeping_errno<R>(call: impl FnOnce() -> R) -> R {
     // SAFETY: the location is valid for the calling thread.
     let errno = unsafe { libc::__errno_location() };
@@ -90,7 +91,7 @@ fn keeping_errno<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// `CUDA_SIM_FAIL`: counts the calls that it names, and writes down those that fail.
+/// `CUDA_SIM_FAIL`: counts the named calls, and logs those that fail.
 fn meant_to_fail(symbol: &str) -> bool {
     static CALLS: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
     let Some(nth) = cuda_sim_gpus::Config::get().fail.get(symbol) else { return false };
@@ -104,7 +105,7 @@ fn meant_to_fail(symbol: &str) -> bool {
     fails
 }
 
-/// A call fails because a test has it fail: adds a line to the file `failed`.
+/// Adds a line to the file `failed` for a call that a test makes fail.
 fn write_down_failure(symbol: &str) {
     let path = cuda_sim_gpus::Config::get().dir.join("failed");
     let file = std::fs::File::options().append(true).create(true).open(path);

@@ -19,7 +19,7 @@ const VERSION_NOT_SUFFICIENT: u32 = 2;
 /// One exported symbol.
 #[derive(Clone, Copy)]
 pub struct Export {
-    /// What `cuGetProcAddress` calls it.
+    /// The name for `cuGetProcAddress`.
     pub name: &'static str,
     /// The CUDA version that introduced this form of it.
     pub version: i32,
@@ -27,7 +27,7 @@ pub struct Export {
     pub address: fn() -> usize,
 }
 
-/// The newest form of `name` that a program of this version knows, or why there is none.
+/// The newest form of `name` for a program of this version, or the reason for which there is none.
 fn find(name: &str, version: i32, flags: u64) -> Result<usize, u32> {
     let flavour = if flags & PER_THREAD != 0 { Flavour::PerThread } else { Flavour::Legacy };
     let named = || EXPORTS.iter().filter(|e| e.name == name && e.version <= Config::get().driver);
@@ -61,14 +61,15 @@ pub fn get(name: *const c_char, to: *mut usize, version: i32, flags: u64) -> Don
     if query(name, to, version, flags)? == FOUND { Ok(()) } else { Err(Error::NOT_FOUND) }
 }
 
-/// `cuGetProcAddress_v2`: a success even if there is nothing; the pointer is null then, and the status says why.
+/// `cuGetProcAddress_v2`: succeeds even if the symbol is not found; the pointer is then null, and
+/// the status has the reason.
 pub fn get_v2(name: *const c_char, to: *mut usize, version: i32, flags: u64, status: *mut u32) -> Done {
     let found = query(name, to, version, flags)?;
     crate::out_if(status, found);
     Ok(())
 }
 
-/// `cuGetExportTable`: every table is there, and empty.
+/// `cuGetExportTable`: every table exists and is empty.
 pub fn export_table(table: *mut usize, id: *const [u8; 16]) -> Done {
     static EMPTY: usize = size_of::<usize>();
     crate::arg(id)?;

@@ -1,7 +1,9 @@
-//! Managed memory: usable by the host and by GPUs at one address, on a GPU only while something there needs it.
+//! Managed memory: accessible by the host and by GPUs at one address, and on a GPU only while that
+//! GPU needs it.
 //!
-//! Residency is kept in blocks. A kernel that touches blocks that are not on its GPU waits while they fault in; others
-//! leave when there is no room, this process' or another's. Where nothing else can leave, kernels use blocks over the link.
+//! Residency is kept in blocks. A kernel waits while blocks that it accesses fault in to its GPU.
+//! Other blocks of any process are evicted if there is no room. If no block can be evicted, kernels
+//! access blocks over the link.
 
 use crate::{
     context, device,
@@ -32,7 +34,7 @@ struct Residency {
     prefetched: i32,
 }
 
-/// No location, in answers to `cuMemRangeGetAttribute`.
+/// The value for no location in results of `cuMemRangeGetAttribute`.
 const NOWHERE: i32 = -2;
 /// The host.
 const CPU: i32 = -1;
@@ -41,7 +43,8 @@ const CPU: i32 = -1;
 struct Table {
     all: Vec<Weak<Managed>>,
     clock: u64,
-    /// What this process believes to be resident; the account says what others have left of it.
+    /// Resident bytes by this process's last update; the account has the bytes that other processes
+    /// have not evicted since.
     believed: [u64; MAX_GPUS],
 }
 
@@ -60,7 +63,8 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
     crate::capture::forbid()?;
     let len = (bytes as u64).next_multiple_of(4096);
     let place = memory::reserve(len, GRANULARITY, 0)?;
-    // SAFETY: `reserve` gave these addresses to nobody else, and they become host memory in place.
+    // SAFETY: `reserve` has allocated these addresses exclusively, and they become host memory in
+    // place.
     let protected = unsafe { libc::mprotect(place as *mut _, len as usize, libc::PROT_READ | libc::PROT_WRITE) };
     if protected != 0 {
         memory::unreserve(place, len);
@@ -75,7 +79,7 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
     out(at, place)
 }
 
-/// Frees what [`alloc`] made; its mapping is out of the table already.
+/// Frees memory of [`alloc`] whose mapping has been removed from the table.
 pub fn free(mapping: &Mapping, managed: &Managed) {
     let mut table = lock(&TABLE);
     let mut gone = [0; MAX_GPUS];
@@ -90,7 +94,7 @@ pub fn free(mapping: &Mapping, managed: &Managed) {
     memory::unreserve(mapping.at, mapping.len);
 }
 
-/// Brings what a piece of work is about to touch to its GPU, and takes the time for it.
+/// Faults in the range that a piece of work is about to access, and takes the time of that.
 pub fn fault(at: u64, len: u64, gpu: usize) {
     pay(migrate(at, len, gpu), Config::get().fault_bandwidth, gpu, EngineKind::In);
 }
@@ -158,7 +162,7 @@ fn blocks(at: u64, len: u64) -> Vec<(Arc<Managed>, usize, usize)> {
     found
 }
 
-/// Makes a range resident as far as there is room; returns how many bytes cross the link for that.
+/// Makes a range resident as far as there is room. Returns the bytes that cross the link.
 fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
     let blocks = blocks(at, len);
     if blocks.is_empty() {
@@ -193,7 +197,8 @@ fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
 }
 
 impl Table {
-    /// Drops as many blocks, least recently used allocations first, as have been taken away.
+    /// Drops as many blocks as other processes have evicted, from the least recently used
+    /// allocations.
     fn reconcile(&mut self, gpu: usize) {
         self.reconcile_except(gpu, None);
     }
@@ -221,7 +226,7 @@ impl Table {
     }
 }
 
-/// Where a `CUdevice` (or the host) is.
+/// The GPU of a `CUdevice`; `None` for the host.
 fn place(device: i32) -> Result<Option<usize>, Error> {
     if device == CPU { Ok(None) } else { device::gpu(device).map(Some) }
 }
@@ -238,7 +243,7 @@ impl Location {
     pub const DEVICE: u32 = 1;
     pub const HOST: u32 = 2;
 
-    /// The GPU it names, none for the host.
+    /// The GPU of a location; `None` for the host.
     fn gpu(self) -> Result<Option<usize>, Error> {
         match self.kind {
             Location::DEVICE => device::gpu(self.id).map(Some),

@@ -1,8 +1,10 @@
-//! A process' device addresses: what is mapped where, who may touch it, and the only door through which work does.
+//! A process's device addresses: the table of mappings and access rights, through which all work
+//! accesses memory.
 //!
-//! Device addresses are real, reserved, inaccessible addresses of the process; the bytes live elsewhere in it (the
-//! *alias* of a chunk). So a program that dereferences a device pointer on the host crashes as it should, remapping is
-//! a change in a table, and work that touches what is not mapped gets an error instead of a signal.
+//! Device addresses are real, reserved, inaccessible addresses of the process; the bytes live
+//! elsewhere in it (the *alias* of a chunk). So a program that dereferences a device pointer on the
+//! host crashes as expected, remapping only changes a table, and work that accesses unmapped memory
+//! gets an error instead of a signal.
 
 use crate::{
     error::{Done, Error},
@@ -25,7 +27,8 @@ use std::{
 
 /// Granularity of physical memory and of mappings.
 pub const GRANULARITY: u64 = 2 << 20;
-/// Work touches memory in pieces of this size, so that nothing else waits long for the table.
+/// The size of the pieces in which work accesses memory, in bytes, so that the table is never
+/// locked for long.
 pub const PIECE: u64 = 4 << 20;
 
 /// Physical memory of one GPU.
@@ -34,13 +37,13 @@ pub struct Chunk {
     pub gpu: usize,
     pub len: u64,
     alias: *mut u8,
-    /// It may be exported.
+    /// Whether the chunk may be exported.
     pub shareable: bool,
-    /// The file that other processes have it by; made when it is first exported.
+    /// The file that shares the chunk with other processes; created at the first export.
     file: OnceLock<ChunkFile>,
-    /// Made so that other devices may reach it.
+    /// Whether the chunk was created for access by other devices.
     pub rdma: AtomicBool,
-    /// This process allocated it: otherwise it was imported.
+    /// Whether this process allocated the chunk, rather than imported it.
     is_own: bool,
 }
 
@@ -57,14 +60,15 @@ impl ChunkFile {
     }
 }
 
-// SAFETY: `alias` is a mapping that this object owns; what happens inside it is the simulated program's own business,
-// like any memory that several kernels write to.
+// SAFETY: this object owns the mapping `alias`. Races inside it are the simulated program's, as in
+// any memory that several kernels write to.
 unsafe impl Send for Chunk {}
 // SAFETY: as above.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// Takes memory of a GPU; out of memory if it is not there. `shareable` chunks can be exported.
+    /// Allocates memory of a GPU; out of memory if there is no room. `shareable` chunks can be
+    /// exported.
     pub fn new(gpu: usize, len: u64, shareable: bool) -> Result<Arc<Chunk>, Error> {
         if !Account::get().take(gpu, len) {
             return Err(Error::OUT_OF_MEMORY);
@@ -78,7 +82,8 @@ impl Chunk {
             Some(alias) => alias,
             None => {
                 let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
-                // SAFETY: a hint about a mapping of this size that was just made. A forked child has no use for it.
+                // SAFETY: the hints are for a mapping of this size that was just made. A forked
+                // child does not use it.
                 unsafe {
                     libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
                     libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
@@ -90,20 +95,20 @@ impl Chunk {
         Ok(Chunk { gpu, len, alias, shareable, file, rdma, is_own: true })
     }
 
-    /// A descriptor for other processes. The bytes move into a file that they can map; few chunks are ever exported, and
-    /// anonymous memory is faster.
+    /// Creates a descriptor for other processes. Only at the first export do the bytes move into a
+    /// file: few chunks are exported, and anonymous memory is faster.
     pub fn export(&self) -> Result<OwnedFd, Error> {
         self.shared()?.fd.try_clone().map_err(|_| Error::OPERATING_SYSTEM)
     }
 
-    /// The descriptor that this process keeps, by its number, and the file's inode.
+    /// The number of this process's own descriptor, and the file's inode.
     pub fn file_name(&self) -> Result<(u64, u64), Error> {
         let file = self.shared()?;
         Ok((file.fd.as_raw_fd() as u64, file.inode))
     }
 
     fn shared(&self) -> Result<&ChunkFile, Error> {
-        // Nobody touches memory meanwhile.
+        // The table's lock excludes all access to memory.
         let _table = space_mut();
         if let Some(file) = self.file.get() {
             return Ok(file);
@@ -119,11 +124,11 @@ impl Chunk {
         Shared { inode: file.inode, gpu: place(self.gpu), bytes: self.len, is_owner: self.is_own }
     }
 
-    /// Moves the bytes into a file, which takes their place.
+    /// Replaces the chunk's bytes by a mapped file with the same contents.
     fn move_into_file(&self) -> Result<OwnedFd, Error> {
         let (gpu, len) = (place(self.gpu), self.len);
         let name = std::ffi::CString::new(format!("cuda-sim-gpu{gpu}")).map_err(|_| Error::UNKNOWN)?;
-        // SAFETY: a valid name; the descriptor is new and ours.
+        // SAFETY: the name is a C string. The descriptor is new, so no other value owns it.
         let fd = unsafe {
             let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
             if fd < 0 || libc::ftruncate(fd, len as i64) != 0 {
@@ -131,17 +136,18 @@ impl Chunk {
             }
             OwnedFd::from_raw_fd(fd)
         };
-        // SAFETY: the alias has `len` bytes, which nobody writes to while the table is locked.
+        // SAFETY: the alias has `len` bytes, and the table's lock excludes writes.
         let bytes = unsafe { std::slice::from_raw_parts(self.alias, len as usize) };
         let file = std::fs::File::from(fd);
         file.write_all_at(bytes, 0).map_err(|_| Error::OPERATING_SYSTEM)?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: it replaces the alias by a file of the same length and contents.
+        // SAFETY: the mapping replaces the alias, which this object owns, by a file of the same
+        // length and contents.
         let at = unsafe { libc::mmap(self.alias.cast(), len as usize, prot, flags, file.as_raw_fd(), 0) };
         if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(file.into()) }
     }
 
-    /// Whether it is one that others may be given, which is not said of what others gave (driver 580).
+    /// Whether the chunk is exportable; false for imported chunks (driver 580).
     pub fn is_exportable(&self) -> bool {
         self.shareable && self.is_own
     }
@@ -175,7 +181,8 @@ impl Drop for Chunk {
     }
 }
 
-/// Memory of chunks that were freed, which those made later get, if so configured: that of a real GPU need not be made, either.
+/// Host pages of freed chunks, which later chunks reuse if so configured: a real GPU does not need
+/// to allocate pages either.
 #[derive(Debug, Default)]
 struct Kept(Mutex<Vec<(usize, u64)>>);
 
@@ -186,12 +193,12 @@ impl Kept {
         let mut kept = KEPT.0.lock().unwrap_or_else(|e| e.into_inner());
         let at = kept.iter().position(|(_, other)| *other == len)?;
         let alias = kept.swap_remove(at).0 as *mut u8;
-        // SAFETY: a mapping of this length that nobody has.
+        // SAFETY: the mapping has this length, and no chunk uses it.
         unsafe { alias.write_bytes(0, len as usize) };
         Some(alias)
     }
 
-    /// `false` if it is not to be kept.
+    /// Keeps a mapping for later chunks; false if keeping is not configured.
     fn keep(alias: *mut u8, len: u64) -> bool {
         let keeps = Config::get().keep_memory;
         if keeps {
@@ -202,12 +209,12 @@ impl Kept {
 }
 
 fn map(len: u64, prot: i32, flags: i32, fd: i32) -> Result<*mut u8, Error> {
-    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    // SAFETY: the kernel chooses an unused address for the new mapping.
     let at = unsafe { libc::mmap(ptr::null_mut(), len as usize, prot, flags | libc::MAP_NORESERVE, fd, 0) };
     if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(at.cast()) }
 }
 
-/// Takes addresses that nothing else in the process will get. At `hint` if that is free; aligned to `align`.
+/// Reserves unused addresses of the process, aligned to `align`, at `hint` if that is free.
 pub fn reserve(len: u64, align: u64, hint: u64) -> Result<u64, Error> {
     let align = align.max(GRANULARITY);
     if hint != 0 && hint.is_multiple_of(align) {
@@ -241,19 +248,21 @@ pub fn reserve(len: u64, align: u64, hint: u64) -> Result<u64, Error> {
     Ok(at)
 }
 
-/// Gives addresses back.
+/// Releases reserved addresses.
 pub fn unreserve(at: u64, len: u64) {
-    // SAFETY: the caller owns these addresses: `reserve` gave them out and the table no longer mentions them.
+    // SAFETY: the caller owns these addresses: `reserve` has returned them, and the table no longer
+    // has them.
     unsafe { libc::munmap(at as *mut _, len as usize) };
 }
 
-/// Where a mapping's bytes are.
+/// The memory behind a mapping.
 #[derive(Clone, Debug)]
 pub enum Backing {
-    /// A whole chunk or a part of it, from an offset. `legacy`: made by `cuMemAlloc` and its kin, which follows peer
-    /// access between contexts; otherwise made by `cuMemMap`, which follows `cuMemSetAccess`.
+    /// A chunk or a part of it, from an offset. `legacy`: from `cuMemAlloc` and related calls, with
+    /// access by peer access between contexts; otherwise from `cuMemMap`, with access by
+    /// `cuMemSetAccess`.
     Chunk { chunk: Arc<Chunk>, offset: u64, legacy: bool },
-    /// Host memory that the GPU can reach, at its own address.
+    /// Host memory that the GPU can access, at its own address.
     Host { flags: u32, owned: bool },
     /// Managed memory, at its own address.
     Managed(Arc<Managed>),
@@ -270,17 +279,17 @@ pub struct Mapping {
     pub write: u64,
     /// Distinguishes this mapping from others at the same address at other times.
     pub id: u64,
-    /// The context it was made in, 0 if in none.
+    /// The context that created the mapping; 0 for none.
     pub context: usize,
 }
 
 impl Mapping {
-    /// What a GPU may do there, as `CUmemAccess_flags`.
+    /// The access rights of a GPU, as `CUmemAccess_flags`.
     pub fn rights(&self, gpu: usize) -> u32 {
         u32::from(self.read >> gpu & 1 != 0) | if self.write >> gpu & 1 != 0 { 2 } else { 0 }
     }
 
-    /// A mapping that no GPU may touch yet.
+    /// A mapping without access rights.
     pub fn new(at: u64, len: u64, backing: Backing, context: usize) -> Mapping {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Mapping { at, len, backing, read: 0, write: 0, id: NEXT.fetch_add(1, Ordering::Relaxed), context }
@@ -295,7 +304,7 @@ impl Mapping {
         self.at + self.len
     }
 
-    /// The GPU that has the bytes; none for host and managed memory.
+    /// The GPU that has the bytes; `None` for host and managed memory.
     pub fn gpu(&self) -> Option<usize> {
         match &self.backing {
             Backing::Chunk { chunk, .. } => Some(chunk.gpu),
@@ -315,7 +324,7 @@ impl Mapping {
         let granted = if touch.write { self.write } else { self.read };
         match &self.backing {
             Backing::Chunk { chunk, legacy: true, .. } => {
-                // Memory of pools belongs to no context, and is reached as its pool says.
+                // Memory of pools belongs to no context; its pool determines the access rights.
                 granted & bit != 0 || touch.copy || (self.context != 0 && crate::peer::enabled(touch.gpu, chunk.gpu))
             }
             _ => granted & bit != 0,
@@ -323,12 +332,12 @@ impl Mapping {
     }
 }
 
-/// Who touches memory, and how.
+/// The GPU that accesses memory, and the kind of access.
 #[derive(Clone, Copy, Debug)]
 pub struct Touch {
     pub gpu: usize,
     pub write: bool,
-    /// A copy reaches memory of other GPUs that a kernel does not.
+    /// The access is a copy, which can access memory of other GPUs that a kernel cannot.
     pub copy: bool,
 }
 
@@ -341,12 +350,12 @@ pub struct Space {
 
 static SPACE: RwLock<Space> = RwLock::new(Space { reserved: BTreeMap::new(), mappings: BTreeMap::new() });
 
-/// The table, to read. Never sleep with it.
+/// Locks the table for reading. Do not sleep while holding it.
 pub fn space() -> RwLockReadGuard<'static, Space> {
     SPACE.read().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The table, to change.
+/// Locks the table for changes.
 pub fn space_mut() -> RwLockWriteGuard<'static, Space> {
     SPACE.write().unwrap_or_else(|e| e.into_inner())
 }
@@ -403,7 +412,7 @@ impl Space {
         true
     }
 
-    /// The bytes of a range, in as many runs as mappings have them. Valid as long as the table is held.
+    /// The bytes of a range, as one run per mapping. Valid while the table is locked.
     pub fn runs(&self, at: u64, len: u64, touch: Touch) -> Result<Vec<(*mut u8, u64)>, Error> {
         let end = at.checked_add(len).ok_or(Error::ILLEGAL_ADDRESS)?;
         let mut runs = Vec::with_capacity(2);
@@ -422,7 +431,7 @@ impl Space {
         self.mappings.values().any(|mapping| matches!(mapping.backing, Backing::Managed(_)))
     }
 
-    /// Frees what a context leaves behind: its plain allocations, host and managed memory.
+    /// Frees a destroyed context's plain allocations, host memory and managed memory.
     pub fn forget_context(&mut self, context: usize) {
         let ours: Vec<u64> =
             self.mappings.values().filter(|m| m.context == context && context != 0).map(|m| m.at).collect();
@@ -437,8 +446,8 @@ impl Space {
     }
 }
 
-/// Touches a range that is at most one [`PIECE`] long: `each` gets its runs of bytes. Illegal address if a part of the
-/// range is not there or not permitted.
+/// Accesses a range of at most one [`PIECE`]: `each` receives its runs of bytes. Illegal address if
+/// a part of the range is unmapped or not permitted.
 pub fn touch(at: u64, len: u64, touch: Touch, mut each: impl FnMut(*mut u8, u64)) -> Done {
     let space = space();
     space.runs(at, len, touch)?.into_iter().for_each(|(at, len)| each(at, len));

@@ -1,4 +1,5 @@
-//! Modules and libraries: PTX texts and fat binaries, of which only the names of their kernels are read.
+//! Modules and libraries: PTX texts and fat binaries, of which the simulator reads only the
+//! kernels' names.
 
 use crate::{
     context::{self, Context},
@@ -17,10 +18,10 @@ use std::{
 /// A loaded module, or a library.
 #[derive(Debug)]
 pub struct Module {
-    /// None for a library, which belongs to no context.
+    /// `None` for a library, which belongs to no context.
     context: Option<usize>,
     functions: Vec<Arc<Function>>,
-    /// What `cuLibraryGetModule` made of a library.
+    /// Modules that `cuLibraryGetModule` created from a library.
     modules: Mutex<Vec<Arc<Module>>>,
 }
 
@@ -45,8 +46,8 @@ fn read(image: *const c_char) -> Result<Vec<Arc<Function>>, Error> {
     if image.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: an image is a NUL-terminated text, or a binary that starts with a magic number; of a fat binary, the header
-    // says how long it is.
+    // SAFETY: the API's contract: an image is a NUL-terminated text, or a binary that starts with a
+    // magic number and whose header has its length.
     let text = unsafe {
         let start = std::slice::from_raw_parts(image.cast::<u8>(), 4);
         if start == b"\x7fELF" {
@@ -70,7 +71,8 @@ fn read(image: *const c_char) -> Result<Vec<Arc<Function>>, Error> {
     Ok(names.filter_map(kernels::find).map(Function::new).collect())
 }
 
-/// The known kernels whose names are to be seen in a fat binary: compression leaves names whole where they are first.
+/// The known kernels whose names occur in a fat binary: compression keeps the first occurrence of a
+/// name intact.
 fn read_fat_binary(image: &[u8]) -> Result<Vec<Arc<Function>>, Error> {
     if !Config::get().fat_binaries {
         return Err(Error::NO_BINARY_FOR_GPU);

@@ -1,4 +1,5 @@
-//! Objects that memory is bound to. Nothing is read or written through them: only what may be bound is decided.
+//! Multicast objects. No data is accessed through them: the simulator only decides whether memory
+//! can be bound.
 
 use crate::{
     device,
@@ -88,12 +89,13 @@ pub fn bind_to_endpoint(_id: u32, device: i32, _at: u64, memory: u64, offset: u6
     vmm::part(memory, offset, size)
 }
 
-/// `cuMemMapArrayAsync`, of which only the handles are looked at: there are no arrays without memory.
+/// `cuMemMapArrayAsync`, which only checks the handles: there are no sparse arrays.
 pub fn map_array(_flavour: Flavour, list: *const ArrayMap, count: u32, _stream: usize) -> Done {
     for i in 0..count as usize {
         // SAFETY: the program passes that many entries.
         let entry = crate::arg(unsafe { list.add(i) })?;
-        // The driver's handles are addresses here, and it crashes on others as it may on a GPU.
+        // The driver's handles are addresses here. Other handles crash the simulator, as they may
+        // crash the driver.
         assert_eq!(entry.memory >> 48, 0, "no handle of the driver");
     }
     Err(Error::NOT_SUPPORTED)

@@ -1,4 +1,4 @@
-//! What the driver knows about an address.
+//! Attributes of addresses.
 
 use crate::{
     alloc, context, device,
@@ -23,16 +23,16 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let host = matches!(mapping.backing, Backing::Host { .. });
     let managed = matches!(mapping.backing, Backing::Managed(_));
     let (shareable, rdma) = match &mapping.backing {
-        // What came from elsewhere goes no further.
+        // Imported memory cannot be exported again.
         Backing::Chunk { chunk, legacy: false, .. } => (chunk.is_exportable(), chunk.rdma.load(Ordering::Relaxed)),
         _ => (false, false),
     };
     let is_mapped = matches!(mapping.backing, Backing::Chunk { legacy: false, .. });
-    // Of what `cuMemMap` mapped, all that was reserved with it (driver 580).
+    // For a mapping of `cuMemMap`, the whole reservation (driver 580).
     let reserved = if is_mapped { space().reservation(at) } else { None };
     let (base, len) = reserved.or_else(|| alloc::range(at)).unwrap_or((mapping.at, mapping.len));
     let rights = if is_mapped { mapping.rights(mapping.gpu().unwrap_or(0)) } else { ALL_RIGHTS };
-    // Small allocations share what is mapped.
+    // Small allocations share a mapping.
     let start = mapping.at - mapping.at % GRANULARITY;
     let pool = crate::pool::owner(mapping.at);
     let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());

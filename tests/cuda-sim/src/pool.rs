@@ -1,4 +1,4 @@
-//! Memory pools: allocation and freeing in stream order.
+//! Memory pools: stream-ordered allocation and freeing.
 
 use crate::{
     capture, device,
@@ -26,7 +26,7 @@ pub struct Pool {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Freed, and kept for the next allocation.
+    /// Freed chunks that are kept for later allocations.
     kept: Vec<Arc<Chunk>>,
     used: u64,
     used_high: u64,
@@ -48,9 +48,9 @@ pub struct Properties {
 }
 
 static POOLS: Registry<Pool> = Registry::new();
-/// Which pool an address came from.
+/// The pool of each address.
 static OWNERS: LazyLock<Mutex<HashMap<u64, Arc<Pool>>>> = LazyLock::new(Mutex::default);
-/// The pool that a GPU uses now, if not its default one.
+/// The current pool of each GPU, unless it is the default pool.
 static CHOSEN: [Mutex<Option<Arc<Pool>>>; MAX_GPUS] = [const { Mutex::new(None) }; MAX_GPUS];
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -73,7 +73,7 @@ impl Pool {
         lock(&CHOSEN[gpu]).clone().unwrap_or_else(|| Pool::default(gpu))
     }
 
-    /// The GPUs that reach its memory, as bits.
+    /// The GPUs that can access the pool's memory, as bits.
     fn gpus(&self) -> u64 {
         let own = 1 << self.gpu;
         let state = lock(&self.state);
@@ -136,12 +136,12 @@ fn allocate(pool: &Arc<Pool>, at: *mut u64, len: usize, flavour: Flavour, stream
     out(at, place)
 }
 
-/// Memory whose freeing has come up in its stream.
+/// Handles a free that has been reached in its stream.
 pub fn freed(mapping: &Mapping) {
     if space().exact(mapping.at).is_none_or(|m| m.id != mapping.id) {
         return;
     }
-    // Before its address can be another's.
+    // Before the address can be reused.
     let pool = lock(&OWNERS).remove(&mapping.at);
     space_mut().remove(mapping.at);
     memory::unreserve(mapping.at, mapping.len);
@@ -150,7 +150,7 @@ pub fn freed(mapping: &Mapping) {
     }
 }
 
-/// `cuMemFree` freed this.
+/// Handles memory that `cuMemFree` has freed.
 pub fn forget(mapping: &Mapping) {
     if let Some(pool) = lock(&OWNERS).remove(&mapping.at)
         && let Backing::Chunk { chunk, .. } = &mapping.backing
@@ -251,7 +251,7 @@ pub fn get_attribute(pool: usize, attribute: u32, value: *mut u64) -> Done {
     }
 }
 
-/// `cuMemPoolSetAccess`: of what is allocated already, too.
+/// `cuMemPoolSetAccess`: also changes existing allocations.
 pub fn set_access(pool: usize, access: *const Access, count: usize) -> Done {
     let pool = POOLS.get(pool).map_err(|_| Error::INVALID_VALUE)?;
     for i in 0..count {
@@ -300,7 +300,7 @@ pub fn device_set(device: i32, pool: usize) -> Done {
     Ok(())
 }
 
-/// Says whether an address came from a pool, and from which.
+/// The handle of the pool of an address, if it has one.
 pub fn owner(at: u64) -> Option<usize> {
     lock(&OWNERS).get(&at).map(crate::registry::handle_of)
 }

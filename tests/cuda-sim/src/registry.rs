@@ -1,4 +1,4 @@
-//! Handles: what a program holds is looked up, never trusted as a pointer.
+//! Handles: a program's handle is looked up, never dereferenced.
 
 use crate::error::Error;
 use std::{
@@ -15,7 +15,7 @@ impl<T> Registry<T> {
         Self(LazyLock::new(|| RwLock::new(HashMap::new())))
     }
 
-    /// Makes `object` known, and returns its handle.
+    /// Registers `object`, and returns its handle.
     pub fn add(&self, object: Arc<T>) -> usize {
         let handle = handle_of(&object);
         self.0.write().unwrap_or_else(|e| e.into_inner()).insert(handle, object);
@@ -30,7 +30,7 @@ impl<T> Registry<T> {
         self.0.read().unwrap_or_else(|e| e.into_inner()).get(&handle).cloned()
     }
 
-    /// Forgets a handle; its object lives as long as work that is under way needs it.
+    /// Removes a handle; its object lives until running work no longer needs it.
     pub fn remove(&self, handle: usize) -> Result<Arc<T>, Error> {
         self.0.write().unwrap_or_else(|e| e.into_inner()).remove(&handle).ok_or(Error::INVALID_HANDLE)
     }

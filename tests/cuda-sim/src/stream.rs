@@ -1,4 +1,5 @@
-//! Streams: queues of work, each done in order by a thread of its own, and what they wait for in one another.
+//! Streams: queues of work, each executed in order by its own thread, and dependencies between
+//! them.
 
 use crate::{
     capture::{self, Place},
@@ -18,7 +19,8 @@ use std::{
     thread,
 };
 
-/// How many launches, copies, fills and events a stream takes before the next one blocks.
+/// The number of launches, copies, fills and events that a stream queues before the next one
+/// blocks.
 pub const DEPTH: usize = 1021;
 /// Priorities go from 0, the least, to this.
 pub const GREATEST_PRIORITY: i32 = -5;
@@ -27,14 +29,14 @@ const NON_BLOCKING: u32 = 1;
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// Which stream a handle of 0 means: the one of the context, or the one of the thread (`_ptsz`, `_ptds`).
+/// The meaning of handle 0: the context's default stream, or the thread's (`_ptsz`, `_ptds`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
     Legacy,
     PerThread,
 }
 
-/// What a stream is to the others.
+/// The kind of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The legacy default stream: waits for all blocking streams, and they for it.
@@ -56,14 +58,14 @@ pub struct Stream {
     changed: Condvar,
     submitted: AtomicU64,
     completed: AtomicU64,
-    /// Set while the stream captures.
+    /// The position in the stream's capture, while it captures.
     pub capture: Mutex<Option<Place>>,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<Op>,
-    /// Launches, copies, fills and events among what is not done.
+    /// The number of pending launches, copies, fills and events.
     heavy: usize,
     worker: bool,
     closed: bool,
@@ -75,7 +77,7 @@ struct Op {
     after: Vec<Point>,
 }
 
-/// A place in a stream: reached when everything submitted before is done.
+/// A point in a stream: reached when all earlier work is done.
 #[derive(Clone, Debug)]
 pub struct Point {
     stream: Arc<Stream>,
@@ -132,7 +134,7 @@ impl Stream {
         self.completed.load(Ordering::Acquire) < self.submitted.load(Ordering::Acquire)
     }
 
-    /// Where the stream stands now.
+    /// The stream's current point.
     pub fn point(self: &Arc<Self>) -> Point {
         Point { stream: self.clone(), count: self.submitted.load(Ordering::Acquire) }
     }
@@ -141,13 +143,14 @@ impl Stream {
         matches!(self.kind, Kind::Blocking | Kind::Thread)
     }
 
-    /// Puts work into the stream, or into the graph that it captures: then there is no place to wait for.
+    /// Submits work to the stream, or adds it to the graph that the stream captures and returns no
+    /// point.
     pub fn submit(self: &Arc<Self>, work: Work) -> Result<Option<Point>, Error> {
         self.context.error()?;
         Ok(capture::add(self, work)?.map(|work| self.enqueue(work, Vec::new())))
     }
 
-    /// Puts work into the stream, to be done after `after` too; returns where that leaves the stream.
+    /// Enqueues work that also depends on `after`, and returns the stream's new point.
     pub fn enqueue(self: &Arc<Self>, work: Work, mut after: Vec<Point>) -> Point {
         let heavy = work.heavy();
         if heavy {
@@ -208,7 +211,7 @@ impl Stream {
             op.after.iter().for_each(Point::wait);
             op.work.run(&self.context);
             let heavy = op.work.heavy();
-            // What it still holds is free once it is done, as a checkpoint relies on.
+            // Releases the work's resources before it counts as done, on which checkpoints rely.
             drop(op);
             let mut queue = self.lock();
             queue.heavy -= usize::from(heavy);
@@ -223,7 +226,7 @@ impl Stream {
         self.changed.notify_all();
     }
 
-    /// Waits for everything submitted so far; on the legacy stream, for what blocking streams do, too.
+    /// Waits for all submitted work; for the legacy stream, also for work of blocking streams.
     pub fn synchronise(self: &Arc<Self>) -> Done {
         let point = match self.kind {
             Kind::Null => self.enqueue(Work::Nothing, Vec::new()),
@@ -233,7 +236,7 @@ impl Stream {
         self.context.error()
     }
 
-    /// True if the program has destroyed it and its work is done.
+    /// Whether the program has destroyed the stream and its work is done.
     pub fn over(&self) -> bool {
         !self.pending() && self.lock().closed
     }
@@ -244,10 +247,11 @@ impl Stream {
     }
 }
 
-/// Starts a thread of the driver, which gets none of the program's signals, and sleeps as precisely as it can.
+/// Starts a thread of the driver, which receives none of the program's signals, and sleeps with the
+/// least timer slack.
 ///
 /// # Errors
-/// There can be no more threads.
+/// No more threads can be created.
 pub fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<thread::JoinHandle<()>> {
     // The thread begins with what the caller blocks.
     // SAFETY: the calls change only the calling thread; the sets are filled before they are read.
@@ -289,14 +293,15 @@ pub fn create_with_priority(stream: *mut usize, flags: u32, priority: i32) -> Do
     create_in(&context::healthy()?, stream, flags, priority)
 }
 
-/// A new stream of that context.
+/// Creates a stream of a context.
 pub fn create_in(context: &Arc<Context>, stream: *mut usize, flags: u32, priority: i32) -> Done {
     let kind = if flags & NON_BLOCKING != 0 { Kind::NonBlocking } else { Kind::Blocking };
     let new = Stream::new(context.clone(), kind, priority.clamp(GREATEST_PRIORITY, 0));
     context.join(&new);
     let gate: Vec<Point> =
         context.gate.lock().unwrap_or_else(|e| e.into_inner()).iter().filter(|p| !p.reached()).cloned().collect();
-    // Not with the first work: that may be beside a constructor, and a new thread waits for the loader's lock.
+    // Starts the worker here rather than at the first submission: that may run beside a
+    // constructor, and a new thread waits for the loader's lock.
     new.start_worker(&mut new.lock());
     if !gate.is_empty() {
         new.enqueue(Work::Nothing, gate);

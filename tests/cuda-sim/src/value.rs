@@ -9,7 +9,7 @@ use crate::{
 };
 use std::{thread, time::Duration};
 
-/// How often a waiting stream looks.
+/// Polling interval of a waiting stream.
 const LOOK: Duration = Duration::from_micros(50);
 
 /// One stream memory operation.
@@ -18,7 +18,7 @@ pub struct Value {
     at: u64,
     value: u64,
     wide: bool,
-    /// How to compare; none to write.
+    /// The comparison of a wait; `None` for a write.
     wait: Option<u32>,
 }
 

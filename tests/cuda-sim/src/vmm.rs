@@ -1,4 +1,4 @@
-//! Virtual memory management: addresses, physical chunks, and mappings between them, each on its own.
+//! Virtual memory management: addresses, physical chunks, and mappings between them.
 
 use crate::{
     device,
@@ -44,7 +44,7 @@ pub struct Access {
 
 type Handles = HashMap<u64, (Arc<Chunk>, u32)>;
 
-/// Chunks that the program holds, with how many references it has.
+/// The program's chunks and their reference counts.
 static HANDLES: LazyLock<Mutex<Handles>> = LazyLock::new(Mutex::default);
 
 fn handles() -> MutexGuard<'static, Handles> {
@@ -65,12 +65,12 @@ fn supported() -> Done {
     if Config::get().vmm { Ok(()) } else { Err(Error::NOT_SUPPORTED) }
 }
 
-/// An amount of memory that can be created.
+/// Checks that `n` is a valid size of a chunk.
 pub fn whole(n: u64) -> Done {
     if n != 0 && n.is_multiple_of(GRANULARITY) { Ok(()) } else { Err(Error::INVALID_VALUE) }
 }
 
-/// Whether that is a part of a chunk.
+/// Checks that a range is a part of a chunk.
 pub fn part(handle: u64, offset: u64, size: u64) -> Done {
     whole(size)?;
     let len = chunk(handle)?.len;
@@ -187,7 +187,7 @@ pub fn map(at: u64, size: usize, offset: usize, handle: u64, flags: u64) -> Done
     Ok(())
 }
 
-/// The mappings that make up a range, all of each of them; invalid if the range cuts one or has a hole.
+/// The mappings that make up a range; an error if the range cuts a mapping or has a hole.
 fn mappings(space: &memory::Space, at: u64, size: u64) -> Result<Vec<u64>, Error> {
     let found = space.overlapping(at, size);
     let mut next = at;
@@ -200,8 +200,8 @@ fn mappings(space: &memory::Space, at: u64, size: u64) -> Result<Vec<u64>, Error
     if found.is_empty() || next != at + size { Err(Error::INVALID_VALUE) } else { Ok(found) }
 }
 
-/// `cuMemUnmap`: returns at once, whatever runs. Where nothing is mapped there is nothing to do; only what would be cut is an
-/// error.
+/// `cuMemUnmap`: does not wait for running work. Unmapped ranges are ignored; only cutting a
+/// mapping is an error.
 pub fn unmap(at: u64, size: usize) -> Done {
     let mut space = space_mut();
     whole(size as u64)?;
@@ -251,7 +251,8 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
     Ok(())
 }
 
-/// `cuMemGetAccess`: for the host what its own GPU has, and none to memory that was not mapped by `cuMemMap` (driver 580).
+/// `cuMemGetAccess`: the host has the rights of the memory's own GPU, and no rights to memory that
+/// `cuMemMap` has not mapped (driver 580).
 pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     let location = crate::arg(location)?;
     let space = space();
@@ -266,7 +267,7 @@ pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     out(flags, gpu.map_or(0, |gpu| mapping.rights(gpu).into()))
 }
 
-/// `cuMemExportToShareableHandle`: the descriptor is the program's.
+/// `cuMemExportToShareableHandle`: the program owns the descriptor.
 pub fn export(shared: *mut i32, handle: u64, kind: u32, flags: u64) -> Done {
     let chunk = chunk(handle)?;
     if !chunk.shareable || kind != FILE_DESCRIPTOR || flags != 0 {
@@ -284,7 +285,7 @@ pub fn import(handle: *mut u64, shared: usize, kind: u32) -> Done {
     out(handle, hold(imported(fd)?))
 }
 
-/// The chunk behind a descriptor; what is none is an unknown error, as on an H200.
+/// The chunk behind a descriptor; an unknown error for other descriptors, as on an H200.
 pub fn imported(fd: i32) -> Result<Arc<Chunk>, Error> {
     let name = fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| Error::UNKNOWN)?;
     let name = name.to_string_lossy().into_owned();
@@ -299,14 +300,14 @@ pub fn imported(fd: i32) -> Result<Arc<Chunk>, Error> {
     Chunk::import(at_place(gpu), len, fd)
 }
 
-/// `cuMemGetHandleForAddressRange`: a descriptor that stands for one, with nothing behind it.
+/// `cuMemGetHandleForAddressRange`: returns a dummy descriptor.
 pub fn range_handle(handle: *mut i32, at: u64, size: usize, kind: u32, _flags: u64) -> Done {
     const DMA_BUF: u32 = 1;
     let is_there = space().at(at).is_some_and(|m| m.gpu().is_some() && at + size as u64 <= m.end());
     if kind != DMA_BUF || handle.is_null() || !is_there || size == 0 {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: a valid name; the descriptor is new, and the program's.
+    // SAFETY: the name is a C string. The program owns the new descriptor.
     match unsafe { libc::memfd_create(c"cuda-sim-dma-buf".as_ptr(), libc::MFD_CLOEXEC) } {
         -1 => Err(Error::OPERATING_SYSTEM),
         descriptor => out(handle, descriptor),

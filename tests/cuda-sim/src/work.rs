@@ -1,4 +1,4 @@
-//! What a stream does: one variant a kind of work, and what becomes of it when it is its turn.
+//! The work of streams: one variant per kind, and its execution.
 
 use crate::{
     context::Context,
@@ -14,18 +14,18 @@ use crate::{
 use cuda_sim_gpus::Mark;
 use std::{ffi::c_void, sync::Arc, thread, time::Duration};
 
-/// How often a stream that waits for another process looks.
+/// Polling interval of a stream that waits for another process.
 const LOOK: Duration = Duration::from_micros(50);
 
 /// A function of the program, called in stream order.
 pub type HostFn = unsafe extern "C" fn(*mut c_void);
-/// The older kind, which is told how the stream fares.
+/// The older kind of function, which receives the stream's status.
 pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
 
 /// One piece of work in a stream or a graph.
 #[derive(Clone, Debug)]
 pub enum Work {
-    /// Only takes its place: waits for what it comes after.
+    /// No work: only waits for its dependencies.
     Nothing,
     Kernel(Launch),
     Copy(Arc<Copy>),
@@ -40,13 +40,13 @@ pub enum Work {
         data: usize,
     },
     Record(Arc<Record>),
-    /// An event that other processes wait for is there.
+    /// Marks an event of other processes as reached.
     Reach(Arc<Mark>, u64),
     /// Waits for an event of another process.
     Await(Arc<Mark>, u64),
     /// In graphs: records an event when the graph is launched.
     RecordEvent(Arc<Event>),
-    /// In graphs: waits for what the event has when the graph is launched.
+    /// In graphs: waits for the event's recording at the time of the launch.
     WaitEvent(Arc<Event>),
     Value(Value),
     Prefetch {
@@ -54,19 +54,21 @@ pub enum Work {
         len: u64,
         gpu: Option<usize>,
     },
-    /// Lets go of memory that was freed in stream order.
+    /// Releases memory that was freed in stream order.
     Free(Arc<Mapping>),
-    /// In graphs: the memory was taken when the node was made, and stays until the context ends.
+    /// In graphs: the memory was allocated when the node was created, and stays until the context
+    /// ends.
     AllocNode,
     FreeNode,
-    /// A launched graph, in an order that its edges allow.
+    /// A launched graph, in topological order.
     Graph(Arc<[Work]>),
-    /// In graphs: captured in a stream of that context, which need not be that of the stream that the graph is launched in.
+    /// In graphs: work captured in a stream of that context, which may differ from the context of
+    /// the launching stream.
     In(Arc<Context>, Arc<Work>),
 }
 
 impl Work {
-    /// True for what counts against the depth of a stream.
+    /// Whether the work counts towards the stream's depth.
     pub fn heavy(&self) -> bool {
         matches!(
             self,
@@ -74,7 +76,7 @@ impl Work {
         )
     }
 
-    /// True for what takes no time, so that an idle stream need not wake its thread for it.
+    /// Whether the work takes no time, so that an idle stream need not wake its thread for it.
     pub fn instant(&self) -> bool {
         match self {
             Work::Nothing | Work::Record(_) => true,
@@ -83,7 +85,8 @@ impl Work {
         }
     }
 
-    /// Does it. In a dead context only what others wait for still happens. An error kills the context.
+    /// Executes the work. In a dead context, only work that others wait for is executed. An error
+    /// kills the context.
     pub fn run(&self, context: &Context) {
         match self {
             Work::Record(record) => record.happen(),

@@ -1,4 +1,5 @@
-//! Who has how many bytes of which GPU. One small file a process; its bytes count as long as the process lives.
+//! The memory of each process on each GPU. Each process has a small file, whose bytes count while
+//! the process lives.
 
 use crate::{
     Config, MAX_GPUS, checkpoint,
@@ -21,28 +22,28 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// What one process has on each GPU.
+/// The memory of one process on one GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Bytes that stay until they are freed: contexts, allocations, physical chunks.
     pub plain: u64,
-    /// Resident bytes of managed memory, which anybody who needs the room may take away.
+    /// Resident bytes of managed memory, which any process that needs the room may evict.
     pub managed: u64,
 }
 
 /// One living process.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// Its number in its own PID namespace.
+    /// The pid in the process's own PID namespace.
     pub pid: u32,
     pub gpus: [Usage; MAX_GPUS],
-    /// What it shares with other processes.
+    /// Chunks that the process shares with other processes.
     pub(crate) shared: Vec<Shared>,
     path: PathBuf,
 }
 
-/// The file of a process: its pid, then `plain` and `managed` for each GPU of the machine, then its shared chunks, then what
-/// [`checkpoint`] has.
+/// The number of words in the file of a process: its pid, then `plain` and `managed` for each GPU
+/// of the machine, then its shared chunks, then the words of [`checkpoint`].
 pub(crate) const WORDS: usize = CHECKPOINT + checkpoint::WORDS;
 const SHARED: usize = 1 + 2 * MAX_GPUS;
 pub(crate) const CHECKPOINT: usize = SHARED + shared::WORDS;
@@ -57,7 +58,8 @@ fn managed_word(gpu: usize) -> usize {
 
 static ACCOUNT: OnceLock<io::Result<Account>> = OnceLock::new();
 
-/// This process' own account. GPUs are named by the process' own numbers, which [`place`] translates.
+/// This process's account. Functions take the process's own GPU numbers, which [`place`]
+/// translates.
 #[derive(Debug)]
 pub struct Account {
     words: &'static [AtomicU64; WORDS],
@@ -78,7 +80,7 @@ impl Account {
         }
     }
 
-    /// The same, where the simulator's directory can be used.
+    /// The account of this process; `None` if the simulator's directory cannot be used.
     pub fn find() -> Option<&'static Account> {
         ACCOUNT.get_or_init(Account::open).as_ref().ok()
     }
@@ -123,18 +125,19 @@ impl Account {
         std::array::from_fn(|place| self.words[plain_word(place)].load(Ordering::Relaxed))
     }
 
-    /// Gives those back.
+    /// Releases all bytes that are not managed memory.
     pub(crate) fn give_all(&self) {
         (0..MAX_GPUS).for_each(|place| self.words[plain_word(place)].store(0, Ordering::Relaxed));
     }
 
-    /// Whether this process has memory together with others.
+    /// Whether this process shares memory with other processes.
     pub fn shares(&self) -> bool {
         let table: Vec<u64> = self.words[SHARED..CHECKPOINT].iter().map(|w| w.load(Ordering::Relaxed)).collect();
         !shared::read(&table).is_empty()
     }
 
-    /// Takes `bytes` of a GPU, or nothing if they are not there. Managed memory makes room, its owner's or another's.
+    /// Allocates `bytes` of a GPU; false if they do not fit. Evicts managed memory of any process
+    /// for them.
     #[must_use]
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
@@ -146,7 +149,7 @@ impl Account {
         true
     }
 
-    /// Gives `bytes` back.
+    /// Releases `bytes`.
     pub fn give(&self, gpu: usize, bytes: u64) {
         self.give_at(place(gpu), bytes);
     }
@@ -156,14 +159,15 @@ impl Account {
         debug_assert!(before >= bytes, "gave back more than was taken");
     }
 
-    /// This process has that chunk together with others from now on: it allocated it, or imports it. False if it shares too many.
+    /// Adds a shared chunk, which this process has allocated or imports. False if the process
+    /// shares too many.
     #[must_use]
     pub fn share(&self, chunk: Shared) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
         shared::insert(&self.words[SHARED..CHECKPOINT], chunk)
     }
 
-    /// It has it no longer: an owner gives its bytes back, which then count for others that have the chunk.
+    /// Removes a shared chunk. An owner's bytes then count for another process that has the chunk.
     pub fn give_shared(&self, chunk: Shared) {
         let Ok(_all) = Everybody::lock() else { return };
         shared::remove(&self.words[SHARED..CHECKPOINT], chunk);
@@ -172,7 +176,8 @@ impl Account {
         }
     }
 
-    /// Makes `bytes` of managed memory resident, evicting other managed memory; returns false if even that does not help.
+    /// Makes `bytes` of managed memory resident, evicting other managed memory. False if they do
+    /// not fit even so.
     #[must_use]
     pub fn take_managed(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
@@ -184,7 +189,7 @@ impl Account {
         true
     }
 
-    /// Managed memory left the GPU on its own account.
+    /// Releases managed memory that this process itself has evicted.
     pub fn give_managed(&self, gpu: usize, bytes: u64) {
         let Ok(_all) = Everybody::lock() else { return };
         let gpu = place(gpu);
@@ -192,7 +197,7 @@ impl Account {
         self.words[managed_word(gpu)].store(have.saturating_sub(bytes), Ordering::Relaxed);
     }
 
-    /// How much managed memory is resident now: others may have taken some away since this process made it so.
+    /// Resident bytes of managed memory. Other processes may have evicted some.
     pub fn managed(&self, gpu: usize) -> u64 {
         self.managed_at(place(gpu))
     }
@@ -201,7 +206,8 @@ impl Account {
         self.words[managed_word(place)].load(Ordering::Relaxed)
     }
 
-    /// With everybody locked: frees managed memory until `bytes` fit on that GPU of the machine.
+    /// Evicts managed memory until `bytes` fit on that GPU of the machine. The caller holds
+    /// [`Everybody`].
     fn make_room(&self, gpu: usize, bytes: u64) -> bool {
         let mut others = living();
         let total = used_by_processes(gpu, &others);
@@ -229,18 +235,18 @@ impl Account {
     }
 }
 
-/// What is in use on a GPU of the machine.
+/// The memory in use on a GPU of the machine.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
     pub processes: Vec<Process>,
-    /// What each has of what it wants.
+    /// The bytes that each foreign process has received.
     pub strangers: Vec<Stranger>,
     /// Bytes in use that NVML does not count.
     pub hidden: u64,
 }
 
 impl Figures {
-    /// Of one moment.
+    /// The figures of one moment.
     pub fn of(gpu: usize) -> Figures {
         let Ok(_all) = Everybody::lock() else { return Figures::default() };
         let processes = living();
@@ -253,7 +259,7 @@ impl Figures {
         used_by_processes(gpu, &self.processes) + self.strangers.iter().map(|s| s.bytes).sum::<u64>()
     }
 
-    /// Bytes that are free as CUDA counts them, also where they cannot be allocated.
+    /// Free bytes as CUDA counts them, including fragmented bytes.
     pub fn free(&self, gpu: usize) -> u64 {
         Config::get().memory.saturating_sub(self.used(gpu)).saturating_sub(self.hidden)
     }
@@ -268,7 +274,8 @@ fn hidden(gpu: usize) -> u64 {
     Config::get().hidden.saturating_add(trouble::hidden(&Config::get().dir, gpu))
 }
 
-/// The strangers of a GPU of which processes use that much, with what each has: what is left, in order, up to what it wants.
+/// The foreign processes of a GPU on which other processes use `used` bytes. Each receives, in
+/// order, the bytes that are left, up to its demand.
 fn strangers(gpu: usize, used: u64) -> Vec<Stranger> {
     let mut left = Config::get().memory.saturating_sub(hidden(gpu)).saturating_sub(used);
     let mut strangers = trouble::strangers(&Config::get().dir, gpu);
@@ -296,9 +303,10 @@ impl Process {
         &self.path
     }
 
-    /// Its number in the PID namespace of the caller, as the driver tells it; its own where it is none of that namespace.
+    /// The pid in the caller's PID namespace, as the driver reports it; the process's own pid if it
+    /// is not in that namespace.
     pub fn pid_here(&self) -> u32 {
-        // To close the file again would end the lock of the process itself.
+        // Opening and closing the own file would release this process's lock.
         if ACCOUNT.get().and_then(|own| own.as_ref().ok()).is_some_and(|own| own.path == self.path) {
             return self.pid;
         }
@@ -307,17 +315,19 @@ impl Process {
     }
 }
 
-/// The file that a process has locked so that others learn its number: the kernel translates that of a lock's holder.
+/// The file that a process locks to publish its pid: the kernel translates the pid of a lock's
+/// holder to the caller's namespace.
 fn pid_file(account: &Path) -> PathBuf {
     Config::get().dir.join("pids").join(account.file_name().unwrap_or_default())
 }
 
-/// Locks a file for this process (`F_SETLK`), or finds out who has (`F_GETLK`): the number of its holder, 0 for none.
+/// Locks a file for this process (`F_SETLK`), or returns the pid of the holder (`F_GETLK`), 0 for
+/// none.
 fn lock_as_process(file: &File, command: libc::c_int) -> io::Result<libc::pid_t> {
-    // SAFETY: zeroes are a lock of the whole file.
+    // SAFETY: all zeros is a valid `flock`, of the whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
-    // SAFETY: the kernel reads and writes a lock that lives.
+    // SAFETY: the kernel accesses only `lock`, which outlives the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
         0 if lock.l_type == libc::F_UNLCK as libc::c_short => Ok(0),
         0 => Ok(lock.l_pid),
@@ -325,7 +335,8 @@ fn lock_as_process(file: &File, command: libc::c_int) -> io::Result<libc::pid_t>
     }
 }
 
-/// With everybody locked: reads the accounts of the living, and removes the files of the dead.
+/// Reads the accounts of living processes, and removes the files of dead ones. The caller holds
+/// [`Everybody`].
 fn living() -> Vec<Process> {
     let Ok(entries) = fs::read_dir(processes_dir()) else { return Vec::new() };
     let mut processes: Vec<Process> = entries.filter_map(|entry| read(entry.ok()?.path())).collect();
@@ -353,7 +364,7 @@ fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), managed_word(gpu) as u64 * 8)
 }
 
-/// The lock of all accounts: "does it fit?" and "take it" are one step for everybody.
+/// The lock of all accounts, which makes checking for room and allocating atomic.
 struct Everybody(MutexGuard<'static, Option<LockFile>>);
 
 impl Everybody {

@@ -1,6 +1,6 @@
-//! Taking a process off its GPUs and putting it back, as other processes ask for it. They write what they want into the
-//! process' account, where a thread of the process finds it, does it, and answers: so nothing happens while the process is
-//! stopped, and what was begun is finished whether or not whoever asked still lives.
+//! Checkpoints and restores a process at the request of other processes. The requester writes into
+//! the process's account, and a thread of the process carries the request out and answers. So a
+//! stopped process does not respond, and a request is completed even if the requester has ended.
 
 use crate::{
     Account, Config, Engine, EngineKind, MAX_GPUS,
@@ -18,23 +18,24 @@ use std::{
     time::Duration,
 };
 
-/// Words of an account that are for this.
+/// The number of an account's words for checkpoints.
 pub(crate) const WORDS: usize = PAIRS + MAX_GPUS;
 const STATE: usize = 0;
-/// The number of the last request, and that of the last one that was answered.
+/// The number of the last request, and the number of the last answered request.
 const ASKED: usize = 1;
 const ANSWERED: usize = 2;
 const OPERATION: usize = 3;
-/// Milliseconds until a lock is given up, 0 for never.
+/// Timeout of a lock in milliseconds; 0 for none.
 const TIMEOUT: usize = 4;
 /// The code of the last answer.
 const RESULT: usize = 5;
-/// The id of the thread that does it, in the process' own PID namespace; 0 before there is one.
+/// The id of the thread that serves requests, in the process's own PID namespace; 0 before it
+/// exists.
 const THREAD: usize = 6;
-/// The GPU for what was on each GPU of the machine.
+/// The new GPU for each GPU of the machine.
 const PAIRS: usize = 7;
 
-/// How often it is looked whether the other side still lives.
+/// Interval between checks whether the other side is alive.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// `CUprocessState`
@@ -58,33 +59,33 @@ impl State {
     }
 }
 
-/// What a process can be asked for.
+/// A request to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// To hold back the program's calls, once those that have begun have ended and the work that was submitted is done.
+    /// Blocks the program's calls, after running calls have returned and submitted work is done.
     Lock {
         timeout: Option<Duration>,
     },
     Checkpoint,
-    /// On which GPU of the machine to put what was on each.
+    /// The new GPU for each GPU of the machine.
     Restore {
         to: Destinations,
     },
     Unlock,
 }
 
-/// For each GPU of the machine another one or the same, where one was said.
+/// The new GPU for each GPU of the machine, if one was given.
 pub type Destinations = [Option<u8>; MAX_GPUS];
 
-/// Everything goes where it was.
+/// Destinations that restore in place.
 pub fn same_places() -> Destinations {
     std::array::from_fn(|gpu| Some(gpu as u8))
 }
 
-/// No GPU, among the pairs.
+/// The value for no GPU.
 const NONE: u64 = u64::MAX;
 
-/// A process that can be asked, for as long as this lives by nobody else.
+/// A process that receives requests only from this process while this value lives.
 #[derive(Debug)]
 pub struct Target {
     words: *mut [AtomicU64; account::WORDS],
@@ -92,26 +93,27 @@ pub struct Target {
     _asking: File,
 }
 
-/// Why a process cannot be asked, or has ended instead of answering.
+/// The process cannot receive requests, or has ended instead of answering.
 #[derive(Debug)]
 pub struct Gone;
 
 impl Drop for Target {
     fn drop(&mut self) {
-        // SAFETY: mapped by `open`, and nothing refers to it any more.
+        // SAFETY: `open` has mapped the words, and no reference to them is left.
         unsafe { libc::munmap(self.words.cast(), account::WORDS * 8) };
     }
 }
 
 impl Target {
-    /// The process of that number in the caller's PID namespace, or that has a thread of that number. Waits while another
-    /// process asks it for something.
+    /// The process with that pid or thread id in the caller's PID namespace. Waits while another
+    /// process has a request for it.
     ///
     /// # Errors
-    /// If there is none, it does not use CUDA, or the caller may not trace it.
+    /// The process does not exist, does not use CUDA, or may not be traced by the caller.
     pub fn open(pid: i32) -> Result<Target, Gone> {
         let process = find(pid).ok_or(Gone)?;
-        // As for the driver's files, it takes the right to trace and permission [H100, driver 580.159].
+        // Like the driver, requires the permission to trace the process and to open its files
+        // [H100, driver 580.159].
         File::open(format!("/proc/{pid}/environ")).map_err(|_| Gone)?;
         let name = process.path().file_name().ok_or(Gone)?.to_owned();
         let asking = open_shared(&Config::get().dir.join("asking").join(name)).map_err(|_| Gone)?;
@@ -121,7 +123,7 @@ impl Target {
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
-        // SAFETY: mapped as long as this object lives.
+        // SAFETY: the words are mapped while `self` lives.
         unsafe { &(*self.words)[account::CHECKPOINT + at] }
     }
 
@@ -129,10 +131,10 @@ impl Target {
         State::of(self.word(STATE))
     }
 
-    /// The thread that does what is asked for. Waits until there is one.
+    /// The id of the thread that serves requests. Waits until it exists.
     ///
     /// # Errors
-    /// The process is gone.
+    /// The process has ended.
     pub fn thread(&self) -> Result<i32, Gone> {
         loop {
             match self.word(THREAD).load(Ordering::Acquire) {
@@ -143,9 +145,9 @@ impl Target {
         }
     }
 
-    /// Asks, and waits for the answer: the code that the process' thread gave.
+    /// Sends a request, and waits for the result code.
     pub fn ask(&self, operation: Operation) -> Result<u32, Gone> {
-        self.finished()?; // what somebody asked for who was killed since
+        self.finished()?; // the request of a requester that has been killed
         let number = match operation {
             Operation::Lock { timeout } => {
                 let timeout = timeout.map_or(0, |timeout| (timeout.as_millis() as u64).max(1));
@@ -183,7 +185,7 @@ impl Target {
     }
 }
 
-/// The process that has this number, or a thread with it.
+/// The process with this pid, or with a thread of this id.
 fn find(pid: i32) -> Option<Process> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let leader = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()?;
@@ -198,24 +200,24 @@ fn map(path: &Path) -> io::Result<(File, *mut [AtomicU64; account::WORDS])> {
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok((file, at.cast())) }
 }
 
-/// This process' own side.
+/// The serving side.
 #[derive(Debug)]
 pub struct Own(&'static [AtomicU64]);
 
-/// There is no room for what is to be restored.
+/// The GPUs have no room for the restore.
 #[derive(Debug)]
 pub struct NoRoom;
 
 impl Own {
-    /// The calling thread does from now on what others ask for.
+    /// Makes the calling thread the one that serves requests.
     pub fn serve() -> Own {
         let own = Own(&Account::get().words()[account::CHECKPOINT..account::CHECKPOINT + WORDS]);
-        // SAFETY: no preconditions.
+        // SAFETY: `gettid` has no preconditions.
         own.0[THREAD].store(unsafe { libc::gettid() } as u64, Ordering::Release);
         own
     }
 
-    /// Waits until something is asked for.
+    /// Waits for the next request.
     pub fn next(&self) -> Operation {
         let answered = self.0[ANSWERED].load(Ordering::Relaxed);
         while self.0[ASKED].load(Ordering::Acquire) == answered {
@@ -250,7 +252,8 @@ impl Own {
         self.0[STATE].store(state as u64, Ordering::Release);
     }
 
-    /// Takes all bytes of this process off the GPUs, in the time that copying them takes; returns how many each GPU had.
+    /// Releases all bytes of this process, taking the time of copying them. Returns the bytes of
+    /// each GPU.
     pub fn leave(&self) -> [u64; MAX_GPUS] {
         let bytes = Account::get().plain();
         for (gpu, bytes) in bytes.into_iter().enumerate() {
@@ -260,10 +263,10 @@ impl Own {
         bytes
     }
 
-    /// Takes the room for these bytes on other GPUs of the machine, or on the same ones, in the time that copying them takes.
+    /// Allocates these bytes on the GPUs `to`, taking the time of copying them.
     ///
     /// # Errors
-    /// If there is no room: then nothing is taken.
+    /// A GPU has no room. Then no memory is allocated.
     pub fn come_back(&self, bytes: &[u64; MAX_GPUS], to: &[usize; MAX_GPUS]) -> Result<(), NoRoom> {
         let (from, after) = (place::all(), place::moved(to));
         place::set(&after);
@@ -282,7 +285,7 @@ impl Own {
     }
 }
 
-/// The driver copies to and from memory that is not pinned.
+/// Takes the time of a copy. The driver copies to and from pageable memory.
 fn take_time(place: usize, engine: EngineKind, bytes: u64) {
     if bytes > 0 {
         let cost = u128::from(bytes) * 1_000_000_000 / u128::from(Config::get().pageable_bandwidth);
@@ -296,18 +299,18 @@ fn futex(word: &AtomicU64) -> *const AtomicU32 {
     ptr::from_ref(word).cast::<AtomicU32>().wrapping_add(half)
 }
 
-/// Waits until the word is another one, at most that long.
+/// Waits until the word differs from `value`, for at most `at_most`.
 fn wait(word: &AtomicU64, value: u64, at_most: Duration) {
     let timeout = libc::timespec {
         tv_sec: at_most.as_secs().try_into().unwrap_or(libc::time_t::MAX),
         tv_nsec: at_most.subsec_nanos().into(),
     };
     let timeout = if at_most == Duration::MAX { ptr::null() } else { &raw const timeout };
-    // SAFETY: a futex of a shared file, and a time that lives.
+    // SAFETY: the futex is in a mapped file, and the timeout outlives the call.
     unsafe { libc::syscall(libc::SYS_futex, futex(word), libc::FUTEX_WAIT, value as u32, timeout) };
 }
 
 fn wake(word: &AtomicU64) {
-    // SAFETY: a futex of a shared file.
+    // SAFETY: the futex is in a mapped file.
     unsafe { libc::syscall(libc::SYS_futex, futex(word), libc::FUTEX_WAKE, i32::MAX) };
 }

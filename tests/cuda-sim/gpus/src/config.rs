@@ -1,4 +1,4 @@
-//! What the simulated machine looks like, read once from the environment.
+//! The configuration of the simulated machine, read once from the environment.
 
 use crate::MAX_GPUS;
 use std::{
@@ -10,84 +10,88 @@ use std::{
     time::Duration,
 };
 
-/// The simulated machine. Sizes are in bytes, bandwidths in bytes a second.
+/// The simulated machine. Sizes are in bytes, bandwidths in bytes per second.
 #[derive(Debug)]
 pub struct Config {
-    /// `CUDA_SIM_GPUS`: how many GPUs, 1 unless told.
+    /// `CUDA_SIM_GPUS`: the number of GPUs; defaults to 1.
     pub gpus: usize,
     /// `CUDA_SIM_MEMORY`: memory of one GPU.
     pub memory: u64,
-    /// `CUDA_SIM_RESERVED`: what there is besides, for the driver itself; only NVML counts it.
+    /// `CUDA_SIM_RESERVED`: additional memory for the driver itself; only NVML counts it.
     pub reserved: u64,
-    /// `CUDA_SIM_CONTEXT`: what one context takes of it.
+    /// `CUDA_SIM_CONTEXT`: memory of one context.
     pub context: u64,
-    /// `CUDA_SIM_CONTEXT_TIME`: how long creating a context takes, in which its bytes appear step by step.
+    /// `CUDA_SIM_CONTEXT_TIME`: the time of creating a context, during which its bytes appear step
+    /// by step.
     pub context_time: Duration,
-    /// `CUDA_SIM_CONTEXT_GROWTH`: what a context takes later, for code that is loaded when it is first used.
+    /// `CUDA_SIM_CONTEXT_GROWTH`: memory that a context allocates later, for lazily loaded code.
     pub context_growth: u64,
-    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: in how many of its module loads and kernel launches, the first ones.
+    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: the number of first module loads and launches over which
+    /// this growth is spread.
     pub context_growth_steps: u64,
     /// `CUDA_SIM_HIDDEN`: bytes of each GPU that are in use and that NVML does not count.
     pub hidden: u64,
     /// `CUDA_SIM_FRAGMENTED`: bytes of each GPU that are free and cannot be allocated.
     pub fragmented: u64,
-    /// `CUDA_SIM_DIR`: where the processes of one simulated machine meet.
+    /// `CUDA_SIM_DIR`: the directory that the processes of one simulated machine share.
     pub dir: PathBuf,
-    /// `CUDA_SIM_GPU_BANDWIDTH`: how fast kernels touch memory.
+    /// `CUDA_SIM_GPU_BANDWIDTH`: memory bandwidth of kernels.
     pub gpu_bandwidth: u64,
     /// `CUDA_SIM_LINK_BANDWIDTH`: copies to and from pinned memory, in each direction.
     pub link_bandwidth: u64,
-    /// `CUDA_SIM_HOST_BANDWIDTH`: what copies to and from all GPUs together can take of the host's memory; any with 0.
+    /// `CUDA_SIM_HOST_BANDWIDTH`: the host's memory bandwidth for copies to and from all GPUs
+    /// together; 0 for no limit.
     pub host_bandwidth: u64,
     /// `CUDA_SIM_PAGEABLE_BANDWIDTH`: copies to and from any other host memory.
     pub pageable_bandwidth: u64,
-    /// `CUDA_SIM_FAULT_BANDWIDTH`: managed memory that a kernel faults in.
+    /// `CUDA_SIM_FAULT_BANDWIDTH`: bandwidth of faulting in managed memory.
     pub fault_bandwidth: u64,
-    /// `CUDA_SIM_PCIE_LANES`: what NVML says of the link, which is of the first generation; nothing with 0.
+    /// `CUDA_SIM_PCIE_LANES`: the width of the first-generation link that NVML reports; 0 for not
+    /// supported.
     pub pcie_lanes: u32,
-    /// `CUDA_SIM_NVML`: `memory` where NVML supports nothing but memory and processes.
+    /// `CUDA_SIM_NVML`: `memory` if NVML supports only memory and processes.
     pub nvml: Support,
     /// `CUDA_SIM_NVML_EVENTS`: `0` for a driver without events.
     pub nvml_events: bool,
-    /// `CUDA_SIM_NVML_PROCESSES`: what NVML says of processes.
+    /// `CUDA_SIM_NVML_PROCESSES`: the information about processes in NVML.
     pub nvml_processes: Listing,
-    /// `CUDA_SIM_NVML_DELAY`: how old the memory figures of NVML are.
+    /// `CUDA_SIM_NVML_DELAY`: the age of NVML's memory figures.
     pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
-    /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps what it has freed, for its next chunks.
+    /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps freed host pages for its next chunks.
     pub keep_memory: bool,
-    /// `CUDA_SIM_FAT_BINARIES`: `0` for a GPU for which no fat binary has code.
+    /// `CUDA_SIM_FAT_BINARIES`: `0` for a GPU that no fat binary supports.
     pub fat_binaries: bool,
-    /// `CUDA_SIM_NO_PEERS`: pairs of GPUs that do not reach each other's memory.
+    /// `CUDA_SIM_NO_PEERS`: pairs of GPUs without peer access.
     pub no_peers: Vec<(usize, usize)>,
     /// `CUDA_SIM_EXCLUSIVE`: GPUs in compute mode exclusive-process.
     pub exclusive: Vec<usize>,
-    /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
+    /// `CUDA_SIM_DRIVER`: the CUDA version that `cuDriverGetVersion` returns.
     pub driver: i32,
     /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails.
     pub fail: HashMap<String, BTreeSet<u64>>,
-    /// `CUDA_SIM_FAIL_AS`: with which error.
+    /// `CUDA_SIM_FAIL_AS`: the error of these failures.
     pub fail_as: u32,
 }
 
-/// What NVML supports.
+/// The features of NVML.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Support {
-    /// All that is known here.
+    /// All features of the simulator.
     All,
-    /// A GPU's memory and processes, and what it is.
+    /// Only a GPU's memory, processes and identity.
     Memory,
 }
 
-/// What NVML says of the processes that use a GPU.
+/// NVML's information about the processes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listing {
-    /// Each with what it uses.
+    /// Each process with its bytes.
     All,
-    /// Each, but not what it uses.
+    /// Each process, without its bytes.
     Unmeasured,
-    /// Nothing.
+    /// No processes.
     None,
 }
 
@@ -159,7 +163,7 @@ impl Config {
         text("GPU", self.uuid(gpu))
     }
 
-    /// The UUID of a slice, likewise.
+    /// The UUID of a slice as `nvidia-smi` writes it.
     pub fn slice_uuid_text(&self, gpu: usize, slice: u8) -> String {
         text("MIG", self.slice_uuid(gpu, slice))
     }
@@ -173,7 +177,7 @@ impl Config {
     pub const NAME: &str = "Simulated GPU";
 }
 
-/// The UUID that a GPU of the machine in `dir` has, as `nvidia-smi` writes it.
+/// The UUID of a GPU of the machine in `dir`, as `nvidia-smi` writes it.
 pub fn gpu_uuid(dir: &Path, gpu: usize) -> String {
     text("GPU", uuid_in(dir, &gpu.to_string()))
 }
@@ -239,7 +243,7 @@ fn size(name: &str, default: u64) -> u64 {
     }
 }
 
-/// `512M` → bytes; K, M, G and T are powers of 1024.
+/// Parses a size such as `512M`; K, M, G and T are powers of 1024.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let (digits, shift) = match text.char_indices().next_back()? {

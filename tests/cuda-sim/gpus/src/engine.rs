@@ -1,5 +1,5 @@
-//! The engines of a GPU: one that computes, one that copies in, one that copies out. Each does one piece of work at a
-//! time, whichever process it comes from, and takes the time that the work takes.
+//! The engines of a GPU: one that computes, one that copies in, one that copies out. Each executes
+//! one piece of work at a time, from any process, and takes the work's simulated time.
 
 use crate::{MAX_GPUS, lock::LockFile, place::place};
 use std::{
@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Which engine of a GPU.
+/// The kind of a GPU's engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineKind {
     Compute,
@@ -18,9 +18,10 @@ pub enum EngineKind {
     Out,
 }
 
-/// Work shorter than this is not waited for at once, but together with what follows: sleeping is not that precise.
+/// Work shorter than this, in nanoseconds, is accumulated before the engine sleeps, since sleeping
+/// is imprecise.
 const NEGLIGIBLE: i64 = 200_000;
-/// Sleeping too long is made up for by later work, up to this many nanoseconds.
+/// The most oversleeping, in nanoseconds, that later work compensates.
 const CREDIT: i64 = 2_000_000;
 
 /// One engine of one GPU.
@@ -28,17 +29,18 @@ const CREDIT: i64 = 2_000_000;
 pub struct Engine {
     queue: Mutex<Queue>,
     turn: Condvar,
-    /// Who waits to be next takes this lock, so that processes alternate: a bare `flock` goes to whoever asks first.
+    /// The lock of the next process in line, so that processes alternate: a bare `flock` has no
+    /// order.
     next: Option<LockFile>,
     busy: Option<LockFile>,
 }
 
-/// Threads of this process take turns by ticket.
+/// A ticket queue of this process's threads.
 #[derive(Debug, Default)]
 struct Queue {
     tickets: u64,
     serving: u64,
-    /// Nanoseconds of work done and not yet waited for.
+    /// Nanoseconds of executed work for which the engine has not slept yet.
     debt: i64,
 }
 
@@ -48,7 +50,7 @@ impl Engine {
         Engine::at(place(gpu), kind)
     }
 
-    /// The same by the GPU's number in the machine.
+    /// The engine of a GPU by its number in the machine.
     pub(crate) fn at(gpu: usize, kind: EngineKind) -> &'static Engine {
         static ENGINES: [OnceLock<Engine>; MAX_GPUS * 3] = [const { OnceLock::new() }; MAX_GPUS * 3];
         ENGINES[gpu * 3 + kind as usize].get_or_init(|| {
@@ -58,7 +60,8 @@ impl Engine {
         })
     }
 
-    /// Does `work`, and lets it take `cost` in all. Pieces of some milliseconds let others in between.
+    /// Executes `work`, and takes `cost` in total. Callers split work into pieces of some
+    /// milliseconds to let others run between them.
     pub fn run<R>(&self, cost: Duration, work: impl FnOnce() -> R) -> R {
         let cost = cost.as_nanos() as i64;
         let mut queue = self.lock();

@@ -1,4 +1,4 @@
-//! What a forked child must not keep: descriptors that hold its parent's locks.
+//! Closes descriptors that hold the parent's locks in a forked child.
 
 use std::{
     cell::RefCell,
@@ -13,17 +13,18 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 static HELD: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The list's lock while this thread forks, so that the child finds a whole list.
+    /// The list's lock while this thread forks, so that the child's list is consistent.
     static FORKING: RefCell<Option<MutexGuard<'static, Vec<RawFd>>>> = const { RefCell::new(None) };
 }
 
-/// True in a child that was forked after the simulator came to life; like the driver, it is of no use there.
+/// Whether this process was forked after the simulator was initialized. Like the driver, the
+/// simulator does not work there.
 pub fn after_fork() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// Has `fd` closed in every forked child: a lock belongs to the open file, and a child that kept it open would keep
-/// its dead parent's lock.
+/// Registers `fd` to be closed in every forked child: a lock belongs to the open file description,
+/// so a child with the descriptor would keep its dead parent's lock.
 pub(crate) fn close_in_child(fd: RawFd) {
     static HOOK: Once = Once::new();
     // SAFETY: the handlers are plain functions of this library, and glibc drops them if it is ever unloaded.

@@ -1,4 +1,5 @@
-//! The bandwidth of the host's memory, which copies of all GPUs and processes share. One file, which all processes map.
+//! The bandwidth of the host's memory, which copies of all GPUs and processes share, in a file that
+//! all processes map.
 
 use crate::{Config, lock::open_shared};
 use std::{
@@ -13,10 +14,10 @@ use std::{
     time::Duration,
 };
 
-/// Until when the host's memory is busy with copies, in nanoseconds of `CLOCK_MONOTONIC`.
+/// The time until which the host's memory is busy with copies, in nanoseconds of `CLOCK_MONOTONIC`.
 type BusyUntil = AtomicU64;
 
-/// Copies are as long as that late, since sleeping is not more precise; what is short adds up.
+/// Shorter delays, in nanoseconds, are accumulated, since sleeping is imprecise.
 const NEGLIGIBLE: u64 = 200_000;
 
 fn busy_until() -> Option<&'static BusyUntil> {
@@ -36,8 +37,8 @@ fn map() -> io::Result<&'static BusyUntil> {
     }
 }
 
-/// Waits until the host's memory has done its part of a copy of so many bytes, in turn with those of all other processes
-/// and directions.
+/// Waits until the host's memory has carried `bytes` of a copy, in order with the copies of all
+/// processes and directions.
 pub fn wait_for_host(bytes: u64) {
     let bandwidth = Config::get().host_bandwidth;
     let Some(busy_until) = busy_until().filter(|_| bandwidth > 0) else { return };
@@ -53,7 +54,7 @@ pub fn wait_for_host(bytes: u64) {
 
 fn monotonic() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a place for the answer; this clock is always there.
+    // SAFETY: `time` is a live value; this clock always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

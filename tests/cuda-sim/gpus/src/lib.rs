@@ -1,10 +1,11 @@
-//! The simulated GPUs as all processes see them: what they are ([`config`]), who has how much of their memory
-//! ([`account`], [`shared`]), whose work they execute at this moment ([`engine`]), how far it is ([`mark`]), what the
-//! host's memory can carry ([`host_link`]), what ails them ([`trouble`]), and how a process is taken off them ([`checkpoint`])
-//! and put onto others ([`mod@place`]).
+//! The state of the simulated GPUs that all processes share: configuration ([`config`]), memory per
+//! process ([`account`], [`shared`]), engines ([`engine`]), events ([`mark`]), host bandwidth
+//! ([`host_link`]), faults ([`trouble`]), checkpoints ([`checkpoint`]) and restores on other GPUs
+//! ([`mod@place`]).
 //!
-//! Processes share nothing but files in one directory. Whatever a process holds is held by a `flock`, so that the
-//! kernel gives it back when the process is killed. The simulated driver and the simulated NVML both build on this.
+//! Processes share only files in one directory. A `flock` protects all resources of a process, so
+//! that the kernel releases them when the process is killed. The simulated driver and the simulated
+//! NVML both build on this.
 
 pub mod account;
 pub mod checkpoint;
@@ -25,5 +26,5 @@ pub use fork::after_fork;
 pub use mark::Mark;
 pub use place::{at_place, place};
 
-/// How many GPUs a simulated machine can have.
+/// The largest number of GPUs of a simulated machine.
 pub const MAX_GPUS: usize = 16;

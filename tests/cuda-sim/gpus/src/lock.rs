@@ -28,9 +28,9 @@ impl LockFile {
     }
 }
 
-/// Locks or unlocks; false if somebody else has it (with `LOCK_NB`) or a signal came.
+/// Locks or unlocks; false if another process holds the lock (with `LOCK_NB`), or after a signal.
 pub(crate) fn flock(file: &File, operation: i32) -> bool {
-    // SAFETY: the descriptor is open as long as `file` is borrowed.
+    // SAFETY: the descriptor is open while `file` is borrowed.
     unsafe { libc::flock(file.as_raw_fd(), operation) == 0 }
 }
 

@@ -1,5 +1,5 @@
-//! What an event between processes is made of: how often it was recorded, and which recording was reached last. Both are in
-//! a file that whoever knows its name maps.
+//! An event between processes: the number of its recordings, and the last reached recording, in a
+//! mapped file.
 
 use crate::{Config, lock::open_shared};
 use std::{
@@ -16,16 +16,16 @@ use std::{
 pub struct Mark {
     name: Name,
     counters: *mut [AtomicU64; 2],
-    /// Whoever made it removes the file.
+    /// Whether this process created the file, and so removes it.
     owner: bool,
 }
 
-/// How other processes find it: the process that made it, and which of its events it is.
+/// The name of an event for other processes: the process that created it, and the event's number.
 pub type Name = [u64; 2];
 
 const LEN: usize = 16;
 
-// SAFETY: the counters are atomic, and stay mapped as long as this object lives.
+// SAFETY: the counters are atomic, and stay mapped while this object lives.
 unsafe impl Send for Mark {}
 // SAFETY: as above.
 unsafe impl Sync for Mark {}
@@ -40,7 +40,7 @@ impl Mark {
         Mark::map(name, &file, true)
     }
 
-    /// The one that another process, or this one, has made.
+    /// Opens an event that any process has created.
     pub fn open(name: Name) -> io::Result<Mark> {
         let file = File::options().read(true).write(true).open(path(name))?;
         Mark::map(name, &file, false)
@@ -63,21 +63,21 @@ impl Mark {
     }
 
     fn counters(&self) -> &[AtomicU64; 2] {
-        // SAFETY: mapped as long as this object lives.
+        // SAFETY: the counters are mapped while `self` lives.
         unsafe { &*self.counters }
     }
 
-    /// Records it; returns which recording this is.
+    /// Records the event, and returns the number of the recording.
     pub fn record(&self) -> u64 {
         self.counters()[0].fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// The recording that was made last, 0 if none was.
+    /// The number of the last recording; 0 for none.
     pub fn last(&self) -> u64 {
         self.counters()[0].load(Ordering::Acquire)
     }
 
-    /// That recording is reached, and all before it.
+    /// Marks a recording and all earlier ones as reached.
     pub fn reach(&self, recording: u64) {
         self.counters()[1].fetch_max(recording, Ordering::AcqRel);
     }
@@ -89,7 +89,7 @@ impl Mark {
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map`, and nothing refers to it any more.
+        // SAFETY: `map` has mapped the counters, and no reference to them is left.
         unsafe { libc::munmap(self.counters.cast(), LEN) };
         if self.owner && self.name[0] == u64::from(std::process::id()) {
             let _ = fs::remove_file(path(self.name));

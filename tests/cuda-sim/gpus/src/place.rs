@@ -1,10 +1,10 @@
-//! Which GPU of the machine each of a process' GPUs is. It is the one of the same number until the process is restored from a
-//! checkpoint on others; the process goes on to use its own numbers, and what processes share has the machine's.
+//! Maps a process's GPU numbers to the machine's. They are equal until the process is restored on
+//! other GPUs. The process keeps its own numbers; shared state uses the machine's.
 
 use crate::MAX_GPUS;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How far each is from the one of the same number, modulo the most that there can be: 0 in most processes.
+/// The offset of each GPU's place from its number, modulo [`MAX_GPUS`]: 0 in most processes.
 static SHIFTS: [AtomicUsize; MAX_GPUS] = [const { AtomicUsize::new(0) }; MAX_GPUS];
 
 /// The machine's number of one of this process' GPUs.
@@ -21,7 +21,8 @@ pub(crate) fn all() -> [usize; MAX_GPUS] {
     std::array::from_fn(place)
 }
 
-/// Where each is when what was on each GPU of the machine is on another one: `to` has every GPU once.
+/// The new places of this process's GPUs after a restore that moves each GPU of the machine to
+/// `to`, a permutation.
 pub(crate) fn moved(to: &[usize; MAX_GPUS]) -> [usize; MAX_GPUS] {
     all().map(|place| to[place])
 }

@@ -1,5 +1,6 @@
-//! Memory that several processes have. It counts for the process that allocated it, its *owner*; once that has freed it or has
-//! ended, for one of the processes that have imported it, until the last of them has closed it. So it is on an H200 (driver 580).
+//! Memory that several processes share. It counts for the process that allocated it, its *owner*.
+//! After the owner has freed it or has ended, it counts for one of the importing processes, until
+//! the last of them has closed it, as on an H200 (driver 580).
 //!
 //! Each process' file has a table of the shared chunks that the process has. An owner's bytes are among its other bytes as well.
 
@@ -14,15 +15,15 @@ use std::{
 pub struct Shared {
     /// The inode of the file that has its contents, which no other chunk has at the same time.
     pub inode: u64,
-    /// By its number in the machine.
+    /// The GPU's number in the machine.
     pub gpu: usize,
     pub bytes: u64,
     pub is_owner: bool,
 }
 
-/// How many shared chunks one process can have.
+/// The largest number of shared chunks of one process.
 const MOST: usize = 1024;
-/// The table: for each chunk the inode, 0 for a free place, and the rest.
+/// Words of the table: for each chunk its inode, or 0 for a free entry, and its other fields.
 pub(crate) const WORDS: usize = 2 * MOST;
 
 impl Shared {
@@ -35,7 +36,7 @@ impl Shared {
     }
 }
 
-/// With everybody locked: false if there is no place left.
+/// Adds an entry; false if the table is full. The caller holds the lock of all accounts.
 pub(crate) fn insert(table: &[AtomicU64], chunk: Shared) -> bool {
     let Some(free) = table.chunks_exact(2).find(|place| place[0].load(Ordering::Relaxed) == 0) else { return false };
     free[1].store(chunk.rest(), Ordering::Relaxed);
@@ -43,7 +44,7 @@ pub(crate) fn insert(table: &[AtomicU64], chunk: Shared) -> bool {
     true
 }
 
-/// With everybody locked: takes one such entry out.
+/// Removes one such entry. The caller holds the lock of all accounts.
 pub(crate) fn remove(table: &[AtomicU64], chunk: Shared) {
     let entry = [chunk.inode, chunk.rest()];
     let is_it = |place: &&[AtomicU64]| [place[0].load(Ordering::Relaxed), place[1].load(Ordering::Relaxed)] == entry;
@@ -58,7 +59,7 @@ pub(crate) fn read(table: &[u64]) -> Vec<Shared> {
     places.map(|place| Shared::unpack(place[0], place[1])).collect()
 }
 
-/// Counts chunks that have no owner any more, each for one process that has it.
+/// Counts each chunk without an owner for one process that has it.
 pub(crate) fn count_without_owner(processes: &mut [Process]) {
     let all = |processes: &[Process]| processes.iter().flat_map(|p| p.shared.clone()).collect::<Vec<_>>();
     let mut counted: BTreeSet<u64> = all(processes).iter().filter(|c| c.is_owner).map(|c| c.inode).collect();

@@ -1,5 +1,6 @@
-//! What ails the simulated GPUs: tests say it, in files of the simulated machine, and the simulated NVML passes it on.
-//! Memory trouble takes effect in the simulated driver as well, at the next call of any process.
+//! Faults of the simulated GPUs. Tests write them into files of the simulated machine, and the
+//! simulated NVML reports them. Memory faults also affect the simulated driver, at the next call of
+//! any process.
 
 use std::{
     fs::{self, File},
@@ -8,19 +9,19 @@ use std::{
     time::Duration,
 };
 
-/// Something that the driver tells unasked, with the number of its kind in `nvml.h`.
+/// An event of the driver, with the number of its kind in `nvml.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     pub gpu: usize,
     pub kind: u64,
-    /// The XID, where it is one.
+    /// The XID, for an XID event.
     pub data: u64,
 }
 
 pub const DOUBLE_BIT_ECC: u64 = 2;
 pub const XID: u64 = 8;
 
-/// Whoever waits for that event gets it.
+/// Raises an event for all programs that wait for it.
 pub fn happen(dir: &Path, event: Event) -> io::Result<()> {
     let mut file = File::options().append(true).create(true).open(events(dir))?;
     file.write_all(format!("{} {} {}\n", event.gpu, event.kind, event.data).as_bytes())
@@ -38,7 +39,7 @@ pub fn happened(dir: &Path) -> Vec<Event> {
     whole.filter_map(event).collect()
 }
 
-/// A GPU has fallen off the bus, or is back.
+/// Makes a GPU fall off the bus, or return.
 pub fn lose(dir: &Path, gpu: usize, is_lost: bool) -> io::Result<()> {
     put(&dir.join(format!("gpu-{gpu}.lost")), is_lost.then_some(""))
 }
@@ -47,7 +48,7 @@ pub fn is_lost(dir: &Path, gpu: usize) -> bool {
     dir.join(format!("gpu-{gpu}.lost")).exists()
 }
 
-/// The driver says that this recovery action is needed, 0 for none; or says nothing of such things.
+/// Sets the recovery action that the driver reports, 0 for none; `None`: not supported.
 pub fn advise(dir: &Path, gpu: usize, action: Option<u32>) -> io::Result<()> {
     put(&dir.join(format!("gpu-{gpu}.recovery")), action.map(|action| action.to_string()).as_deref())
 }
@@ -56,7 +57,7 @@ pub fn advice(dir: &Path, gpu: usize) -> Option<u32> {
     fs::read_to_string(dir.join(format!("gpu-{gpu}.recovery"))).ok()?.parse().ok()
 }
 
-/// There is no driver for NVML to be initialised with, or there is one.
+/// Unloads or loads the driver, without which NVML cannot be initialized.
 pub fn unload(dir: &Path, is_unloaded: bool) -> io::Result<()> {
     put(&dir.join("no-driver"), is_unloaded.then_some(""))
 }
@@ -65,7 +66,7 @@ pub fn is_unloaded(dir: &Path) -> bool {
     dir.join("no-driver").exists()
 }
 
-/// `nvmlInit` does not return until this is called with `false`, or it does not wait.
+/// Makes `nvmlInit` block until this is called with `false`.
 pub fn hold_init(dir: &Path, is_held: bool) -> io::Result<()> {
     put(&dir.join("nvml-init.held"), is_held.then_some(""))
 }
@@ -74,7 +75,7 @@ pub fn is_init_held(dir: &Path) -> bool {
     dir.join("nvml-init.held").exists()
 }
 
-/// Every call of an NVML that is initialised fails with an unknown error, or none does.
+/// Makes every call of an initialized NVML fail with an unknown error, or succeed again.
 pub fn break_nvml(dir: &Path, is_broken: bool) -> io::Result<()> {
     put(&dir.join("nvml.broken"), is_broken.then_some(""))
 }
@@ -83,7 +84,8 @@ pub fn is_nvml_broken(dir: &Path) -> bool {
     dir.join("nvml.broken").exists()
 }
 
-/// A GPU is taken out of the machine, or put in: NVML does not list it, and numbers the others without it.
+/// Removes a GPU from the machine, or adds it: NVML does not list a removed GPU, and renumbers the
+/// others.
 pub fn take_out(dir: &Path, gpu: usize, is_out: bool) -> io::Result<()> {
     put(&dir.join(format!("gpu-{gpu}.out")), is_out.then_some(""))
 }
@@ -92,19 +94,19 @@ pub fn is_out(dir: &Path, gpu: usize) -> bool {
     dir.join(format!("gpu-{gpu}.out")).exists()
 }
 
-/// A GPU is in MIG mode, with these slices, each of which has a number of its own; or it is not in that mode.
+/// Enables MIG mode with these slices, which have unique numbers; `None` disables it.
 pub fn slice(dir: &Path, gpu: usize, slices: Option<&[u8]>) -> io::Result<()> {
     let text = slices.map(|all| all.iter().map(|slice| format!("{slice}\n")).collect::<String>());
     put(&dir.join(format!("gpu-{gpu}.slices")), text.as_deref())
 }
 
-/// `None`: the GPU is not in MIG mode.
+/// The slices of a GPU; `None` if it is not in MIG mode.
 pub fn slices(dir: &Path, gpu: usize) -> Option<Vec<u8>> {
     let text = fs::read_to_string(dir.join(format!("gpu-{gpu}.slices"))).ok()?;
     Some(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
-/// A display is attached to a GPU from now on, or not.
+/// Attaches a display to a GPU, or detaches it.
 pub fn set_display(dir: &Path, gpu: usize, attached: bool) -> io::Result<()> {
     put(&memory_file(dir, gpu, "display"), attached.then_some(""))
 }
@@ -113,12 +115,13 @@ pub fn has_display(dir: &Path, gpu: usize) -> bool {
     memory_file(dir, gpu, "display").exists()
 }
 
-/// The file that the simulated NVML has open from `nvmlInit` to `nvmlShutdown`, as the driver's device files are.
+/// The file that the simulated NVML keeps open from `nvmlInit` to `nvmlShutdown`, like the driver's
+/// device files.
 pub fn device_file(dir: &Path) -> PathBuf {
     dir.join("nvidiactl")
 }
 
-/// Bytes in use that NVML does not count. They are on top of `CUDA_SIM_HIDDEN`.
+/// Sets the used bytes that NVML does not count, in addition to `CUDA_SIM_HIDDEN`.
 pub fn hide(dir: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     put_number(&memory_file(dir, gpu, "hidden"), bytes as i64)
 }
@@ -127,7 +130,7 @@ pub fn hidden(dir: &Path, gpu: usize) -> u64 {
     number(&memory_file(dir, gpu, "hidden")).map_or(0, |bytes| bytes.max(0) as u64)
 }
 
-/// Free bytes that cannot be allocated. They are on top of `CUDA_SIM_FRAGMENTED`.
+/// Sets the free bytes that cannot be allocated, in addition to `CUDA_SIM_FRAGMENTED`.
 pub fn fragment(dir: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     put_number(&memory_file(dir, gpu, "fragmented"), bytes as i64)
 }
@@ -139,9 +142,9 @@ pub fn fragmented(dir: &Path, gpu: usize) -> u64 {
 /// Memory of a process that does not run on the simulated driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stranger {
-    /// What it wants; it gets what processes leave it, also later.
+    /// The demand. It receives the bytes that processes leave free, also later.
     pub bytes: u64,
-    /// How NVML lists it; `None`: only the total shows it.
+    /// The pid in NVML's list; `None` if only the total includes it.
     pub pid: Option<u32>,
 }
 
@@ -161,16 +164,17 @@ pub fn strangers(dir: &Path, gpu: usize) -> Vec<Stranger> {
     text.lines().filter_map(stranger).collect()
 }
 
-/// Which calls of `cuMemCreate` fail.
+/// The calls of `cuMemCreate` that fail.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refusal {
-    /// Those of this process only.
+    /// Only calls of this process.
     pub pid: Option<u32>,
-    /// Those until so long from now.
+    /// Only calls within this time from now.
     pub lasts: Option<Duration>,
 }
 
-/// Has `cuMemCreate` fail with out of memory on a GPU, until that time is over or this is called with `None`.
+/// Makes `cuMemCreate` fail with out of memory on a GPU, until the time is over or this is called
+/// with `None`.
 pub fn refuse(dir: &Path, gpu: usize, refusal: Option<Refusal>) -> io::Result<()> {
     let text = refusal.map(|Refusal { pid, lasts }| {
         let until = lasts.map_or(u64::MAX, |lasts| now().saturating_add(lasts.as_millis() as u64));
@@ -186,7 +190,7 @@ pub fn is_refused(dir: &Path, gpu: usize, pid: u32) -> bool {
     until.parse().is_ok_and(|until: u64| now() < until) && whom.parse().map_or(true, |whom: u32| whom == pid)
 }
 
-/// By how much the bytes in use that NVML reports for a GPU are wrong.
+/// Sets the error of the used bytes that NVML reports for a GPU.
 pub fn set_nvml_error(dir: &Path, gpu: usize, bytes: i64) -> io::Result<()> {
     put_number(&memory_file(dir, gpu, "nvml-error"), bytes)
 }
@@ -203,7 +207,7 @@ fn number(path: &Path) -> Option<i64> {
     fs::read_to_string(path).ok()?.parse().ok()
 }
 
-/// 0 is no file.
+/// Writes a number; 0 removes the file.
 fn put_number(path: &Path, number: i64) -> io::Result<()> {
     put(path, (number != 0).then(|| number.to_string()).as_deref())
 }
@@ -211,7 +215,7 @@ fn put_number(path: &Path, number: i64) -> io::Result<()> {
 /// Milliseconds of `CLOCK_MONOTONIC`, which all processes share.
 fn now() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a valid place for the answer.
+    // SAFETY: `time` is a live value.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
     time.tv_sec as u64 * 1000 + time.tv_nsec as u64 / 1_000_000
 }
@@ -220,7 +224,7 @@ fn events(dir: &Path) -> PathBuf {
     dir.join("nvml-events")
 }
 
-/// In one step, so that nobody reads half of it.
+/// Replaces the file atomically, so that no reader sees a part of it.
 fn put(path: &Path, text: Option<&str>) -> io::Result<()> {
     let Some(text) = text else {
         return match fs::remove_file(path) {

@@ -1,17 +1,18 @@
-//! What the simulated kernels compute, element by element. A crate of its own, because every
-//! profile optimises it: kernels are most of what a test of several programs does, and the rest of
-//! the simulator takes long to optimise and gains little.
+//! The computations of the simulated kernels, element by element. A separate crate, because every
+//! profile optimizes it: kernels dominate the time of tests, while the rest of the simulator takes
+//! long to optimize and gains little.
 //!
-//! `inline(never)`: otherwise the compiler compiles small functions where they are used, with the
-//! optimisation of that crate.
+//! `inline(never)`: otherwise the compiler inlines small functions into crates that are not
+//! optimized.
 
-/// What a kernel does with each element.
+/// A kernel's change of each element.
 #[derive(Clone, Copy, Debug)]
 pub enum Change {
     /// Sets it, without reading it.
     Fill(u32),
     Add(u32),
-    /// Mixes it with its index and a seed: order matters, and no value stays as it was.
+    /// Mixes it with its index and a seed: the result depends on the order, and every value
+    /// changes.
     Mix(u32),
     /// Undoes [`Change::Mix`] with the same seed.
     Unmix(u32),
@@ -20,19 +21,19 @@ pub enum Change {
 /// Changes `n` elements; the first has the index `first`.
 ///
 /// # Safety
-/// There must be `n` aligned elements, which nobody else changes.
+/// There must be `n` aligned elements without concurrent access.
 #[inline(never)]
 pub unsafe fn change(elements: *mut u32, n: u64, first: u64, change: Change) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the caller's promise, and what the processor says.
+        // SAFETY: the caller's contract; the processor has AVX2.
         return unsafe { change_eight_at_once(elements, n, first, change) };
     }
     // SAFETY: the caller's promise.
     unsafe { change_all(elements, n, first, change) };
 }
 
-/// The same, compiled for processors that multiply eight elements at once.
+/// [`change_all`], compiled for processors that multiply eight elements in one instruction.
 ///
 /// # Safety
 /// As for [`change`], and the processor must have AVX2.
@@ -84,14 +85,14 @@ fn unmix(index: u64, x: u32, seed: u32) -> u32 {
 /// The sum of `n` elements.
 ///
 /// # Safety
-/// There must be `n` aligned elements, which nobody changes.
+/// There must be `n` aligned elements without concurrent writes.
 #[inline(never)]
 pub unsafe fn sum(elements: *const u32, n: u64) -> u64 {
     // SAFETY: the caller's promise.
     (0..n).fold(0, |sum, i| sum.wrapping_add(u64::from(unsafe { elements.add(i as usize).read() })))
 }
 
-/// What `preload/src/memory/fingerprint.ptx` computes over a part of a chunk.
+/// The result of `preload/src/memory/fingerprint.ptx` for a part of a chunk.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fingerprint {
     pub sums: [u64; 2],
@@ -103,7 +104,7 @@ impl Fingerprint {
     /// Adds `n` pairs of words; the first pair has the index `first` in its chunk.
     ///
     /// # Safety
-    /// There must be `n` pairs of words, which nobody changes. They need no alignment.
+    /// There must be `n` pairs of words without concurrent writes. They need no alignment.
     #[inline(never)]
     pub unsafe fn add(&mut self, pairs: *const [u64; 2], n: u64, first: u64, seed: u64, value: u64) {
         for i in 0..n {

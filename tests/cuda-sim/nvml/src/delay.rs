@@ -1,4 +1,4 @@
-//! What is in use, as it was `CUDA_SIM_NVML_DELAY` ago.
+//! The used memory of `CUDA_SIM_NVML_DELAY` ago.
 
 use cuda_sim_gpus::{Config, account::Figures};
 use std::{
@@ -8,17 +8,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often figures are kept for later.
+/// Interval between stored figures.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The figures of all GPUs, oldest first; of those that are old enough only the newest.
+/// The figures of all GPUs, oldest first. Of the figures that are old enough, only the newest are
+/// kept.
 static KEPT: Mutex<VecDeque<(Instant, Vec<Figures>)>> = Mutex::new(VecDeque::new());
 
 fn kept() -> MutexGuard<'static, VecDeque<(Instant, Vec<Figures>)>> {
     KEPT.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The figures that NVML has of a GPU.
+/// NVML's figures of a GPU.
 pub(crate) fn figures(gpu: usize) -> Figures {
     static WATCH: Once = Once::new();
     if Config::get().nvml_delay.is_zero() {

@@ -1,4 +1,4 @@
-//! Events: sets of GPUs and kinds, and waiting for what happens to them from then on. What happens, tests say.
+//! Events: sets of GPUs and kinds, and waiting for later events of them, which tests raise.
 
 use super::*;
 use cuda_sim_gpus::trouble::{DOUBLE_BIT_ECC, Event, XID, happened, is_lost};
@@ -7,15 +7,15 @@ use std::{
     time::Instant,
 };
 
-/// A set, by the handle that the program has of it.
+/// An event set.
 #[derive(Debug, Default)]
 struct Set(Mutex<Watched>);
 
 #[derive(Debug, Default)]
 struct Watched {
-    /// GPUs, and which kinds of each.
+    /// GPUs and a mask of kinds.
     kinds: Vec<(usize, u64)>,
-    /// How many of all events were looked at.
+    /// Number of events that have been checked.
     seen: usize,
 }
 
@@ -30,10 +30,10 @@ pub struct EventData {
     compute_instance: u32,
 }
 
-/// How often it is looked whether something has happened.
+/// Interval between checks for events.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What the driver can tell of a GPU here.
+/// The kinds that the simulated driver supports.
 const KINDS: u64 = DOUBLE_BIT_ECC | XID;
 
 fn set(handle: usize) -> Result<MutexGuard<'static, Watched>, Error> {
@@ -94,7 +94,8 @@ exports! {
         if from == 0 {
             return Err(INVALID_ARGUMENT);
         }
-        // SAFETY: the program passes a set that it has created, and does not use it again.
+        // SAFETY: the API's contract: the program passes a set that it has created, and does not
+        // use it again.
         drop(unsafe { Box::from_raw(from as *mut Set) });
         Ok(())
     }

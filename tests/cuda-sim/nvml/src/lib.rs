@@ -1,7 +1,9 @@
-//! A simulated `libnvidia-ml.so.1`: the GPUs of `cuda-sim-gpus`, with the memory and the processes that their accounts
-//! say. It knows what a monitor asks; utilisation is always 0. Events are in `events`.
+//! A simulated `libnvidia-ml.so.1`: the GPUs of `cuda-sim-gpus`, with the memory and the processes
+//! of their accounts. It has the calls of a monitor; utilization is always 0. Events are in
+//! `events`.
 
-// The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
+// The symbols are called from C, and valid pointers are the API's contract; tests also call them
+// from Rust.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
 use cuda_sim_gpus::{
@@ -58,7 +60,7 @@ pub struct Memory {
     used: u64,
 }
 
-/// `nvmlMemory_v2_t`. What is used does not include what is reserved here.
+/// `nvmlMemory_v2_t`. Here, the used memory excludes the reserved memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Memory2 {
@@ -105,7 +107,7 @@ pub struct FieldValue {
     latency: i64,
     kind: u32,
     done: u32,
-    /// The first member of the union that is meant here: an unsigned int.
+    /// The union; only its unsigned int is used.
     value: u64,
 }
 
@@ -135,7 +137,7 @@ fn out<T>(to: *mut T, value: T) -> Result<(), Error> {
     Ok(())
 }
 
-/// Writes a text and its NUL where there is room for `len` bytes.
+/// Writes a text and its NUL to a buffer of `len` bytes.
 fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
     if to.is_null() {
         return Err(INVALID_ARGUMENT);
@@ -143,7 +145,7 @@ fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
     if text.len() >= len as usize {
         return Err(INSUFFICIENT_SIZE);
     }
-    // SAFETY: the program says that there is room for `len` bytes, and the text with its NUL is no longer.
+    // SAFETY: the API's contract: the buffer has `len` bytes. The text with its NUL is not longer.
     unsafe {
         to.copy_from_nonoverlapping(text.as_ptr().cast(), text.len());
         to.add(text.len()).write(0);
@@ -151,7 +153,7 @@ fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// A handle is the GPU's number here and one.
+/// The GPU of a handle, which is the GPU's number plus one.
 fn gpu(handle: usize) -> Result<usize, Error> {
     let (dir, all) = (&Config::get().dir, Config::get().gpus);
     let gpu = handle.checked_sub(1).filter(|gpu| *gpu < all).ok_or(INVALID_ARGUMENT)?;
@@ -183,10 +185,11 @@ fn index(handle: usize) -> Result<u32, Error> {
     Ok(at as u32)
 }
 
-/// How often it is looked whether initialising may go on.
+/// Interval between checks whether initialization may continue.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What the driver's device files are to a process: open between the first `nvmlInit` and the last `nvmlShutdown`.
+/// A stand-in for the driver's device files, open between the first `nvmlInit` and the last
+/// `nvmlShutdown`.
 static OPEN: Mutex<(usize, Option<File>)> = Mutex::new((0, None));
 
 fn init() -> Result<(), Error> {
@@ -221,7 +224,7 @@ const SLICES: u32 = 7;
 /// Handles of slices: this, 256 times the GPU's number, and the slice's.
 const FIRST_SLICE: usize = 1 << 16;
 
-/// The GPU and the number of a slice that is there.
+/// The GPU and the number of an existing slice.
 fn slice(handle: usize) -> Option<(usize, u8)> {
     let number = handle.checked_sub(FIRST_SLICE)?;
     let (gpu, slice) = (gpu(number / 256 + 1).ok()?, (number % 256) as u8);
@@ -236,7 +239,7 @@ fn code(done: Result<(), Error>) -> u32 {
     done.map_or_else(|e| e.0, |()| 0)
 }
 
-/// A GPU's memory, with what the driver keeps for itself, which CUDA does not count.
+/// A GPU's memory, including the driver's reserve, which CUDA does not count.
 fn memory(handle: usize) -> Result<Memory2, Error> {
     if slice(handle).is_some() {
         let total = Config::get().memory / u64::from(SLICES);
@@ -255,7 +258,7 @@ const MEMORY_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 /// `NVML_VALUE_NOT_AVAILABLE`
 const NOT_AVAILABLE: u64 = u64::MAX;
 
-/// The processes that have memory of a GPU, into the program's list.
+/// Writes the processes with memory of a GPU into the program's list.
 fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
     if slice(handle).is_some() {
         return out(count, 0);
@@ -278,7 +281,7 @@ fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, 
         return Err(INSUFFICIENT_SIZE);
     }
     for (i, (pid, bytes)) in all.into_iter().enumerate() {
-        // SAFETY: the program says that there is room for `room` entries, and there are no more.
+        // SAFETY: the API's contract: the list has room for `room` entries. No more are written.
         out(unsafe { to.add(i) }, entry(pid, bytes))?;
     }
     Ok(())
@@ -295,20 +298,20 @@ fn pci(handle: usize) -> Result<Pci, Error> {
     Ok(info)
 }
 
-/// What NVML does not support for every GPU.
+/// Checks that the GPU supports NVML's optional features.
 fn further(handle: usize) -> Result<usize, Error> {
     let gpu = gpu(handle)?;
     if Config::get().nvml == Support::All { Ok(gpu) } else { Err(NOT_SUPPORTED) }
 }
 
-/// What the link is, where that is to be said.
+/// A property of the link, if it is configured.
 fn link(handle: usize, value: impl Fn(u32) -> u32) -> Result<u32, Error> {
     further(handle)?;
     let lanes = Config::get().pcie_lanes;
     if lanes > 0 { Ok(value(lanes)) } else { Err(NOT_SUPPORTED) }
 }
 
-/// Fills in the one field that is known here.
+/// Fills in the only supported field.
 fn field(gpu: usize, value: &mut FieldValue) {
     let advice = (value.field == RECOVERY_ACTION).then(|| trouble::advice(&Config::get().dir, gpu)).flatten();
     (value.kind, value.timestamp, value.latency) = (UNSIGNED_INT, 0, 0);
@@ -316,7 +319,7 @@ fn field(gpu: usize, value: &mut FieldValue) {
 }
 
 fn driver_version() -> &'static str {
-    // The first of the branch that speaks this CUDA version, as far as it matters here.
+    // The first driver of the branch with this CUDA version.
     match Config::get().driver {
         ..12000 => "470.57.02",
         12000..13000 => "525.60.13",
@@ -399,7 +402,7 @@ exports! {
         out(to, Memory { total, free, used: total - free })
     }
     nvmlDeviceGetMemoryInfo_v2(handle: usize, to: *mut Memory2) {
-        // SAFETY: where it is not null, the program passes a whole structure with its version set.
+        // SAFETY: the API's contract: null, or a complete structure with its version set.
         match unsafe { to.as_ref() }.ok_or(INVALID_ARGUMENT)?.version {
             MEMORY_2 => out(to, memory(handle)?),
             _ => Err(VERSION_MISMATCH),
@@ -450,7 +453,7 @@ exports! {
         let gpu = further(handle)?;
         let count = usize::try_from(count).ok().filter(|count| *count > 0 && !values.is_null()).ok_or(INVALID_ARGUMENT)?;
         for i in 0..count {
-            // SAFETY: the program says that there are `count` of them, with their numbers set.
+            // SAFETY: the API's contract: there are `count` entries, with their field ids set.
             unsafe { values.add(i).as_mut() }.into_iter().for_each(|value| field(gpu, value));
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! NVML that supports memory and processes only, and host memory that both directions share.
+//! NVML with only memory and processes, and host bandwidth that both directions share.
 
 use cuda_sim_gpus::host_link;
 use nvidia_ml::*;
@@ -41,7 +41,7 @@ fn memory_and_processes_only() {
         assert_eq!(answer, NOT_SUPPORTED);
     }
 
-    // Ten pieces of a MiB in each direction: the host's memory carries 100 a second, whatever the direction.
+    // Ten pieces of 1 MiB in each direction: the host's memory carries 100 MiB/s in total.
     let begin = Instant::now();
     let ways = [(); 2].map(|()| thread::spawn(|| (0..10).for_each(|_| host_link::wait_for_host(1 << 20))));
     ways.into_iter().for_each(|way| way.join().expect("it ends"));

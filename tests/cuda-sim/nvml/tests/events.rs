@@ -1,11 +1,11 @@
-//! NVML says what ails the GPUs, as tests have it: events, a lost GPU, a recovery action, no driver.
+//! NVML reports the faults that tests set: events, a lost GPU, a recovery action, a missing driver.
 
 use cuda_sim_gpus::trouble::{self, DOUBLE_BIT_ECC, Event, XID};
 use nvidia_ml::*;
 use std::{env, fs, process};
 
 #[test]
-fn what_is_said_of_a_gpu() {
+fn faults_of_a_gpu_are_reported() {
     let dir = env::temp_dir().join(format!("nvml-sim-events-{}", process::id()));
     fs::create_dir_all(&dir).expect("a directory");
     // SAFETY: this is the only test of the process, and no other thread reads the environment.

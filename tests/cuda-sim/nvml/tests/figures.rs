@@ -1,4 +1,4 @@
-//! NVML says what the accounts say. The process takes memory as the simulated driver would.
+//! NVML reports the accounts' figures. The test allocates memory like the simulated driver.
 
 use cuda_sim_gpus::{Account, Config};
 use nvidia_ml::*;

@@ -1,4 +1,4 @@
-//! Memory figures of NVML that are late, wrong or missing. Each variant of NVML is a process of its own.
+//! Late, wrong or missing memory figures of NVML. Each variant of NVML runs in a separate process.
 
 use cuda_sim_gpus::{
     Account,
@@ -46,8 +46,8 @@ fn processes() -> Vec<(u32, u64)> {
 }
 
 #[test]
-fn used_is_wrong_by_what_a_test_says() {
-    isolated("used_is_wrong_by_what_a_test_says", ("CUDA_SIM_HIDDEN", "5M"), |dir| {
+fn used_bytes_have_the_configured_error() {
+    isolated("used_bytes_have_the_configured_error", ("CUDA_SIM_HIDDEN", "5M"), |dir| {
         assert!(Account::get().take(0, 30 * M));
         assert_eq!(used(), 30 * M, "hidden bytes are not counted");
         for (error, want) in [(7 << 20, 37 * M), (-(7 << 20), 23 * M), (-(1 << 40), 0), (1 << 40, 100 * M)] {
@@ -61,8 +61,8 @@ fn used_is_wrong_by_what_a_test_says() {
 }
 
 #[test]
-fn strangers_are_listed_where_they_have_a_pid() {
-    isolated("strangers_are_listed_where_they_have_a_pid", ("CUDA_SIM_GPUS", "1"), |dir| {
+fn foreign_processes_with_a_pid_are_listed() {
+    isolated("foreign_processes_with_a_pid_are_listed", ("CUDA_SIM_GPUS", "1"), |dir| {
         let strangers = [Stranger { bytes: 20 * M, pid: Some(77) }, Stranger { bytes: 10 * M, pid: None }];
         trouble::set_strangers(&dir, 0, &strangers).expect("a file");
         assert_eq!((used(), processes()), (30 * M, vec![(77, 20 * M)]));
@@ -102,8 +102,8 @@ fn figures_may_be_late() {
 }
 
 #[test]
-fn gpus_come_and_go_and_are_cut_into_slices() {
-    isolated("gpus_come_and_go_and_are_cut_into_slices", ("CUDA_SIM_GPUS", "2"), |dir| {
+fn gpus_can_be_removed_added_and_partitioned() {
+    isolated("gpus_can_be_removed_added_and_partitioned", ("CUDA_SIM_GPUS", "2"), |dir| {
         let count = || {
             let mut count = 0;
             (nvmlDeviceGetCount_v2(&mut count), count)

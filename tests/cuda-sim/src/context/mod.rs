@@ -1,4 +1,4 @@
-//! Contexts: memory that each takes, the error that kills one, and which one is current in a thread.
+//! Contexts: their memory, their fatal errors, and the current context of a thread.
 
 mod primary;
 
@@ -30,32 +30,32 @@ pub struct Context {
     flags: AtomicU32,
     version: u32,
     kind: Kind,
-    /// The error that killed it, 0 while it is well.
+    /// The error that killed the context; 0 for none.
     error: AtomicU32,
     destroyed: AtomicBool,
-    /// Held while work is put into a stream, so that streams agree what was submitted first.
+    /// Held while work is submitted, so that all streams agree on the order of submission.
     pub order: Mutex<()>,
     null: OnceLock<Arc<Stream>>,
     streams: Mutex<Vec<Arc<Stream>>>,
     of_threads: Mutex<HashMap<ThreadId, Arc<Stream>>>,
-    /// What streams made later wait for (`cuCtxWaitEvent`).
+    /// Points for which streams that are created later must wait (`cuCtxWaitEvent`).
     pub gate: Mutex<Vec<Point>>,
     limits: Mutex<HashMap<u32, usize>>,
-    /// How often it has grown (`CUDA_SIM_CONTEXT_GROWTH`).
+    /// The number of growth steps so far (`CUDA_SIM_CONTEXT_GROWTH`).
     grown: Mutex<u64>,
 }
 
-/// What a context is to the others of its GPU.
+/// The kind of a context.
 #[derive(Debug)]
 enum Kind {
     Plain,
     Primary,
-    /// A part of the primary context: its memory and its end, but streams of its own.
+    /// A part of the primary context that shares its memory and lifetime, but has separate streams.
     Green(Arc<Context>),
 }
 
 static CONTEXTS: Registry<Context> = Registry::new();
-/// The handles of contexts that were destroyed. One may have been given to another since.
+/// The handles of destroyed contexts, which may have been reused.
 static DESTROYED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 
 #[derive(Debug)]
@@ -103,7 +103,7 @@ impl Context {
         Ok(context)
     }
 
-    /// A green context of a GPU. It lives as long as it is used; its primary context must outlive it.
+    /// Creates a green context of a GPU. Its primary context must outlive it.
     pub fn green(primary: Arc<Context>) -> Result<Arc<Context>, Error> {
         Context::new(primary.gpu, 0, primary.version, Kind::Green(primary))
     }
@@ -112,7 +112,7 @@ impl Context {
         handle_of(self)
     }
 
-    /// Itself, or the primary context of a green one.
+    /// The context itself, or the primary context of a green one.
     fn root(self: &Arc<Self>) -> &Arc<Context> {
         if let Kind::Green(primary) = &self.kind { primary } else { self }
     }
@@ -122,7 +122,7 @@ impl Context {
         Arc::ptr_eq(self.root(), other.root())
     }
 
-    /// This context and, for a primary one, its green contexts: what is asked of it is asked of them.
+    /// This context and, for a primary one, its green contexts, to which its calls also apply.
     pub fn family(self: &Arc<Self>) -> Vec<Arc<Context>> {
         let green = |c: &Arc<Context>| matches!(&c.kind, Kind::Green(primary) if Arc::ptr_eq(primary, self));
         let mut family = vec![self.clone()];
@@ -143,7 +143,7 @@ impl Context {
         }
     }
 
-    /// Kills the context: whatever is submitted is skipped, and calls return this error from now on.
+    /// Kills the context: submitted work is skipped, and calls return this error from now on.
     pub fn fail(&self, error: Error) {
         if let Kind::Green(primary) = &self.kind
             && error != Error::CONTEXT_IS_DESTROYED
@@ -186,7 +186,8 @@ impl Context {
         lock(&self.streams).clone()
     }
 
-    /// Where every stream stands, those of green contexts too: done when all that has been submitted is.
+    /// The current point of every stream, including streams of green contexts. All submitted work
+    /// is done once all points are reached.
     pub fn points(self: &Arc<Self>) -> Vec<Point> {
         let points = |context: &Arc<Context>| -> Vec<Point> {
             let streams = context.streams();
@@ -195,7 +196,7 @@ impl Context {
         self.family().iter().flat_map(points).collect()
     }
 
-    /// Waits for all work, whatever becomes of it.
+    /// Waits for all work, even if it fails.
     pub fn wait(self: &Arc<Self>) {
         for point in self.points() {
             point.wait();
@@ -234,7 +235,7 @@ impl Context {
         }
     }
 
-    /// A module is loaded, or a kernel launched: code takes memory where it is new to the context.
+    /// Grows the context after a module load or a launch, since newly loaded code takes memory.
     pub fn grow(self: &Arc<Self>) -> Done {
         let mut grown = lock(&self.root().grown);
         let bytes = growth(*grown);
@@ -249,18 +250,19 @@ impl Context {
     }
 }
 
-/// What a context takes in the n-th of its steps of growth, from 0 on.
+/// The bytes of a growth step, counted from 0.
 fn growth(step: u64) -> u64 {
     let Config { context_growth: bytes, context_growth_steps: steps, .. } = *Config::get();
     if step >= steps { 0 } else { bytes * (step + 1) / steps - bytes * step / steps }
 }
 
-/// How often the bytes of a context are added to while it is made.
+/// The number of steps in which a new context's bytes appear.
 const STEPS: u32 = 8;
-/// What each step but the last takes of them. The last takes the rest, as on a GPU, where most appears late.
+/// The divisor of each step's bytes except the last, which takes the rest, as on a GPU, where most
+/// bytes appear late.
 const STEP_PART: u64 = 32;
 
-/// Takes what a context needs, or nothing.
+/// Allocates a context's memory, completely or not at all.
 fn take(gpu: usize) -> Done {
     let Config { context: bytes, context_time: time, .. } = *Config::get();
     let mut taken = 0;
@@ -283,7 +285,7 @@ fn take(gpu: usize) -> Done {
     Ok(())
 }
 
-/// Whether anything that was submitted is not done.
+/// Whether any submitted work is not done.
 pub fn any_pending() -> bool {
     CONTEXTS.all().iter().any(|context| !context.points().is_empty())
 }
@@ -355,7 +357,8 @@ pub fn attach(context: *mut usize, _flags: u32) -> Done {
     out(context, current()?.handle())
 }
 
-/// `cuCtxPushCurrent`. One of a destroyed context succeeds on a GPU and corrupts the driver's memory, so the process ends here.
+/// `cuCtxPushCurrent`. On a GPU, pushing a destroyed context succeeds and corrupts the driver's
+/// memory, so the simulator ends the process.
 pub fn push(context: usize) -> Done {
     let known = of(context);
     if known.is_err() && lock(&DESTROYED).contains(&context) {

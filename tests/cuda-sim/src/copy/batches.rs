@@ -1,5 +1,5 @@
-//! Several copies at once, and copies with attributes, which are accepted and not read: whatever they permit, a copy in stream
-//! order does, too.
+//! Batches of copies, and copies with attributes, which are ignored: a stream-ordered copy
+//! satisfies all of them.
 
 use super::*;
 
@@ -73,7 +73,7 @@ impl BatchOperand {
     const POINTER: u32 = 1;
     const UNIFIED: u32 = 4;
 
-    /// Elements of addresses are bytes.
+    /// For addresses, an element is one byte.
     fn operand(&self) -> Result<Operand3D, Error> {
         let [device, pitch, height, _] = self.what;
         match self.kind {

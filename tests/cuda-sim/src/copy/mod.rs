@@ -18,29 +18,30 @@ use crate::{
 use cuda_sim_gpus::{Config, Engine, EngineKind, host_link};
 use std::{ptr, sync::Arc, time::Duration};
 
-/// Copies from pageable memory up to this size are taken at once; larger ones make the caller wait.
+/// Copies from pageable memory up to this size, in bytes, are staged immediately; larger ones block
+/// the caller.
 const STAGED: u64 = 64 << 10;
 
-/// What kind of memory one side of a copy is.
+/// The kind of memory on one side of a copy.
 #[derive(Clone, Debug)]
 enum Side {
-    /// Reached through the table: device and managed memory.
+    /// Device and managed memory, accessed through the table.
     Device,
-    /// Host memory that the GPU reaches by itself.
+    /// Host memory that the GPU can access directly.
     Pinned,
     Pageable,
-    /// Bytes that were taken when the copy was asked for.
+    /// Bytes that were read when the copy was submitted.
     Staged(Arc<[u8]>),
 }
 
-/// One side of a copy: where its first byte is, and how far apart rows and slices are.
+/// One side of a copy: the position of its first byte, and the pitches of rows and slices.
 #[derive(Clone, Debug)]
 struct End {
     side: Side,
     at: u64,
     pitch: u64,
     slice: u64,
-    /// The GPU that reaches this side; none for the one whose stream it is.
+    /// The GPU that accesses this side; `None` for the stream's GPU.
     gpu: Option<usize>,
 }
 
@@ -64,7 +65,7 @@ impl End {
         End { side, at, pitch: len, slice: len, gpu: None }
     }
 
-    /// Reached by the GPU of that context, as in copies between peers.
+    /// The same side, accessed by the GPU of that context, for copies between peers.
     fn by(self, context: &Context) -> End {
         End { gpu: Some(context.gpu), ..self }
     }
@@ -84,7 +85,7 @@ impl End {
 }
 
 impl Copy {
-    /// Does it, a piece at a time.
+    /// Executes the copy in pieces.
     pub fn run(&self, context: &Context) -> Done {
         let contiguous =
             (self.height <= 1 || (self.to.pitch == self.width && self.from.pitch == self.width)) && self.depth <= 1;
@@ -140,7 +141,7 @@ impl Copy {
         Ok(())
     }
 
-    /// Which engine does it, and how fast.
+    /// The engine and the bandwidth of the copy.
     fn route(&self) -> (EngineKind, u64) {
         let config = Config::get();
         let host = |side: &Side| {
@@ -162,11 +163,11 @@ impl Copy {
         matches!(self.to.side, Side::Pageable) || matches!(self.from.side, Side::Pageable)
     }
 
-    /// Takes the bytes of a small pageable source now.
+    /// Reads the bytes of a small pageable source now.
     fn stage(&mut self) {
         let len = self.width * self.height * self.depth;
         if matches!(self.from.side, Side::Pageable) && self.height == 1 && self.depth == 1 && len <= STAGED {
-            // SAFETY: the program says that so many bytes are at its source.
+            // SAFETY: the API's contract: the source has this number of bytes.
             let bytes = unsafe { std::slice::from_raw_parts(self.from.at as *const u8, len as usize) };
             self.from = End::linear(Side::Staged(bytes.into()), 0, len);
         }
@@ -187,7 +188,8 @@ impl Copy {
     }
 }
 
-/// Puts a copy into a stream. `wait`: the caller wants it done; pageable memory makes it wait anyway.
+/// Submits a copy to a stream. `wait`: the call is synchronous; with pageable memory it always
+/// waits.
 fn submit(stream: &Arc<Stream>, mut copy: Copy, wait: bool) -> Done {
     stream.context.error()?;
     if copy.width == 0 || copy.height == 0 || copy.depth == 0 {
@@ -240,7 +242,7 @@ fn linear(flavour: Flavour, to: (Side, u64), from: (Side, u64), len: usize, stre
     submit(&stream, copy, wait)
 }
 
-/// What a zero-byte copy, which touches nothing, comes to.
+/// The result of a zero-byte copy, which accesses no memory.
 fn nothing(flavour: Flavour, stream: usize) -> Done {
     stream::of(stream, flavour)?.context.error()
 }
@@ -299,7 +301,7 @@ pub fn to_host_async(flavour: Flavour, to: u64, from: u64, len: usize, stream: u
     linear(flavour, (host(to)?, to), (device(from)?, from), len, stream, false)
 }
 
-/// `cuMemcpyDtoD`: ordered like any copy, but nobody waits for it.
+/// `cuMemcpyDtoD`: ordered like any copy, but asynchronous.
 pub fn on_device(flavour: Flavour, to: u64, from: u64, len: usize) -> Done {
     on_device_async(flavour, to, from, len, 0)
 }

@@ -1,4 +1,4 @@
-//! Graphs: work with an order, kept to be launched again and again.
+//! Graphs: work with dependencies that can be launched repeatedly.
 
 mod exec;
 mod nodes;
@@ -30,7 +30,7 @@ pub struct Graph {
     nodes: Mutex<Vec<Arc<Node>>>,
 }
 
-/// One node and what it comes after.
+/// A node and its dependencies.
 #[derive(Debug)]
 pub struct Node {
     graph: Weak<Graph>,
@@ -54,12 +54,12 @@ struct What {
     child: Option<Arc<Graph>>,
 }
 
-/// A graph made ready to launch: a copy of its nodes' work, in an order that its edges allow.
+/// An executable graph: a copy of its nodes' work, in topological order.
 #[derive(Debug)]
 pub struct Exec {
     nodes: Mutex<Vec<Step>>,
     flags: u64,
-    /// A graph does not overlap itself.
+    /// The end of the last launch: launches of one graph do not overlap.
     last: Mutex<Option<Point>>,
 }
 
@@ -104,7 +104,7 @@ impl Graph {
         Ok(NODES.add(node))
     }
 
-    /// These nodes and everything that they come after.
+    /// These nodes and all their transitive dependencies.
     pub fn ancestors(&self, nodes: &[usize]) -> HashSet<usize> {
         let mut found = HashSet::new();
         let mut left = nodes.to_vec();
@@ -116,7 +116,7 @@ impl Graph {
         found
     }
 
-    /// The nodes in an order that their edges allow; invalid if they go in circles.
+    /// The nodes in topological order; an error if there is a cycle.
     fn sorted(&self) -> Result<Vec<Arc<Node>>, Error> {
         let mut left = lock(&self.nodes).clone();
         let mut done = HashSet::new();
@@ -192,7 +192,7 @@ fn node(handle: usize) -> Result<Arc<Node>, Error> {
     NODES.find(handle).ok_or(Error::INVALID_VALUE)
 }
 
-/// Makes a graph known to the program.
+/// Registers a graph and returns its handle.
 pub fn keep(graph: &Arc<Graph>) -> usize {
     GRAPHS.add(graph.clone())
 }
@@ -209,14 +209,15 @@ pub fn list(nodes: *const usize, count: usize) -> Result<Vec<usize>, Error> {
     Ok(unsafe { std::slice::from_raw_parts(nodes, count) }.to_vec())
 }
 
-/// Fills the program's list, or only says how long it is.
+/// Fills the program's list, or only returns its length.
 fn fill_list(items: &[usize], to: *mut usize, count: *mut usize) -> Done {
     let room = crate::arg(count.cast_const())?;
     if to.is_null() {
         return out(count, items.len());
     }
     for i in 0..room {
-        // SAFETY: the program says that there is room for `count` nodes; those beyond the last become null.
+        // SAFETY: the API's contract: the list has room for `count` nodes. Entries beyond the last
+        // become null.
         unsafe { to.add(i).write(items.get(i).copied().unwrap_or(0)) };
     }
     out(count, items.len().min(room))

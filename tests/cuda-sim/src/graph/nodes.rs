@@ -66,7 +66,8 @@ pub fn add_any(to: *mut usize, graph: usize, after: *const usize, count: usize, 
     if params.is_null() || unsafe { (*params).kind } != COPY {
         return Err(Error::NOT_SUPPORTED);
     }
-    // SAFETY: as above; it describes a copy.
+    // SAFETY: the API's contract: the pointer is to a valid description, and the check above has
+    // shown that it is not null and describes a copy.
     let (copy, context) = unsafe { (&raw const (*params).copy, (*params).context) };
     add_copy(to, graph, after, count, copy, context)
 }

@@ -1,4 +1,4 @@
-//! Processes that others lock, take off the GPUs, and put back. The companion is the process that this is done to.
+//! Locking, checkpointing and restoring another process, the companion.
 
 use crate::support::*;
 use cuda_sim_gpus::{
@@ -32,7 +32,8 @@ const MACHINE: &[(&str, &str)] = &[
     ("CUDA_SIM_LINK_BANDWIDTH", "8G"),
 ];
 
-/// The process: it has a context and 32 MiB with a value in them, and does what it is told, a line a command.
+/// The companion: it has a context and 32 MiB with a value, and executes one command per line of
+/// input.
 fn target() {
     let _gpu = Gpu::open();
     let at = alloc(32 * M);
@@ -44,7 +45,7 @@ fn target() {
             "read" => read(at + 16 * M as u64),
             "sync" => cu("cuCtxSynchronize", &[]),
             "work" => {
-                // Until somebody writes there, which nobody does.
+                // Memory that is never written, so that work that waits for it never ends.
                 let never = get("cuMemHostAlloc", &[4096, 2]);
                 cu("cuStreamWaitValue32_v2", &[0, never, 1, 0])
             }
@@ -149,7 +150,7 @@ impl Target {
         cu(&format!("cuCheckpointProcess{name}"), &[self.pid(), 0])
     }
 
-    /// Restores it, the first GPU of each pair on the second.
+    /// Restores the process, with the first GPU of each pair on the second.
     fn restore_on(&self, pairs: &[(usize, usize)]) -> u32 {
         let uuid = |gpu| Config::get().uuid(gpu);
         let pairs: Vec<[[u8; 16]; 2]> = pairs.iter().map(|(old, new)| [uuid(*old), uuid(*new)]).collect();
@@ -167,7 +168,7 @@ fn used(gpu: usize) -> usize {
     Figures::of(gpu).used(gpu) as usize / M
 }
 
-/// MiB that a process has on a GPU: what NVML lists.
+/// MiB of a process on a GPU, from NVML's list.
 fn bytes_of(pid: usize, gpu: usize) -> usize {
     let processes = Figures::of(gpu).processes;
     let of_it = processes.iter().find(|process| process.pid_here() as usize == pid).expect("it has memory somewhere");
@@ -279,14 +280,15 @@ fn it_comes_back_on_another_gpu() {
     });
 }
 
-/// Devices keep their numbers and bus ids, and the UUID follows the memory. Handles made before are good.
+/// Devices keep their numbers and bus ids, and the UUID follows the memory. Earlier handles stay
+/// valid.
 #[test]
 fn a_moved_process_sees_the_other_gpu_under_its_device() {
     with_target("checkpoint::a_moved_process_sees_the_other_gpu_under_its_device", |mut target| {
         assert_eq!(cu("cuInit", &[0]), 0);
         let uuid = |gpu| u32::from_ne_bytes(Config::get().uuid(gpu)[..4].try_into().expect("four bytes"));
         assert_ne!(uuid(0), uuid(1));
-        // Somebody else's memory tells the one GPU's free bytes from the other's.
+        // Foreign memory distinguishes the free bytes of the two GPUs.
         let stranger = Stranger { bytes: 8 << 20, pid: None };
         trouble::set_strangers(&simulated_machine(), 1, &[stranger]).expect("a file");
         let bus = target.does("bus id");

@@ -1,4 +1,4 @@
-//! `cuGetProcAddress`: names, versions and flags, as driver 580 answers them.
+//! `cuGetProcAddress`: results for names, versions and flags, as of driver 580.
 
 use crate::support::*;
 use std::ffi::CString;

@@ -1,4 +1,4 @@
-//! Memory: who has it, what is in it, and what happens where there is none.
+//! Memory: accounting, contents, and out-of-memory errors.
 
 use crate::support::*;
 use cuda_sim_gpus::account;

@@ -1,4 +1,4 @@
-//! GPUs that do not reach each other's memory.
+//! GPUs without peer access.
 
 use crate::support::*;
 use std::ptr;

@@ -55,7 +55,7 @@ fn the_default_stream_does_not_wait_for_other_streams() {
             let flag = Flag::new();
             assert_eq!(gpu.launch("spin_until", first, &[flag.at()]), 0);
             assert_eq!(cu("cuMemsetD32Async", &[at as usize, 1, 1, second]), 0);
-            // It would wait for ever.
+            // The default stream would otherwise wait forever.
             assert_eq!(cu("cuStreamSynchronize", &[second]), 0);
             assert_eq!(cu("cuStreamQuery", &[first]), NOT_READY);
             flag.write();
@@ -104,7 +104,8 @@ fn two_processes_share_the_gpu() {
         if role().is_some() {
             return run();
         }
-        // A quarter of a second each, which is never shorter; two at once would not be longer on an idle machine.
+        // A quarter of a second each, which is a lower bound. Concurrent execution would not take
+        // longer on an idle machine.
         let start = Instant::now();
         let mut other = companion("streams::two_processes_share_the_gpu", "other");
         run();
@@ -113,7 +114,7 @@ fn two_processes_share_the_gpu() {
     });
 }
 
-/// What a capture does not survive.
+/// Whether a capture survives a call.
 #[derive(Clone, Copy)]
 enum Survives {
     Always,

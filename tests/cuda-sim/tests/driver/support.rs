@@ -1,5 +1,5 @@
-//! Each test runs in a process of its own, with a simulated machine of its own: what the library reads from the
-//! environment it reads once, and a context that is killed stays dead.
+//! Each test runs in a separate process with a separate simulated machine, since the library reads
+//! its environment only once, and a killed context stays dead.
 
 use std::{
     env,
@@ -34,7 +34,7 @@ pub fn isolated(test: &str, env: &[(&str, &str)], body: impl FnOnce()) {
     assert!(passed, "{test} did not run: is that its name?");
 }
 
-/// Where the processes of this test's machine meet.
+/// The directory of this test's simulated machine.
 pub fn simulated_machine() -> PathBuf {
     env::var_os("CUDA_SIM_DIR").expect("only in the process of a test").into()
 }
@@ -44,7 +44,7 @@ pub fn companion(test: &str, role: &str) -> Child {
     again(test).env("SIM_ROLE", role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start a companion")
 }
 
-/// What a companion is to do; nothing in the first process of a test.
+/// The role of a companion; `None` in the first process of a test.
 pub fn role() -> Option<String> {
     env::var("SIM_ROLE").ok()
 }
@@ -82,12 +82,13 @@ pub fn cu(name: &str, args: &[usize]) -> u32 {
     let mut a = [0; 11];
     a[..args.len()].copy_from_slice(args);
     type Call = extern "C" fn(usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, usize) -> u32;
-    // SAFETY: integer and pointer arguments travel in the same registers and slots, and more than are read do no harm.
+    // SAFETY: integers and pointers use the same registers and stack slots, and a function ignores
+    // those beyond its parameters.
     let call = unsafe { std::mem::transmute::<*mut c_void, Call>(at) };
     call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10])
 }
 
-/// Calls the driver for an answer: the first argument is where it goes.
+/// Makes a call whose first argument is a result pointer, and returns the result.
 pub fn get(name: &str, args: &[usize]) -> usize {
     let mut answer = 0_usize;
     let mut all = vec![ptr::from_mut(&mut answer) as usize];
@@ -124,7 +125,7 @@ impl Gpu {
 pub fn open_handle(handle: [usize; 8]) -> usize {
     #[repr(C)]
     struct Handle([usize; 8]);
-    // SAFETY: that is the function's signature.
+    // SAFETY: the type is the function's signature.
     let open = unsafe {
         std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize, Handle, u32) -> u32>(symbol(
             "cuIpcOpenMemHandle_v2",
@@ -158,7 +159,7 @@ pub fn read(at: u64) -> u32 {
     value
 }
 
-/// What `spin_until` waits for: a word of mapped host memory.
+/// A word of mapped host memory for which `spin_until` waits.
 pub struct Flag(&'static AtomicU32);
 
 impl Flag {

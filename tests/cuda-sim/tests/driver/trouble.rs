@@ -1,4 +1,4 @@
-//! Memory trouble: what is in use without being seen, free without being of use, taken by strangers, or refused.
+//! Memory faults: hidden, fragmented, foreign and refused memory.
 
 use crate::support::*;
 use cuda_sim_gpus::{

@@ -65,7 +65,7 @@ fn functions_of_the_program_run_in_stream_order() {
 
 type Handle = [u64; 8];
 
-/// The handle travels by value, which [`cu`] cannot do.
+/// Passes the handle by value, which [`cu`] cannot.
 fn open_event(handle: Handle) -> usize {
     type Open = extern "C" fn(*mut usize, Handle8) -> u32;
     #[repr(C)]
@@ -84,7 +84,7 @@ fn an_event_of_another_process_is_waited_for() {
         let gpu = Gpu::open();
         let lane = stream(NON_BLOCKING);
         if role().is_some() {
-            // Exports an event behind work that ends when it is told so.
+            // Exports an event behind work that ends on request.
             let (event, flag) = (get("cuEventCreate", &[INTERPROCESS]), Flag::new());
             let mut handle: Handle = [0; 8];
             assert_eq!(cu("cuIpcGetEventHandle", &[handle.as_mut_ptr() as usize, event]), 0);
@@ -96,7 +96,7 @@ fn an_event_of_another_process_is_waited_for() {
             let _ = std::io::stdin().read_line(&mut String::new());
             flag.write();
             assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
-            // Stays until its parent goes.
+            // Lives until its parent ends.
             let _ = std::io::stdin().read_line(&mut String::new());
             return;
         }
@@ -116,7 +116,7 @@ fn an_event_of_another_process_is_waited_for() {
     });
 }
 
-/// A green context of 16 multiprocessors, and it as a context.
+/// Creates a green context of 16 multiprocessors, and converts it to a context.
 fn green() -> (usize, usize) {
     let (mut all, mut part, mut rest, mut count) = ([0_u32; 36], [0_u32; 36], [0_u32; 36], 1_u32);
     assert_eq!(cu("cuDeviceGetDevResource", &[0, all.as_mut_ptr() as usize, 1]), 0);
