@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::view::View;
-use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, OfWorkload, Snapshot, Workload};
+use crate::daemon::metrics::snapshot::{Attachment, Figures, Memory, OfClient, OfGpu, OfWorkload, Snapshot, Workload};
 use crate::scheduler::{AttachmentView, GpuId};
 
-impl View {
-    pub fn figures(&self) -> Snapshot {
+impl Figures for View {
+    fn figures(&self) -> Snapshot {
         let now = self.now;
         let views = self.machine.clients();
         let attachments: HashMap<_, _> = views

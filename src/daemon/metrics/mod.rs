@@ -23,11 +23,15 @@ use tokio::task::{LocalSet, spawn_local};
 use tracing::{error, info};
 
 use listen::Listener;
+use snapshot::Figures;
 pub use source::Question;
 use source::Source;
 
 /// Starts to serve them on these sockets, if there are any, until the process ends.
-pub fn start(sockets: Vec<OwnedFd>, questions: mpsc::UnboundedSender<Question>) -> std::io::Result<()> {
+pub fn start<V: Figures + 'static>(
+    sockets: Vec<OwnedFd>,
+    questions: mpsc::UnboundedSender<Question<V>>,
+) -> std::io::Result<()> {
     if sockets.is_empty() {
         return Ok(());
     }

@@ -20,6 +20,7 @@ use tokio::task::spawn_local;
 use tracing::debug;
 
 use super::listen::Listener;
+use super::snapshot::Figures;
 use super::source::Source;
 use super::text;
 
@@ -42,7 +43,7 @@ pub fn places() -> Places {
 }
 
 /// Answers all connections to a socket.
-pub async fn serve(listener: Listener, places: Places, source: Rc<Source>) {
+pub async fn serve<V: Figures + 'static>(listener: Listener, places: Places, source: Rc<Source<V>>) {
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };
         let source = source.clone();
@@ -57,9 +58,10 @@ pub async fn serve(listener: Listener, places: Places, source: Rc<Source>) {
     }
 }
 
-fn spawn<S>(stream: S, source: Rc<Source>, place: tokio::sync::OwnedSemaphorePermit)
+fn spawn<S, V>(stream: S, source: Rc<Source<V>>, place: tokio::sync::OwnedSemaphorePermit)
 where
     S: AsyncRead + AsyncWrite + Unpin + 'static,
+    V: Figures + 'static,
 {
     spawn_local(async move {
         if let Err(e) = one(stream, source).await {
@@ -70,7 +72,11 @@ where
 }
 
 /// One connection.
-async fn one<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S, source: Rc<Source>) -> io::Result<()> {
+async fn one<S, V>(stream: S, source: Rc<Source<V>>) -> io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin + 'static,
+    V: Figures + 'static,
+{
     let service = service_fn(move |request| {
         let source = source.clone();
         async move { Ok::<_, Infallible>(answer(&request, &source).await) }
@@ -87,7 +93,7 @@ async fn one<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S, source: Rc<
     }
 }
 
-async fn answer(request: &Request<Incoming>, source: &Source) -> Response<Full<Bytes>> {
+async fn answer<V: Figures>(request: &Request<Incoming>, source: &Source<V>) -> Response<Full<Bytes>> {
     if request.uri().path() != "/metrics" {
         return said(StatusCode::NOT_FOUND, "There is only /metrics here.\n");
     }

@@ -10,6 +10,11 @@ use crate::identity::Identity;
 pub const WAIT_BOUNDS: [f64; 14] =
     [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
 
+/// A view of the scheduling loop's state.
+pub trait Figures: Send + Sync {
+    fn figures(&self) -> Snapshot;
+}
+
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     pub gpus: Vec<OfGpu>,

@@ -7,8 +7,7 @@ use hyper::body::Bytes;
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tracing::error;
 
-use super::text;
-use crate::daemon::core::View;
+use super::{snapshot::Figures, text};
 
 /// Scrapers within this time get the same text, so that their number does not matter to the scheduling loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
@@ -16,17 +15,17 @@ const SHARED_FOR: Duration = Duration::from_millis(100);
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A request for a view.
-pub type Question = oneshot::Sender<Arc<View>>;
+pub type Question<V> = oneshot::Sender<Arc<V>>;
 
 #[derive(Debug)]
-pub struct Source {
-    questions: mpsc::UnboundedSender<Question>,
+pub struct Source<V> {
+    questions: mpsc::UnboundedSender<Question<V>>,
     /// The newest text, and when it was asked for.
     newest: Mutex<Option<(Instant, Bytes)>>,
 }
 
-impl Source {
-    pub fn new(questions: mpsc::UnboundedSender<Question>) -> Self {
+impl<V: Figures> Source<V> {
+    pub fn new(questions: mpsc::UnboundedSender<Question<V>>) -> Self {
         Self { questions, newest: Mutex::new(None) }
     }
 
