@@ -143,7 +143,7 @@ async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Conn
         let groups = known.unix_group_ids().cloned().unwrap_or_default();
         Some(Arc::new(Known { uid, pid, process, groups }))
     };
-    sender.known.get_or_init(|| ask).await.clone()
+    sender.known.get_or_try_init(|| async { ask.await.ok_or(()) }).await.ok().cloned()
 }
 
 fn denied(text: impl Into<String>) -> fdo::Error {

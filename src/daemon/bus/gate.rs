@@ -112,8 +112,8 @@ pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
 #[derive(Debug)]
 pub struct Sender {
     places: Arc<Semaphore>,
-    /// What the bus says of it. It is asked once.
-    pub known: OnceCell<Option<Arc<Known>>>,
+    /// What the bus says of it. It is asked until it has answered.
+    pub known: OnceCell<Arc<Known>>,
 }
 
 impl Senders {
@@ -137,7 +137,7 @@ impl Sender {
     /// `LimitsExceeded`
     pub fn admit(&self) -> fdo::Result<Option<Place>> {
         let place = self.places.clone().try_acquire_owned().ok();
-        let is_root = || self.known.get().is_some_and(|known| known.as_ref().is_some_and(|known| known.uid == 0));
+        let is_root = || self.known.get().is_some_and(|known| known.uid == 0);
         match place {
             None if !is_root() => Err(too_many("of this connection are being answered")),
             place => Ok(place),
