@@ -152,8 +152,6 @@ impl Quota {
         let room = self.committable(cx, id).min(self.room_at_home(cx, client, id));
         let step = if exact { 0 } else { LIMIT_STEP };
         let in_group = self.room_within(cx, client, id, bound);
-        // What others keep beyond their targets, each less than a step, may be all that a request lacks.
-        let is_awaited = !self.requests.is_empty();
         let Some(entry) = self.entry_mut(client, id) else { return };
         let (told, limit) = (entry.is_told, &mut entry.limit);
         limit.target = target;
@@ -162,7 +160,7 @@ impl Quota {
         let late = limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT);
         let bytes = match limit.wanted {
             _ if lower => {
-                if target >= limit.limit || (near && !is_awaited) || !limit.is_responsive() {
+                if target > limit.limit || near || !limit.is_responsive() {
                     return;
                 }
                 target

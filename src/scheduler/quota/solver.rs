@@ -245,11 +245,13 @@ impl Quota {
         let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
         problem.divide(&granted);
         let slack = problem.slack(budget);
+        // What others keep beyond their targets, each less than a step, may be all that a granted request lacks.
+        let is_awaited = budget.is_some() && !granted.is_empty();
         let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
             client: quota.client,
             gpu: gpu.id,
             bytes: quota.at(slack).min(quota.cap),
-            exact: quota.exact,
+            exact: quota.exact || is_awaited,
             bound: quota.bound,
         };
         let first = granted.iter().filter_map(|at| Some(target(problem.gpus.get(at.gpu)?, problem.quota(*at)?)));
