@@ -139,7 +139,7 @@ struct Files {
 }
 
 impl Files {
-    /// Opens the files that a scheduler has made.
+    /// Opens the files that a scheduler has made. Other clients can see this one from then on.
     fn open(gpu: &Gpu) -> Option<Self> {
         let directory = settings::get().socket.rsplitn(2, |b| *b == b'/').nth(1).unwrap_or(b".");
         let open = |what: &str| {
@@ -147,15 +147,17 @@ impl Files {
             path.extend_from_slice(format!("/nvshare-{}.{what}", gpu.uuid()?).as_bytes());
             LockFile::open(&CString::new(path).ok()?)
         };
-        Some(Self { turn: open("turn")?, here: open("here")? })
+        let files = Self { turn: open("turn")?, here: open("here")? };
+        files.here.lock_shared();
+        Some(files)
     }
 
     fn are_open(&self) -> bool {
         self.turn.is_open() && self.here.is_open()
     }
 
-    /// Whether other clients without a scheduler show up on this GPU. They can see this one from now on. Of two that look at the
-    /// same moment, each may miss the other, since a lock that changes is lost for a moment.
+    /// Whether other clients without a scheduler show up on this GPU. Of two that look at the same moment, each may miss the other,
+    /// since a lock that changes is lost for a moment.
     fn sees_others(&self) -> bool {
         let others = self.here.lock_exclusive() == TryLock::Taken;
         self.here.lock_shared();
@@ -175,10 +177,8 @@ impl Offline {
     /// Shows this client to others that have lost the scheduler, before it goes on without one. They all lose it at the same
     /// moment, but some go on sooner, and find out then whether there are others who can make room.
     pub fn show(&mut self, gpu: &Gpu) {
-        let is_new = self.files.is_none();
-        self.look_for_files(gpu, Instant::now());
-        if let Some(files) = self.files.as_ref().filter(|_| is_new) {
-            files.here.lock_shared();
+        if gpu.space().is_some_and(|space| !space.lock().account.demand_paged) {
+            self.look_for_files(gpu, Instant::now());
         }
     }
 
