@@ -38,7 +38,7 @@ const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
 const FREED_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest wait of an allocation for its memory, until other clients have made room or the scheduler says that they cannot.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest wait of an allocation for memory of programs outside nvshare, one of which may just have ended.
+/// The longest wait of an allocation for memory of a program without nvshare, which may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 /// The same while the scheduler, which would know, is away: until the client runs without one.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);

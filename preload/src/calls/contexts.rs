@@ -139,7 +139,7 @@ pub fn releasing_primary(device: CUdevice, real: impl Fn() -> CUresult) -> CUres
     releasing(gpu, primary_of(gpu), real, || is_primary_gone(device))
 }
 
-/// Whoever else has retained it.
+/// Resets the primary context of a device, however many times it is retained.
 pub fn resetting_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = gpu::by_ordinal(device);
     destroying(gpu, primary_of(gpu), real, || is_primary_gone(device))

@@ -1,4 +1,4 @@
-//! Calls by which others reach memory: other processes, other devices. The memory is on the GPU then, and stays.
+//! Calls that share memory with other processes or devices. Shared memory is mapped first, and never evicted.
 
 use super::{
     mappings::{changing, is_ours},
@@ -23,8 +23,8 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     gpu.space().is_some_and(can)
 }
 
-/// Makes a call that exports our memory: its range is on the GPU then, and stays there for good. `call` gets the addresses of
-/// the chunks.
+/// Exports the memory at `address` by `call`, which gets the addresses of its chunks. Its range is mapped first, and never evicted
+/// again.
 pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
     naming_on(gpu, || {
         let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
@@ -56,13 +56,13 @@ pub fn announcing(
     }
 }
 
-/// Makes a call by which others reach the memory behind a handle: other processes, other GPUs, other hosts. The memory is on
-/// the GPU then, and stays. `call` gets the driver's handle, so the memory must be a single chunk.
+/// Shares the memory behind a handle with other processes, GPUs or hosts by `call`, which gets the driver's handle: the memory must
+/// be a single chunk. It is mapped first, and never evicted again.
 pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
         let pinned = {
-            // Again: it may have been released meanwhile.
+            // Looked up again, because the program may have released it since.
             let table = TABLE.lock();
             let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
             changing(&memory, |space| space.pin_chunk(memory.base)).flatten()

@@ -3,7 +3,7 @@
 //! - [`submit`]: work waits at the gate, and is counted.
 //! - [`allocate`]: allocations and frees of movable memory. [`pinned`]: those that the driver serves.
 //! - [`mappings`]: memory that the program creates and maps itself.
-//! - [`address_query`]: queries about addresses. [`export`]: calls by which others reach memory.
+//! - [`address_query`]: queries about addresses. [`export`]: calls that share memory with other processes or devices.
 //! - [`contexts`]: contexts and captures. [`interop`]: other APIs, whose work passes no hook.
 
 pub mod address_query;

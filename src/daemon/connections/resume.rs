@@ -2,8 +2,9 @@
 //! messages that the earlier one had read and not handled are lost, and so are decisions that it had not sent. So each client
 //! is asked to send its whole state again (`Resume`), and packets before its answer are discarded.
 //!
-//! No lock is granted before all clients have answered: those that have not may hold it. Stopped processes are not waited
-//! for, nor tenants that have sent more than their budget; they are taken over when they answer, after all others. Programs that connect meanwhile are welcomed, and their packets read afterwards.
+//! No lock is granted before all clients have answered, since a silent client may hold it. The scheduler does not wait for stopped
+//! processes, nor for tenants that have sent more than their budget: their clients are taken over after all others, when they
+//! answer. Programs that connect in the meantime are welcomed, and their packets are read afterwards.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
