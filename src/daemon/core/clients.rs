@@ -313,11 +313,14 @@ impl Core {
         let now = clock::now();
         self.add_unknown_gpu(client, gpu, kind, total, name)?;
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
+        let is_program = entry.lock.is_none();
+        let total = self.gpus.get(&gpu).filter(|_| is_program).map_or(0, |gpu| gpu.total);
         let fresh = ClientGpuStats {
+            attached: now,
             idle_since: now,
             mapped: 0,
             allowance: 0,
-            history: History::default(),
+            history: History::unknown(now, total),
             limit: None,
             report: None,
             host: 0,
@@ -328,7 +331,6 @@ impl Core {
             untracked_work: false,
             reason,
         };
-        let is_program = entry.lock.is_none();
         if entry.gpus.insert(gpu, fresh).is_none() && is_program {
             self.count_attachments(|count| count + 1);
         }

@@ -65,7 +65,9 @@ impl Core {
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
         self.note_bytes(client, gpu, now);
-        if let Some(stats) = self.stats(client, gpu) {
+        if let Some(stats) = self.stats(client, gpu)
+            && stats.report.is_some()
+        {
             stats.history.record(now, extent);
         }
     }

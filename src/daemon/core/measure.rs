@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::state::Core;
+use super::state::{ClientGpuStats, Core};
 use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::host_memory::{HostUse, MemInfo};
 use crate::daemon::gpu::nvml::{Query, Report, Sample};
@@ -14,6 +14,9 @@ use crate::sys::clock;
 
 /// Clients of an earlier daemon have reconnected after this time. Until then, memory of unknown processes is not overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
+
+/// A client has reported its memory after this time from its attachment. Until then it may have any.
+const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 
 /// A process that ends closes its connection first and frees its memory later, within this time. After that, the memory
 /// counts as another program's.
@@ -89,7 +92,12 @@ impl Core {
         for view in self.machine.clients() {
             let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            let (least, most) = client.gpus.get(&gpu).map_or(extent, |stats| stats.history.at(sample.begun));
+            // A program that says nothing of its memory for long does not keep others' memory from being measured.
+            let tells = |stats: &&ClientGpuStats| {
+                stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME
+            };
+            let stats = client.gpus.get(&gpu).filter(tells);
+            let (least, most) = stats.map_or(extent, |stats| stats.history.at(sample.begun));
             attached.push(Attached {
                 client: view.client,
                 pid: client.identity.pid.try_into().unwrap_or(0),

@@ -227,6 +227,8 @@ pub struct Arrival {
 
 /// State of a client on one GPU that the machine does not keep.
 pub(super) struct ClientGpuStats {
+    /// When it attached the GPU.
+    pub attached: Time,
     /// When it last neither held nor awaited the lock.
     pub idle_since: Time,
     /// Bytes.

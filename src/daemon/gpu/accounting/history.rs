@@ -17,6 +17,12 @@ const MAX_CHANGES: usize = 32;
 pub struct History(VecDeque<(Time, (u64, u64))>);
 
 impl History {
+    /// Of a client that has just attached: until its first report it may have mapped any part of the `total` bytes of the GPU. One that
+    /// an earlier scheduler served has had memory there all along.
+    pub fn unknown(now: Time, total: u64) -> Self {
+        Self(VecDeque::from([(now, (0, total))]))
+    }
+
     /// The bytes mapped from now on are between the two of `extent`.
     pub fn record(&mut self, now: Time, extent: (u64, u64)) {
         if self.0.back().is_some_and(|(_, last)| *last == extent) {
@@ -50,6 +56,16 @@ fn union(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_is_known_of_a_moment_before_the_first_report() {
+        let ms = Duration::from_millis;
+        let mut history = History::unknown(ms(100), 64);
+        history.record(ms(200), (48, 48));
+        assert_eq!(history.at(ms(90)), (0, 64));
+        assert_eq!(history.at(ms(240)), (0, 64));
+        assert_eq!(history.at(ms(260)), (48, 48));
+    }
 
     #[test]
     fn history_covers_what_was_on_its_way() {
