@@ -65,7 +65,7 @@ fn two_programs_go_on_when_the_scheduler_is_restarted_over_and_over() {
 fn a_holder_whom_nobody_waits_for_keeps_the_lock_and_every_byte() {
     let mut machine = Machine::with_manager(pressed());
     let mut program = machine.program(WORK).start();
-    machine.wait_for_grants(&program, 1);
+    program.wait_to_say("← Grant");
     machine.wait_for_move(0, "its memory to be there", |m| m.what == "mapped");
     machine.kill_scheduler();
     machine.start_scheduler();

@@ -18,7 +18,8 @@ const OUT_OF_THE_WAY: RawFd = 500;
 
 #[derive(Debug, Clone)]
 pub struct Manager {
-    socket: PathBuf,
+    path: PathBuf,
+    socket: Arc<UnixDatagram>,
     state: Arc<Mutex<State>>,
 }
 
@@ -35,16 +36,18 @@ struct State {
 impl Manager {
     /// Starts a manager whose socket is in that directory.
     pub fn new(directory: &Path) -> Self {
-        let socket = directory.join("notify");
-        let listener = UnixDatagram::bind(&socket).expect("the notification socket");
-        let state = Arc::new(Mutex::new(State::default()));
-        let listening = state.clone();
+        let path = directory.join("notify");
+        let socket = UnixDatagram::bind(&path).expect("the notification socket");
+        socket.set_nonblocking(true).expect("a socket that does not block");
+        let manager = Self { path, socket: Arc::new(socket), state: Arc::default() };
+        let listening = manager.clone();
         thread::spawn(move || {
-            while let Ok((text, descriptors)) = receive(&listener) {
-                listening.lock().expect("the state").hear(&text, descriptors);
+            loop {
+                poll(listening.socket.as_raw_fd(), libc::POLLIN, -1);
+                listening.state.lock().expect("the state").hear_all(&listening.socket);
             }
         });
-        Self { socket, state }
+        manager
     }
 
     /// Rejects descriptors, like a unit without `FileDescriptorStoreMax=`.
@@ -81,6 +84,8 @@ impl Manager {
     /// A command that runs `command` as a service of this manager, with the stored descriptors.
     pub fn wrap(&self, command: &Command) -> Command {
         let mut state = self.state.lock().expect("the state");
+        // systemd, too, reads what a service has sent before it deals with the service's end.
+        state.hear_all(&self.socket);
         // Closed connections are dropped, as in systemd.
         for descriptors in state.kept.values_mut() {
             descriptors.retain(|descriptor| !has_hung_up(descriptor));
@@ -98,7 +103,7 @@ impl Manager {
                 None => wrapped.env_remove(name),
             };
         }
-        wrapped.env("NOTIFY_SOCKET", &self.socket);
+        wrapped.env("NOTIFY_SOCKET", &self.path);
         wrapped.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
         // SAFETY: the closure makes only system calls, which are async-signal-safe. It owns the
         // copies, so they live as long as the command.
@@ -117,6 +122,13 @@ impl Manager {
 }
 
 impl State {
+    /// Receives all messages that have been sent.
+    fn hear_all(&mut self, socket: &UnixDatagram) {
+        while let Ok((text, descriptors)) = receive(socket) {
+            self.hear(&text, descriptors);
+        }
+    }
+
     fn hear(&mut self, text: &str, descriptors: Vec<OwnedFd>) {
         let has = |line: &str| text.lines().any(|l| l == line);
         let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or("stored").to_owned();
@@ -162,8 +174,13 @@ fn copy_of(descriptor: &OwnedFd) -> io::Result<OwnedFd> {
 }
 
 fn has_hung_up(descriptor: &OwnedFd) -> bool {
-    let mut entry = libc::pollfd { fd: descriptor.as_raw_fd(), events: 0, revents: 0 };
+    poll(descriptor.as_raw_fd(), 0, 0) & (libc::POLLHUP | libc::POLLERR) != 0
+}
+
+/// Waits for one of `events`, for at most so many milliseconds; -1: without end. Returns what is the case.
+fn poll(descriptor: RawFd, events: i16, milliseconds: i32) -> i16 {
+    let mut entry = libc::pollfd { fd: descriptor, events, revents: 0 };
     // SAFETY: `entry` is one live entry.
-    unsafe { libc::poll(&mut entry, 1, 0) };
-    entry.revents & (libc::POLLHUP | libc::POLLERR) != 0
+    unsafe { libc::poll(&mut entry, 1, milliseconds) };
+    entry.revents
 }

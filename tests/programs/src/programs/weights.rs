@@ -20,6 +20,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     gpu.fill(reserve.at, reserve.count(), 5, 0)?;
     gpu.fill(state.at, state.count(), 0, 0)?;
     let sum = gpu.sum(weights.at, weights.count())?;
+    eprintln!("the weights stay");
     for round in 1..=rounds {
         gpu.add(state.at, state.count(), 1, 0)?;
         expect("sum of the weights", gpu.sum(weights.at, weights.count())?, sum)?;
@@ -27,6 +28,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         expect("sum of the reserve", gpu.sum(reserve.at, reserve.count())?, reserve.count() * 5)?;
         thread::sleep(pause);
     }
+    eprintln!("the weights change");
     // Changes one weight in each granule, which the library must detect.
     for at in (0..weights.count()).step_by(1 << 19) {
         gpu.add(weights.at + 4 * at, 1, 1, 0)?;
