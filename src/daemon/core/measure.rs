@@ -93,9 +93,8 @@ impl Core {
             let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
             // A program that says nothing of its memory for long does not keep others' memory from being measured.
-            let tells = |stats: &&ClientGpuStats| {
-                stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME
-            };
+            let tells =
+                |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
             let stats = client.gpus.get(&gpu).filter(tells);
             let (least, most) = stats.map_or(extent, |stats| stats.history.at(sample.begun));
             attached.push(Attached {
