@@ -5,6 +5,8 @@
 //! nvshare-completions DIRECTORY
 //! ```
 
+use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -32,5 +34,36 @@ fn write(directory: &Path) -> std::io::Result<()> {
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         generate_to(shell, &mut Arguments::command(), "nvsharectl", directory)?;
     }
-    Ok(())
+    let mut bash = File::options().append(true).open(directory.join("nvsharectl.bash"))?;
+    bash.write_all(BASH.as_bytes())
 }
+
+/// What clap cannot know: units of this host, and commands with their own completion.
+const BASH: &str = r#"
+_nvsharectl_of_this_host() {
+    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} at scope=--system
+    for ((at = 1; at < COMP_CWORD; at++)); do
+        case ${COMP_WORDS[at]} in
+        --user) scope=--user ;;
+        --)
+            if declare -F _command_offset >/dev/null; then
+                _command_offset $((at + 1))
+            else
+                mapfile -t COMPREPLY < <(compgen -c -- "$word")
+            fi
+            return
+            ;;
+        esac
+    done
+    case ${COMP_WORDS[1]}:$before:$word in
+    adopt:*:-* | release:*:-*) ;;
+    adopt:* | release:* | preload:--unit:*)
+        mapfile -t COMPREPLY < <(compgen -W "$(systemctl "$scope" list-unit-files --type=service --no-legend --plain 2>/dev/null |
+            cut -d ' ' -f 1)" -- "$word")
+        return
+        ;;
+    esac
+    _nvsharectl "$@"
+}
+complete -F _nvsharectl_of_this_host -o nosort -o bashdefault -o default nvsharectl
+"#;

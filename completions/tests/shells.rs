@@ -60,6 +60,35 @@ fn bash_offers_subcommands_options_and_values() {
 }
 
 #[test]
+fn bash_offers_units_of_this_host_and_commands() {
+    let directory = written();
+    let programs = directory.path().join("bin");
+    std::fs::create_dir(&programs).expect("a directory");
+    // As systemctl answers for that scope.
+    let text = "#!/bin/sh\n[ $1 = --user ] && echo comfyui.service enabled || echo ollama.service enabled disabled\n";
+    let systemctl = programs.join("systemctl");
+    std::fs::write(&systemctl, text).expect("a script");
+    std::fs::set_permissions(&systemctl, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("its mode");
+    let complete = |line: &str| {
+        let script = "PATH=$PWD/bin:$PATH; source ./nvsharectl.bash && COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)) && \
+                      _nvsharectl_of_this_host \"$1\" \"${@: -1}\" \"${@: -2:1}\" && printf '%s\\n' \"${COMPREPLY[@]}\"";
+        let words: Vec<&str> = ["--norc", "-c", script, "bash"].into_iter().chain(line.split(' ')).collect();
+        ask("bash", &words, directory.path()).map(|said| said.lines().map(str::to_owned).collect::<Vec<_>>())
+    };
+    for (line, offered) in [
+        ("nvsharectl adopt o", "ollama.service"),
+        ("nvsharectl adopt --user c", "comfyui.service"),
+        ("nvsharectl preload enable --unit ", "ollama.service"),
+        ("nvsharectl adopt --res", "--restart"),
+        ("nvsharectl run -- systemct", "systemctl"),
+        ("nvsharectl prel", "preload"),
+    ] {
+        let Some(said) = complete(line) else { return };
+        assert!(said.iter().any(|word| word == offered), "{line}: {said:?}");
+    }
+}
+
+#[test]
 fn zsh_takes_it() {
     let directory = written();
     // compinit finds the function by its first line.
