@@ -149,7 +149,7 @@ fn run_logged(
     if options.in_pod {
         node::sees_the_host().map_err(StartError::new)?;
     }
-    let sockets = Sockets::open(&options, &config)?;
+    let sockets = Sockets::open(&options, &config, state.is_some())?;
     // It needs none: `/proc` and NVML answer every user. As a service it starts without any. Threads inherit none either, so
     // none is started before.
     privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
@@ -196,6 +196,8 @@ struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
     metrics: Vec<OwnedFd>,
+    /// Why metrics are not served where the configuration says.
+    metrics_error: Option<String>,
     clients_path: PathBuf,
     stored: Vec<StoredConnection>,
     /// Names of descriptors that this version does not know.
@@ -205,7 +207,12 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn open(options: &Options, config: &Config) -> Result<Self, StartError> {
+    /// A service (`is_service`) starts without the socket for metrics if that cannot be opened: without a scheduler no limit of
+    /// any rule would hold.
+    ///
+    /// # Errors
+    /// If one of the others cannot be opened.
+    fn open(options: &Options, config: &Config, is_service: bool) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut all_bound = Vec::new();
         let clients_path = options.socket.clone().unwrap_or_else(|| CLIENTS_SOCKET.into());
@@ -235,13 +242,21 @@ impl Sockets {
                 }
             }
         };
-        let mut metrics = given.metrics;
-        if let Some((socket, bound)) = metrics::listen::bind(&config.metrics).map_err(StartError::new)? {
-            metrics.push(socket);
-            all_bound.extend(bound);
+        let (mut metrics, mut metrics_error) = (given.metrics, None);
+        match metrics::listen::bind(&config.metrics) {
+            Ok(Some((socket, bound))) => {
+                metrics.push(socket);
+                all_bound.extend(bound);
+            }
+            Ok(None) => {}
+            Err(e) if is_service => {
+                error!(name: "metrics-not-served", "{e}");
+                metrics_error = Some(e);
+            }
+            Err(e) => return Err(StartError::new(e)),
         }
         let (stored, unknown) = (given.stored, given.unknown);
-        Ok(Self { clients, control, metrics, clients_path, stored, unknown, _bound: all_bound })
+        Ok(Self { clients, control, metrics, metrics_error, clients_path, stored, unknown, _bound: all_bound })
     }
 }
 
@@ -276,12 +291,14 @@ impl Startup {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut hang_up = signal(SignalKind::hangup())?;
-        let Sockets { clients, control: control_socket, metrics, clients_path, stored, unknown, _bound } = sockets;
+        let Sockets { clients, control: control_socket, metrics, metrics_error, clients_path, stored, unknown, _bound } =
+            sockets;
         unknown.iter().for_each(|name| systemd::forget(name));
 
         let (settings, settings_changed) = watch::channel(config.settings.clone());
         let core = Rc::new(RefCell::new(Core::new(config, record, settings)?));
         core.borrow_mut().set_configuration_error(error);
+        core.borrow_mut().set_metrics_error(metrics_error);
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().create_lock_files_in(directory);
         }

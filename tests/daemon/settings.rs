@@ -275,7 +275,15 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     told(&daemon, "the default settings");
     fs::remove_file(drop_ins.join("zz.toml")).expect("the wrong one");
     ctl(&daemon, &["reload"]);
-    assert_eq!((problems(&daemon).as_str(), get(&daemon)), ("", before));
+    assert_eq!((problems(&daemon).as_str(), get(&daemon)), ("", before.clone()));
+
+    // A socket that cannot be opened is no reason to have no scheduler.
+    fs::write(drop_ins.join("zz.toml"), "[metrics]\nlisten = \"/proc/no/metrics.sock\"\n").expect("a drop-in");
+    ctl(&daemon, &["reload"]);
+    let daemon = again(daemon, None);
+    daemon.log.wait("ERROR cannot serve metrics on /proc/no/metrics.sock");
+    assert_eq!(get(&daemon), before);
+    assert!(daemon.ctl(&[]).stdout.contains("cannot serve metrics on /proc/no/metrics.sock"));
 }
 
 #[test]

@@ -105,6 +105,8 @@ pub struct Core {
     pub(super) settings: watch::Sender<Settings>,
     /// The error of the configuration files when they were last read, and the configuration in effect instead.
     configuration_error: Option<String>,
+    /// Why metrics are not served where the configuration says.
+    metrics_error: Option<String>,
     problems: watch::Sender<Vec<String>>,
     pub(super) present: watch::Sender<Present>,
     /// How often programs have attached GPUs, and whether they have any.
@@ -350,6 +352,7 @@ impl Core {
             logged_unverified: false,
             settings,
             configuration_error: None,
+            metrics_error: None,
             problems: watch::Sender::default(),
             present: watch::Sender::default(),
             attachments: 0,
@@ -433,6 +436,11 @@ impl Core {
         self.publish_problems();
     }
 
+    pub fn set_metrics_error(&mut self, error: Option<String>) {
+        self.metrics_error = error;
+        self.publish_problems();
+    }
+
     /// Sentences about what keeps the scheduler from working as it is set up.
     pub fn problems(&self) -> watch::Receiver<Vec<String>> {
         self.problems.subscribe()
@@ -449,7 +457,8 @@ impl Core {
     pub(super) fn publish_problems(&self) {
         let configuration = self.configuration_error.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
-        let problems: Vec<String> = configuration.into_iter().chain(self.driver_problem()).collect();
+        let others = [self.metrics_error.clone(), self.driver_problem()];
+        let problems: Vec<String> = configuration.into_iter().chain(others.into_iter().flatten()).collect();
         if *self.problems.borrow() != problems {
             self.problems.send_replace(problems);
             self.signals.turns.notify_one(); // for the status line
