@@ -28,7 +28,18 @@ impl std::error::Error for ConfigError {}
 /// # Errors
 /// A sentence with the place of the mistake.
 pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
-    toml::from_str(text).map_err(|e| wrong(text, path, e.span().map_or(0, |span| span.start), e.message().to_owned()))
+    toml::from_str(text).map_err(|e| {
+        let at = e.span().map_or(0, |span| span.start);
+        let reason = if lacks_value(text, at) { "there is no value after `=`" } else { e.message() };
+        wrong(text, path, at, reason.to_owned())
+    })
+}
+
+/// Whether there should be a value at that byte of a file, and the line ends.
+fn lacks_value(text: &str, at: usize) -> bool {
+    let (before, after) = text.split_at_checked(at).unwrap_or((text, ""));
+    let is_end = |rest: &str| rest.is_empty() || rest.starts_with(['\n', '\r', '#']);
+    before.trim_end_matches([' ', '\t']).ends_with('=') && is_end(after.trim_start_matches([' ', '\t']))
 }
 
 /// An error about that byte of a file.

@@ -11,7 +11,7 @@ use super::document::{ConfigError, parse, position, wrong};
 use super::log_level::{LogLevel, read_log_level};
 use super::metrics::{Listen, MetricsSection};
 use super::paths::CONFIGURATION;
-use super::rules::{self, Origin, RawRule, Rule, Rules};
+use super::rules::{self, Origin, RawRule, Rule, Rules, Unknown};
 use super::settings::{
     self, AccountingSection, MemorySection, SchedulerSettings, read_anti_thrash, read_context, read_max_clients,
     read_max_wait, read_placement, read_policy, read_reserve, read_sleep_after, read_time_period, read_time_quantum,
@@ -79,18 +79,18 @@ impl Config {
 
     /// Reads the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        Self::read([(path, text)])
+        Self::read([(path, text)], Unknown::Mistake)
     }
 
     /// Reads the texts of files, the main one first. Of a setting, the last occurrence counts. Rules of drop-ins are
     /// tried before those of the main file, so that a drop-in can override them.
-    fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>) -> Result<Self, ConfigError> {
+    fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>, unknown: Unknown) -> Result<Self, ConfigError> {
         let mut all = File::default();
         let mut rules: Vec<Vec<Rule>> = Vec::new();
         for (path, text) in files {
             let mut file: File = parse(text, path)?;
             let line_of = |at| position(text, at).0;
-            let read = rules::read(std::mem::take(&mut file.rule), path, line_of);
+            let read = rules::read(std::mem::take(&mut file.rule), path, unknown, line_of);
             rules.push(read.map_err(|(span, reason)| wrong(text, path, span.start, reason))?);
             all = file.over(all);
         }
@@ -171,7 +171,20 @@ impl Sources {
     /// # Errors
     /// The first mistake in the texts.
     pub fn config(&self) -> Result<Config, ConfigError> {
-        Config::read(self.file.iter().map(|source| (source.path.as_path(), source.text.as_str())))
+        self.read_with(Unknown::Mistake)
+    }
+
+    /// The configuration of texts that had no mistake once. Accounts that they name may be gone since, or their directory service
+    /// may not answer yet: that must not cost the other rules.
+    ///
+    /// # Errors
+    /// The first mistake in the texts.
+    pub fn config_as_before(&self) -> Result<Config, ConfigError> {
+        self.read_with(Unknown::Nobody)
+    }
+
+    fn read_with(&self, unknown: Unknown) -> Result<Config, ConfigError> {
+        Config::read(self.file.iter().map(|source| (source.path.as_path(), source.text.as_str())), unknown)
     }
 
     /// The files that exist.
@@ -394,6 +407,8 @@ mod tests {
                 "time-quantum = \"soon\"",
                 "nvshare.toml:1:16: time-quantum: \"soon\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"",
             ),
+            ("time-quantum =", "nvshare.toml:1:15: there is no value after `=`"),
+            ("time-quantum = # 30\n", "nvshare.toml:1:16: there is no value after `=`"),
             (
                 "time-quantum = true",
                 "nvshare.toml:1:16: invalid type: boolean `true`, expected a duration in whole seconds, like \"30s\" for time-quantum",

@@ -259,7 +259,7 @@ fn limits(
     line_of: &impl Fn(usize) -> usize,
 ) -> Result<RuleLimits, Mistake> {
     let span = rule.span();
-    let read = rules::read(vec![rule], path, line_of)?;
+    let read = rules::read(vec![rule], path, rules::Unknown::Mistake, line_of)?;
     match read.first() {
         Some(rule) if rule.subject == Subject::default() && rule.name.is_empty() => Ok(rule.limits),
         _ => {

@@ -25,7 +25,7 @@ pub use gpu_hours::{GpuHours, Window};
 pub use gpu_names::GpuName;
 pub use list::Rules;
 pub use matching::Instance;
-pub use parse::{RawRule, read, read_one};
+pub use parse::{RawRule, Unknown, read, read_one};
 pub use places::Whereabouts;
 pub use rule::{Origin, Rule, Subject};
 pub use runtime::{Added, Addition};

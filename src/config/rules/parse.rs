@@ -55,15 +55,32 @@ enum Account {
     Number(u32),
 }
 
+/// What becomes of a rule for an account that this host does not know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unknown {
+    /// It is a mistake.
+    Mistake,
+    /// The rule is for nobody.
+    Nobody,
+}
+
+/// The number that no user and no group has: system calls take it for "unchanged".
+const NOBODY: u32 = u32::MAX;
+
 /// The position and the description of a mistake.
 pub type Mistake = (Range<usize>, String);
 
 /// Reads the rules of one file. `line_of` gives the line of a byte in the file.
-pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> usize) -> Result<Vec<Rule>, Mistake> {
+pub fn read(
+    raw: Vec<Spanned<RawRule>>,
+    file: &Path,
+    unknown: Unknown,
+    line_of: impl Fn(usize) -> usize,
+) -> Result<Vec<Rule>, Mistake> {
     let rule = |raw: Spanned<RawRule>| {
         let span = raw.span();
         let origin = Origin { file: file.into(), line: line_of(span.start) };
-        raw.into_inner().check(span, origin)
+        raw.into_inner().check(span, origin, unknown)
     };
     raw.into_iter().map(rule).collect()
 }
@@ -74,11 +91,11 @@ pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> 
 /// A sentence about the first mistake.
 pub fn read_one(text: &str, origin: Origin) -> Result<Rule, String> {
     let raw: RawRule = toml::from_str(text).map_err(|e| e.message().to_owned())?;
-    raw.check(0..0, origin).map_err(|(_, reason)| reason)
+    raw.check(0..0, origin, Unknown::Mistake).map_err(|(_, reason)| reason)
 }
 
 impl RawRule {
-    fn check(self, span: Range<usize>, origin: Origin) -> Result<Rule, Mistake> {
+    fn check(self, span: Range<usize>, origin: Origin, unknown: Unknown) -> Result<Rule, Mistake> {
         let (memory, share, places) = (self.memory()?, self.share()?, self.places()?);
         let unit = self.unit.map(|text| pattern("unit", text)).transpose()?;
         let slice = self.slice.map(|text| pattern("slice", text)).transpose()?;
@@ -89,8 +106,8 @@ impl RawRule {
             container: self.container.map(|text| pattern("container", text)).transpose()?.map(|(glob, _)| glob),
             pod: self.pod.map(|text| pattern("pod", text)).transpose()?.map(|(glob, _)| glob),
             claim: self.claim.map(|text| pattern("claim", text)).transpose()?.map(|(glob, _)| glob),
-            user: self.user.map(|user| account("user", user, user_id)).transpose()?,
-            group: self.group.map(|group| account("group", group, group_id)).transpose()?,
+            user: self.user.map(|user| account("user", user, unknown, user_id)).transpose()?,
+            group: self.group.map(|group| account("group", group, unknown, group_id)).transpose()?,
         };
         let is_empty = memory.is_none() && share.is_none() && self.gang.is_none() && self.sleep_after.is_none();
         if is_empty && self.gpu_hours.is_none() && places == Whereabouts::default() {
@@ -182,6 +199,7 @@ impl RawRule {
 fn account(
     what: &str,
     given: Spanned<Account>,
+    unknown: Unknown,
     find: impl Fn(&str) -> Result<Option<u32>, String>,
 ) -> Result<u32, Mistake> {
     let span = given.span();
@@ -189,6 +207,7 @@ fn account(
         Account::Number(id) => Ok(id),
         Account::Name(name) => match find(&name) {
             Ok(Some(id)) => Ok(id),
+            _ if unknown == Unknown::Nobody => Ok(NOBODY),
             Ok(None) => Err((span, format!("{what}: there is no {what} {name:?} here: a name or a number is allowed"))),
             Err(e) => Err((span, format!("{what}: cannot look up {name:?}: {e}"))),
         },

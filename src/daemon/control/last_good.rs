@@ -51,7 +51,7 @@ impl LastGood {
     /// the error and ends.
     pub fn fallback(&self) -> Option<Fallback> {
         self.0.as_ref()?;
-        let kept = self.read().and_then(|sources| sources.config().ok());
+        let kept = self.read().and_then(|sources| sources.config_as_before().ok());
         Some(match kept {
             Some(config) => Fallback { config, is_default: false },
             None => Fallback { config: Config::default(), is_default: true },
@@ -67,4 +67,31 @@ impl LastGood {
 pub fn in_effect_despite(error: &str, is_default: bool) -> String {
     let instead = if is_default { "the default settings" } else { "the last configuration without an error" };
     format!("{error} (in effect: {instead})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_for_an_account_that_is_gone_is_for_nobody_and_the_others_hold() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let kept = LastGood::new(Some(directory.path()));
+        let text = r#"
+            [[file]]
+            path = "/etc/nvshare/nvshare.toml"
+            text = """
+            [[rule]]
+            user = "no-such-user-anywhere"
+            memory-max = "8G"
+            [[rule]]
+            user = 5
+            memory-max = "9G"
+            """
+        "#;
+        std::fs::write(directory.path().join(FILE), text).expect("a file");
+        let Fallback { config, is_default } = kept.fallback().expect("a configuration");
+        let users: Vec<Option<u32>> = config.rules.all().map(|rule| rule.subject.user).collect();
+        assert_eq!((is_default, users), (false, vec![Some(u32::MAX), Some(5)]));
+    }
 }
