@@ -21,17 +21,17 @@ pub fn release(target: &Target, lasts: Duration) -> Result<String, CtlError> {
     if users.is_empty() {
         return Ok(format!("The scheduler has released the driver, for {seconds} s or until a program uses a GPU.\n"));
     }
-    let lines: String = users.iter().map(|id| line(*id, clients.iter().find(|client| client.id == *id))).collect();
+    let lines: String =
+        users.iter().filter_map(|id| clients.iter().find(|client| client.id == *id)).map(line).collect();
     Err(CtlError::Failed(format!(
         "the scheduler has released the driver, but programs use it: stop them, then run this again\n{}",
         lines.trim_end()
     )))
 }
 
-pub(super) fn line(id: u64, client: Option<&Client>) -> String {
-    match client {
-        Some(Client { pid, name, unit, .. }) if unit.is_empty() => format!("  client {id}: {name} (pid {pid})\n"),
-        Some(Client { pid, name, unit, .. }) => format!("  client {id}: {name} (pid {pid}, unit {unit})\n"),
-        None => format!("  client {id}\n"), // it has just ended
+pub(super) fn line(Client { pid, name, unit, .. }: &Client) -> String {
+    match unit.as_str() {
+        "" => format!("  {name} (process {pid})\n"),
+        unit => format!("  {name} (process {pid}, unit {unit})\n"),
     }
 }

@@ -121,8 +121,7 @@ impl There {
 
     fn result(&self, gpu: &str) -> Result<String, CtlError> {
         let lines = |clients: &[Client], why: fn(&Client) -> String| {
-            let line =
-                |client: &Client| format!("{}{}\n", driver::line(client.id, Some(client)).trim_end(), why(client));
+            let line = |client: &Client| format!("{}{}\n", driver::line(client).trim_end(), why(client));
             clients.iter().map(line).collect::<String>()
         };
         let mut text = String::new();
@@ -175,9 +174,9 @@ mod tests {
         let pids = |clients: &[Client]| clients.iter().map(|client| client.pid).collect::<Vec<_>>();
         assert_eq!((pids(&there.leave), pids(&there.asleep), pids(&there.stay)), (vec![1, 4], vec![2], vec![]));
         let text = there.result("0").expect("nobody stays");
-        assert!(text.contains("undrain 0") && text.ends_with("  client 2: python (pid 2)\n"), "{text}");
+        assert!(text.contains("undrain 0") && text.ends_with("  python (process 2)\n"), "{text}");
         let there = There::of(vec![client(3, "awake", "it is in a gang")], "GPU-1");
         let text = there.result("0").expect_err("one stays").to_string();
-        assert!(text.contains("  client 3: python (pid 3): it is in a gang\n"), "{text}");
+        assert!(text.contains("  python (process 3): it is in a gang\n"), "{text}");
     }
 }

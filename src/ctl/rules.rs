@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use toml::Value;
 use zbus::{OwnedVariant, Variant};
 
-use super::{CtlError, Target, block_on, password, status};
+use super::{CtlError, Target, block_on, password};
 use crate::bus::SchedulerProxy;
 use crate::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
-use crate::identity::printable;
+use crate::identity::{printable, user_name};
 
 /// Keys whose value is a list, separated by commas.
 const LISTS: [&str; 1] = ["allowed-gpus"];
@@ -55,7 +55,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
         keys.sort_by_key(|(key, _)| (place(key), key.clone()));
         let lines = keys.into_iter().filter_map(|(key, value)| {
             let name = match &*value {
-                Variant::I64(uid) if key == "user" => u32::try_from(*uid).ok().and_then(status::name_of),
+                Variant::I64(uid) if key == "user" => u32::try_from(*uid).ok().and_then(user_name),
                 _ => None,
             };
             let name = name.map_or(String::new(), |name| format!(" # {}", printable(&name)));

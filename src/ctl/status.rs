@@ -11,6 +11,7 @@ use super::{CtlError, Target, block_on};
 use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy};
 use crate::config::units;
+use crate::identity::user_name;
 
 /// The format of the output.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -120,7 +121,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
         let (bytes, user, ends) = (units::size(*bytes), user(*uid), seconds(*ends_in));
         let free = if *ready { "" } else { " as soon as they are free" };
         say(&format!(
-            "room     {bytes} are kept free{free} for {who} (process {pid}) of {user}; this ends in {ends} unless {who} renews it"
+            "room     {bytes} are kept free{free} for {who} (process {pid}) of {user}; this ends in {ends} unless renewed"
         ));
     }
     let in_rooms = gpu.rooms.iter().flatten().any(|_| true);
@@ -403,24 +404,13 @@ pub(super) fn command(client: &Client) -> String {
 
 /// The name of a user of this host, or the number.
 fn user(uid: u32) -> String {
-    name_of(uid).unwrap_or_else(|| uid.to_string())
+    user_name(uid).unwrap_or_else(|| uid.to_string())
 }
 
 /// A tenant's display name: for a user, the user name if this host has it.
 pub(super) fn tenant(tenant: &str) -> String {
     let uid = tenant.strip_prefix("user ").and_then(|uid| uid.parse().ok());
-    uid.and_then(name_of).unwrap_or_else(|| tenant.to_owned())
-}
-
-/// A user's name on this host. Reads only /etc/passwd: a static program cannot use other name
-/// services.
-pub(super) fn name_of(uid: u32) -> Option<String> {
-    let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-    accounts.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let name = fields.next()?;
-        (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
-    })
+    uid.and_then(user_name).unwrap_or_else(|| tenant.to_owned())
 }
 
 #[cfg(test)]

@@ -4,10 +4,12 @@
 mod cgroup;
 mod printable;
 mod tenant;
+mod user_name;
 
 pub use cgroup::{Cgroup, Owned, is_slice, is_unit, name};
 pub use printable::printable;
 pub use tenant::{Place, Tenant};
+pub use user_name::{user_in_words, user_name};
 
 /// A process that connected.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

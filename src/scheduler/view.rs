@@ -41,8 +41,8 @@ pub struct GpuView {
     pub waiters: Vec<WaiterView>,
     /// When the next turn ends, or the GPU is looked at again for another reason. `None`: nothing is due.
     pub next: Option<Time>,
-    /// Bytes per second of the link to the host, in each direction, as far as that is known.
-    pub link: u64,
+    /// Bytes per second of the link to the host, in each direction, if that is known.
+    pub link: Option<u64>,
     /// Bytes of the overhead that are kept free for other programs: for rooms, or ahead of programs that grow.
     pub kept: u64,
     pub rooms: Vec<RoomView>,

@@ -150,7 +150,7 @@ fn polkit_is_asked_about_the_sender_and_heeded() {
                 let (name, text) = refusal(refused);
                 assert_eq!(name, NOT_AUTHORIZED);
                 assert!(
-                    text.starts_with("user 65534 may not ") && text.ends_with(": polkit does not allow it"),
+                    text.starts_with("user nobody may not ") && text.ends_with(": polkit does not allow it"),
                     "{text}"
                 );
             }
@@ -158,7 +158,7 @@ fn polkit_is_asked_about_the_sender_and_heeded() {
         polkit.say(Says::Challenge);
         let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, plain).await);
         assert_eq!(name, NEEDS_PASSWORD);
-        let wanted = "user 65534 may not change the time quantum without a password, which the call does not allow";
+        let wanted = "user nobody may not change the time quantum without a password, which the call does not allow";
         assert_eq!(text, wanted);
         let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, interactive).await);
         assert_eq!(name, NOT_AUTHORIZED);
@@ -209,7 +209,7 @@ fn a_lock_is_for_whom_polkit_allows_it() {
         assert_eq!(told(&question, "gpu").as_deref(), Some(GPU_NAME));
         assert_eq!(told(&question, "rule").as_deref(), Some(""));
         polkit.say(Says::No);
-        let refused = format!("user 65534 may not acquire the lock of {GPU_NAME}: polkit does not allow it");
+        let refused = format!("user nobody may not acquire the lock of {GPU_NAME}: polkit does not allow it");
         assert_eq!(refusal(acquire(&scheduler).await), (NOT_AUTHORIZED.to_owned(), refused));
         polkit.asked();
         // Nobody is asked for a password for what cannot be had.
@@ -232,7 +232,7 @@ fn a_room_is_for_whom_polkit_allows_it() {
         assert_eq!(question.action, "org.nvshare.Scheduler1.make-room");
         assert_eq!(question.details.get("gpu").map(String::as_str), Some(GPU_NAME));
         polkit.say(Says::No);
-        let refused = format!("user 65534 may not have memory of {GPU_NAME} kept free: polkit does not allow it");
+        let refused = format!("user nobody may not have memory of {GPU_NAME} kept free: polkit does not allow it");
         assert_eq!(refusal(make(1 << 30).await), (NOT_AUTHORIZED.to_owned(), refused));
         polkit.asked();
         // Nobody is asked for a password for what cannot be had.
@@ -268,7 +268,7 @@ fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
         let scheduler = scheduler(&stranger).await;
         let (name, text) = refusal(acquire(&scheduler).await);
         assert_eq!(name, NOT_AUTHORIZED);
-        assert!(text.starts_with("user 65534 may not acquire the lock of GPU-"), "{text}");
+        assert!(text.starts_with("user nobody may not acquire the lock of GPU-"), "{text}");
         assert!(text.ends_with(": it may not read and write /dev/nvidia0"), "{text}");
         assert_eq!(polkit.asked(), [], "no password opens the device");
 
@@ -330,7 +330,7 @@ fn a_debug_bundle_has_an_action_of_its_own() {
         assert_eq!(question.action, DEBUG);
         polkit.say(Says::No);
         let refused = refusal(scheduler.create_debug_bundle(HashMap::new()).await);
-        let text = "user 65534 may not create a debug bundle: polkit does not allow it";
+        let text = "user nobody may not create a debug bundle: polkit does not allow it";
         assert_eq!(refused, (NOT_AUTHORIZED.to_owned(), text.to_owned()));
     });
 }
@@ -467,7 +467,7 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
 
         let (name, text) = refusal(set_quantum(&stranger, 45).await);
         assert_eq!(name, NOT_AUTHORIZED);
-        assert_eq!(text, "user 65534 may not change the time quantum: there is no polkit, so only root may");
+        assert_eq!(text, "user nobody may not change the time quantum: there is no polkit, so only root may");
         let (name, text) = refusal(acquire(&scheduler).await);
         assert_eq!(name, NOT_AUTHORIZED);
         assert!(
@@ -520,7 +520,7 @@ fn nvsharectl_says_what_to_do() {
         let (code, text) = run(Stdio::null()).await;
         assert_eq!(code, Some(1));
         let refused =
-            "nvsharectl: user 65534 may not change the time quantum: polkit does not allow it (try it with sudo)\n";
+            "nvsharectl: user nobody may not change the time quantum: polkit does not allow it (try it with sudo)\n";
         assert_eq!(text, refused);
         polkit.say(Says::Challenge);
         let (code, text) = run(Stdio::null()).await;

@@ -284,7 +284,11 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
     ];
     let rooms = gpu.rooms.iter().flatten().map(|room| {
         let (bytes, who) = (units::size(room.bytes), printable(&room.who));
-        format!("{bytes} are kept free for {who} ({}), {} left.", room.pid, seconds(room.ends_in))
+        format!(
+            "{bytes} are kept free for {who} ({}); this ends in {} unless renewed.",
+            room.pid,
+            seconds(room.ends_in)
+        )
     });
     let number = number(gpu);
     let kind = if gpu.kind == "mig" { "MIG" } else { "GPU" };

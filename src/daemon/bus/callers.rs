@@ -15,7 +15,7 @@ use super::gate::{Gate, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
 use crate::daemon::transport::peer::{self, Process, Where};
-use crate::identity::{Identity, printable};
+use crate::identity::{Identity, printable, user_in_words};
 use crate::sys::access;
 
 /// The way to identify callers.
@@ -212,7 +212,7 @@ impl Caller<'_> {
 
     async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {
         self.is_of_the_host(what)?;
-        let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
+        let only_root = |why: &str| format!("{} may not {what}: {why}only root may", self.user());
         match self.from {
             _ if self.uid == 0 => Ok(()),
             From::Peer if self.uid == rustix::process::geteuid().as_raw() => Ok(()),
@@ -256,8 +256,8 @@ impl Caller<'_> {
                     HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
                 match self.ask(action, details).await {
                     Answer::Absent => Err(denied(format!(
-                        "user {} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
-                        self.uid
+                        "{} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
+                        self.user()
                     ))),
                     answer => self.heed(answer, what),
                 }
@@ -271,12 +271,16 @@ impl Caller<'_> {
             Ok(false) => format!("it may not read and write {device}"),
             Err(e) => format!("cannot examine {device}: {e}"),
         };
-        Err(denied(format!("user {} may not {what}: {why}", self.uid)))
+        Err(denied(format!("{} may not {what}: {why}", self.user())))
     }
 
-    /// The caller, for the log: `user 0 (nvsharectl, process 77)`.
+    fn user(&self) -> String {
+        user_in_words(self.uid)
+    }
+
+    /// The caller, for the log: `user root (nvsharectl, process 77)`.
     pub fn label(&self) -> String {
-        format!("user {} ({}, process {})", self.uid, printable(&self.program()), self.pid)
+        format!("{} ({}, process {})", self.user(), printable(&self.program()), self.pid)
     }
 
     /// The short name of the caller's process, for people.
@@ -310,14 +314,13 @@ impl Caller<'_> {
         let why = match answer {
             Answer::Yes => return Ok(()),
             Answer::Challenge => {
-                let text =
-                    format!("user {} may not {what} without a password, which the call does not allow", self.uid);
+                let text = format!("{} may not {what} without a password, which the call does not allow", self.user());
                 return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
             Answer::No(why) => why,
             Answer::Absent => "there is no polkit".into(),
         };
-        debug!("user {} may not {what}: {why}", self.uid);
-        Err(denied(format!("user {} may not {what}: {why}", self.uid)))
+        debug!("{} may not {what}: {why}", self.user());
+        Err(denied(format!("{} may not {what}: {why}", self.user())))
     }
 }

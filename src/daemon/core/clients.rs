@@ -44,6 +44,12 @@ fn of_pod(identity: &Identity) -> String {
     }
 }
 
+/// Whether that is what a client calls its library that asks which GPUs a command may use, as `nvsharectl run` does, and uses
+/// none itself. Its line in the log has other words; who lies here is still in the log.
+fn asks_for_a_command(library: &str) -> bool {
+    library == "nvsharectl"
+}
+
 impl Core {
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, mut arrival: Arrival) -> ClientId {
@@ -57,7 +63,14 @@ impl Core {
         let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
         if self.log_limit.allows("connected", tenant) {
             let (library, of) = (printable(&arrival.library), of_pod(&identity));
-            info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected");
+            match asks_for_a_command(&arrival.library) {
+                true => {
+                    info!(name: "gpus-asked", client = client.0, pid, uid, unit, %tenant, "{name}{of} asks for the GPUs of a command")
+                }
+                false => {
+                    info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected")
+                }
+            }
         }
         let is_asleep = arrival.is_asleep;
         self.add_client(client, arrival, gang, false);
@@ -208,7 +221,8 @@ impl Core {
         }
         let Identity { pid, uid, unit, name, tenant, .. } = &*gone.identity;
         let identity = &gone.identity;
-        if self.log_limit.allows("gone", tenant) {
+        let only_asked = asks_for_a_command(&gone.library) && gone.gpus.is_empty();
+        if !only_asked && self.log_limit.allows("gone", tenant) {
             let of = of_pod(identity);
             info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
         }

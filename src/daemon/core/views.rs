@@ -237,7 +237,7 @@ impl View {
                 expected_starts: Some(starts.map(|(client, start)| (client, start.as_secs_f64())).collect()),
                 swapped_in_bytes: Some(counted.swapped_in),
                 swapped_out_bytes: Some(counted.swapped_out),
-                link_rate: Some(seen.link),
+                link_rate: seen.link,
                 kept: Some(seen.kept),
                 rooms: Some(self.present_rooms(&seen.rooms)),
             })

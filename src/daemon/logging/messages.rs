@@ -7,6 +7,7 @@ pub fn id(name: &str) -> Option<&'static str> {
 }
 
 const IDS: &[(&str, &str)] = &[
+    ("gpus-asked", "6b1f2d7c0a9e4d35b8c4f07e92a6d518"),
     ("client-connected", "bb785cb9d05f4fc3b70e30440bfbf0b8"),
     ("client-resumed", "4684efeb46d043ed97bbc4e456db5dae"),
     ("lock-lost", "5aecf845431d4cefb6face3fa971fa4a"),
@@ -38,6 +39,7 @@ const IDS: &[(&str, &str)] = &[
     ("settings-unsaved", "e1f5d85264cd433b8d56ce7675edb146"),
     ("configuration-read", "9f559feef19a448ea34021bab3d87425"),
     ("configuration-wrong", "e5a46eb3aef9431ba14731b7ac8c622c"),
+    ("metrics-not-served", "2f0a6f4b7f5c4d0b9c5b0e8d7a4e61f3"),
     ("sleep", "fe450a46ae884458b566c7ba17a7f303"),
     ("woken", "a94602fa24c245b1b4cfb7d9ca178fa3"),
     ("started", "acf6bc07a00d4831a5ed96566922874a"),

@@ -21,11 +21,13 @@ pub(crate) struct Rates {
     out: u64,
     /// Of copies of memory that comes back.
     back: u64,
+    /// `back` is the link's, not an estimate.
+    is_known: bool,
 }
 
 impl Default for Rates {
     fn default() -> Self {
-        Self { out: FIRST_RATE, back: RATE_BACK }
+        Self { out: FIRST_RATE, back: RATE_BACK, is_known: false }
     }
 }
 
@@ -34,10 +36,12 @@ impl Rates {
     pub fn link_found(&mut self, rate: u64) {
         self.back = rate.clamp(RATES.0, RATES.1);
         self.out = self.back;
+        self.is_known = true;
     }
 
-    pub fn link(&self) -> u64 {
-        self.back
+    /// The rate of the link, if it was found.
+    pub fn link(&self) -> Option<u64> {
+        self.is_known.then_some(self.back)
     }
 
     /// The time to evict `bytes` if all of them must be copied.

@@ -1,0 +1,17 @@
+//! Names of users.
+
+/// A user's name on this host. Reads only /etc/passwd: a static program cannot use other name services, and those may take their
+/// time.
+pub fn user_name(uid: u32) -> Option<String> {
+    let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    accounts.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
+    })
+}
+
+/// A user in messages: `user bob`, or the number where no name is known.
+pub fn user_in_words(uid: u32) -> String {
+    format!("user {}", user_name(uid).unwrap_or_else(|| uid.to_string()))
+}
