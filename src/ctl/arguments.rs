@@ -223,8 +223,8 @@ pub enum Verb {
         /// What it is for, likewise
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
-        /// What happens to the command if the lock is lost, because the scheduler ends: it goes on, is paused until the lock is
-        /// held again, or is terminated
+        /// What happens to the command if the lock is lost, because its turn is over or the scheduler ends: it goes on, is paused
+        /// until the lock is held again, or is terminated
         #[arg(
             long,
             value_name = "continue|pause|terminate",

@@ -3,12 +3,14 @@
 
 use std::io::{IsTerminal, Read};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::{Pid, Signal, kill_process};
 use zbus::proxy::{CacheProperties, MethodFlags};
 use zbus::wire::{DynamicDeserialize, DynamicType};
 use zbus::{Proxy, Variant};
 
+use super::progress::LOOK;
 use crate::bus::{NAME, SchedulerProxy};
 
 const PASSWORD_NEEDED: &str = "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired";
@@ -44,6 +46,9 @@ where
 {
     let reply = match proxy.call_with_flags(method, MethodFlags::empty(), body).await {
         Err(e) if needs_password(&e) && std::io::stdin().is_terminal() => {
+            let _question = Question::begin();
+            // Until then a progress line is erased, over which polkit would ask otherwise.
+            tokio::time::sleep(2 * LOOK).await;
             let _agent = Agent::start();
             proxy.call_with_flags(method, MethodFlags::ALLOW_INTERACTIVE_AUTH, body).await?
         }
@@ -57,6 +62,29 @@ fn needs_password(error: &zbus::Error) -> bool {
         zbus::Error::MethodError(name, ..) => *name == PASSWORD_NEEDED,
         zbus::Error::FDO(error) => matches!(**error, zbus::fdo::Error::InteractiveAuthorizationRequired(_)),
         _ => false,
+    }
+}
+
+static ASKS: AtomicBool = AtomicBool::new(false);
+
+/// Whether polkit may be asking for a password on the terminal: nothing else writes there meanwhile.
+pub(super) fn asks() -> bool {
+    ASKS.load(Ordering::Relaxed)
+}
+
+/// The terminal is polkit's until this value is dropped.
+struct Question;
+
+impl Question {
+    fn begin() -> Self {
+        ASKS.store(true, Ordering::Relaxed);
+        Self
+    }
+}
+
+impl Drop for Question {
+    fn drop(&mut self) {
+        ASKS.store(false, Ordering::Relaxed);
     }
 }
 

@@ -34,7 +34,7 @@ fn text(groups: &[Pressure]) -> String {
         ("300s", Align::Right),
     ]);
     for group in groups {
-        let averages = [
+        let averages: [f64; 6] = [
             group.some_avg10,
             group.some_avg60,
             group.some_avg300,
@@ -43,6 +43,10 @@ fn text(groups: &[Pressure]) -> String {
             group.full_avg300,
         ];
         let averages = averages.map(|percent| format!("{percent:.1}%"));
+        // Of programs that have ended, or that never waited. A GPU has its line in any case.
+        if group.kind != "gpu" && averages.iter().all(|percent| percent == "0.0%") {
+            continue;
+        }
         let name = if group.kind == "tenant" { status::tenant(&group.name) } else { group.name.clone() };
         table.row([group.kind.clone(), name].into_iter().chain(averages).collect());
     }
@@ -79,7 +83,8 @@ mod tests {
         };
         let expected = "KIND  NAME   SOME 10s   60s  300s  FULL 10s   60s  300s\n\
                         gpu   GPU-1     33.3%  0.0%  0.0%      0.0%  0.0%  0.1%\n";
-        assert_eq!(text(&[group]), expected);
+        let ended = Pressure { kind: "tenant".into(), name: "user 5".into(), some_avg300: 0.04, ..Pressure::default() };
+        assert_eq!(text(&[group, ended]), expected);
         assert!(text(&[]).starts_with("No program"));
     }
 }

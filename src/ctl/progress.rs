@@ -4,6 +4,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+use super::password;
 use crate::identity::printable;
 
 /// Shorter operations show no progress.
@@ -52,7 +53,10 @@ impl Progress {
                     return done;
                 }
                 () = tokio::time::sleep(LOOK), if self.is_shown => {
-                    self.show(&format!("{text}: {} s", begin.elapsed().as_secs()));
+                    match password::asks() {
+                        true => self.show(""),
+                        false => self.show(&format!("{text}: {} s", begin.elapsed().as_secs())),
+                    }
                 }
             }
         }
