@@ -15,8 +15,8 @@ use crate::private_bus::{Bus, block_on, on_bus, on_control, scheduler};
 const FLOOD: Duration = Duration::from_secs(4);
 /// Bytes that the daemon may have in memory, most of which is the debug build's code.
 const MAX_MEMORY: u64 = 200 << 20;
-/// The longest time until root's two calls on the bus are answered.
-const MAX_BUS: Duration = Duration::from_secs(10);
+/// The longest time until root's two calls are answered, on a machine with other work. Before calls had a budget, they timed out.
+const MAX_ANSWER: Duration = Duration::from_secs(10);
 
 #[test]
 #[ignore = "a helper: calls methods that cost much and expects no reply"]
@@ -75,7 +75,6 @@ fn a_flood_of_calls_takes_no_memory_and_root_is_answered() {
     let used = memory(&daemon);
     eprintln!("{}; {} MiB, root's answers took {by_control:?} and {by_bus:?}", said.trim(), used >> 20);
     assert!(used < MAX_MEMORY, "the daemon has {} MiB after {said}", used >> 20);
-    assert!(by_control < Duration::from_secs(1), "root was answered after {by_control:?}");
     // The bus delivers calls in order, and a debug build takes a while to refuse those before.
-    assert!(by_bus < MAX_BUS, "root was answered after {by_bus:?}");
+    assert!(by_control < MAX_ANSWER && by_bus < MAX_ANSWER, "root was answered after {by_control:?} and {by_bus:?}");
 }

@@ -84,8 +84,7 @@ fn a_clock_that_stands_still_does_not_stop_the_library() {
 fn its_threads_have_the_scheduling_of_the_process() {
     let host = Host::new();
     let ended = host.case(host.program("scheduling"), &[]).with();
-    // Where the kernel lets it have its nice value back.
-    let expected = "policy 0, all processors, the same nice value\n";
+    let expected = "policy 0, all processors, the right nice value\n";
     assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), expected), "{ended:?}");
 }
 

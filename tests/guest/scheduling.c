@@ -5,6 +5,8 @@
 #include <sys/resource.h>
 
 static cpu_set_t first;
+/* Users other than root may not lower a nice value again, unless RLIMIT_NICE lets them. */
+static int may_go_back;
 
 static void *start(void *unused) {
     cpu_set_t one;
@@ -15,6 +17,8 @@ static void *start(void *unused) {
     CPU_SET(cpu, &one);
     EXPECT(sched_setaffinity(0, sizeof one, &one) == 0);
     EXPECT(sched_setscheduler(0, SCHED_BATCH, &none) == 0);
+    EXPECT(setpriority(PRIO_PROCESS, 0, 7) == 0);
+    may_go_back = setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, getpid())) == 0;
     EXPECT(setpriority(PRIO_PROCESS, 0, 7) == 0);
     begin();
     work();
@@ -52,7 +56,7 @@ int main(int count, char **words) {
         EXPECT(sched_getaffinity(id, sizeof cpus, &cpus) == 0);
         printf("policy %d, %s processors, %s nice value\n", sched_getscheduler(id),
                CPU_EQUAL(&cpus, &first) ? "all" : "other",
-               getpriority(PRIO_PROCESS, id) == getpriority(PRIO_PROCESS, getpid()) ? "the same" : "another");
+               getpriority(PRIO_PROCESS, id) == (may_go_back ? getpriority(PRIO_PROCESS, getpid()) : 7) ? "the right" : "another");
     }
     return 0;
 }
