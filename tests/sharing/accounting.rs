@@ -192,6 +192,22 @@ fn a_client_without_a_context_keeps_nothing_by_claiming_demand() {
     claim(Figures { demand: MOST, ..Figures::default() });
 }
 
+/// It takes the lock, says that it has all of the GPU, and reads nothing from then on. Then a second one does so.
+#[test]
+fn who_never_gives_the_lock_back_and_has_no_context_withholds_nothing() {
+    let machine = machine();
+    let gpu = gpu_of(&machine);
+    for claimed in [0, MEMORY - 10 * MIB] {
+        let client = Client::welcomed(&machine.socket());
+        client.attach_gpu(gpu, MEMORY);
+        client.report(MEMORY - 10 * MIB, claimed);
+        client.request();
+        client.until_granted();
+        let mut program = honest(&machine);
+        assert_eq!(finish_beside(&machine, &mut [], &mut program, "never gives the lock back"), Ok(()));
+    }
+}
+
 fn claim(figures: Figures) {
     let machine = machine();
     let mut liars = [Liar::new(&machine)];

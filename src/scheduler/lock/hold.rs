@@ -150,6 +150,11 @@ impl Hold {
         self.undrainable && self.revoked.is_some()
     }
 
+    /// Whether it has said that it cannot drain: it may be mapping memory, and need more, in order to.
+    pub fn may_need_memory(&self) -> bool {
+        self.is_undrainable() && self.stuck
+    }
+
     /// Whether the holder may need other members of its gang in order to drain.
     pub fn may_need_others(&self) -> bool {
         self.stuck || self.lags

@@ -18,7 +18,7 @@ impl Machine {
         if self.clients.contains_key(&id) {
             return;
         }
-        let client = Client { named: gang, tenant, stopped: false, probed: None };
+        let client = Client { named: gang, tenant, stopped: false, heard: self.now, probed: None };
         self.clients.insert(id, client);
         self.fairness.connected(id, tenant);
         self.enter_gang(id, Gang::named(gang));

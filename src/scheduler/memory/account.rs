@@ -252,8 +252,13 @@ impl Account {
     /// has all that it is charged.
     pub fn unanswered(&self, now: Time) -> Option<u64> {
         let is_silent = self.eviction.as_ref().is_some_and(|eviction| eviction.progress + SILENT <= now);
+        self.less_than_charged().filter(|_| is_silent)
+    }
+
+    /// The bytes that the client has, as far as is known; `None`: all that it is charged.
+    pub fn less_than_charged(&self) -> Option<u64> {
         let has = self.verified().unwrap_or(self.report.mapped);
-        (is_silent && has < self.charge).then_some(has)
+        (has < self.charge).then_some(has)
     }
 
     /// Lowers the charge to the allowance and what the client has. If it maps more after all, that fails or is evicted.
@@ -261,6 +266,7 @@ impl Account {
         self.lapsed = Some(Lapsed { seq: self.seq, bytes: self.ever_allowed(), spoke: None });
         self.steps.clear();
         self.steps.push_back((self.seq, self.allowance));
+        (self.report.mapped, self.report.pinned) = self.believed();
         let before = std::mem::replace(&mut self.charge, self.allowance.max(self.report.mapped));
         if self.charge < before {
             self.frees.record_drop(now, before);

@@ -94,14 +94,17 @@ impl Machine {
         self.block_eviction(client, id, EvictionBlock::Late);
     }
 
-    /// Lowers the charge of a client that does not answer an eviction to what it has: it cannot keep allowances that it
-    /// has not mapped from other clients.
+    /// Lowers the charge of a client that does not answer an eviction or a revoke to what it has: it cannot keep allowances that
+    /// it has not mapped from other clients.
     pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };
-        // A holder that cannot drain may be mapping.
-        let cannot_drain = self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
-        let Some(has) = account.unanswered(now).filter(|_| !cannot_drain) else { return };
+        let has = match self.lock.hold(client, id).filter(|hold| hold.is_undrainable()) {
+            Some(hold) if hold.may_need_memory() => None,
+            Some(_) => account.less_than_charged(),
+            None => account.unanswered(now),
+        };
+        let Some(has) = has else { return };
         if has < account.allowance {
             self.allow(client, id, has);
         }

@@ -124,7 +124,7 @@ impl Machine {
     /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all that wait,
     /// and no holder gives anything for them. Returns the bytes that they lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
-        let holders = self.lock.holds_on(id).filter(|(_, hold)| hold.is_undrainable());
+        let holders = self.lock.holds_on(id).filter(|(_, hold)| hold.may_need_memory());
         let mut lacking = 0u64;
         for holder in holders.map(|(client, _)| client).collect::<Vec<_>>() {
             lacking = lacking.saturating_add(self.credit(holder, id, lacking));

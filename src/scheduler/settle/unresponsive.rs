@@ -2,9 +2,10 @@
 //! scheduler waits, asks again, or schedules around them. It never punishes them, since they may be waiting for another
 //! client themselves.
 //!
-//! A holder that reports itself stuck and does not drain in time is *undrainable*: it no longer counts as a holder, and
-//! others are admitted beside it where there is room beside its memory. It is still revoked now and then, and counts
-//! again once it has released the lock.
+//! A holder that reports itself stuck, or says nothing, and does not drain in time is *undrainable*: it no longer counts as a
+//! holder, and others are admitted beside it where there is room beside its memory. It is still revoked now and then, and
+//! counts again once it has released the lock. One that says nothing has what was measured, and is given no more: a process
+//! that is not on the GPU withholds nothing from others, whatever it reported.
 
 use crate::{
     api::*,
@@ -21,6 +22,9 @@ pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Dura
 /// drain in its last hold either, which need not report it again. Two programs that wait for each other make progress
 /// by this.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
+/// The same for a holder that runs and does not answer the revoke: since it was last heard, and in any case. A library that moves
+/// memory answers late, and is heard meanwhile.
+const SILENCE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
 /// How long the answer to a revoke may take before the process is probed.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
 /// The same for an eviction, which moves bytes.
@@ -106,7 +110,10 @@ impl Machine {
 
     /// Takes any message of a client as proof that its process runs.
     pub(crate) fn alive(&mut self, client: ClientId) {
-        if self.clients.get(&client).is_some_and(|c| c.stopped) {
+        let now = self.now;
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        state.heard = now;
+        if state.stopped {
             self.stopped(client, false);
         }
     }
@@ -139,9 +146,13 @@ impl Machine {
                 None => {}
             }
             // Time decides, not the number of reports: a client whose work makes no call reports once.
-            if (hold.stuck || lock.slow_to_drain) && !hold.undrainable && !state.stopped {
-                let timeout = if lock.slow_to_drain { DRAIN.1 } else { DRAIN.0 };
-                match revoked.first + timeout {
+            if !hold.undrainable && !state.stopped {
+                let due = match (lock.slow_to_drain, hold.stuck) {
+                    (true, _) => revoked.first + DRAIN.1,
+                    (false, true) => revoked.first + DRAIN.0,
+                    (false, false) => (revoked.first.max(state.heard) + SILENCE.0).min(revoked.first + SILENCE.1),
+                };
+                match due {
                     due if due <= now => drop(undrainable.insert(id)),
                     due => sooner(&mut next, due),
                 }
@@ -205,6 +216,9 @@ impl Machine {
         }
         for id in &gpus {
             self.change_hold(client, *id, |hold| hold.undrainable = true);
+            if !self.lock.hold(client, *id).is_some_and(Hold::may_need_memory) {
+                self.measure(*id);
+            }
         }
         self.effects.command(Command::Undrainable { client, gpus });
         let entity = self.lock.entity(client);

@@ -22,15 +22,71 @@ fn a_stopped_holder_is_routed_around() {
     assert_eq!(t.attachment(2).state, LockState::Holding);
 }
 
+/// Client 1, with all its memory, was asked for the lock and has said nothing since; it runs. The last commands.
+fn silent(mut t: Talk, seconds: u64) -> (Talk, Vec<Command>) {
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    let mut last = Vec::new();
+    for _ in 0..seconds {
+        last = t.after(Duration::from_secs(1));
+        if last.contains(&Command::Probe { client: client(1) }) {
+            t.say(Event::Stopped { client: client(1), stopped: false });
+        }
+    }
+    (t, last)
+}
+
 #[test]
-fn a_silent_holder_that_runs_is_waited_for_and_looked_at_less_and_less_often() {
+fn a_silent_holder_that_runs_is_looked_at_less_and_less_often() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
-    for wait in [1, 1, 2, 4, 8, 10, 10] {
-        assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(wait)));
-        assert_eq!(t.after(Duration::from_secs(wait)), [Command::Probe { client: client(1) }]);
-        assert_eq!(t.say(Event::Stopped { client: client(1), stopped: false }), []);
+    let mut looks = Vec::new();
+    for second in 1..=36 {
+        if t.after(Duration::from_secs(1)).contains(&Command::Probe { client: client(1) }) {
+            t.say(Event::Stopped { client: client(1), stopped: false });
+            looks.push(second);
+        }
     }
+    assert_eq!(looks, [1, 2, 4, 8, 16, 26, 36]);
+}
+
+#[test]
+fn others_run_beside_a_holder_that_runs_and_says_nothing() {
+    let (t, commands) = silent(Talk::with_waiter(), 4);
+    assert_eq!((t.state(1), commands.contains(&grant(2))), (LockState::Revoking, false), "it has 5 s");
+    let (mut t, commands) = silent(Talk::with_waiter(), 5);
+    assert!(commands.contains(&undrainable(1)) && commands.contains(&grant(2)), "{commands:?}");
+    assert_eq!((t.attachment(1).charge, t.state(2)), (GIB, LockState::Holding), "nothing says that it has less");
+    t.release(1, ReleaseReason::Revoked);
+    assert_eq!(t.state(1), LockState::Idle);
+}
+
+#[test]
+fn a_holder_that_says_something_now_and_then_has_a_minute() {
+    let mut t = Talk::with_waiter();
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    for second in 1..=60 {
+        let commands = t.after(Duration::from_secs(1));
+        assert_eq!(commands.contains(&grant(2)), second == 60, "after {second} s: {commands:?}");
+        t.report(1, GIB, GIB, 0);
+    }
+}
+
+/// Without a context on the GPU, no process has anything there, whatever it reports.
+#[test]
+fn a_silent_holder_withholds_nothing_but_what_is_measured() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.join(2, 12 * GIB);
+    t.request(1);
+    t.request(2);
+    let (mut t, commands) = silent(t, 5);
+    assert!(commands.contains(&undrainable(1)) && commands.contains(&Command::Measure { gpu: gpu(0) }), "{commands:?}");
+    assert_eq!(t.state(2), LockState::Waiting, "12 of 16 GiB are the other's, as far as is known");
+    let found = [(client(1), Found { least: 0, most: 0 }), (client(2), Found { least: 0, most: 4 * GIB })];
+    let begun = t.now;
+    t.say(Event::Measured { gpu: gpu(0), begun, free: None, found: found.into() });
+    t.map(2);
+    assert_eq!((t.attachment(1).charge, t.state(2)), (0, LockState::Holding));
 }
 
 #[test]

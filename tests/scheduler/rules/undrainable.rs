@@ -52,7 +52,7 @@ fn time_decides_that_a_holder_cannot_drain_and_not_how_often_it_says_so() {
 fn a_holder_that_says_it_is_stuck_when_its_time_is_over_has_had_its_time() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
-    t.after(Duration::from_secs(5));
+    t.after(Duration::from_secs(4));
     assert_eq!(t.state(1), LockState::Revoking, "it may only be slow");
     let commands = t.stuck(1, StuckReason::LongWork);
     assert_eq!(commands, [waiting(2, WaitReason::HolderStuck), undrainable(1), grant(2)]);
@@ -238,7 +238,7 @@ fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     assert_eq!(t.stuck(1, StuckReason::UntrackedWork), []);
-    t.after(Duration::from_secs(5));
+    t.after(Duration::from_secs(4));
     assert_eq!(t.state(1), LockState::Revoking, "it has not said that it cannot");
 }
 
