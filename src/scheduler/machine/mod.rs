@@ -58,6 +58,8 @@ pub(crate) struct Client {
     pub named: u64,
     pub tenant: TenantId,
     pub stopped: bool,
+    /// When its last message came.
+    pub heard: Time,
     /// When the daemon was last asked to probe the process, and the least time until the next probe.
     pub probed: Option<(Time, Duration)>,
 }
@@ -255,6 +257,7 @@ impl Machine {
     fn gpu_found(&mut self, id: GpuId, total: u64) {
         let gpu = self.memory.entry(id).or_insert_with(|| GpuMemory::new(total));
         gpu.total = total;
+        gpu.failing = false;
         gpu.access = if self.asleep { Access::Asleep } else { Access::Turns };
         self.quota.gpu_found(id);
         self.lock.gpu_found(id);
