@@ -50,8 +50,17 @@ pub struct ClientCounts {
     reported: Option<Reported>,
     /// The machine's sum of waits on this attachment, as far as it has been counted.
     waited: Duration,
+    /// The machine's sum of lock time at the client's move to this GPU: it counts for the GPU that the client came from.
+    held_before: Duration,
     /// What of it has been recorded.
     pub(super) used: Used,
+}
+
+impl ClientCounts {
+    /// The lock time of the present attachment.
+    pub fn lock_time(&self, turns: &Turns) -> Duration {
+        turns.lock_time.saturating_sub(self.held_before)
+    }
 }
 
 impl Counts {
@@ -114,12 +123,16 @@ impl Counts {
         }
     }
 
-    /// A client has gone from one GPU to another, and takes its counters with it.
-    pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId) {
-        let Some(gpus) = self.clients.get_mut(&client) else { return };
-        if let Some(counts) = gpus.remove(&from) {
-            gpus.insert(to, counts);
-        }
+    /// A client has gone from one GPU to another, where the machine goes on with its sums, `turns`. What it counted before stays
+    /// with the GPU that it came from.
+    pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns) {
+        let Some(count) = self.of(client, from) else { return };
+        let lock_time = count.lock_time(turns);
+        let (reported, waited) = (count.reported.take(), std::mem::take(&mut count.waited));
+        count.held_before = Duration::ZERO;
+        self.add(client, from, &Counted { lock_time, ..Counted::default() });
+        let count = self.client(client, to);
+        (count.reported, count.waited, count.held_before) = (reported, waited, turns.lock_time);
     }
 
     fn client(&mut self, client: ClientId, gpu: GpuId) -> &mut ClientCounts {
@@ -150,8 +163,9 @@ impl Counts {
     /// The attachment ends.
     fn detached(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
         let count = self.client(client, gpu);
-        (count.reported, count.waited) = (None, Duration::ZERO);
-        self.add(client, gpu, &Counted { lock_time: turns.lock_time, ..Counted::default() });
+        let lock_time = count.lock_time(turns);
+        (count.reported, count.waited, count.held_before) = (None, Duration::ZERO, Duration::ZERO);
+        self.add(client, gpu, &Counted { lock_time, ..Counted::default() });
     }
 
     /// A client reports its own counters.
@@ -270,6 +284,36 @@ mod tests {
         assert_eq!(of_gpu.counted.wait_time, Duration::from_secs(13));
         assert_eq!(of_gpu.counted.lock_time, Duration::from_secs(8));
         assert_eq!(counts.client(ONE, GPU).counted, of_gpu.counted);
+    }
+
+    /// What metrics show of a GPU and of a workload never decreases.
+    #[test]
+    fn a_client_that_moves_leaves_what_it_counted_where_it_was() {
+        const THERE: GpuId = GpuId(Uuid([2; 16]));
+        let mut counts = Counts::default();
+        let swapped = |bytes| Reported { swapped_out: bytes, ..Reported::default() };
+        counts.report(ONE, GPU, swapped(0));
+        counts.report(ONE, GPU, swapped(100));
+        counts.granted(ONE, GPU, &turns(1, 2, 0));
+        counts.moved(ONE, GPU, THERE, &turns(1, 2, 5));
+        let seen = |counts: &mut Counts, gpu, held| {
+            let count = counts.client(ONE, gpu);
+            let lock_time = count.counted.lock_time + count.lock_time(&turns(0, 0, held));
+            let Counted { swapped_out, wait_time, grants, .. } = count.counted;
+            (lock_time.as_secs(), swapped_out, wait_time.as_secs(), grants)
+        };
+        // The machine has sums only for where the client is.
+        assert_eq!(seen(&mut counts, GPU, 0), (5, 100, 2, 1));
+        assert_eq!(seen(&mut counts, THERE, 5), (0, 0, 0, 0));
+        counts.report(ONE, THERE, swapped(130));
+        counts.granted(ONE, THERE, &turns(2, 3, 5));
+        assert_eq!(seen(&mut counts, THERE, 7), (2, 30, 1, 1));
+        counts.moved(ONE, THERE, GPU, &turns(2, 3, 8));
+        assert_eq!(seen(&mut counts, THERE, 0), (3, 30, 1, 1));
+        assert_eq!(seen(&mut counts, GPU, 9), (6, 100, 2, 1), "and goes on when it comes back");
+        counts.detached(ONE, GPU, &turns(2, 3, 9));
+        assert_eq!(counts.gpu(GPU).counted.lock_time, Duration::from_secs(6));
+        assert_eq!(counts.gpu(THERE).counted.lock_time, Duration::from_secs(3));
     }
 
     #[test]

@@ -52,8 +52,9 @@ impl Figures for View {
             let (Some(entry), Some(gpu)) = (self.clients.get(&client), gpus.get_mut(&id)) else { continue };
             let mut counted = count.counted.clone();
             let turns = self.machine.turns(client, id, now).unwrap_or_default();
-            counted.lock_time += turns.lock_time;
-            gpu.counted.lock_time += turns.lock_time;
+            let lock_time = count.lock_time(&turns);
+            counted.lock_time += lock_time;
+            gpu.counted.lock_time += lock_time;
             let attachment = attachments.get(&(client, id)).map(|attachment| {
                 let memory = memory(attachment);
                 gpu.memory.add(memory);

@@ -112,7 +112,7 @@ impl Core {
         let turns = self.machine.turns(client, to, now).unwrap_or_default();
         let Some(counts) = self.counts.of(client, gpu) else { return };
         let mut counted = counts.counted.clone();
-        counted.lock_time = counted.lock_time.saturating_add(turns.lock_time);
+        counted.lock_time = counted.lock_time.saturating_add(counts.lock_time(&turns));
         let amounts = counts.used.take(now, counted);
         self.count_hours(client, amounts.lock_seconds);
         let is_recorded = amounts != Amounts::default() && self.usage.keeper.is_some();
