@@ -259,7 +259,7 @@ fn the_driver_is_released_until_a_program_comes() {
     // The program uses the driver itself.
     let refused = daemon.ctl(&["release-driver"]);
     assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
-    let line = format!("client {}: ", client.id);
+    let line = format!("(process {}", std::process::id());
     assert!(refused.stderr.contains("programs use it: stop them") && refused.stderr.contains(&line), "{refused:?}");
     // Without measurements it goes on.
     client.report(GIB / 4, 0);

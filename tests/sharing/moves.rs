@@ -257,7 +257,7 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     machine.wait_for_grants(&managed, 1);
     let said = machine.ctl_fails(&["drain", "0"]);
     assert!(said.contains("programs stay on the GPU") && said.contains("it has managed memory"), "{said}");
-    assert!(said.contains("These programs sleep") && said.contains(&format!("pid {}", program.pid())), "{said}");
+    assert!(said.contains("These programs sleep") && said.contains(&format!("process {}", program.pid())), "{said}");
     managed.end();
     machine.ctl(&["drain", "0"]);
     assert_eq!(machine.free(), machine.setup.memory);

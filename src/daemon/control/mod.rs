@@ -26,7 +26,7 @@ use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{Change, Failure, Request};
 use crate::daemon::connections::claims::ClaimSockets;
 use crate::daemon::connections::{Connections, lock, room};
-use crate::daemon::core::Core;
+use crate::daemon::core::{Core, Saving};
 use crate::daemon::logging;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
@@ -77,10 +77,10 @@ impl Control {
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
             Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().users_of(pid))),
             Request::Pause { pid, is_paused, users, reply } => {
-                drop(reply.send(core.borrow_mut().pause(pid, is_paused, &users)))
+                answer_when_saved(core.borrow_mut().pause(pid, is_paused, &users), reply)
             }
             Request::Migrate { pid, gpu, users, reply } => core.borrow_mut().migrate(pid, &gpu, &users, reply),
-            Request::Drain(gpu, drained, reply) => drop(reply.send(core.borrow_mut().drain(&gpu, drained))),
+            Request::Drain(gpu, drained, reply) => answer_when_saved(core.borrow_mut().drain(&gpu, drained), reply),
             Request::Debug(view, reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot(view)))),
             Request::ReleaseDriver(lasts, reply) => {
                 let (released, programs) = core.borrow().release_driver(lasts);
@@ -207,4 +207,19 @@ async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
         tokio::time::sleep(EVACUATION_LOOK).await;
     }
     let _ = done.send(());
+}
+
+/// Answers a caller whose order is in effect, once it is saved for the next daemon.
+fn answer_when_saved(ordered: fdo::Result<Saving>, reply: oneshot::Sender<fdo::Result<()>>) {
+    spawn_local(async move {
+        let result = match ordered {
+            Ok(saving) => {
+                // Without a directory there is nothing to save in.
+                let _ = saving.await;
+                Ok(())
+            }
+            Err(e) => Err(e),
+        };
+        reply.send(result)
+    });
 }

@@ -63,10 +63,13 @@ impl Hours {
             !hours.is_empty()
         });
         if self.used.len() > MAX_PROGRAMS {
-            let mut last: Vec<i64> = self.used.values().filter_map(|hours| Some(*hours.last_key_value()?.0)).collect();
-            last.sort_unstable();
-            let from = last.get(last.len() - MAX_PROGRAMS / 2).copied().unwrap_or(at);
-            self.used.retain(|_, hours| hours.last_key_value().is_some_and(|(hour, _)| *hour >= from));
+            // Of those that were last used in the same hour, those that used least.
+            let rank = |hours: &BTreeMap<i64, f64>| {
+                hours.last_key_value().map(|(hour, seconds)| (*hour, (*seconds * 1e3) as u64))
+            };
+            let mut all: Vec<_> = self.used.iter().map(|(programs, hours)| (rank(hours), programs.clone())).collect();
+            all.sort_unstable();
+            all.iter().take(all.len() - MAX_PROGRAMS / 2).for_each(|(_, programs)| drop(self.used.remove(programs)));
         }
     }
 
@@ -119,12 +122,16 @@ impl Core {
         }
         for client in changed {
             let Some((GpuHours { time, window }, used)) = self.hours_of(client) else { continue };
-            let name = self.clients.get(&client).map_or("", |entry| &entry.identity.name);
+            let Some(entry) = self.clients.get(&client) else { continue };
+            let name = &entry.identity.name;
+            let now = if used >= time { "others go first" } else { "they have their turns again" };
             let (used, time, window) = (units::duration(used), units::duration(time), units::duration(window.time()));
-            info!(
-                client = client.0,
-                "{name} and its group have used {used} of {time} of GPU time in the last {window}"
-            );
+            if self.log_limit.allows("hours", &entry.identity.tenant) {
+                info!(
+                    client = client.0,
+                    "{name} and its group have used {used} of {time} of GPU time in the last {window}: {now}"
+                );
+            }
         }
         self.apply(Event::Groups { groups });
     }
@@ -173,5 +180,11 @@ mod tests {
         assert!(hours.used.len() <= MAX_PROGRAMS, "{}", hours.used.len());
         assert_eq!(hours.used(&format!("container={MAX_PROGRAMS}"), Window::Day, at), seconds(1));
         assert_eq!(hours.used("container=0", Window::Month, at), Duration::ZERO);
+        for number in 0..=MAX_PROGRAMS {
+            hours.add(format!("unit={number}"), at, if number == 7 { 9.0 } else { 1.0 });
+        }
+        hours.forget(at);
+        assert!(hours.used.len() <= MAX_PROGRAMS, "all in one hour: {}", hours.used.len());
+        assert_eq!(hours.used("unit=7", Window::Day, at), seconds(9), "who used most is kept");
     }
 }

@@ -50,6 +50,7 @@ pub mod views;
 pub use gpus::Present;
 pub use measure::EXIT_TIME;
 pub use rooms::{PendingRoom, RoomRequest};
+pub use saved::Saving;
 pub use sleep::{Checkpoint, CheckpointRequest};
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use view::View;

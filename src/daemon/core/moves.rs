@@ -7,6 +7,7 @@ use tokio::sync::oneshot;
 use tracing::info;
 use zbus::fdo;
 
+use super::saved::Saving;
 use super::state::{ClientGpuStats, Core, Gpu};
 use crate::bus;
 use crate::daemon::checkpoint::Uuid;
@@ -102,7 +103,11 @@ impl Core {
             entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
         }
         self.record_usage_of(client, from, to, now);
-        self.counts.moved(client, from, to);
+        let turns = self.machine.turns(client, to, now).unwrap_or_default();
+        self.counts.moved(client, from, to, &turns);
+        if let Some(counts) = self.counts.of(client, from) {
+            counts.used.has(now, 0, 0);
+        }
         self.record_extent(client, to, now);
     }
 
@@ -110,7 +115,7 @@ impl Core {
     ///
     /// # Errors
     /// `InvalidArgs` if there is no such GPU.
-    pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<()> {
+    pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<Saving> {
         let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
         let id = GpuId(named.uuid);
         let what = if drained { "is drained" } else { "is used again" };
@@ -119,9 +124,9 @@ impl Core {
             true => self.drained.all.insert(named.label),
             false => self.drained.all.remove(&named.label),
         };
-        self.drained.save();
+        let saving = self.drained.save();
         self.apply(Event::Drain { gpu: id, drained });
-        Ok(())
+        Ok(saving)
     }
 
     /// A GPU has been found, which may have been drained before, also by order to an earlier daemon.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::saved::Saved;
+use super::saved::{Saved, Saving};
 use crate::daemon::transport::peer;
 
 const FILE: &str = "paused.toml";
@@ -39,10 +39,10 @@ impl Paused {
         Self(saved)
     }
 
-    pub fn set(&mut self, pid: i32, is_paused: bool) {
+    pub fn set(&mut self, pid: i32, is_paused: bool) -> Saving {
         self.0.all.retain(|process| process.pid != pid && process.lives());
         self.0.all.extend(Process::of(pid).filter(|_| is_paused));
-        self.0.save();
+        self.0.save()
     }
 
     pub fn has(&self, pid: i32) -> bool {
@@ -54,7 +54,7 @@ impl Paused {
 mod tests {
     use super::super::saved::{Text, boot};
     use super::*;
-    use test_support::{Directory, wait_for};
+    use test_support::Directory;
 
     fn own() -> i32 {
         std::process::id() as i32
@@ -65,14 +65,14 @@ mod tests {
         let directory = Directory::new();
         let file = directory.0.join(FILE);
         let mut paused = Paused::open(&directory.0);
-        paused.set(own(), true);
+        let saving = paused.set(own(), true);
         assert!(paused.has(own()) && !paused.has(1));
-        wait_for("a file", || file.exists().then_some(()));
+        saving.blocking_recv().expect("it is saved");
+        assert!(file.exists());
         let mut next = Paused::open(&directory.0);
         assert!(next.has(own()));
-        next.set(own(), false);
-        assert!(!next.has(own()));
-        wait_for("no file", || (!file.exists()).then_some(()));
+        next.set(own(), false).blocking_recv().expect("it is saved");
+        assert!(!next.has(own()) && !file.exists());
         assert!(!Paused::open(&directory.0).has(own()));
     }
 
@@ -92,7 +92,7 @@ mod tests {
         assert!(!Paused::open(&directory.0).has(own()));
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().expect("a process");
         let mut paused = Paused::default();
-        paused.set(child.id() as i32, true);
+        drop(paused.set(child.id() as i32, true));
         assert!(paused.has(child.id() as i32));
         child.kill().expect("killed");
         child.wait().expect("ended");

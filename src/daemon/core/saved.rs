@@ -9,6 +9,7 @@ use std::thread;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
 use tracing::warn;
 
 use crate::sys::atomic_file;
@@ -20,8 +21,11 @@ const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 #[derive(Debug)]
 pub struct Saved<T> {
     pub all: BTreeSet<T>,
-    saver: Option<Sender<String>>,
+    saver: Option<Sender<(String, oneshot::Sender<()>)>>,
 }
+
+/// Resolves once a change is saved, or cannot be, which is logged.
+pub type Saving = oneshot::Receiver<()>;
 
 impl<T> Default for Saved<T> {
     fn default() -> Self {
@@ -51,13 +55,17 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
         };
         let read = read.inspect_err(|e| warn!("cannot restore saved state: {}: {e}", path.display()));
         let all = read.ok().filter(|read| read.boot == boot()).map(|read| read.all).unwrap_or_default();
-        let (saver, texts) = mpsc::channel::<String>();
+        let (saver, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
         let started = thread::Builder::new().name("saved".into()).spawn(move || {
             while let Ok(first) = texts.recv() {
-                let newest = texts.try_iter().last().unwrap_or(first);
-                if let Err(e) = atomic_file::write(&path, &newest) {
+                let (texts, waiting): (Vec<String>, Vec<_>) = std::iter::once(first).chain(texts.try_iter()).unzip();
+                let newest = texts.last().map_or("", String::as_str);
+                if let Err(e) = atomic_file::write(&path, newest) {
                     warn!("{lost}: {}: {e}", path.display());
                 }
+                waiting.into_iter().for_each(|done: oneshot::Sender<()>| {
+                    let _ = done.send(()); // whoever ordered it may have left
+                });
             }
         });
         if let Err(e) = &started {
@@ -66,11 +74,15 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
         Self { all, saver: started.is_ok().then_some(saver) }
     }
 
-    /// Saves the present set. Nothing is left of an empty one.
-    pub fn save(&self) {
-        let Some(saver) = &self.saver else { return };
-        let text = Text { boot: boot(), all: self.all.clone() };
-        let text = if self.all.is_empty() { String::new() } else { toml::to_string(&text).unwrap_or_default() };
-        let _ = saver.send(text);
+    /// Saves the present set. Nothing is left of an empty one. Whoever ordered the change is answered after that, so that what was
+    /// answered outlives the daemon.
+    pub fn save(&self) -> Saving {
+        let (done, saving) = oneshot::channel();
+        if let Some(saver) = &self.saver {
+            let text = Text { boot: boot(), all: self.all.clone() };
+            let text = if self.all.is_empty() { String::new() } else { toml::to_string(&text).unwrap_or_default() };
+            let _ = saver.send((text, done));
+        }
+        saving
     }
 }

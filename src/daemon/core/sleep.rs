@@ -12,7 +12,7 @@ use tracing::{debug, info, warn};
 use zbus::fdo;
 
 use super::paused::Paused;
-use super::saved::Saved;
+use super::saved::{Saved, Saving};
 use super::state::Core;
 use crate::config::Config;
 use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
@@ -200,11 +200,11 @@ impl Core {
     ///
     /// # Errors
     /// `InvalidArgs` if there is none, or the process id has become that of another user's.
-    pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<()> {
+    pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<Saving> {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
         }
-        self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
+        let saving = self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
         for client in self.program(pid)? {
             if let Some(entry) = self.clients.get(&client) {
                 let (name, uid) = (&entry.identity.name, entry.identity.uid);
@@ -216,7 +216,7 @@ impl Core {
                 false => Event::Resumed { client },
             });
         }
-        Ok(())
+        Ok(saving)
     }
 
     /// Keeps who is paused in that directory, and which GPUs are drained, and has those be so that are named there.

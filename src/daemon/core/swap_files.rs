@@ -48,6 +48,8 @@ pub(super) struct SwapFiles {
     of: BTreeMap<ClientId, ClientFile>,
     /// Requests for higher limits that wait for the disk, with the time at which they came.
     held: Vec<(Time, ClientId, GpuId, u64)>,
+    /// RAM has no room for all that programs have and request.
+    is_short: bool,
     /// When the disk last had no space.
     failed: Option<Time>,
     /// The log has said so.
@@ -226,21 +228,23 @@ impl Core {
         programs.map(need).collect()
     }
 
-    /// Has space reserved for what RAM has no room for. Returns whether there is such a thing, and space is on its way.
-    fn reserve_files(&mut self, needs: &[Need]) -> bool {
-        let Some(directory) = self.config.swap_file.clone() else { return false };
+    /// Has space reserved for what RAM has no room for.
+    fn reserve_files(&mut self, needs: &[Need]) {
+        self.swap_files.is_short = false;
+        let Some(directory) = self.config.swap_file.clone() else { return };
         let now = clock::now();
         if self.swap_files.failed.is_some_and(|failed| now < failed + RETRY) {
-            return false;
+            return;
         }
-        let Some(ram) = self.host.bytes() else { return false };
+        let Some(ram) = self.host.bytes() else { return };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
         // What a control group has left is for its programs, which may take it at any time: a client in one needs a file although the
         // host has room.
         let is_short = total > ram || self.host_ahead.is_short(now);
         let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
+        self.swap_files.is_short = is_short;
         if !needs.iter().any(|need| lacks(&need)) {
-            return false;
+            return;
         }
         let most = swap_files::most(&directory, self.config.swap_file_max);
         let mut left = self.swap_files.of.values().fold(most, |left, file| left.saturating_sub(file.asked));
@@ -273,7 +277,13 @@ impl Core {
                 units::size(most)
             );
         }
-        self.swap_files.of.values().any(ClientFile::is_growing)
+    }
+
+    /// Whether what a client requests depends on space that is on its way. While RAM has room for all, that is only its own: what
+    /// others have in files is nothing to it.
+    fn awaits_space(&self, client: ClientId) -> bool {
+        let mut all = self.swap_files.of.iter();
+        all.any(|(owner, file)| file.is_growing() && (self.swap_files.is_short || *owner == client))
     }
 
     /// How much more of `most` bytes each tenant may have reserved: they have equal parts, and what one does not need is for the others.
@@ -334,7 +344,8 @@ impl Core {
             return false;
         }
         let needs = self.host_needs(Some((client, gpu, bytes)));
-        let waits = self.reserve_files(&needs);
+        self.reserve_files(&needs);
+        let waits = self.awaits_space(client);
         if waits {
             self.swap_files.held.retain(|(_, who, at, _)| (*who, *at) != (client, gpu)); // a newer request replaces an older one
             self.swap_files.held.push((clock::now(), client, gpu, bytes));
@@ -347,11 +358,10 @@ impl Core {
     /// Passes on the requests that waited for the disk, once it has done what it was asked.
     fn release_held(&mut self) {
         let now = clock::now();
-        let waits = self.swap_files.of.values().any(ClientFile::is_growing);
-        let is_due = |(since, ..): &(Time, ClientId, GpuId, u64)| !waits || now >= *since + PATIENCE;
-        let (due, rest) = std::mem::take(&mut self.swap_files.held).into_iter().partition(is_due);
+        let held = std::mem::take(&mut self.swap_files.held).into_iter();
+        let (due, rest): (Vec<_>, Vec<_>) =
+            held.partition(|(since, client, ..)| !self.awaits_space(*client) || now >= *since + PATIENCE);
         self.swap_files.held = rest;
-        let due: Vec<(Time, ClientId, GpuId, u64)> = due;
         for (_, client, gpu, bytes) in due {
             if self.clients.get(&client).is_some_and(|entry| entry.gpus.contains_key(&gpu)) {
                 self.promise(Some((client, gpu, bytes)));
