@@ -231,7 +231,9 @@ mod tests {
         std::fs::write(&path, "other nonsense ".repeat(1000)).expect("a file");
         records.does(Job::Add(hour(), used("root", 4.0), BTreeMap::new()));
         records.does(Job::Save);
-        assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("other"));
+        assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("nonsense"), "it is still there");
+        let second = directory.0.join(format!("{FILE}{DAMAGED}-2"));
+        assert!(std::fs::read_to_string(second).expect("set aside").starts_with("other"));
         assert_eq!(read(&mut Records::new(&directory.0, KEEP)), Ok(vec![("root".into(), 4.0)]));
     }
 

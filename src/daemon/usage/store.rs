@@ -68,9 +68,9 @@ const ADD: &str = "
 /// Why the database cannot be used.
 #[derive(Debug)]
 pub enum Failure {
-    /// It is damaged, or of another version.
+    /// It is damaged.
     Unusable(String),
-    /// The disk is full or read-only, or anything else that may pass.
+    /// The disk is full or read-only, the database is of another version of nvshare, or anything else that may pass.
     Other(String),
 }
 
@@ -122,7 +122,12 @@ impl Store {
                     return Err(Failure::Unusable(found));
                 }
             }
-            _ => return Err(Failure::Unusable(format!("it has the format {version} instead of {VERSION}"))),
+            // It is as whoever goes back to the other version needs it.
+            _ => {
+                return Err(Failure::Other(format!(
+                    "it has the format {version}, of another version of nvshare, instead of {VERSION}: move it away to begin a new one"
+                )));
+            }
         }
         Ok(Self { connection })
     }
@@ -292,7 +297,10 @@ fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     Ok(())
 }
 
-/// Sets a database aside, in the place of one that was set aside before.
+/// How many databases that were set aside are kept; the last is replaced.
+const MAX_ASIDE: u32 = 9;
+
+/// Sets a database aside, beside those that were set aside before.
 pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let with = |end: &str| {
         let mut name = path.as_os_str().to_owned();
@@ -304,7 +312,13 @@ pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
-    std::fs::rename(path, with(DAMAGED)).map(|()| with(DAMAGED))
+    let names = (1..=MAX_ASIDE).map(|number| match number {
+        1 => with(DAMAGED),
+        _ => with(&format!("{DAMAGED}-{number}")),
+    });
+    let last = with(&format!("{DAMAGED}-{MAX_ASIDE}"));
+    let aside = names.into_iter().find(|name| !name.exists()).unwrap_or(last);
+    std::fs::rename(path, &aside).map(|()| aside)
 }
 
 #[cfg(test)]
@@ -463,7 +477,7 @@ mod tests {
         let newer = Connection::open(&path).expect("a database");
         newer.execute_batch("CREATE TABLE other (a); PRAGMA user_version = 2;").expect("a schema");
         drop(newer);
-        let Err(Failure::Unusable(reason)) = Store::open(&path) else { panic!("it is of another version") };
+        let Err(Failure::Other(reason)) = Store::open(&path) else { panic!("it is not damaged") };
         assert!(reason.contains("format 2"), "{reason}");
         let missing = Store::open(&directory.0.join("missing").join(FILE)).expect_err("no directory");
         assert!(matches!(missing, Failure::Other(_)), "{missing:?}");
