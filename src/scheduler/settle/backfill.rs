@@ -1,14 +1,10 @@
-//! Backfilling: a GPU is used by others while the first request there still waits for other GPUs. Its holders go on until
-//! the turns that end last on those have ended, and requests for this GPU alone, which stand behind the first and whose
-//! memory is there, are granted until then.
+//! Backfilling: while the first request of a GPU waits for other GPUs, requests for this GPU alone that stand behind it and
+//! whose memory is there are granted until the holders of those GPUs let the first one in.
 //!
-//! Each GPU has a time at which its holders let the first request in, from their turns alone: not from how much longer
-//! they go on because other GPUs are not free yet. What is granted by backfilling ends at the latest of these times, and
-//! so never moves it: the first request waits no longer than for the turns that it would wait for anyway, a drain, and, where the
-//! other GPUs have no such time, [`SLOT`]. Nothing is prolonged for those: a request in whose way the holder is may be what the
-//! other GPUs wait for.
+//! Each GPU has a time at which its holders let the first request in, from their turns alone. What is granted by backfilling
+//! ends at the latest of these times, and so never moves it: the first request waits no longer than for the turns that it would
+//! wait for anyway, a drain, and, where the other GPUs have no such time, [`SLOT`].
 
-use super::Pressure;
 use crate::{
     api::*,
     lock::{Entity, Hold},
@@ -60,17 +56,6 @@ impl Machine {
             let gpus = self.lock.request(entity).map(|request| request.gpus()).unwrap_or_default();
             self.effects.touch_all(gpus.into_iter().filter(|gpu| *gpu != id));
         }
-    }
-
-    /// Until when the holders of a GPU may go on because its first request waits for others. Its memory begins to move
-    /// before that.
-    pub(super) fn first_waits_until(&self, id: GpuId, pressure: &Pressure) -> Option<Time> {
-        let first = pressure.first.filter(|first| !pressure.overdue && self.lock.first(id) == Some(*first))?;
-        if !self.wants_others(id, first) {
-            return None;
-        }
-        let moves = pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.arrives);
-        Some(self.others_open_at(id, first)?.saturating_sub(moves))
     }
 
     /// Grants a request for this GPU alone that stands behind the first one, while that waits for other GPUs. Returns

@@ -109,8 +109,6 @@ impl Machine {
         let hold = self.lock.hold(client, id)?;
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
         let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
-        let is_equal = pressure.first.is_none_or(|first| self.shares().precedence(first, client) == Precedence::Equal);
-        let ends = ends.max(self.first_waits_until(id, pressure).filter(|_| is_equal).unwrap_or_default());
         let capped = self.shares().capped_at(client, id);
         let helps = self.helps_to_drain(hold);
         // Of holders that may not go on together, all but the first have to go; so does a gang that conflicts with an

@@ -35,38 +35,6 @@ fn revoked(n: u64, at: u64) -> Command {
 }
 
 #[test]
-fn a_holder_goes_on_until_the_first_request_has_its_other_gpu() {
-    let mut t = two_gpus(AntiThrash::On);
-    ask(&mut t, 1, [0]);
-    ask(&mut t, 2, [1]);
-    // Somebody waits for 400 ms of the turn on the first GPU.
-    ask(&mut t, 4, [0]);
-    t.after(ms(400));
-    t.say(Event::Cancelled { client: client(4), gpus: gpus([0]) });
-    ask(&mut t, 3, [0, 1]);
-    assert_eq!(t.after(ms(600)), []);
-    assert_eq!(t.after(ms(399)), []);
-    assert_eq!(t.after(ms(1)), [revoked(1, 0), revoked(2, 1)]);
-    leave(&mut t, 1, 0, ReleaseReason::Revoked);
-    let both = Command::Grant { client: client(3), gpus: gpus([0, 1]) };
-    assert_eq!(leave(&mut t, 2, 1, ReleaseReason::Revoked)[..1], [both]);
-}
-
-#[test]
-fn a_holder_goes_on_no_longer_than_the_first_request_waits_for_others() {
-    let mut t = two_gpus(AntiThrash::On);
-    ask(&mut t, 1, [0]);
-    ask(&mut t, 2, [1]);
-    ask(&mut t, 4, [0]);
-    t.after(ms(400));
-    t.say(Event::Cancelled { client: client(4), gpus: gpus([0]) });
-    ask(&mut t, 3, [0, 1]);
-    t.after(ms(700));
-    assert_eq!(t.attachment(1).state, LockState::Holding, "its turn is over");
-    assert_eq!(leave(&mut t, 2, 1, ReleaseReason::Idle)[..1], [revoked(1, 0)]);
-}
-
-#[test]
 fn requests_for_a_free_gpu_alone_are_granted_until_the_first_has_its_others() {
     let mut t = two_gpus(AntiThrash::On);
     ask(&mut t, 1, [0]);
