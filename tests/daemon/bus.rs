@@ -186,7 +186,7 @@ fn clients_and_gpus_are_listed() {
         assert_eq!(clients.iter().map(|client| client.gpus[0].share_due).collect::<Vec<_>>(), [Some(500); 2]);
         let first = &clients[0];
         assert_eq!((first.pid, first.library.as_str()), (std::process::id(), "test"));
-        assert!(first.command.as_ref().is_some_and(|line| line.contains("bus")), "{first:?}");
+        assert!(first.command.as_ref().is_some_and(|line| line.contains("daemon")), "{first:?}");
         let [usage] = first.gpus.as_slice() else { panic!("{first:?}") };
         assert_eq!((usage.uuid.as_str(), usage.state.as_str(), usage.engine.as_str()), (GPU_NAME, "holding", "swap"));
         assert_eq!(usage.engine_reason, "the default");
