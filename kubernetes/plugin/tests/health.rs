@@ -158,6 +158,24 @@ async fn a_gpu_that_no_container_would_get_is_unhealthy_and_the_probe_says_why()
     plugin.until_healthy(&[true, true]).await;
 }
 
+#[tokio::test]
+async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
+    let node = Node::with_gpus(2);
+    let uuids: Vec<String> = (0..2).map(|gpu| gpu_uuid(&node.machine(), gpu)).collect();
+    node.inject(&[]);
+    let _scheduler = node.scheduler();
+    let mut kubelet = Kubelet::start(&node.kubelet_directory());
+    let process = node.plugin();
+    process.log.wait("watched by the driver's events");
+    // Later than the first reports, sooner than the file counts as missing.
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    node.inject(&uuids);
+    let mut plugin = kubelet.plugin().await;
+    let first = plugin.next().await.expect("a list");
+    assert!(health(first).iter().all(|(_, is_healthy)| *is_healthy), "{first:?}");
+    assert_eq!(process.log.count("is unhealthy"), 0);
+}
+
 /// Asks the probe until it says so, and returns what it says.
 async fn until_ready(node: &Node, expected: bool) -> String {
     let deadline = std::time::Instant::now() + PATIENCE;
