@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use kubernetes_test_support::program::Program;
 
 use crate::support::api::{self, Api, claim, config, uid};
-use crate::support::dra::{Driver, sockets_in_container};
+use crate::support::dra::{Container, Driver};
 use crate::support::kubelet::{Kubelet, health};
-use crate::support::{Node, PATIENCE, Process, QUICK};
+use crate::support::{Node, PATIENCE, Process, QUICK, beside};
 use cuda_sim_gpus::config::gpu_uuid;
 use cuda_sim_gpus::trouble::{self, Event, XID};
 use nvshare::bus::{Client, SchedulerProxy};
@@ -72,10 +72,16 @@ async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     }
 }
 
+/// A container that has the devices of these claims, in this order.
+fn container(node: &Node, claims: &[&[Device]]) -> Container {
+    let devices = claims.iter().copied().flatten();
+    let ids: Vec<String> = devices.flat_map(|device| device.cdi_device_ids.clone()).collect();
+    Container::new(&node.cdi(), &ids)
+}
+
 /// What a container with these devices finds at `/run/nvshare/scheduler.sock`.
 fn socket(node: &Node, devices: &[Device]) -> PathBuf {
-    let ids: Vec<String> = devices.iter().flat_map(|device| device.cdi_device_ids.clone()).collect();
-    sockets_in_container(&node.cdi(), &ids).join("scheduler.sock")
+    container(node, &[devices]).sockets.expect("a socket's directory").join("scheduler.sock")
 }
 
 async fn ready(node: &Node) -> String {
@@ -310,6 +316,24 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
     std::fs::write(node.directory.join("agent.toml"), "[[namespaces]]\nname = \"*\"\nmay-set = [\"interactive\"]\n")
         .expect("a file");
     assert!(driver.prepare_one(&named(3)).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_container_with_several_claims_is_refused_in_any_order() {
+    let (node, api, _scheduler, _process, mut driver) = running(2).await;
+    api.put_claim(claim(1, &[&device(&node, 0), &device(&node, 1)], "1Gi", "0", &[]));
+    api.put_claim(claim(2, &[&device(&node, 1)], "2Gi", "0", &[]));
+    let mut answers = driver.prepare(&[named(1), named(2)]).await;
+    let [one, two] = [1, 2].map(|number| answers.remove(&uid(number)).expect("an answer").expect("it is right"));
+    let create = |claims: &[&[Device]]| container(&node, claims).create(&beside("nvsharectl"));
+    assert_eq!((create(&[&one]), create(&[&two])), (Ok(()), Ok(())));
+    for both in [[&*one, &*two], [&*two, &*one]] {
+        let refused = create(&both).expect_err("it has two claims");
+        assert!(
+            refused.contains("the container has several claims of nvshare (team-a/claim-1, team-a/claim-2)"),
+            "{refused}"
+        );
+    }
 }
 
 #[tokio::test]

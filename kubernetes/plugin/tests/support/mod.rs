@@ -173,7 +173,7 @@ impl Drop for Node {
 }
 
 /// What was built beside the plugin.
-fn beside(name: &str) -> PathBuf {
+pub fn beside(name: &str) -> PathBuf {
     let path = Path::new(PLUGIN).parent().expect("a directory").join(name);
     assert!(path.exists(), "{} is missing: cargo build --workspace makes it", path.display());
     path
