@@ -284,6 +284,8 @@ fn sleep_sentences(client: &Client) -> Vec<String> {
         all.push(format!("{who} was off the GPU and cannot come back: its CUDA calls fail."));
     } else if !client.moving.is_empty() {
         all.push(format!("{who} is on its way to {}.", client.moving));
+    } else if client.sleep == "settling" && !why.is_empty() {
+        all.push(format!("{who} may be asleep, and gets no turn until that is known: {why}."));
     } else if !why.is_empty() {
         let held = if client.paused { " is kept from running, but" } else { "" };
         all.push(format!("{who}{held} cannot sleep: {why}."));

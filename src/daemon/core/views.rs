@@ -13,7 +13,7 @@ use crate::bus;
 use crate::config::rules::Rule;
 use crate::config::units;
 use crate::identity::{Identity, Tenant};
-use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepView, Time};
+use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
 
 /// Attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; more than so many are
 /// no use to people, and a list of all would be larger than the bus carries.
@@ -166,7 +166,10 @@ impl View {
                     share_due: due.get(&attachment.gpu).and_then(|due| due.get(&seen.client)).copied(),
                 }
             });
-            let sleep = self.machine.sleep_of(seen.client);
+            let mut sleep = self.machine.sleep_of(seen.client);
+            if client.is_undetermined {
+                sleep.obstacle = Some(SleepObstacle::Unsupported);
+            }
             Some(ClientView {
                 id: seen.client,
                 identity: client.identity.clone(),
