@@ -109,6 +109,20 @@ async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
         assert_eq!(capacity.keys().collect::<Vec<_>>(), ["memory", "slots", "time"]);
         assert_eq!((&*capacity["slots"].value.0, &*capacity["time"].value.0), ("10", "100"));
         assert!(device.taints.is_none());
+        let attributes = serde_json::to_value(device.attributes.as_ref().expect("attributes")).expect("JSON");
+        for (name, kind, value) in [
+            ("architecture", "string", "Hopper"),
+            ("brand", "string", "Nvidia"),
+            ("cudaComputeCapability", "version", "9.0.0"),
+            ("driverVersion", "version", "580.65.6"),
+            ("cudaDriverVersion", "version", "13.0.0"),
+        ] {
+            assert_eq!(attributes[name][kind], value, "{name}: {attributes}");
+        }
+        assert!(
+            attributes["pcieBusID"]["string"].as_str().is_some_and(|text| text.starts_with("0000:")),
+            "{attributes}"
+        );
     }
     process.log.wait("kubelet has registered the DRA driver gpu.nvshare.com");
     until("it is ready", async || ready(&node).await.is_empty()).await;

@@ -265,6 +265,15 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
             && text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
             && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
     };
+    let is_qualified = |text: &str| match text.split_once('/') {
+        Some((domain, name)) => domain.split('.').all(is_label) && is_identifier(name),
+        None => is_identifier(text),
+    };
+    // Semantic versions, without what may follow the numbers.
+    let is_version = |text: &str| {
+        let is_number = |text: &str| text == "0" || (!text.starts_with('0') && text.parse::<u64>().is_ok());
+        text.split('.').count() == 3 && text.split('.').all(is_number)
+    };
     let spec = &slice.spec;
     let owner =
         slice.metadata.owner_references.iter().flatten().any(|owner| owner.kind == "Node" && owner.uid == "node-uid");
@@ -286,7 +295,8 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
         for (is_right, what) in [
             (is_label(&device.name), "name"),
             (attributes.len() + capacities.len() <= 32, "too many attributes"),
-            (attributes.keys().chain(capacities.keys()).all(|name| is_identifier(name)), "a name"),
+            (attributes.keys().chain(capacities.keys()).all(|name| is_qualified(name)), "a name"),
+            (attributes.values().all(|value| value.version.as_ref().is_none_or(|text| is_version(text))), "a version"),
             (attributes.values().all(|value| value.string.as_ref().is_none_or(|text| text.len() <= 64)), "a text"),
             (
                 device
