@@ -227,8 +227,11 @@ async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
     api.put_claim(claim(1, &[&device(&node, 1)], "0", "0", &[]));
     let refused = driver.prepare_one(&named(1)).await.expect_err("it is unhealthy");
     assert!(refused.contains("is unhealthy: the driver reported XID 79"), "{refused}");
+    let since = |api: &Api| api.devices()[1].taints.as_ref().and_then(|taints| taints[0].time_added.clone());
+    let before = since(&api);
     ask(&node, async |scheduler| scheduler.drain("0").await).await;
     api.until("another", |devices| taints(devices) == [vec!["gpu.nvshare.com/drained".to_owned()], unhealthy.clone()]);
+    assert!(before.is_some() && since(&api) == before, "a taint keeps its time when another is added");
     // An API server without taints would have them claimed.
     api.set_taints(false);
     api.delete_slices();

@@ -103,6 +103,19 @@ fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
 }
 
+/// Gives taints the times of those that are stored. The API server sets the present time for a taint without one, also if only another
+/// device has changed.
+pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
+    for device in devices {
+        let before = stored.iter().find(|stored| stored.name == device.name);
+        let before = before.and_then(|stored| stored.taints.as_deref()).unwrap_or_default();
+        for taint in device.taints.iter_mut().flatten() {
+            let same = before.iter().find(|other| (&other.key, &other.effect) == (&taint.key, &taint.effect));
+            taint.time_added = same.and_then(|same| same.time_added.clone());
+        }
+    }
+}
+
 /// Fields that an API server has dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {

@@ -7,6 +7,8 @@ use std::ops::{Deref, DerefMut};
 
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, watches_from, whole};
 use nvshare_device_plugin::dra::quantity;
 use serde_json::{Value, json};
@@ -206,9 +208,15 @@ impl Resources {
             }
             _ => {}
         }
+        // A clock that is another second at each change.
+        let now =
+            i64::try_from(self.version).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).expect("a time");
         for device in slice.spec.devices.iter_mut().flatten() {
             if !self.has_taints {
                 device.taints = None;
+            }
+            for taint in device.taints.iter_mut().flatten() {
+                taint.time_added.get_or_insert(Time(now));
             }
             if !self.has_consumable_capacity {
                 device.allow_multiple_allocations = None;
