@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use k8s_openapi::api::batch::v1::Job;
 use serde_json::{Value, json};
 
 use crate::manifests::{built_list, built_with_sleep, documents, kubernetes, the_driver_has_what_it_needs};
@@ -86,8 +87,18 @@ fn the_schema_has_the_chart_s_values_and_no_others() {
     assert_eq!(known, containers.iter().collect::<Vec<_>>());
 }
 
-/// What the chart makes of these values.
+fn is_hook(object: &Value) -> bool {
+    object.pointer("/metadata/annotations").is_some_and(|all| all.get("helm.sh/hook").is_some())
+}
+
+/// What the chart installs with these values.
 fn rendered_list(values: &Value) -> Vec<Value> {
+    let all = rendered_with_hooks(values).into_iter();
+    all.filter(|object| !is_hook(object)).collect()
+}
+
+/// What the chart makes of these values.
+fn rendered_with_hooks(values: &Value) -> Vec<Value> {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("values");
     let mut helm = Command::new("helm");
@@ -159,6 +170,30 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
 fn helm_finds_nothing_wrong_with_it() {
     let output = Command::new("helm").args(["lint", "--strict"]).arg(chart()).output().expect("helm");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+#[ignore = "needs helm: make check-kubernetes"]
+fn claims_are_looked_for_before_it_is_removed() {
+    let hooks = |values: Value| -> Vec<Value> { rendered_with_hooks(&values).into_iter().filter(is_hook).collect() };
+    assert!(hooks(json!({})).is_empty());
+    let image = json!({"repository": "registry/nvshare", "tag": "1"});
+    let values = json!({"dra": {"enabled": true}, "image": image, "imagePullSecrets": [{"name": "pull"}]});
+    let [job] = &hooks(values)[..] else { panic!("one hook") };
+    assert_eq!((&job["kind"], &job["metadata"]["annotations"]["helm.sh/hook"]), (&json!("Job"), &json!("pre-delete")));
+    let known: Job = serde_json::from_value(job.clone()).expect("a Job");
+    assert_eq!(&serde_json::to_value(&known).expect("JSON"), job, "a key is unknown");
+    let pod = &job["spec"]["template"]["spec"];
+    let container = &pod["containers"][0];
+    assert_eq!(container["command"], json!(["/usr/bin/nvshare-device-plugin", "--check-removal"]));
+    assert_eq!(
+        (&container["image"], &pod["imagePullSecrets"][0]["name"]),
+        (&json!("registry/nvshare:1"), &json!("pull"))
+    );
+    // The DaemonSet must not take the Job's pod for one of its own.
+    assert_eq!(job.pointer("/spec/template/metadata/labels"), None);
+    let account = rendered(&json!({"dra": {"enabled": true}}))["ServiceAccount"]["metadata"]["name"].clone();
+    assert_eq!(pod["serviceAccountName"], account);
 }
 
 #[test]

@@ -21,6 +21,8 @@ fn main() -> ExitCode {
         sockets(&arguments).and_then(|sockets| probe(&sockets))
     } else if arguments.ready {
         sockets(&arguments).and_then(|sockets| ready(&sockets))
+    } else if arguments.check_removal {
+        plugin::block_on(dra::removal::check(arguments.kubeconfig.as_deref()))
     } else {
         plugin::run(options(arguments))
     };

@@ -424,3 +424,30 @@ fn a_driver_needs_to_know_its_node() {
         "{wrong:?}"
     );
 }
+
+#[test]
+fn the_driver_cannot_be_removed_while_pods_have_claims_which_are_told() {
+    let (node, api) = node(1);
+    let gpu = device(&node, 0);
+    api.put_claim(claim(1, &[&gpu], "1Gi", "0", &[]));
+    let mut unused = claim(2, &[&gpu], "0", "0", &[]);
+    unused["status"].as_object_mut().expect("a status").remove("reservedFor");
+    api.put_claim(unused.clone());
+    let mut others = claim(3, &[&gpu], "0", "0", &[]);
+    others["status"]["allocation"]["devices"]["results"][0]["driver"] = "gpu.nvidia.com".into();
+    api.put_claim(others.clone());
+    let refused = node.ask_plugin("--check-removal");
+    let said = String::from_utf8(refused.stderr).expect("UTF-8");
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("cannot be removed") && said.contains(": team-a/pod-1 (claim claim-1). Delete"), "{said}");
+    let [event] = &api.events()[..] else { panic!("{:?}", api.events()) };
+    assert_eq!((&event["involvedObject"]["kind"], &event["involvedObject"]["name"]), (&"Pod".into(), &"pod-1".into()));
+    assert!(event["message"].as_str().is_some_and(|text| text.contains("delete the pod first")), "{event}");
+
+    unused["metadata"]["name"] = "claim-1".into();
+    api.put_claim(unused);
+    assert!(node.ask_plugin("--check-removal").status.success());
+    api.forbid(true);
+    let refused = node.ask_plugin("--check-removal");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("does not list ResourceClaims"), "{refused:?}");
+}

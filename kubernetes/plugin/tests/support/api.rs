@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 
+use k8s_openapi::api::core::v1::Event;
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -15,6 +16,7 @@ use serde_json::{Value, json};
 
 pub use kubernetes_test_support::{NODE, uid};
 
+const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
 /// The API server.
@@ -26,6 +28,7 @@ pub struct Resources {
     version: u64,
     slices: BTreeMap<String, Value>,
     claims: BTreeMap<(String, String), Value>,
+    events: Vec<Value>,
     watchers: Watchers,
     /// `DRAConsumableCapacity` and `DRADeviceTaints`.
     has_consumable_capacity: bool,
@@ -55,6 +58,7 @@ impl Api {
             version: 100,
             slices: BTreeMap::new(),
             claims: BTreeMap::new(),
+            events: Vec::new(),
             watchers: Watchers::default(),
             has_consumable_capacity: true,
             has_taints: true,
@@ -107,6 +111,11 @@ impl Api {
         });
     }
 
+    /// What pods were told.
+    pub fn events(&self) -> Vec<Value> {
+        self.with(|world| world.events.clone())
+    }
+
     /// A claim is there, and is allocated.
     pub fn put_claim(&self, claim: Value) {
         let known: ResourceClaim = serde_json::from_value(claim.clone()).expect("a claim");
@@ -132,6 +141,14 @@ impl World for Resources {
             let node = json!({"kind": "Node", "apiVersion": "v1", "metadata": {"name": NODE, "uid": "node-uid"}});
             return whole(200, &node);
         }
+        if *method == Method::POST && path == "/api/v1/namespaces/team-a/events" {
+            let sent: Value = serde_json::from_slice(body).expect("JSON");
+            let event: Event = serde_json::from_value(sent.clone()).expect("an event");
+            assert_known(&sent, &serde_json::to_value(event).expect("JSON"), "event");
+            assert_eq!(sent["involvedObject"]["namespace"], "team-a", "an event is in the namespace of its object");
+            self.events.push(sent.clone());
+            return whole(201, &sent);
+        }
         if !self.has_resource_api {
             return refused(404, "NotFound", "the server could not find the requested resource");
         }
@@ -147,6 +164,14 @@ impl World for Resources {
                 }
                 None => refused(404, "NotFound", "there is no such slice"),
             },
+            (&Method::GET, None) if path == CLAIMS => {
+                let items: Vec<&Value> = self.claims.values().collect();
+                let metadata = json!({"resourceVersion": self.version.to_string()});
+                whole(
+                    200,
+                    &json!({"kind": "ResourceClaimList", "apiVersion": "resource.k8s.io/v1", "metadata": metadata, "items": items}),
+                )
+            }
             _ => {
                 match path
                     .strip_prefix("/apis/resource.k8s.io/v1/namespaces/")
