@@ -47,7 +47,7 @@ pub fn run(options: Options) -> Result<(), String> {
 ///
 /// # Errors
 /// Those of the work, or the system cannot start it.
-pub fn block_on(work: impl Future<Output = Result<(), String>>) -> Result<(), String> {
+pub fn block_on<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|e| format!("cannot start: {e}"))?.block_on(work)
 }

@@ -192,6 +192,23 @@ async fn until_ready(node: &Node, expected: bool) -> String {
 }
 
 #[tokio::test]
+async fn a_problem_of_the_scheduler_is_the_reason_why_the_pod_is_not_ready() {
+    let node = Node::with_gpus(1);
+    let config = node.directory.join("nvshare.toml");
+    std::fs::write(&config, "policy = \"fcfs\"\n").expect("a file");
+    let scheduler = node.scheduler_with(&["--config", config.to_str().expect("a path")]);
+    let (_process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true]).await;
+    std::fs::write(&config, "policy = \"none\"\n").expect("a file");
+    scheduler.signal(libc::SIGHUP);
+    let why = until_ready(&node, false).await;
+    assert!(why.contains("the configuration has an error") && why.contains("policy"), "{why}");
+    std::fs::write(&config, "policy = \"fcfs\"\n").expect("a file");
+    scheduler.signal(libc::SIGHUP);
+    assert_eq!(until_ready(&node, true).await, "");
+}
+
+#[tokio::test]
 async fn gpus_of_a_scheduler_that_is_not_there_yet_are_unhealthy() {
     let node = Node::with_gpus(1);
     let (_process, _kubelet, mut plugin) = watched(&node).await;
