@@ -43,10 +43,10 @@ pub fn run(options: Options) -> Result<(), String> {
     block_on(work(&options, config))
 }
 
-/// Runs work that waits.
+/// Runs asynchronous work on this thread.
 ///
 /// # Errors
-/// Those of the work, or the system cannot start it.
+/// The work fails, or the runtime cannot be started.
 pub fn block_on<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|e| format!("cannot start: {e}"))?.block_on(work)

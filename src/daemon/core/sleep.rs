@@ -32,7 +32,7 @@ const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 /// hosts with some drivers (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
-/// Why nobody knows whether a process sleeps.
+/// The reason why the state of a process cannot be determined.
 const NO_HELPER: &str = "nvshare-checkpoint, which could tell and wake it, is missing or cannot use the driver";
 
 /// The machine's settings, with that driver.

@@ -103,7 +103,7 @@ fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
 }
 
-/// Gives taints the times of those that are stored. The API server sets the present time for a taint without one, also if only another
+/// Copies the times of stored taints to equal ones. The API server sets the present time for a taint without one, also if only another
 /// device has changed.
 pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
     for device in devices {

@@ -223,7 +223,7 @@ fn board(nvml: &Nvml, index: u32) -> Option<Board> {
     Some(Board { uuid, index, gpus })
 }
 
-/// Those of a GPU's properties that NVML has.
+/// A GPU's properties, without the ones that Linux knows.
 fn properties(nvml: &Nvml, device: &Device<'_>) -> Properties {
     let capability = device.cuda_compute_capability().ok();
     let cuda = nvml.sys_cuda_driver_version().ok();
