@@ -113,7 +113,7 @@ fn containers(command: Cdi, target: &Target) -> Result<(), CtlError> {
         // Standard output is for the file, where that was asked for.
         Cdi::Generate(asked) => cdi::generate(target, &asked, |text| eprintln!("{text}")),
         Cdi::Install(asked) => cdi::install(&asked, |text| eprintln!("nvsharectl: {text}")),
-        Cdi::MergePreload => cdi::merge_preload(std::io::stdin()),
+        Cdi::MergePreload => cdi::on_create_container(std::io::stdin()),
     }
 }
 

@@ -129,6 +129,8 @@ pub struct Client {
     pub rule: String,
     pub rule_origin: String,
     pub share: String,
+    /// Clients with the same number share the limits of their rule.
+    pub rule_group: Option<u64>,
     pub environment: String,
     pub environment_ignored: Vec<String>,
     pub gang: Vec<u64>,

@@ -94,6 +94,7 @@ fn client_json(client: &Client) -> Value {
         "rule": client.rule,
         "rule-origin": client.rule_origin,
         "share": client.share,
+        "rule-group": client.rule_group,
         "environment": client.environment,
         "environment-ignored": client.environment_ignored,
         "gang": client.gang,

@@ -284,6 +284,8 @@ fn sleep_sentences(client: &Client) -> Vec<String> {
         all.push(format!("{who} was off the GPU and cannot come back: its CUDA calls fail."));
     } else if !client.moving.is_empty() {
         all.push(format!("{who} is on its way to {}.", client.moving));
+    } else if client.sleep == "settling" && !why.is_empty() {
+        all.push(format!("{who} may be asleep, and gets no turn until that is known: {why}."));
     } else if !why.is_empty() {
         let held = if client.paused { " is kept from running, but" } else { "" };
         all.push(format!("{who}{held} cannot sleep: {why}."));
@@ -295,23 +297,35 @@ fn sleep_sentences(client: &Client) -> Vec<String> {
     all
 }
 
-/// The limits of clients' groups by rules. Clients with the same text share a line, since a class
-/// of notebooks has one rule.
+/// The limits of clients' groups by rules. Groups of one client with the same text share a line, since a class of notebooks has
+/// one rule.
 fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
-    let mut lines: Vec<(String, Vec<&Client>)> = Vec::new();
+    let mut shared: Vec<(String, Option<u64>, Vec<&Client>)> = Vec::new();
     for (client, what) in have {
-        match lines.iter_mut().find(|(said, _)| *said == what) {
-            Some((_, clients)) => clients.push(client),
-            None => lines.push((what, vec![client])),
+        let is_same =
+            |said: &String, group: &Option<u64>| *said == what && group.is_some() && *group == client.rule_group;
+        match shared.iter_mut().find(|(said, group, _)| is_same(said, group)) {
+            Some((.., clients)) => clients.push(client),
+            None => shared.push((what, client.rule_group, vec![client])),
         }
     }
-    let line = |(what, clients): (String, Vec<&Client>)| match *clients {
+    // The flag: the clients are one group.
+    let mut lines: Vec<(String, bool, Vec<&Client>)> = Vec::new();
+    for (what, _, clients) in shared {
+        let is_one = clients.len() > 1;
+        match lines.iter_mut().find(|(said, one, _)| !is_one && !*one && *said == what) {
+            Some((.., others)) => others.extend(clients),
+            None => lines.push((what, is_one, clients)),
+        }
+    }
+    let line = |(what, is_one, clients): (String, bool, Vec<&Client>)| match *clients {
         [client] => format!("{} and its group {what}.", process(client)),
         _ => {
             let pids: Vec<String> = clients.iter().map(|client| pid(client)).collect();
             let (last, others) =
                 pids.split_last().map_or((String::new(), &[][..]), |(last, others)| (last.clone(), others));
-            format!("Processes {} and {last} and their groups {what}.", others.join(", "))
+            let how = if is_one { "together" } else { "and their groups each" };
+            format!("Processes {} and {last} {how} {what}.", others.join(", "))
         }
     };
     lines.into_iter().map(line).collect()
@@ -593,22 +607,29 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
 
     #[test]
     fn clients_of_one_rule_share_a_line() {
-        let shown = |shares: &[&str]| {
-            let clients = shares.iter().zip(1..).map(|(share, id)| {
+        let shown = |shares: &[(&str, u64)]| {
+            let clients = shares.iter().zip(1..).map(|((share, group), id)| {
                 let one = client(id, "python3 a.py", usage("idle", 1.0, 1 << 30));
-                Client { share: (*share).into(), rule: "notebooks".into(), rule_origin: "a.toml:1".into(), ..one }
+                let (rule, rule_origin) = ("notebooks".into(), "a.toml:1".into());
+                Client { share: (*share).into(), rule, rule_origin, rule_group: Some(*group), ..one }
             });
             let gpus = vec![Gpu { uuid: "GPU-1".into(), ..Gpu::default() }];
             text(&Status { gpus, clients: clients.collect(), ..Status::default() }, &Waits::new(), Style::default())
         };
-        let one = shown(&["weight 200"]);
+        let one = shown(&[("weight 200", 1)]);
         assert!(
             one.ends_with("  Process 101 and its group have weight 200 by rule \"notebooks\" (a.toml:1).\n"),
             "{one}"
         );
-        let three = shown(&["weight 200", "weight 300", "weight 200", "weight 200"]);
-        assert!(three.contains("  Processes 101, 103 and 104 and their groups have weight 200 by rule"), "{three}");
+        let three = shown(&[("weight 200", 1), ("weight 300", 2), ("weight 200", 3), ("weight 200", 4)]);
+        assert!(
+            three.contains("  Processes 101, 103 and 104 and their groups each have weight 200 by rule"),
+            "{three}"
+        );
         assert!(three.contains("  Process 102 and its group have weight 300 by rule"), "{three}");
+        let pods = shown(&[("weight 200", 1), ("weight 200", 2), ("weight 200", 1), ("weight 200", 3)]);
+        assert!(pods.contains("  Processes 101 and 103 together have weight 200 by rule"), "{pods}");
+        assert!(pods.contains("  Processes 102 and 104 and their groups each have weight 200 by rule"), "{pods}");
     }
 
     #[test]

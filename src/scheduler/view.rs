@@ -82,6 +82,8 @@ pub struct WaiterView {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     pub client: ClientId,
+    /// The group whose limits it shares. `None`: no rule applies to it.
+    pub group: Option<GroupId>,
     /// The other members of its gang.
     pub gang_peers: Vec<ClientId>,
     /// GPUs on which the client was placed, if it did not choose any.
@@ -298,6 +300,7 @@ impl Machine {
         });
         Some(ClientView {
             client: id,
+            group: self.rules.group(id),
             gang_peers: self.lock.gang_peers(id).collect(),
             placed: self.places.of(id),
             stopped: client.stopped,

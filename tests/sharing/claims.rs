@@ -59,6 +59,13 @@ fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     assert_eq!(report.number("total") / MIB, 44);
     let mut holding = program(&machine, HALF, "stranger --mem 16M --seconds 600").start();
     holding.wait_to_say("holding");
+    let mut other = program(&machine, HALF, "stranger --mem 2M --seconds 600").start();
+    other.wait_to_say("holding");
+    let status = machine.ctl(&["status"]);
+    let together =
+        format!("{} and {} together may have 44 MiB by rule \"team-a/claim-44m\"", holding.pid(), other.pid());
+    assert!(status.contains(&together), "{status}");
+    other.kill();
     wait_for("what another one leaves", || (reach(program(&machine, HALF, ASK)) == 20).then_some(()));
     assert!(reach(program(&machine, WHOLE, ASK)) > 40);
     let client = &machine.status()["clients"][0];

@@ -422,3 +422,37 @@ fn a_program_that_is_killed_on_its_way_leaves_nothing() {
     }
     wait_for("the memory", || (machine.free() == machine.setup.memory).then_some(()));
 }
+
+/// As after the component `sleep/` was removed on Kubernetes.
+#[test]
+fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sleeps() {
+    let mut machine = Machine::with_scheduler(Setup::default());
+    let sleeper = naps(&machine, "8M", 5);
+    pause(&machine, &sleeper);
+    wait_until(&machine, &sleeper, "sleep", "sleeping");
+    machine.kill_scheduler();
+    machine.start_scheduler_with(|command| {
+        command.arg("--in-pod");
+    });
+    wait_until(&machine, &sleeper, "sleep", "settling");
+    let before = grants(&machine.moves(), sleeper.pid());
+    ends(naps(&machine, "100M", 5));
+    let status = machine.ctl(&["status"]);
+    let pid = sleeper.pid();
+    for part in [
+        format!("process {pid} may be asleep, and nvshare-checkpoint, which could tell and wake it, is missing"),
+        format!("Process {pid} may be asleep, and gets no turn until that is known"),
+    ] {
+        assert!(status.contains(&part), "{part}: {status}");
+    }
+    let refused = machine.ctl_output(&["resume", &pid.to_string()]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("it may be asleep, and nvshare-checkpoint"), "{said}");
+    assert_eq!(grants(&machine.moves(), pid), before, "it is held off");
+
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    wait_until(&machine, &sleeper, "sleep", "awake");
+    assert!(!machine.ctl(&["status"]).contains("may be asleep"));
+    ends(sleeper);
+}

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use k8s_openapi::api::batch::v1::Job;
+use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, whole};
 use serde_json::{Value, json};
 
 use crate::manifests::{built_list, built_with_sleep, documents, kubernetes, the_driver_has_what_it_needs};
@@ -86,8 +88,18 @@ fn the_schema_has_the_chart_s_values_and_no_others() {
     assert_eq!(known, containers.iter().collect::<Vec<_>>());
 }
 
-/// What the chart makes of these values.
+fn is_hook(object: &Value) -> bool {
+    object.pointer("/metadata/annotations").is_some_and(|all| all.get("helm.sh/hook").is_some())
+}
+
+/// What the chart installs with these values.
 fn rendered_list(values: &Value) -> Vec<Value> {
+    let all = rendered_with_hooks(values).into_iter();
+    all.filter(|object| !is_hook(object)).collect()
+}
+
+/// What the chart makes of these values.
+fn rendered_with_hooks(values: &Value) -> Vec<Value> {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("values");
     let mut helm = Command::new("helm");
@@ -159,6 +171,133 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
 fn helm_finds_nothing_wrong_with_it() {
     let output = Command::new("helm").args(["lint", "--strict"]).arg(chart()).output().expect("helm");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+#[ignore = "needs helm: make check-kubernetes"]
+fn claims_are_looked_for_before_it_is_removed() {
+    let hooks = |values: Value| -> Vec<Value> { rendered_with_hooks(&values).into_iter().filter(is_hook).collect() };
+    assert!(hooks(json!({})).is_empty());
+    let image = json!({"repository": "registry/nvshare", "tag": "1"});
+    let values = json!({"dra": {"enabled": true}, "image": image, "imagePullSecrets": [{"name": "pull"}]});
+    let [job] = &hooks(values)[..] else { panic!("one hook") };
+    assert_eq!((&job["kind"], &job["metadata"]["annotations"]["helm.sh/hook"]), (&json!("Job"), &json!("pre-delete")));
+    let known: Job = serde_json::from_value(job.clone()).expect("a Job");
+    assert_eq!(&serde_json::to_value(&known).expect("JSON"), job, "a key is unknown");
+    let pod = &job["spec"]["template"]["spec"];
+    let container = &pod["containers"][0];
+    assert_eq!(container["command"], json!(["/usr/bin/nvshare-device-plugin", "--check-removal"]));
+    assert_eq!(
+        (&container["image"], &pod["imagePullSecrets"][0]["name"]),
+        (&json!("registry/nvshare:1"), &json!("pull"))
+    );
+    // The DaemonSet must not take the Job's pod for one of its own.
+    assert_eq!(job.pointer("/spec/template/metadata/labels"), None);
+    let account = rendered(&json!({"dra": {"enabled": true}}))["ServiceAccount"]["metadata"]["name"].clone();
+    assert_eq!(pod["serviceAccountName"], account);
+}
+
+/// A cluster in which these objects are installed, by their paths.
+#[derive(Debug)]
+struct Installed {
+    objects: BTreeMap<&'static str, Value>,
+    watchers: Watchers,
+}
+
+impl World for Installed {
+    fn answer(&mut self, _: &Method, uri: &str, _: &[u8]) -> Answer {
+        let kinds = [
+            ("/api/v1", "v1", "ServiceAccount ConfigMap"),
+            ("/apis/apps/v1", "apps/v1", "DaemonSet"),
+            ("/apis/batch/v1", "batch/v1", "Job"),
+            ("/apis/rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io/v1", "ClusterRole ClusterRoleBinding"),
+            ("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "DeviceClass"),
+            (
+                "/apis/admissionregistration.k8s.io/v1",
+                "admissionregistration.k8s.io/v1",
+                "ValidatingAdmissionPolicy ValidatingAdmissionPolicyBinding",
+            ),
+        ];
+        let path = uri.split('?').next().unwrap_or_default();
+        let plural = |kind: &str| match kind.to_lowercase() {
+            kind if kind.ends_with('s') => format!("{kind}es"),
+            kind if kind.ends_with("cy") => format!("{}ies", kind.trim_end_matches('y')),
+            kind => format!("{kind}s"),
+        };
+        match path {
+            "/version" => whole(200, &json!({"major": "1", "minor": "36", "gitVersion": "v1.36.2"})),
+            "/api" => whole(200, &json!({"kind": "APIVersions", "versions": ["v1"]})),
+            "/apis" => {
+                let group = |(_, name, _): &(&str, &str, &str)| {
+                    let version = json!({"groupVersion": name, "version": "v1"});
+                    json!({"name": name.trim_end_matches("/v1"), "versions": [version], "preferredVersion": version})
+                };
+                let groups: Vec<Value> = kinds[1..].iter().map(group).collect();
+                whole(200, &json!({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}))
+            }
+            _ => match (kinds.iter().find(|(at, ..)| *at == path), self.objects.get(path)) {
+                (Some((_, version, kinds)), _) => {
+                    let resource = |kind: &str| {
+                        let namespaced = ["ServiceAccount", "ConfigMap", "DaemonSet", "Job"].contains(&kind);
+                        json!({"name": plural(kind), "singularName": "", "namespaced": namespaced, "kind": kind, "verbs": ["get"]})
+                    };
+                    let resources: Vec<Value> = kinds.split(' ').map(resource).collect();
+                    whole(200, &json!({"kind": "APIResourceList", "groupVersion": version, "resources": resources}))
+                }
+                (None, Some(object)) => whole(200, object),
+                (None, None) => refused(404, "NotFound", path),
+            },
+        }
+    }
+
+    fn watchers(&mut self) -> &mut Watchers {
+        &mut self.watchers
+    }
+}
+
+/// What an upgrade of these objects to these values has, or why it is refused.
+fn upgraded(objects: &[(&'static str, Value)], values: &Value) -> Result<String, String> {
+    let own = |(path, object): &(&'static str, Value)| {
+        let mut object = object.clone();
+        object["metadata"]["labels"] = json!({"app.kubernetes.io/managed-by": "Helm"});
+        object["metadata"]["annotations"] =
+            json!({"meta.helm.sh/release-name": "nvshare", "meta.helm.sh/release-namespace": "nvshare"});
+        (*path, object)
+    };
+    let objects = objects.iter().map(own).collect();
+    let api = ApiServer::start(Installed { objects, watchers: Watchers::default() });
+    let directory = tempfile::tempdir().expect("a directory");
+    let [kubeconfig, file] = ["kubeconfig", "values.json"].map(|name| directory.path().join(name));
+    std::fs::write(&kubeconfig, api.kubeconfig()).expect("a file");
+    std::fs::write(&file, values.to_string()).expect("a file");
+    let mut helm = Command::new("helm");
+    helm.args(["template", "nvshare"]).arg(chart()).args(["--namespace", "nvshare", "--values"]).arg(file);
+    helm.args(["--dry-run=server", "--disable-openapi-validation", "--kubeconfig"]).arg(kubeconfig);
+    let output = helm.output().expect("helm");
+    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+}
+
+#[test]
+#[ignore = "needs helm: make check-kubernetes"]
+fn an_upgrade_does_not_take_away_what_is_needed() {
+    let containers = json!([{"name": "checkpoint"}, {"name": "scheduler"}]);
+    let daemon_set = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "nvshare", "namespace": "nvshare"},
+        "spec": {"template": {"spec": {"containers": containers}}}});
+    let with_sleep = [("/apis/apps/v1/namespaces/nvshare/daemonsets/nvshare", daemon_set)];
+    let refused = upgraded(&with_sleep, &json!({})).expect_err("programs may sleep");
+    assert!(refused.contains("then add --set sleep.remove=true"), "{refused}");
+    for values in [json!({"sleep": {"enabled": true}}), json!({"sleep": {"remove": true}})] {
+        upgraded(&with_sleep, &values).expect("nothing is lost");
+    }
+
+    let role = json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": {"name": "nvshare-dra"}});
+    let with_claims = [("/apis/rbac.authorization.k8s.io/v1/clusterroles/nvshare-dra", role)];
+    let to_slots = upgraded(&with_claims, &json!({})).expect("the hook decides");
+    assert!(to_slots.contains("helm.sh/hook: pre-upgrade") && to_slots.contains("--check-removal"), "{to_slots}");
+    let stays = upgraded(&with_claims, &json!({"dra": {"enabled": true}})).expect("nothing is lost");
+    assert!(stays.contains("helm.sh/hook: pre-delete") && !stays.contains("pre-upgrade"), "{stays}");
+    assert!(!upgraded(&[], &json!({})).expect("it is installed").contains("helm.sh/hook"));
 }
 
 #[test]

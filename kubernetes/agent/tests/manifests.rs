@@ -233,8 +233,9 @@ fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it
     assert_eq!(agent["rules"], rules);
     let rules = json!([
         { "apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": ["list", "watch", "create", "update", "delete"] },
-        { "apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"] },
+        { "apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get", "list"] },
         { "apiGroups": [""], "resources": ["nodes"], "verbs": ["get"] },
+        { "apiGroups": [""], "resources": ["events"], "verbs": ["create"] },
     ]);
     assert_eq!(driver["rules"], rules);
 }

@@ -40,6 +40,10 @@ pub struct Arguments {
     #[arg(long, conflicts_with_all = ["check_config", "probe"])]
     pub ready: bool,
 
+    /// Only say whether pods of the cluster have claims, without which the driver cannot be removed, and give these an event
+    #[arg(long, conflicts_with_all = ["check_config", "probe", "ready"])]
+    pub check_removal: bool,
+
     /// The directory of kubelet's socket and of plugins'
     #[arg(long, value_name = "PATH", default_value = KUBELET_DIRECTORY)]
     pub kubelet: PathBuf,

@@ -50,14 +50,20 @@ impl CdiView {
         Self { devices, searched: searched.join(" or "), ignored: containerd::ignores_cdi(&paths.containerd) }
     }
 
+    /// True if a CDI file names the device.
+    pub fn names(&self, kind: &str, uuid: &str) -> bool {
+        self.devices.get(kind).is_some_and(|names| names.contains(uuid))
+    }
+
     /// The reason why a container would not get that device.
     pub fn problem(&self, kind: &str, uuid: &str) -> Option<String> {
-        if let Some(why) = &self.ignored {
-            return Some(why.clone());
-        }
-        let is_named = self.devices.get(kind).is_some_and(|names| names.contains(uuid));
+        self.ignored.clone().or_else(|| self.unnamed(kind, uuid))
+    }
+
+    /// The reason if it is only that no CDI file names the device.
+    pub fn unnamed(&self, kind: &str, uuid: &str) -> Option<String> {
         let device = || quoted(&format!("{kind}={uuid}"));
-        (!is_named).then(|| {
+        (!self.names(kind, uuid)).then(|| {
             format!(
                 "no CDI file in {} names {}: the container \"cdi\", or `nvsharectl cdi generate`, writes it and says what it \
                  lacks",

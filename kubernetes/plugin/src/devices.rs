@@ -15,8 +15,27 @@ pub struct NvmlGpu {
     pub minor: Option<u32>,
     /// The host's NUMA node that it is at, where the host has several.
     pub numa: Option<u32>,
+    pub properties: Properties,
     /// Why nothing new should run on it.
     pub trouble: Option<String>,
+}
+
+/// Properties that claims select a GPU by, as far as NVML knows them, with the names and texts of NVIDIA's DRA driver.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Properties {
+    pub architecture: Option<&'static str>,
+    pub brand: Option<&'static str>,
+    /// Versions have three numbers, as Kubernetes compares them.
+    pub compute_capability: Option<String>,
+    pub driver_version: Option<String>,
+    pub cuda_driver_version: Option<String>,
+    /// The GPU's address as Linux writes it: `0000:65:00.0`.
+    pub pci_bus_id: Option<String>,
+    /// The root of its PCIe hierarchy: `pci0000:64`.
+    pub pcie_root: Option<String>,
+    /// The GPU of a MIG slice, and the slice's profile: `1g.10gb`.
+    pub parent: Option<String>,
+    pub profile: Option<String>,
 }
 
 /// A GPU or MIG slice that the scheduler hands out.
@@ -49,6 +68,7 @@ pub struct Gpu {
     pub index: Option<u32>,
     pub minor: Option<u32>,
     pub numa: Option<u32>,
+    pub properties: Properties,
     pub slots: u32,
     pub offer: Offer,
     /// Bytes of memory; `None` until the scheduler has listed it.
@@ -97,6 +117,7 @@ impl Devices {
             index: Some(gpu.index),
             minor: gpu.minor,
             numa: gpu.numa,
+            properties: gpu.properties.clone(),
             slots: config.slots_of(&gpu.uuid, Some(gpu.index), &gpu.name),
             offer: config.offer_of(&gpu.uuid, Some(gpu.index), &gpu.name),
             memory: listed(&gpu.uuid).map(|listed| listed.total),
@@ -114,6 +135,7 @@ impl Devices {
             index: gpu.index,
             minor: None,
             numa: None,
+            properties: Properties::default(),
             slots: config.slots_of(&gpu.uuid, gpu.index, &gpu.name),
             offer: config.offer_of(&gpu.uuid, gpu.index, &gpu.name),
             memory: Some(gpu.total),
@@ -153,7 +175,16 @@ mod tests {
     use super::*;
 
     fn seen(uuid: &str, index: u32) -> NvmlGpu {
-        NvmlGpu { uuid: uuid.into(), name: "Test".into(), index, minor: Some(index), numa: Some(1), trouble: None }
+        let properties = Properties::default();
+        NvmlGpu {
+            uuid: uuid.into(),
+            name: "Test".into(),
+            index,
+            minor: Some(index),
+            numa: Some(1),
+            properties,
+            trouble: None,
+        }
     }
 
     fn listed(uuids: &[&str]) -> SchedulerView {

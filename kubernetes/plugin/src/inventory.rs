@@ -1,7 +1,7 @@
 //! The list of devices as it changes: reports of NVML, the scheduler and CDI and the configuration, combined by `devices`
 //! and published when it differs. Changes of a GPU's health are logged here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +17,10 @@ use crate::health::Report;
 
 /// Time that the first list waits for both: a driver that must wake its GPUs takes seconds for each.
 const START: Duration = Duration::from_secs(30);
+
+/// Time that CDI files may lack a new GPU. The container `cdi` learns of a GPU when the plugin does and writes its file a second
+/// or two later, so without this each start of a node begins with a warning, a taint and an unhealthy device.
+const NAMING: Duration = Duration::from_secs(10);
 
 /// Where the list is published. It is one list, so no GPU is in both parts.
 #[derive(Debug)]
@@ -36,32 +40,26 @@ pub async fn keep(
     let mut complete = Some(complete);
     let late = Instant::now() + START;
     loop {
-        let reported = tokio::select! {
-            report = reports.recv() => report,
-            Ok(()) = config.changed() => { known.publish(&config, &offered, complete.is_none()); continue },
+        let unnamed = known.unnamed_until;
+        tokio::select! {
+            report = reports.recv() => match report {
+                Some(report) => known.receive(report),
+                None => return,
+            },
+            Ok(()) = config.changed() => {}
+            () = sleep_until(unnamed.unwrap_or(late)), if unnamed.is_some() => {}
             () = sleep_until(late), if complete.is_some() => {
                 warn!("NVML or the scheduler takes long to answer: GPUs are listed as far as they are known");
-                known.nvml.get_or_insert(None);
-                known.cdi.get_or_insert_default();
-                known.scheduler.get_or_insert_with(|| SchedulerView {
-                    silence: Some("the scheduler has not answered yet".into()),
-                    ..SchedulerView::default()
-                });
-                None
+                known.complete();
             }
-        };
-        match reported {
-            Some(Report::Nvml(gpus)) => known.nvml = Some(gpus),
-            Some(Report::Scheduler(view)) => known.scheduler = Some(view),
-            Some(Report::Cdi(view)) => known.cdi = Some(view),
-            None if complete.is_none() => return,
-            None => {}
         }
-        if known.nvml.is_some() && known.scheduler.is_some() && known.cdi.is_some() {
-            known.publish(&config, &offered, true);
-            if let Some(complete) = complete.take() {
-                let _ = complete.send(());
-            }
+        let Some(devices) = known.devices(&config.borrow_and_update().clone(), Instant::now()) else { continue };
+        if complete.is_some() && known.unnamed_until.is_some() {
+            continue;
+        }
+        known.publish(devices, &offered);
+        if let Some(complete) = complete.take() {
+            let _ = complete.send(());
         }
     }
 }
@@ -72,17 +70,63 @@ struct Known {
     nvml: Option<Option<Vec<NvmlGpu>>>,
     scheduler: Option<SchedulerView>,
     cdi: Option<CdiView>,
-    /// What was published last.
-    devices: Devices,
+    /// The list published last.
+    published: Devices,
+    /// GPUs that a CDI file has named before: their absence is a fault.
+    named: BTreeSet<String>,
+    /// Since when nothing but their name in a CDI file is missing of other GPUs.
+    unnamed: BTreeMap<String, Instant>,
+    /// The end of the earliest wait for such a name.
+    unnamed_until: Option<Instant>,
 }
 
 impl Known {
-    fn publish(&mut self, config: &watch::Receiver<Arc<Config>>, offered: &Offered, is_whole: bool) {
-        let (Some(nvml), Some(scheduler), Some(cdi), true) = (&self.nvml, &self.scheduler, &self.cdi, is_whole) else {
-            return;
-        };
-        let new = Devices::new(&config.borrow().clone(), nvml.as_deref(), scheduler, cdi);
-        tell(&self.devices, &new);
+    fn receive(&mut self, report: Report) {
+        match report {
+            Report::Nvml(gpus) => self.nvml = Some(gpus),
+            Report::Scheduler(view) => self.scheduler = Some(view),
+            Report::Cdi(view) => self.cdi = Some(view),
+        }
+    }
+
+    /// Replaces missing reports.
+    fn complete(&mut self) {
+        self.nvml.get_or_insert(None);
+        self.cdi.get_or_insert_default();
+        self.scheduler.get_or_insert_with(|| SchedulerView {
+            silence: Some("the scheduler has not answered yet".into()),
+            ..SchedulerView::default()
+        });
+    }
+
+    /// The list to publish; `None` before the first report of each. A GPU that still may get its name in a CDI file stays as it was
+    /// published.
+    fn devices(&mut self, config: &Config, now: Instant) -> Option<Devices> {
+        let (nvml, scheduler, cdi) = (self.nvml.as_ref()?, self.scheduler.as_ref()?, self.cdi.as_ref()?);
+        let mut devices = Devices::new(config, nvml.as_deref(), scheduler, cdi);
+        self.unnamed_until = None;
+        devices.gpus.retain_mut(|gpu| {
+            if cdi.names(&config.cdi_kind, &gpu.uuid) {
+                self.named.insert(gpu.uuid.clone());
+            }
+            let lacks_name = gpu.problem.is_some() && gpu.problem == cdi.unnamed(&config.cdi_kind, &gpu.uuid);
+            if !lacks_name || self.named.contains(&gpu.uuid) {
+                return true;
+            }
+            let until = *self.unnamed.entry(gpu.uuid.clone()).or_insert(now) + NAMING;
+            if until <= now {
+                return true;
+            }
+            self.unnamed_until = Some(self.unnamed_until.map_or(until, |other| other.min(until)));
+            let before = self.published.gpus.iter().find(|before| before.uuid == gpu.uuid);
+            gpu.problem = before.and_then(|before| before.problem.clone());
+            before.is_some()
+        });
+        Some(devices)
+    }
+
+    fn publish(&mut self, new: Devices, offered: &Offered) {
+        tell(&self.published, &new);
         for (offer, devices) in [(Offer::DevicePlugin, &offered.by_plugin), (Offer::Dra, &offered.by_dra)] {
             let new = new.offered_by(offer);
             devices.send_if_modified(|old| {
@@ -93,7 +137,7 @@ impl Known {
                 is_new
             });
         }
-        self.devices = new;
+        self.published = new;
     }
 }
 
@@ -114,5 +158,99 @@ fn tell(old: &Devices, new: &Devices) {
     }
     for uuid in before.keys().filter(|uuid| !now.contains_key(*uuid)) {
         info!("{uuid} is not offered any more");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cdi::Paths;
+    use crate::devices::SchedulerGpu;
+
+    fn listed(uuids: &[&str]) -> SchedulerView {
+        let gpu = |uuid: &&str| SchedulerGpu { uuid: (*uuid).into(), ..SchedulerGpu::default() };
+        SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
+    }
+
+    /// A node whose CDI file can name other GPUs.
+    struct Node {
+        paths: Paths,
+        known: Known,
+    }
+
+    impl Node {
+        fn new(name: &str) -> Self {
+            let directory = std::env::temp_dir().join(format!("nvshare-plugin-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&directory).expect("a directory");
+            let paths = Paths { containerd: directory.join("config.toml"), directories: vec![directory] };
+            let known = Known { nvml: Some(None), ..Known::default() };
+            Self { paths, known }
+        }
+
+        fn name(&mut self, uuids: &[&str]) {
+            let devices: Vec<String> = uuids.iter().map(|uuid| format!(r#"{{"name": "{uuid}"}}"#)).collect();
+            let text =
+                format!(r#"{{"cdiVersion": "0.5.0", "kind": "nvshare.com/gpu", "devices": [{}]}}"#, devices.join(","));
+            std::fs::write(self.paths.directories[0].join("nvshare.json"), text).expect("a file");
+            self.known.receive(Report::Cdi(CdiView::read(&self.paths)));
+        }
+
+        /// Publishes the list and returns each GPU's health.
+        fn healthy(&mut self, now: Instant) -> Vec<(String, bool)> {
+            let devices = self.known.devices(&Config::default(), now).expect("all have reported");
+            self.known.published = devices.clone();
+            devices.gpus.into_iter().map(|gpu| (gpu.uuid, gpu.problem.is_none())).collect()
+        }
+    }
+
+    impl Drop for Node {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.paths.directories[0]);
+        }
+    }
+
+    fn list<const N: usize>(gpus: [(&str, bool); N]) -> Vec<(String, bool)> {
+        gpus.map(|(uuid, is_healthy)| (uuid.to_owned(), is_healthy)).into()
+    }
+
+    #[test]
+    fn a_new_gpu_is_listed_once_a_cdi_file_names_it_or_should_have() {
+        let (mut node, start) = (Node::new("naming"), Instant::now());
+        node.known.receive(Report::Scheduler(listed(&["GPU-a"])));
+        node.name(&[]);
+        assert_eq!(node.healthy(start), []);
+        node.name(&["GPU-a"]);
+        assert_eq!(node.healthy(start), list([("GPU-a", true)]));
+
+        node.known.receive(Report::Scheduler(listed(&["GPU-a", "GPU-b"])));
+        assert_eq!(node.healthy(start), list([("GPU-a", true)]));
+        assert_eq!(node.known.unnamed_until, Some(start + NAMING));
+        assert_eq!(node.healthy(start + NAMING), list([("GPU-a", true), ("GPU-b", false)]));
+        assert_eq!(node.known.unnamed_until, None);
+        node.name(&["GPU-a", "GPU-b"]);
+        assert_eq!(node.healthy(start + NAMING), list([("GPU-a", true), ("GPU-b", true)]));
+    }
+
+    #[test]
+    fn a_gpu_that_a_cdi_file_named_is_unhealthy_as_soon_as_none_does() {
+        let (mut node, start) = (Node::new("named"), Instant::now());
+        node.known.receive(Report::Scheduler(listed(&["GPU-a"])));
+        node.name(&["GPU-a"]);
+        assert_eq!(node.healthy(start), list([("GPU-a", true)]));
+        node.name(&[]);
+        assert_eq!(node.healthy(start), list([("GPU-a", false)]));
+    }
+
+    #[test]
+    fn a_gpu_with_another_fault_keeps_it_until_a_cdi_file_names_it() {
+        let (mut node, start) = (Node::new("fault"), Instant::now());
+        node.known.receive(Report::Scheduler(SchedulerView { silence: Some("starts".into()), ..listed(&["GPU-a"]) }));
+        node.name(&[]);
+        assert_eq!(node.healthy(start), list([("GPU-a", false)]));
+        node.known.receive(Report::Scheduler(listed(&["GPU-a"])));
+        assert_eq!(node.healthy(start), list([("GPU-a", false)]));
+        assert_eq!(node.known.published.gpus[0].problem.as_deref(), Some("starts"));
+        node.name(&["GPU-a"]);
+        assert_eq!(node.healthy(start), list([("GPU-a", true)]));
     }
 }

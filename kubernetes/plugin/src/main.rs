@@ -20,7 +20,9 @@ fn main() -> ExitCode {
     } else if arguments.probe {
         sockets(&arguments).and_then(|sockets| probe(&sockets))
     } else if arguments.ready {
-        sockets(&arguments).and_then(|sockets| ready(&sockets))
+        sockets(&arguments).and_then(|sockets| ready(&sockets, &arguments.control))
+    } else if arguments.check_removal {
+        plugin::block_on(dra::removal::check(arguments.kubeconfig.as_deref()))
     } else {
         plugin::run(options(arguments))
     };

@@ -40,9 +40,16 @@ pub fn run(options: Options) -> Result<(), String> {
         return Err("offer = \"dra\" needs the name of this node: --node, or NODE_NAME in the environment".into());
     }
     log::start(options.log_level, LevelFilter::WARN);
+    block_on(work(&options, config))
+}
+
+/// Runs asynchronous work on this thread.
+///
+/// # Errors
+/// The work fails, or the runtime cannot be started.
+pub fn block_on<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
-    runtime.block_on(work(&options, config))
+    runtime.map_err(|e| format!("cannot start: {e}"))?.block_on(work)
 }
 
 async fn work(options: &Options, config: Config) -> Result<(), String> {

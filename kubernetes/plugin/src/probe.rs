@@ -1,15 +1,18 @@
 //! `nvshare-device-plugin --probe`: whether the plugin that runs answers, and kubelet knows of it. It is gRPC's own health
 //! protocol on the plugin's socket, so that other tools can ask as well. `--ready`: whether containers can get slots, too,
-//! and why not, which that protocol has no words for.
+//! and why not, which that protocol has no words for; and whether the scheduler has problems.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nvshare_kubernetes::scheduler::connect;
+use tokio::time::timeout;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
+use crate::plugin::block_on;
 use crate::registration::causes;
 use crate::server::WHOLE_SERVER;
 use crate::status::StatusRequest;
@@ -34,12 +37,23 @@ pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     })
 }
 
-/// Asks that plugin whether containers can get any GPU.
+/// Asks that plugin whether containers can get any GPU, and the scheduler at `control` for its problems.
 ///
 /// # Errors
 /// If no plugin answers, it is not registered, GPUs are not offered, or there is none, or none that is healthy: then with the reasons,
-/// each once.
-pub fn ready(sockets: &[PathBuf]) -> Result<(), String> {
+/// each once. If the scheduler has problems.
+pub fn ready(sockets: &[PathBuf], control: &Path) -> Result<(), String> {
+    gives_gpus(sockets)?;
+    let asking = async {
+        let (_connection, scheduler) = connect(control).await.ok()?;
+        scheduler.problems().await.ok()
+    };
+    // The plugin says of a scheduler that does not answer that its GPUs are unhealthy.
+    let problems = block_on(async { Ok(timeout(PATIENCE, asking).await.ok().flatten()) })?.unwrap_or_default();
+    if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
+}
+
+fn gives_gpus(sockets: &[PathBuf]) -> Result<(), String> {
     let mut gpus = Vec::new();
     for socket in sockets {
         let answer = ask(socket, async |channel| {
@@ -72,15 +86,13 @@ fn silent(status: &tonic::Status) -> String {
 }
 
 fn ask<T>(socket: &Path, question: impl AsyncFnOnce(Channel) -> Result<T, String>) -> Result<T, String> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
     let asking = async {
         let unreachable = |e| format!("no plugin answers at {}: {}", socket.display(), causes(&e));
         let endpoint = Endpoint::try_from(format!("unix://{}", socket.display())).map_err(unreachable)?;
         question(endpoint.connect().await.map_err(unreachable)?).await
     };
-    runtime.block_on(async {
-        tokio::time::timeout(PATIENCE, asking)
+    block_on(async {
+        timeout(PATIENCE, asking)
             .await
             .unwrap_or_else(|_| Err(format!("the plugin has not answered for {} ms", PATIENCE.as_millis())))
     })

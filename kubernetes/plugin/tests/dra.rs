@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use kubernetes_test_support::program::Program;
 
 use crate::support::api::{self, Api, claim, config, uid};
-use crate::support::dra::{Driver, sockets_in_container};
+use crate::support::dra::{Container, Driver};
 use crate::support::kubelet::{Kubelet, health};
-use crate::support::{Node, PATIENCE, Process, QUICK};
+use crate::support::{Node, PATIENCE, Process, QUICK, beside};
 use cuda_sim_gpus::config::gpu_uuid;
 use cuda_sim_gpus::trouble::{self, Event, XID};
 use nvshare::bus::{Client, SchedulerProxy};
@@ -72,10 +72,16 @@ async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     }
 }
 
+/// A container that has the devices of these claims, in this order.
+fn container(node: &Node, claims: &[&[Device]]) -> Container {
+    let devices = claims.iter().copied().flatten();
+    let ids: Vec<String> = devices.flat_map(|device| device.cdi_device_ids.clone()).collect();
+    Container::new(&node.cdi(), &ids)
+}
+
 /// What a container with these devices finds at `/run/nvshare/scheduler.sock`.
 fn socket(node: &Node, devices: &[Device]) -> PathBuf {
-    let ids: Vec<String> = devices.iter().flat_map(|device| device.cdi_device_ids.clone()).collect();
-    sockets_in_container(&node.cdi(), &ids).join("scheduler.sock")
+    container(node, &[devices]).sockets.expect("a socket's directory").join("scheduler.sock")
 }
 
 async fn ready(node: &Node) -> String {
@@ -103,6 +109,20 @@ async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
         assert_eq!(capacity.keys().collect::<Vec<_>>(), ["memory", "slots", "time"]);
         assert_eq!((&*capacity["slots"].value.0, &*capacity["time"].value.0), ("10", "100"));
         assert!(device.taints.is_none());
+        let attributes = serde_json::to_value(device.attributes.as_ref().expect("attributes")).expect("JSON");
+        for (name, kind, value) in [
+            ("architecture", "string", "Hopper"),
+            ("brand", "string", "Nvidia"),
+            ("cudaComputeCapability", "version", "9.0.0"),
+            ("driverVersion", "version", "580.65.6"),
+            ("cudaDriverVersion", "version", "13.0.0"),
+        ] {
+            assert_eq!(attributes[name][kind], value, "{name}: {attributes}");
+        }
+        assert!(
+            attributes["pcieBusID"]["string"].as_str().is_some_and(|text| text.starts_with("0000:")),
+            "{attributes}"
+        );
     }
     process.log.wait("kubelet has registered the DRA driver gpu.nvshare.com");
     until("it is ready", async || ready(&node).await.is_empty()).await;
@@ -207,8 +227,11 @@ async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
     api.put_claim(claim(1, &[&device(&node, 1)], "0", "0", &[]));
     let refused = driver.prepare_one(&named(1)).await.expect_err("it is unhealthy");
     assert!(refused.contains("is unhealthy: the driver reported XID 79"), "{refused}");
+    let since = |api: &Api| api.devices()[1].taints.as_ref().and_then(|taints| taints[0].time_added.clone());
+    let before = since(&api);
     ask(&node, async |scheduler| scheduler.drain("0").await).await;
     api.until("another", |devices| taints(devices) == [vec!["gpu.nvshare.com/drained".to_owned()], unhealthy.clone()]);
+    assert!(before.is_some() && since(&api) == before, "a taint keeps its time when another is added");
     // An API server without taints would have them claimed.
     api.set_taints(false);
     api.delete_slices();
@@ -313,6 +336,24 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
 }
 
 #[tokio::test]
+async fn a_container_with_several_claims_is_refused_in_any_order() {
+    let (node, api, _scheduler, _process, mut driver) = running(2).await;
+    api.put_claim(claim(1, &[&device(&node, 0), &device(&node, 1)], "1Gi", "0", &[]));
+    api.put_claim(claim(2, &[&device(&node, 1)], "2Gi", "0", &[]));
+    let mut answers = driver.prepare(&[named(1), named(2)]).await;
+    let [one, two] = [1, 2].map(|number| answers.remove(&uid(number)).expect("an answer").expect("it is right"));
+    let create = |claims: &[&[Device]]| container(&node, claims).create(&beside("nvsharectl"));
+    assert_eq!((create(&[&one]), create(&[&two])), (Ok(()), Ok(())));
+    for both in [[&*one, &*two], [&*two, &*one]] {
+        let refused = create(&both).expect_err("it has two claims");
+        assert!(
+            refused.contains("the container has several claims of nvshare (team-a/claim-1, team-a/claim-2)"),
+            "{refused}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     let (node, mut api, scheduler, mut process, mut driver) = running(1).await;
     api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "0", &[]));
@@ -382,4 +423,31 @@ fn a_driver_needs_to_know_its_node() {
         String::from_utf8_lossy(&wrong.stderr).contains("device-plugin.toml:1:9: offer = \"dra\" needs inject"),
         "{wrong:?}"
     );
+}
+
+#[test]
+fn the_driver_cannot_be_removed_while_pods_have_claims_which_are_told() {
+    let (node, api) = node(1);
+    let gpu = device(&node, 0);
+    api.put_claim(claim(1, &[&gpu], "1Gi", "0", &[]));
+    let mut unused = claim(2, &[&gpu], "0", "0", &[]);
+    unused["status"].as_object_mut().expect("a status").remove("reservedFor");
+    api.put_claim(unused.clone());
+    let mut others = claim(3, &[&gpu], "0", "0", &[]);
+    others["status"]["allocation"]["devices"]["results"][0]["driver"] = "gpu.nvidia.com".into();
+    api.put_claim(others.clone());
+    let refused = node.ask_plugin("--check-removal");
+    let said = String::from_utf8(refused.stderr).expect("UTF-8");
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("cannot be removed") && said.contains(": team-a/pod-1 (claim claim-1). Delete"), "{said}");
+    let [event] = &api.events()[..] else { panic!("{:?}", api.events()) };
+    assert_eq!((&event["involvedObject"]["kind"], &event["involvedObject"]["name"]), (&"Pod".into(), &"pod-1".into()));
+    assert!(event["message"].as_str().is_some_and(|text| text.contains("delete the pod first")), "{event}");
+
+    unused["metadata"]["name"] = "claim-1".into();
+    api.put_claim(unused);
+    assert!(node.ask_plugin("--check-removal").status.success());
+    api.forbid(true);
+    let refused = node.ask_plugin("--check-removal");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("does not list ResourceClaims"), "{refused:?}");
 }

@@ -158,6 +158,24 @@ async fn a_gpu_that_no_container_would_get_is_unhealthy_and_the_probe_says_why()
     plugin.until_healthy(&[true, true]).await;
 }
 
+#[tokio::test]
+async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
+    let node = Node::with_gpus(2);
+    let uuids: Vec<String> = (0..2).map(|gpu| gpu_uuid(&node.machine(), gpu)).collect();
+    node.inject(&[]);
+    let _scheduler = node.scheduler();
+    let mut kubelet = Kubelet::start(&node.kubelet_directory());
+    let process = node.plugin();
+    process.log.wait("watched by the driver's events");
+    // Later than the first reports, sooner than the file counts as missing.
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    node.inject(&uuids);
+    let mut plugin = kubelet.plugin().await;
+    let first = plugin.next().await.expect("a list");
+    assert!(health(first).iter().all(|(_, is_healthy)| *is_healthy), "{first:?}");
+    assert_eq!(process.log.count("is unhealthy"), 0);
+}
+
 /// Asks the probe until it says so, and returns what it says.
 async fn until_ready(node: &Node, expected: bool) -> String {
     let deadline = std::time::Instant::now() + PATIENCE;
@@ -171,6 +189,23 @@ async fn until_ready(node: &Node, expected: bool) -> String {
         assert!(std::time::Instant::now() < deadline, "{output:?}");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
+}
+
+#[tokio::test]
+async fn a_problem_of_the_scheduler_is_the_reason_why_the_pod_is_not_ready() {
+    let node = Node::with_gpus(1);
+    let config = node.directory.join("nvshare.toml");
+    std::fs::write(&config, "policy = \"fcfs\"\n").expect("a file");
+    let scheduler = node.scheduler_with(&["--config", config.to_str().expect("a path")]);
+    let (_process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true]).await;
+    std::fs::write(&config, "policy = \"none\"\n").expect("a file");
+    scheduler.signal(libc::SIGHUP);
+    let why = until_ready(&node, false).await;
+    assert!(why.contains("the configuration has an error") && why.contains("policy"), "{why}");
+    std::fs::write(&config, "policy = \"fcfs\"\n").expect("a file");
+    scheduler.signal(libc::SIGHUP);
+    assert_eq!(until_ready(&node, true).await, "");
 }
 
 #[tokio::test]

@@ -36,6 +36,10 @@ impl Edits {
         self.push("mounts", json!({ "hostPath": host, "containerPath": container, "options": options }));
     }
 
+    pub fn variable(&mut self, name: &str, value: &str) {
+        self.push("env", json!(format!("{name}={value}")));
+    }
+
     pub fn device_node(&mut self, path: &str) {
         self.push("deviceNodes", json!({ "path": path }));
     }

@@ -5,7 +5,11 @@
 //! one, the hook mounts a third file over both, which names the libraries of both. The image is
 //! never changed, and containers of images without the file are left alone. Invariant: a container
 //! either has the libraries of both, or does not start.
+//!
+//! The hook also refuses containers with several claims of Kubernetes: each claim mounts its socket
+//! at the same place, and kubelet and runtime decide which mount is the last.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,6 +30,9 @@ use crate::ctl::preload::entries;
 /// newer than the program that it names.
 pub const COMMAND: &str = "merge-preload";
 
+/// The beginning of a variable that each claim adds to its containers. The claim's UID follows.
+pub const CLAIM_VARIABLE: &str = "NVSHARE_CLAIM_";
+
 const NAME: &str = "ld.so.preload";
 /// The size limit of a list, in bytes. Longer files are no plausible list.
 const LONGEST: u64 = 64 << 10;
@@ -44,12 +51,21 @@ struct ContainerState {
 struct Container {
     root: Root,
     #[serde(default)]
+    process: Process,
+    #[serde(default)]
     linux: Linux,
 }
 
 #[derive(Deserialize)]
 struct Root {
     path: PathBuf,
+}
+
+#[derive(Default, Deserialize)]
+struct Process {
+    /// Variables with their values.
+    #[serde(default)]
+    env: Vec<String>,
 }
 
 #[derive(Default, Deserialize)]
@@ -60,18 +76,27 @@ struct Linux {
     mount_label: String,
 }
 
-/// Reads the state of the container that a runtime writes to a hook.
+/// Checks the container whose state a runtime writes to a hook, and merges its lists.
 ///
 /// # Errors
-/// The image's own list exists and cannot be merged. Then the runtime does not start the container
-/// and reports the reason, in Kubernetes as an event of the pod. If the hook cannot look for a
-/// list, for example on a kernel before 5.6, it reports that on standard error and succeeds: the
-/// container starts without the image's preloaded libraries.
-pub fn merge_preload(state: impl Read) -> Result<(), CtlError> {
-    let found = match Found::look(state) {
+/// The container has several claims, or the image's own list exists and cannot be merged. Then the
+/// runtime does not start the container and reports the reason, in Kubernetes as an event of the
+/// pod. If the hook cannot look for a list, for example on a kernel before 5.6, it reports that on
+/// standard error and succeeds: the container starts without the image's preloaded libraries.
+pub fn on_create_container(state: impl Read) -> Result<(), CtlError> {
+    let unknown = |why: &str| eprintln!("nvsharectl: cannot look for the image's own /etc/ld.so.preload: {why}");
+    let (bundle, container) = match read_container(state) {
         Ok(found) => found,
         Err(why) => {
-            eprintln!("nvsharectl: cannot look for the image's own /etc/ld.so.preload: {why}");
+            unknown(&why);
+            return Ok(());
+        }
+    };
+    check_claims(&container.process.env).map_err(CtlError::Failed)?;
+    let found = match Found::open(&bundle, container) {
+        Ok(found) => found,
+        Err(why) => {
+            unknown(&why);
             return Ok(());
         }
     };
@@ -81,6 +106,32 @@ pub fn merge_preload(state: impl Read) -> Result<(), CtlError> {
              libraries in LD_PRELOAD instead"
         ))
     })
+}
+
+/// The container's bundle and its configuration.
+fn read_container(state: impl Read) -> Result<(PathBuf, Container), String> {
+    // Parses only the JSON value, since the runtime may keep the pipe open.
+    let state = ContainerState::deserialize(&mut serde_json::Deserializer::from_reader(state));
+    let bundle = state.map_err(|e| format!("standard input: {e}"))?.bundle;
+    let file = bundle.join("config.json");
+    let named = |e: &dyn std::fmt::Display| format!("{}: {e}", file.display());
+    let text = std::fs::read(&file).map_err(|e| named(&e))?;
+    let container = serde_json::from_slice(&text).map_err(|e| named(&e))?;
+    Ok((bundle, container))
+}
+
+fn check_claims(env: &[String]) -> Result<(), String> {
+    let claims: BTreeMap<&str, &str> =
+        env.iter().filter_map(|variable| variable.strip_prefix(CLAIM_VARIABLE)?.split_once('=')).collect();
+    if claims.len() < 2 {
+        return Ok(());
+    }
+    let names: Vec<&str> = claims.into_values().collect();
+    Err(format!(
+        "the container has several claims of nvshare ({}) and would get the GPUs of one of them: give a claim several requests, \
+         or `count`, instead",
+        names.join(", ")
+    ))
 }
 
 /// A container that is being created.
@@ -93,15 +144,8 @@ struct Found {
 }
 
 impl Found {
-    fn look(state: impl Read) -> Result<Self, String> {
-        // Parses only the JSON value, since the runtime may keep the pipe open.
-        let state = ContainerState::deserialize(&mut serde_json::Deserializer::from_reader(state));
-        let state = state.map_err(|e| format!("standard input: {e}"))?;
-        let file = state.bundle.join("config.json");
-        let named = |e: &dyn std::fmt::Display| format!("{}: {e}", file.display());
-        let text = std::fs::read(&file).map_err(|e| named(&e))?;
-        let container: Container = serde_json::from_slice(&text).map_err(|e| named(&e))?;
-        let path = state.bundle.join(&container.root.path);
+    fn open(bundle: &Path, container: Container) -> Result<Self, String> {
+        let path = bundle.join(&container.root.path);
         let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let open = || {
             let root = openat(CWD, &path, directory, Mode::empty())?;

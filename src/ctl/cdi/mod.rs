@@ -31,7 +31,7 @@ use rustix::io::Errno;
 use super::preload::library;
 use super::{CtlError, Target, block_on};
 use crate::config::paths;
-pub use hook::merge_preload;
+pub use hook::on_create_container;
 use nvidia::Nvidia;
 pub use spec::{CLAIM_KIND, of_claim};
 use spec::{FromHost, Spec};

@@ -30,10 +30,11 @@ pub const CLAIM_KIND: &str = "nvshare.com/claim";
 
 /// A file with one device, named by the UID of a claim. It mounts the directory of the claim's
 /// socket in place of the usual one. It must follow the device of a GPU, so that runtimes replace
-/// that device's mount.
-pub fn of_claim(uid: &str, sockets: &str) -> String {
+/// that device's mount. The variable shows the hook how many claims a container has.
+pub fn of_claim(uid: &str, name: &str, sockets: &str) -> String {
     let mut edits = Edits::default();
     edits.mount(sockets, SOCKETS_IN_CONTAINERS);
+    edits.variable(&format!("{}{}", hook::CLAIM_VARIABLE, uid.replace('-', "_")), name);
     let device = json!({ "name": uid, "containerEdits": edits.json() });
     format!("{:#}\n", json!({ "cdiVersion": VERSION, "kind": CLAIM_KIND, "devices": [device] }))
 }

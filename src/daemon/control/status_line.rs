@@ -53,6 +53,7 @@ mod tests {
             identity: Arc::new(identity),
             library: String::new(),
             rule: Default::default(),
+            rule_group: None,
             env_limits: Default::default(),
             gang_peers: Vec::new(),
             placed: Vec::new(),

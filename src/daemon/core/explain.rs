@@ -163,7 +163,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             SleepPhase::Waking => format!("It comes back from sleep, and waits for room on {gpu}."),
             SleepPhase::Restoring => format!("It comes back from sleep: the driver puts it back on {gpu}."),
             SleepPhase::Lost => "It was off its GPUs and cannot come back: its CUDA calls fail.".into(),
-            SleepPhase::Settling => "Its state is being determined.".into(),
+            SleepPhase::Settling => "It may be asleep, and gets no turn until nvshare-checkpoint tells.".into(),
             SleepPhase::Asleep | SleepPhase::Awake => "It sleeps, and wakes when it calls the driver.".into(),
         },
         Obstacle::Stopped => "Its process is stopped, by a signal or a debugger.".into(),

@@ -32,6 +32,9 @@ const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 /// hosts with some drivers (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
+/// The reason why the state of a process cannot be determined.
+const NO_HELPER: &str = "nvshare-checkpoint, which could tell and wake it, is missing or cannot use the driver";
+
 /// The machine's settings, with that driver.
 pub(super) fn settings(config: &Config, driver: Option<&str>) -> Settings {
     let is_known = driver.is_some_and(|driver| KILLS_DO_NO_HARM.iter().any(|begin| driver.starts_with(begin)));
@@ -128,9 +131,15 @@ impl Core {
             SleepOperation::Wake => Operation::Wake,
             SleepOperation::Settle => Operation::Settle,
         };
-        let (Some(process), Some(requests)) = (&entry.process, &self.checkpoints) else {
-            // It can never be found out. If an earlier scheduler did take it off its GPUs, it waits in the driver instead of the library.
+        let untouched = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
+        // No scheduler can take a process off its GPUs that it cannot reach.
+        let Some(process) = &entry.process else {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
+        };
+        let Some(requests) = &self.checkpoints else {
+            // An earlier scheduler had a helper, and may have taken the process off its GPUs: a turn would never end.
+            self.set_undetermined(client, operation != Operation::Sleep);
+            return Some(Event::Checkpointed { client, outcome: untouched });
         };
         let (awaited, awaits) = oneshot::channel();
         let identity = entry.identity.clone();
@@ -140,8 +149,30 @@ impl Core {
             entry.checkpoint = Some(awaits);
             return None;
         }
-        let outcome = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
-        Some(Event::Checkpointed { client, outcome })
+        Some(Event::Checkpointed { client, outcome: untouched })
+    }
+
+    /// Sets whether a client may be off its GPUs and no helper can tell.
+    pub(super) fn set_undetermined(&mut self, client: ClientId, is_undetermined: bool) {
+        let is_changed =
+            if is_undetermined { self.undetermined.insert(client) } else { self.undetermined.remove(&client) };
+        if is_changed {
+            self.publish_problems();
+        }
+    }
+
+    /// The programs that get no turn because no helper can tell whether they sleep.
+    pub(super) fn undetermined_problem(&self) -> Option<String> {
+        let pids =
+            self.undetermined.iter().filter_map(|client| Some(self.clients.get(client)?.identity.pid.to_string()));
+        let pids: BTreeSet<String> = pids.collect();
+        let whose = match pids.len() {
+            0 => return None,
+            1 => "process",
+            _ => "processes",
+        };
+        let pids: Vec<String> = pids.into_iter().collect();
+        Some(format!("{whose} {} may be asleep, and {NO_HELPER}", pids.join(", ")))
     }
 
     /// Whether a client is to come back to its GPUs.
@@ -160,6 +191,8 @@ impl Core {
             let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
             warn!(client = client.0, pid, "{name} cannot be {what} its GPUs: {failure}");
         }
+        let is_unable = matches!(answer.failure, Some(Failure::NoCalls | Failure::NotStarted(_)));
+        self.set_undetermined(client, is_unable && matches!(answer.outcome, Outcome::Unknown));
         match answer.failure {
             Some(Failure::NoCalls | Failure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
             None => self.no_checkpoints = None, // so it can be done by now
@@ -199,10 +232,17 @@ impl Core {
     /// Takes a program off its GPUs until it is resumed, or resumes it. `users`: those that the caller may do it for.
     ///
     /// # Errors
-    /// `InvalidArgs` if there is none, or the process id has become that of another user's.
+    /// `InvalidArgs` if there is none, or the process id has become that of another user's; `Failed` if it is to be resumed and no
+    /// helper can wake it.
     pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<Saving> {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
+        }
+        if !is_paused && self.program(pid)?.iter().any(|client| self.undetermined.contains(client)) {
+            return Err(fdo::Error::Failed(format!(
+                "cannot resume process {pid}: it may be asleep, and {NO_HELPER}. Install nvshare-checkpoint again, on Kubernetes with \
+                 the component sleep/, and resume it then"
+            )));
         }
         let saving = self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
         for client in self.program(pid)? {

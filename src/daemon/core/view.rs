@@ -50,6 +50,8 @@ pub(super) struct CopiedClient {
     pub env_limits: EnvLimits,
     /// It is a lock that was acquired over D-Bus.
     pub is_lock: bool,
+    /// No helper can tell whether it sleeps.
+    pub is_undetermined: bool,
     pub uses: BTreeMap<GpuId, CopiedUse>,
 }
 
@@ -106,6 +108,7 @@ impl Core {
                 hours: self.hours_of(*id),
                 env_limits: client.env_limits.clone(),
                 is_lock: client.lock.is_some(),
+                is_undetermined: self.undetermined.contains(id),
                 uses: uses.collect(),
             };
             (*id, copied)

@@ -13,7 +13,7 @@ use crate::bus;
 use crate::config::rules::Rule;
 use crate::config::units;
 use crate::identity::{Identity, Tenant};
-use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepView, Time};
+use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
 
 /// Attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; more than so many are
 /// no use to people, and a list of all would be larger than the bus carries.
@@ -30,6 +30,8 @@ pub struct ClientView {
     pub library: String,
     /// Its rule: name, origin, and its share in words.
     pub rule: (String, String, String),
+    /// The number of the group whose limits it shares. `None`: no rule applies to it.
+    pub rule_group: Option<u64>,
     /// Its limits from the environment: those in effect, and remarks about those that are not.
     pub env_limits: (String, Vec<String>),
     /// The other members of its gang.
@@ -68,6 +70,7 @@ impl ClientView {
             rule: rule.0,
             rule_origin: rule.1,
             share: rule.2,
+            rule_group: self.rule_group,
             environment: env_limits.0,
             environment_ignored: env_limits.1,
             gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
@@ -163,7 +166,10 @@ impl View {
                     share_due: due.get(&attachment.gpu).and_then(|due| due.get(&seen.client)).copied(),
                 }
             });
-            let sleep = self.machine.sleep_of(seen.client);
+            let mut sleep = self.machine.sleep_of(seen.client);
+            if client.is_undetermined {
+                sleep.obstacle = Some(SleepObstacle::Unsupported);
+            }
             Some(ClientView {
                 id: seen.client,
                 identity: client.identity.clone(),
@@ -171,6 +177,7 @@ impl View {
                 rule: rule.map_or_else(Default::default, |rule| {
                     (rule.name.clone(), rule.origin.to_string(), self.share_in_words(seen.client, rule))
                 }),
+                rule_group: seen.group.map(|group| group.0),
                 env_limits: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
                 gang_peers: seen.gang_peers.clone(),
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),

@@ -19,6 +19,8 @@ kubectl logs charted | grep -q '"ok":true' || fail "charted: $(kubectl logs char
 helm upgrade nvshare /images/chart "${values[@]}" --set slots=2 --set sleep.enabled=true
 until_true "other slots" slots_are 2
 a_pod_sleeps_and_wakes
+! /opt/tools/helm --namespace nvshare upgrade nvshare /images/chart "${values[@]}" --set slots=2 >>/logs/helm 2>&1 ||
+    fail "what wakes programs is taken away"
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
 
 helm rollback nvshare 1 --wait --timeout 180s

@@ -77,7 +77,7 @@ impl Claims {
         let done = async {
             let write = |e: std::io::Error| format!("the claim cannot be written: {e}");
             self.store.save(&claim).map_err(write)?;
-            self.write_cdi(&uid).map_err(write)?;
+            self.write_cdi(&claim).map_err(write)?;
             match self.tell(&prepared).await?.remove(&uid) {
                 Some(why) => Err(format!("the scheduler refuses it: {why}")),
                 None => Ok(()),
@@ -115,9 +115,9 @@ impl Claims {
                 let told = {
                     let prepared = self.prepared.lock().await;
                     // After the node has started again the files are gone.
-                    for uid in prepared.keys() {
-                        if let Err(e) = self.write_cdi(uid) {
-                            warn!("the CDI file of claim {uid} cannot be written: {e}");
+                    for claim in prepared.values() {
+                        if let Err(e) = self.write_cdi(claim) {
+                            warn!("the CDI file of claim {} cannot be written: {e}", claim.uid);
                         }
                     }
                     tell(&proxy, &prepared).await
@@ -144,9 +144,10 @@ impl Claims {
         tell(&proxy, prepared).await
     }
 
-    fn write_cdi(&self, uid: &str) -> std::io::Result<()> {
+    fn write_cdi(&self, claim: &Prepared) -> std::io::Result<()> {
+        let Prepared { uid, namespace, name, .. } = claim;
         let sockets = self.places.sockets.join(uid);
-        let text = cdi::of_claim(uid, &sockets.display().to_string());
+        let text = cdi::of_claim(uid, &format!("{namespace}/{name}"), &sockets.display().to_string());
         let path = self.cdi_file(uid);
         match std::fs::read(&path) {
             Ok(there) if there == text.as_bytes() => Ok(()),

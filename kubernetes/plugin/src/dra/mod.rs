@@ -14,6 +14,7 @@ pub mod driver;
 pub mod publish;
 pub mod quantity;
 pub mod registration;
+pub mod removal;
 pub mod service;
 pub mod slice;
 pub mod store;

@@ -115,7 +115,7 @@ impl Publisher {
 
     /// `false`: the API server drops taints.
     async fn store(&self, gpus: &Devices, stored: Option<&ResourceSlice>, has_taints: bool) -> Result<bool, String> {
-        let devices = slice::devices(gpus, has_taints);
+        let mut devices = slice::devices(gpus, has_taints);
         let of = |slice: &ResourceSlice| slice.spec.devices.clone().unwrap_or_default();
         match stored {
             Some(stored) if slice::are_same(&devices, &of(stored)) => return Ok(true),
@@ -124,6 +124,9 @@ impl Publisher {
         }
         if devices.is_empty() {
             return self.delete().await.map(|()| true);
+        }
+        if let Some(stored) = stored {
+            slice::keep_times(&mut devices, &of(stored));
         }
         let slice = self.slice(devices.clone(), stored).await?;
         for dry_run in [true, false] {

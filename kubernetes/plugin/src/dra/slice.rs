@@ -69,6 +69,8 @@ fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
         string: Some(text.chars().take(LONGEST).collect()),
         ..DeviceAttribute::default()
     };
+    let version = |version: &String| DeviceAttribute { version: Some(version.clone()), ..DeviceAttribute::default() };
+    let own = &gpu.properties;
     let number = |number: u32| DeviceAttribute { int: Some(number.into()), ..DeviceAttribute::default() };
     let kind = if gpu.uuid.starts_with("MIG-") { "mig" } else { "gpu" };
     let all = [
@@ -77,6 +79,15 @@ fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
         ("productName", (!gpu.model.is_empty()).then(|| text(&gpu.model))),
         ("index", gpu.index.map(number)),
         ("numaNode", gpu.numa.map(number)),
+        ("architecture", own.architecture.map(text)),
+        ("brand", own.brand.map(text)),
+        ("cudaComputeCapability", own.compute_capability.as_ref().map(version)),
+        ("driverVersion", own.driver_version.as_ref().map(version)),
+        ("cudaDriverVersion", own.cuda_driver_version.as_ref().map(version)),
+        ("pcieBusID", own.pci_bus_id.as_deref().map(text)),
+        ("resource.kubernetes.io/pcieRoot", own.pcie_root.as_deref().map(text)),
+        ("parentUUID", own.parent.as_deref().map(text)),
+        ("profile", own.profile.as_deref().map(text)),
     ];
     all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
@@ -90,6 +101,19 @@ fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     };
     let all = [("unhealthy", gpu.problem.is_some()), ("drained", gpu.drained)];
     all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
+}
+
+/// Copies the times of stored taints to equal ones. The API server sets the present time for a taint without one, also if only another
+/// device has changed.
+pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
+    for device in devices {
+        let before = stored.iter().find(|stored| stored.name == device.name);
+        let before = before.and_then(|stored| stored.taints.as_deref()).unwrap_or_default();
+        for taint in device.taints.iter_mut().flatten() {
+            let same = before.iter().find(|other| (&other.key, &other.effect) == (&taint.key, &taint.effect));
+            taint.time_added = same.and_then(|same| same.time_added.clone());
+        }
+    }
 }
 
 /// Fields that an API server has dropped.
@@ -140,6 +164,7 @@ pub fn are_same(one: &[Device], other: &[Device]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::devices::Properties;
     use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
     fn gpus() -> Devices {
@@ -173,6 +198,35 @@ mod tests {
         assert_eq!(gpu["capacity"]["slots"]["requestPolicy"]["default"], "1");
         assert_eq!(gpu["attributes"]["uuid"]["string"], "GPU-A");
         assert_eq!(gpu.get("taints"), None);
+    }
+
+    #[test]
+    fn selectors_for_nvidia_s_driver_find_the_same_attributes() {
+        let mut all = gpus();
+        all.gpus[0].properties = Properties {
+            architecture: Some("Hopper"),
+            brand: Some("Nvidia"),
+            compute_capability: Some("9.0.0".into()),
+            driver_version: Some("580.65.6".into()),
+            cuda_driver_version: Some("13.0.0".into()),
+            pci_bus_id: Some("0000:65:00.0".into()),
+            pcie_root: Some("pci0000:64".into()),
+            parent: None,
+            profile: None,
+        };
+        let gpu = serde_json::to_value(&devices(&all, true)[0]).expect("JSON");
+        for (name, kind, value) in [
+            ("architecture", "string", "Hopper"),
+            ("brand", "string", "Nvidia"),
+            ("cudaComputeCapability", "version", "9.0.0"),
+            ("driverVersion", "version", "580.65.6"),
+            ("cudaDriverVersion", "version", "13.0.0"),
+            ("pcieBusID", "string", "0000:65:00.0"),
+            ("resource.kubernetes.io/pcieRoot", "string", "pci0000:64"),
+        ] {
+            assert_eq!(gpu["attributes"][name][kind], value, "{name}");
+        }
+        assert_eq!(gpu["attributes"].get("parentUUID"), None);
     }
 
     #[test]

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nvml_wrapper::enum_wrappers::device::Brand;
+use nvml_wrapper::enums::device::DeviceArchitecture;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::{Device, EventSet, Nvml};
+use nvml_wrapper::{Device, EventSet, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 use nvshare::gpu_faults::nvml::{advice, event, watch as watch_events};
 use nvshare::gpu_faults::{Answer, Event, Faults};
 use tokio::sync::mpsc::UnboundedSender;
@@ -18,7 +20,7 @@ use tracing::{debug, info};
 
 use super::Report;
 use crate::config::Config;
-use crate::devices::NvmlGpu;
+use crate::devices::{NvmlGpu, Properties};
 
 /// The directory of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
@@ -195,23 +197,107 @@ fn scan(nvml: &Nvml, before: &[Board]) -> Vec<Board> {
 
 fn board(nvml: &Nvml, index: u32) -> Option<Board> {
     let device = nvml.device_by_index(index).ok()?;
-    let (minor, numa) = (device.minor_number().ok(), node(&device));
-    let gpu = |device: &Device<'_>| {
+    let address = address(&device);
+    let numa = address.as_ref().and_then(|address| numa_node(PCI_DEVICES.as_ref(), address));
+    let minor = device.minor_number().ok();
+    let properties = Properties {
+        pcie_root: address.as_ref().and_then(|address| pcie_root(PCI_DEVICES.as_ref(), address)),
+        pci_bus_id: address,
+        ..properties(nvml, &device)
+    };
+    let uuid = device.uuid().ok()?;
+    let gpu = |device: &Device<'_>, properties: Properties| {
         let (uuid, name) = (device.uuid().ok()?, device.name().unwrap_or_default());
-        Some(NvmlGpu { uuid, name, index, minor, numa, trouble: None })
+        Some(NvmlGpu { uuid, name, index, minor, numa, properties, trouble: None })
     };
     let places = device.mig_device_count().unwrap_or(0);
-    let slices = (0..places).filter_map(|place| gpu(&device.mig_device_by_index(place).ok()?));
+    let slices = (0..places).filter_map(|place| {
+        let slice = device.mig_device_by_index(place).ok()?;
+        let profile = slice.name().ok().and_then(|name| Some(name.split_once(" MIG ")?.1.to_owned()));
+        gpu(&slice, Properties { parent: Some(uuid.clone()), profile, ..properties.clone() })
+    });
     let mut gpus: Vec<NvmlGpu> = slices.collect();
     if gpus.is_empty() {
-        gpus.push(gpu(&device)?);
+        gpus.push(gpu(&device, properties)?);
     }
-    Some(Board { uuid: device.uuid().ok()?, index, gpus })
+    Some(Board { uuid, index, gpus })
 }
 
-fn node(device: &Device<'_>) -> Option<u32> {
+/// A GPU's properties, without the ones that Linux knows.
+fn properties(nvml: &Nvml, device: &Device<'_>) -> Properties {
+    let capability = device.cuda_compute_capability().ok();
+    let cuda = nvml.sys_cuda_driver_version().ok();
+    Properties {
+        architecture: device.architecture().ok().and_then(|architecture| architecture_name(&architecture)),
+        brand: device.brand().ok().and_then(brand_name),
+        compute_capability: capability.map(|capability| format!("{}.{}.0", capability.major, capability.minor)),
+        driver_version: nvml.sys_driver_version().ok().and_then(|text| version(&text)),
+        cuda_driver_version: cuda
+            .map(|cuda| format!("{}.{}.0", cuda_driver_version_major(cuda), cuda_driver_version_minor(cuda))),
+        ..Properties::default()
+    }
+}
+
+/// An architecture as NVIDIA's DRA driver names it.
+fn architecture_name(architecture: &DeviceArchitecture) -> Option<&'static str> {
+    Some(match architecture {
+        DeviceArchitecture::Kepler => "Kepler",
+        DeviceArchitecture::Maxwell => "Maxwell",
+        DeviceArchitecture::Pascal => "Pascal",
+        DeviceArchitecture::Volta => "Volta",
+        DeviceArchitecture::Turing => "Turing",
+        DeviceArchitecture::Ampere => "Ampere",
+        DeviceArchitecture::Ada => "Ada Lovelace",
+        DeviceArchitecture::Hopper => "Hopper",
+        DeviceArchitecture::Blackwell => "Blackwell",
+        DeviceArchitecture::Unknown => return None,
+    })
+}
+
+/// A brand as NVIDIA's DRA driver names it.
+fn brand_name(brand: Brand) -> Option<&'static str> {
+    Some(match brand {
+        Brand::Unknown => return None,
+        Brand::Quadro => "Quadro",
+        Brand::Tesla => "Tesla",
+        Brand::NVS => "NVS",
+        Brand::GRID => "Grid",
+        Brand::GeForce => "GeForce",
+        Brand::Titan => "Titan",
+        Brand::VApps => "NvidiaVApps",
+        Brand::VPC => "NvidiaVPC",
+        Brand::VCS => "NvidiaVCS",
+        Brand::VWS => "NvidiaVWS",
+        Brand::CloudGaming | Brand::VGaming => "NvidiaCloudGaming",
+        Brand::QuadroRTX => "QuadroRTX",
+        Brand::NvidiaRTX => "NvidiaRTX",
+        Brand::Nvidia => "Nvidia",
+        Brand::GeForceRTX => "GeForceRTX",
+        Brand::TitanRTX => "TitanRTX",
+    })
+}
+
+/// A driver's version as a semantic version, which has three numbers without leading zeros.
+fn version(text: &str) -> Option<String> {
+    let numbers: Option<Vec<u32>> = text.split('.').map(|number| number.parse().ok()).collect();
+    match numbers?[..] {
+        [major, minor] => Some(format!("{major}.{minor}.0")),
+        [major, minor, patch] => Some(format!("{major}.{minor}.{patch}")),
+        _ => None,
+    }
+}
+
+/// A GPU's address as Linux writes it.
+fn address(device: &Device<'_>) -> Option<String> {
     let pci = device.pci_info().ok()?;
-    numa_node(PCI_DEVICES.as_ref(), &format!("{:04x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device))
+    Some(format!("{:04x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device))
+}
+
+/// The root of a device's PCIe hierarchy, from its place in Linux' tree of devices.
+fn pcie_root(devices: &Path, address: &str) -> Option<String> {
+    let place = std::fs::read_link(devices.join(address)).ok()?;
+    let names = place.iter().filter_map(|name| name.to_str());
+    names.map(str::to_owned).find(|name| name.starts_with("pci") && name.contains(':'))
 }
 
 /// Linux shows -1 for a device without a NUMA node.
@@ -235,5 +321,29 @@ mod tests {
         assert_eq!(numa_node(&directory, "0000:11:00.0"), None);
         assert_eq!(numa_node(&directory, "0000:12:00.0"), None);
         std::fs::remove_dir_all(directory).expect("it is removed");
+    }
+
+    #[test]
+    fn the_pcie_root_is_the_beginning_of_the_path() {
+        let directory = std::env::temp_dir().join(format!("nvshare-plugin-root-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        let place = "../../../devices/pci0000:64/0000:64:01.0/0000:65:00.0";
+        std::os::unix::fs::symlink(place, directory.join("0000:65:00.0")).expect("a link");
+        assert_eq!(pcie_root(&directory, "0000:65:00.0").as_deref(), Some("pci0000:64"));
+        assert_eq!(pcie_root(&directory, "0000:66:00.0"), None);
+        std::fs::remove_dir_all(directory).expect("it is removed");
+    }
+
+    #[test]
+    fn driver_versions_are_semantic_versions() {
+        for (text, expected) in [
+            ("570.86.15", Some("570.86.15")),
+            ("535.54.03", Some("535.54.3")),
+            ("470.256", Some("470.256.0")),
+            ("580", None),
+            ("570.1a.2", None),
+        ] {
+            assert_eq!(version(text).as_deref(), expected, "{text}");
+        }
     }
 }

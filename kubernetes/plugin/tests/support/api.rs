@@ -5,14 +5,18 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 
+use k8s_openapi::api::core::v1::Event;
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, watches_from, whole};
 use nvshare_device_plugin::dra::quantity;
 use serde_json::{Value, json};
 
 pub use kubernetes_test_support::{NODE, uid};
 
+const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
 /// The API server.
@@ -24,6 +28,7 @@ pub struct Resources {
     version: u64,
     slices: BTreeMap<String, Value>,
     claims: BTreeMap<(String, String), Value>,
+    events: Vec<Value>,
     watchers: Watchers,
     /// `DRAConsumableCapacity` and `DRADeviceTaints`.
     has_consumable_capacity: bool,
@@ -53,6 +58,7 @@ impl Api {
             version: 100,
             slices: BTreeMap::new(),
             claims: BTreeMap::new(),
+            events: Vec::new(),
             watchers: Watchers::default(),
             has_consumable_capacity: true,
             has_taints: true,
@@ -105,6 +111,11 @@ impl Api {
         });
     }
 
+    /// What pods were told.
+    pub fn events(&self) -> Vec<Value> {
+        self.with(|world| world.events.clone())
+    }
+
     /// A claim is there, and is allocated.
     pub fn put_claim(&self, claim: Value) {
         let known: ResourceClaim = serde_json::from_value(claim.clone()).expect("a claim");
@@ -130,6 +141,14 @@ impl World for Resources {
             let node = json!({"kind": "Node", "apiVersion": "v1", "metadata": {"name": NODE, "uid": "node-uid"}});
             return whole(200, &node);
         }
+        if *method == Method::POST && path == "/api/v1/namespaces/team-a/events" {
+            let sent: Value = serde_json::from_slice(body).expect("JSON");
+            let event: Event = serde_json::from_value(sent.clone()).expect("an event");
+            assert_known(&sent, &serde_json::to_value(event).expect("JSON"), "event");
+            assert_eq!(sent["involvedObject"]["namespace"], "team-a", "an event is in the namespace of its object");
+            self.events.push(sent.clone());
+            return whole(201, &sent);
+        }
         if !self.has_resource_api {
             return refused(404, "NotFound", "the server could not find the requested resource");
         }
@@ -145,6 +164,14 @@ impl World for Resources {
                 }
                 None => refused(404, "NotFound", "there is no such slice"),
             },
+            (&Method::GET, None) if path == CLAIMS => {
+                let items: Vec<&Value> = self.claims.values().collect();
+                let metadata = json!({"resourceVersion": self.version.to_string()});
+                whole(
+                    200,
+                    &json!({"kind": "ResourceClaimList", "apiVersion": "resource.k8s.io/v1", "metadata": metadata, "items": items}),
+                )
+            }
             _ => {
                 match path
                     .strip_prefix("/apis/resource.k8s.io/v1/namespaces/")
@@ -206,9 +233,15 @@ impl Resources {
             }
             _ => {}
         }
+        // A clock that is another second at each change.
+        let now =
+            i64::try_from(self.version).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).expect("a time");
         for device in slice.spec.devices.iter_mut().flatten() {
             if !self.has_taints {
                 device.taints = None;
+            }
+            for taint in device.taints.iter_mut().flatten() {
+                taint.time_added.get_or_insert(Time(now));
             }
             if !self.has_consumable_capacity {
                 device.allow_multiple_allocations = None;
@@ -265,6 +298,15 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
             && text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
             && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
     };
+    let is_qualified = |text: &str| match text.split_once('/') {
+        Some((domain, name)) => domain.split('.').all(is_label) && is_identifier(name),
+        None => is_identifier(text),
+    };
+    // Semantic versions, without what may follow the numbers.
+    let is_version = |text: &str| {
+        let is_number = |text: &str| text == "0" || (!text.starts_with('0') && text.parse::<u64>().is_ok());
+        text.split('.').count() == 3 && text.split('.').all(is_number)
+    };
     let spec = &slice.spec;
     let owner =
         slice.metadata.owner_references.iter().flatten().any(|owner| owner.kind == "Node" && owner.uid == "node-uid");
@@ -286,7 +328,8 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
         for (is_right, what) in [
             (is_label(&device.name), "name"),
             (attributes.len() + capacities.len() <= 32, "too many attributes"),
-            (attributes.keys().chain(capacities.keys()).all(|name| is_identifier(name)), "a name"),
+            (attributes.keys().chain(capacities.keys()).all(|name| is_qualified(name)), "a name"),
+            (attributes.values().all(|value| value.version.as_ref().is_none_or(|text| is_version(text))), "a version"),
             (attributes.values().all(|value| value.string.as_ref().is_none_or(|text| text.len() <= 64)), "a text"),
             (
                 device

@@ -1,7 +1,9 @@
 //! A stand-in for kubelet, which does with a DRA driver what kubelet's plugin manager and DRA manager do.
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nvshare_device_plugin::dra::health::dra_resource_health_client::DraResourceHealthClient;
@@ -112,34 +114,59 @@ async fn call(socket: &Path, authority: &str) -> Result<Channel, tonic::transpor
     endpoint.origin(origin).connect().await
 }
 
-/// What a container finds at `/run/nvshare` with these CDI devices: what the last of them mounts there, as container runtimes do it.
-pub fn sockets_in_container(cdi: &Path, devices: &[String]) -> PathBuf {
-    let specs: Vec<serde_json::Value> = cdi
-        .read_dir()
-        .expect("the directory")
-        .flatten()
-        .filter(|entry| entry.path().extension().is_some_and(|end| end == "json"))
-        .map(|entry| serde_json::from_slice(&std::fs::read(entry.path()).expect("a file")).expect("JSON"))
-        .collect();
-    let (mut found, mut seen) = (None, Vec::new());
-    for device in devices {
-        let (kind, name) = device.split_once('=').expect("a device");
-        let own = |spec: &serde_json::Value| {
-            let devices = spec["devices"].as_array().expect("devices").iter();
-            devices.filter(|device| device["name"] == name).map(|device| device["containerEdits"].clone()).next()
-        };
-        let spec = specs.iter().find(|spec| spec["kind"] == kind && own(spec).is_some());
-        let spec = spec.unwrap_or_else(|| panic!("unresolvable CDI device {device}"));
-        let mut edits = vec![own(spec).expect("the device")];
-        // What is in a file for all of its devices comes once, and first.
-        if !seen.contains(&spec) {
-            edits.insert(0, spec["containerEdits"].clone());
-            seen.push(spec);
+/// A container with CDI devices, as container runtimes make it.
+#[derive(Debug, Default)]
+pub struct Container {
+    /// The directory of the host that is at `/run/nvshare`: the last of several mounts.
+    pub sockets: Option<PathBuf>,
+    pub env: Vec<String>,
+}
+
+impl Container {
+    pub fn new(cdi: &Path, devices: &[String]) -> Self {
+        let specs: Vec<serde_json::Value> = cdi
+            .read_dir()
+            .expect("the directory")
+            .flatten()
+            .filter(|entry| entry.path().extension().is_some_and(|end| end == "json"))
+            .map(|entry| serde_json::from_slice(&std::fs::read(entry.path()).expect("a file")).expect("JSON"))
+            .collect();
+        let (mut container, mut seen) = (Self::default(), Vec::new());
+        for device in devices {
+            let (kind, name) = device.split_once('=').expect("a device");
+            let own = |spec: &serde_json::Value| {
+                let devices = spec["devices"].as_array().expect("devices").iter();
+                devices.filter(|device| device["name"] == name).map(|device| device["containerEdits"].clone()).next()
+            };
+            let spec = specs.iter().find(|spec| spec["kind"] == kind && own(spec).is_some());
+            let spec = spec.unwrap_or_else(|| panic!("unresolvable CDI device {device}"));
+            let mut edits = vec![own(spec).expect("the device")];
+            // What is in a file for all of its devices comes once, and first.
+            if !seen.contains(&spec) {
+                edits.insert(0, spec["containerEdits"].clone());
+                seen.push(spec);
+            }
+            let lists = |key: &'static str| edits.iter().filter_map(move |edits| edits[key].as_array()).flatten();
+            for mount in lists("mounts").filter(|mount| mount["containerPath"] == "/run/nvshare") {
+                container.sockets = Some(PathBuf::from(mount["hostPath"].as_str().expect("a path")));
+            }
+            container.env.extend(lists("env").map(|variable| variable.as_str().expect("a variable").to_owned()));
         }
-        let mounts = edits.iter().filter_map(|edits| edits["mounts"].as_array()).flatten();
-        for mount in mounts.filter(|mount| mount["containerPath"] == "/run/nvshare") {
-            found = Some(PathBuf::from(mount["hostPath"].as_str().expect("a path")));
-        }
+        container
     }
-    found.expect("a socket's directory")
+
+    /// Runs the hook that runtimes call when they create the container. Returns its error.
+    pub fn create(&self, nvsharectl: &Path) -> Result<(), String> {
+        let bundle = tempfile::tempdir().expect("a directory");
+        let config = serde_json::json!({"root": {"path": "rootfs"}, "process": {"env": self.env}});
+        std::fs::write(bundle.path().join("config.json"), config.to_string()).expect("a file");
+        std::fs::create_dir(bundle.path().join("rootfs")).expect("a directory");
+        let mut command = Command::new(nvsharectl);
+        command.args(["cdi", "merge-preload"]).stdin(Stdio::piped()).stderr(Stdio::piped());
+        let mut hook = command.spawn().expect("it starts");
+        let state = serde_json::json!({"ociVersion": "1.0.2", "bundle": bundle.path()});
+        write!(hook.stdin.take().expect("its input"), "{state}").expect("it reads");
+        let output = hook.wait_with_output().expect("it ends");
+        if output.status.success() { Ok(()) } else { Err(String::from_utf8(output.stderr).expect("UTF-8")) }
+    }
 }

@@ -130,9 +130,14 @@ impl Node {
     }
 
     pub fn scheduler(&self) -> Process {
+        self.scheduler_with(&[])
+    }
+
+    pub fn scheduler_with(&self, arguments: &[&str]) -> Process {
         let mut command = self.command(&beside("nvshare-scheduler"));
         command.arg("--socket").arg(self.directory.join("run/scheduler.sock"));
         command.arg("--control-socket").arg(self.control()).arg("--no-bus").arg("--claims").arg(self.claims());
+        command.args(arguments);
         let process = Process::start("scheduler", command);
         process.log.wait("serves");
         process
@@ -173,7 +178,7 @@ impl Drop for Node {
 }
 
 /// What was built beside the plugin.
-fn beside(name: &str) -> PathBuf {
+pub fn beside(name: &str) -> PathBuf {
     let path = Path::new(PLUGIN).parent().expect("a directory").join(name);
     assert!(path.exists(), "{} is missing: cargo build --workspace makes it", path.display());
     path

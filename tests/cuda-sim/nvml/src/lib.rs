@@ -327,6 +327,10 @@ fn driver_version() -> &'static str {
     }
 }
 
+/// `NVML_DEVICE_ARCH_HOPPER` and `NVML_BRAND_NVIDIA`.
+const HOPPER: u32 = 9;
+const BRAND_NVIDIA: u32 = 14;
+
 macro_rules! exports {
     ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) $body:block)*) => {
         $($(#[$doc])*
@@ -448,6 +452,14 @@ exports! {
         further(handle)?;
         out(major, 9)?;
         out(minor, 0)
+    }
+    nvmlDeviceGetArchitecture(handle: usize, architecture: *mut u32) {
+        further(handle)?;
+        out(architecture, HOPPER)
+    }
+    nvmlDeviceGetBrand(handle: usize, brand: *mut u32) {
+        further(handle)?;
+        out(brand, BRAND_NVIDIA)
     }
     nvmlDeviceGetFieldValues(handle: usize, count: i32, values: *mut FieldValue) {
         let gpu = further(handle)?;
