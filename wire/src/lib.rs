@@ -33,7 +33,7 @@
 //! The scheduler also passes on memory that one program shares with another, as descriptors, and keeps none of them:
 //! ```text
 //! importer                            scheduler                            exporter
-//! Open(ticket, secret) ─────────────▶ same user, same container? Export ──▶
+//! Open(ticket, secret) ─────────────▶ same tenant? ───────────── Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
 //! A client that is taken off its GPUs may come back on others. Its slots stay what they are, for the GPUs that it is on now:
