@@ -90,7 +90,7 @@ messages! {
         /// The process exports memory. Processes that know the key can open it.
         9 => Exporter { key: Secret },
 
-        /// Asks for memory that another process of the same user has exported: the descriptors of its chunks from number
+        /// Asks for memory that another process of the same tenant has exported: the descriptors of its chunks from number
         /// `first` on. Answered by [`Opened`](crate::SchedulerMessage::Opened). A newer request replaces an older one.
         10 => Open { ticket: u32, exporter: Secret, secret: Secret, range: u32, allocation: u64, first: u32 },
 
