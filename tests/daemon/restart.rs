@@ -470,6 +470,7 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
+    until(|| manager.kept().len() == 2);
     drop(client);
     until(|| manager.kept().len() == 1);
     let directory = daemon.kill();

@@ -73,7 +73,8 @@ fn few_of_thousands_of_small_kernels_are_queued() {
 
 #[test]
 fn few_kernels_are_queued_in_256_streams() {
-    queues_little("deep --launches 1000 --ns 2000000 --streams 256", Duration::from_millis(2));
+    // The library estimates how long kernels take, and may be wrong by one.
+    queues_little("deep --launches 1000 --ns 2000000 --streams 256", Duration::from_millis(4));
 }
 
 #[test]

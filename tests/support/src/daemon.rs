@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
@@ -37,8 +37,9 @@ impl Log {
         log
     }
 
+    /// Also after a wait for a line has failed.
     pub fn lines(&self) -> Vec<String> {
-        self.0.0.lock().expect("the log").clone()
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Waits for a line with that text in it.
