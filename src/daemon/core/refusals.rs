@@ -78,12 +78,15 @@ impl Core {
         let host = host.unwrap_or(0);
         let text = format!(
             "{} is refused memory: it requests {} in total, and what does not fit on the GPU ({}) does not fit in host memory \
-             ({}) either; the largest users are {}: end one of them, or raise max in [swap]",
+             ({}) either; {}",
             identity.name,
             units::size(bytes),
             units::size(capacity),
             units::size(host),
-            if named.is_empty() { "none".into() } else { named.join(", ") }
+            match named.join(", ").as_str() {
+                "" => "raise max in [swap]".to_owned(),
+                named => format!("the largest users are {named}: end one of them, or raise max in [swap]"),
+            }
         );
         log_client!(
             warn,
