@@ -7,6 +7,9 @@ use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::Pressure;
 
+/// Characters of a GPU's UUID that are shown: `GPU-` and its first eight digits.
+const SHORT_UUID: usize = 12;
+
 /// Returns a table, or JSON.
 ///
 /// # Errors
@@ -47,7 +50,12 @@ fn text(groups: &[Pressure]) -> String {
         if group.kind != "gpu" && averages.iter().all(|percent| percent == "0.0%") {
             continue;
         }
-        let name = if group.kind == "tenant" { status::tenant(&group.name) } else { group.name.clone() };
+        let name = match group.kind.as_str() {
+            "tenant" => status::tenant(&group.name),
+            // Enough to tell GPUs apart, so that the table fits a terminal; JSON has the whole UUID.
+            "gpu" => group.name.chars().take(SHORT_UUID).collect(),
+            _ => group.name.clone(),
+        };
         table.row([group.kind.clone(), name].into_iter().chain(averages).collect());
     }
     table.lines().join("\n") + "\n"
