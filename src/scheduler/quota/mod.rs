@@ -111,7 +111,8 @@ struct GpuLimits {
     /// The bytes of `committed` beyond the GPU's offer, and the bytes of Σ max(demand, offer) beyond it.
     in_host: u64,
     most_in_host: u64,
-    /// The offer for which `most_in_host` was computed. `None`: a client or a demand has changed since.
+    /// The offer and the number of clients when limits were last computed; computing limits of new clients alone does
+    /// not count.
     summed_for: Option<u64>,
     /// The offer and the number of clients when limits were last computed; those of new clients alone do not count.
     solved_for: Option<(u64, usize)>,
