@@ -1,6 +1,6 @@
 //! Clients that are off their GPUs, or on their way off or back. They are promised no more than their present memory,
 //! so that other clients can have the rest, and so that they can be moved to a GPU without spare memory. A client
-//! learns its lower limit before it is asked to prepare, and so acknowledges it before it is prepared. Requests for
+//! learns its lower limit before it has to prepare, and so acknowledges it before it is prepared. Requests for
 //! more are handled as for any other client.
 
 use super::{Context, Quota, limit::Limit};

@@ -58,12 +58,12 @@ impl Limit {
     }
 
     /// Keeps requested memory for the client until its demand shows that it has taken the memory. Without this, two
-    /// clients with alternating grants could take it from each other for as long as both wait.
+    /// clients with alternating grants could take it from each other while both wait.
     pub fn keep(&mut self, now: Time, bytes: u64) {
         self.granted = Some((bytes, now + GRANT_TIMEOUT));
     }
 
-    /// The client's demand and the memory kept for it, in bytes.
+    /// The client's demand, or the memory kept for it if that is more, in bytes.
     pub fn needed(&self, now: Time) -> u64 {
         self.granted.filter(|(_, until)| now < *until).map_or(self.demand, |(bytes, _)| bytes.max(self.demand))
     }

@@ -111,10 +111,9 @@ struct GpuLimits {
     /// The bytes of `committed` beyond the GPU's offer, and the bytes of Σ max(demand, offer) beyond it.
     in_host: u64,
     most_in_host: u64,
-    /// The offer and the number of clients when limits were last computed; computing limits of new clients alone does
-    /// not count.
+    /// The offer that `most_in_host` was computed for. `None`: a client or a demand has changed since.
     summed_for: Option<u64>,
-    /// The offer and the number of clients when limits were last computed; those of new clients alone do not count.
+    /// The offer and the number of clients when limits were last computed, except for new clients alone.
     solved_for: Option<(u64, usize)>,
     /// Clients that came since limits were last computed.
     fresh: BTreeSet<ClientId>,
