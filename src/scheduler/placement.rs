@@ -1,6 +1,6 @@
 //! Placement: the choice of a GPU for programs that do not choose one. Choices are remembered for a while, so that
-//! programs started together do not all land on the GPU that was free then. Which GPUs a program may
-//! use is decided elsewhere.
+//! programs started together do not all land on the GPU that was free then. Which GPUs a program may use is decided
+//! elsewhere.
 
 use crate::{
     api::*,
