@@ -254,7 +254,7 @@ impl Machine {
     }
 
     pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
-        self.limit_sleeper(client); // before it is asked to prepare, so that it acknowledges lower limits first
+        self.limit_sleeper(client); // before it has to prepare, so that it acknowledges lower limits first
         match step {
             Step::Nothing => {}
             Step::Prepare => {
