@@ -146,7 +146,7 @@ impl QuotaProblem {
         self.obstacle(at, bytes, budget, ClientQuota::acknowledged).is_none()
     }
 
-    /// The bound that a client's `bytes` would break while all other clients have the bytes that `of` returns.
+    /// Why a client cannot have `bytes` while all other clients have the bytes that `of` returns. `None`: it can.
     fn obstacle(&self, at: At, bytes: u64, budget: Option<u64>, of: impl Fn(&ClientQuota) -> u64) -> Option<Denial> {
         let Some(own) = self.quota(at) else { return Some(Denial::NoRoom) };
         let more = bytes.saturating_sub(of(own));

@@ -13,7 +13,7 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The least time for which a request is granted, and the time if the wait of the first one is unknown.
+/// The least time for which a request is granted, and the time granted if the wait of the first one is unknown.
 const SLOT: Duration = Duration::from_millis(150);
 /// No more requests than this are looked at behind the first one.
 const LOOKS: usize = 16;
