@@ -1,8 +1,8 @@
-//! Why a client does not run on a GPU at this moment, and when it is expected to. No decision depends on it, and nothing is kept
-//! for it: an answer takes time in proportion to the length of the queue.
+//! Why a client does not run on a GPU at this moment, and when it is expected to. No decision depends on these
+//! estimates, and no state is kept for them: an answer takes time proportional to the length of the queue.
 //!
-//! What is expected is what would happen if nobody else came, each one ahead ran for as long as it usually does, or for a turn, and
-//! its memory moved at the rates that were measured. Clients that can run at the same moment start sooner.
+//! Estimates assume that no further client comes, that each request ahead runs for its usual time and no longer than a
+//! turn, and that its memory moves at the measured rates. Clients that can run at the same time start sooner.
 
 use crate::{
     api::*,
@@ -14,25 +14,26 @@ use crate::{
 };
 use std::time::Duration;
 
-/// What a client does on one GPU, and what it waits for. Amounts are bytes.
+/// What a client does on one GPU, and why it waits. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explanation {
     pub gpu: GpuId,
     pub state: LockState,
     /// How long it has waited for the lock.
     pub waits: Option<Duration>,
-    /// What keeps it out of the queue, or has it want nothing.
+    /// What keeps it out of the queue, or from making a request.
     pub obstacle: Option<Obstacle>,
-    /// Those because of which it is not granted the lock, in the order of their grants; for a holder, itself.
+    /// Holders that delay its grant, in the order of their own grants; for a holder, itself.
     pub holders: Vec<HolderAhead>,
     /// Requests that are served before its own, the next one first.
     pub ahead: Vec<Ahead>,
-    /// What it needs is not on the GPU: bytes that others have to give first, bytes that come back from host memory, and about
-    /// how long both take.
+    /// Bytes of other clients that must leave the GPU before its missing memory fits.
     pub leaves: u64,
+    /// Bytes of its missing memory that return from host memory.
     pub comes: u64,
+    /// About how long both moves take.
     pub moving: Duration,
-    /// In about what time it is expected to run. `None`: it does not wait, or that depends on what cannot be known.
+    /// About how long until it runs. `None`: it does not wait, or the time cannot be estimated.
     pub starts: Option<Duration>,
 }
 
@@ -41,19 +42,19 @@ pub struct Explanation {
 pub struct HolderAhead {
     pub client: ClientId,
     pub state: LockState,
-    /// The rest of its turn; 0 once it was asked to release the lock. `None`: nobody makes it leave.
+    /// The rest of its turn; 0 once it was asked to release the lock. `None`: nothing ends its turn.
     pub left: Option<Duration>,
-    /// It keeps the GPU for as long as it has work, by its rule or by that of the one that waits.
+    /// It keeps the GPU until it has no work, because of its own rule or the waiting client's.
     pub precedes: bool,
 }
 
 /// A request in front of a waiting client's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ahead {
-    /// One, or the members of a gang.
+    /// A single client, or the members of a gang.
     pub clients: Vec<ClientId>,
     pub reason: Reason,
-    /// For about how long it keeps the GPU, its memory's way there included. `None`: for as long as it has work.
+    /// About how long it keeps the GPU, including the time to move its memory in. `None`: until it has no work.
     pub takes: Option<Duration>,
 }
 
@@ -62,20 +63,20 @@ pub struct Ahead {
 pub enum Reason {
     /// Its rule has a higher priority.
     Priority,
-    /// The other one's rule gives it only time that nobody else wants.
+    /// The rule of the other request has weight 0: it is served only while no other client wants the GPU.
     OtherIsIdle,
-    /// Its rule says interactive, and its owner has had no more than its share.
+    /// Its rule says interactive, and its owner has used no more than its share.
     Interactive,
-    /// Its owner has had less than its minimum.
+    /// Its owner is below its minimum.
     BelowMinimum,
     /// Other members of its gang have their turn.
     GangTurn,
-    /// Its owner has had less of its share.
+    /// Its owner has used less of its share.
     Share,
-    /// It has waited for so long that it goes before all others of its owner.
+    /// It has waited long enough to precede all other requests of its owner.
     Aged,
     Earlier,
-    /// It is expected to need the GPU for a shorter time, the moves of its memory included.
+    /// It is expected to need the GPU for less time, including the time to move its memory.
     Shorter,
     /// It has had less time on the GPU (policy adaptive).
     LessServed,
@@ -84,45 +85,46 @@ pub enum Reason {
 /// Why a client is in no queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
-    /// It is held off its GPUs until it is resumed.
+    /// It is held off its GPUs until the client is resumed.
     Paused,
-    /// The GPU is drained.
+    /// A GPU that it has attached is drained.
     Drained,
-    /// It is off its GPUs, or on the way there or back.
+    /// It is off its GPUs, leaving them or returning to them.
     Sleeps(SleepPhase),
     /// Its process is stopped.
     Stopped,
-    /// It waits for room for its context; `deferred`: beside that, another client could never run again.
+    /// It waits for room for its context. `deferred`: with that context, another client could never run again.
     Context { deferred: bool },
-    /// An allocation waits until others have freed memory, for so many bytes in all.
+    /// An allocation waits until other clients have freed memory; it needs a limit of this number of bytes.
     Memory(u64),
     /// These members of its gang are stopped, paused or asleep.
     Away(Vec<ClientId>),
-    /// It had too little room for its memory when it last ran, and waits for so long.
+    /// It had too little room for its memory when it last ran, and waits this long.
     MappingFailed(Duration),
-    /// Its owner has used its maximum of the period, and waits for so long.
+    /// Its owner has used its maximum of the period, and waits this long.
     TimeMax(Duration),
     /// It still holds a lock that it was asked to release.
     OwnHold,
-    /// So many bytes of others cannot leave that GPU, and what it needs does not fit beside them.
+    /// This number of bytes of other clients cannot leave that GPU, and the client's memory does not fit beside them.
     Pinned(GpuId, u64),
-    /// So many bytes of that GPU are kept free for other programs, and what it needs does not fit beside that.
+    /// This number of bytes of that GPU is kept free for other programs, and the client's memory does not fit in the
+    /// rest.
     Room(GpuId, u64),
-    /// Somebody of a better class uses or wants that GPU, which it wants as well.
+    /// A client of a better class holds or wants that GPU, which this request also wants.
     Behind(GpuId),
-    /// The machine is about to sleep.
+    /// The machine is about to suspend.
     MachineSleeps,
 }
 
 impl Machine {
-    /// Explains what a client waits for on each of its GPUs, one at a time, since each takes time in proportion to the queue.
-    /// `now` must not be before the newest event.
+    /// Explains what a client waits for on each of its GPUs. An iterator, since each explanation takes time
+    /// proportional to the queue. `now` must not be before the newest event.
     pub fn explain(&self, client: ClientId, now: Time) -> impl Iterator<Item = Explanation> {
         self.lock.all_of(client).filter_map(move |(id, _)| self.explain_on(client, id, now))
     }
 
-    /// In about what time each of the next `most` requests in the queue of a GPU is expected to run, the next one first. It ends
-    /// where nothing can be expected any more.
+    /// Estimates the time until each of the next `most` requests in the queue of a GPU runs, the next one first. Stops
+    /// at the first request whose start cannot be estimated.
     pub fn expected_starts(&self, id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)> {
         let queue = self.whole_queue(id);
         let mut starts = Vec::new();
@@ -251,12 +253,12 @@ impl Machine {
         HolderAhead { client, state, left, precedes: precedence == Some(Precedence::After) }
     }
 
-    /// When the holders that keep the first request of the queue from its grant have drained. `None`: that cannot be known.
+    /// Time until the holders that delay the first request of the queue have drained. `None`: unknown.
     fn holders_leave_in(&self, first: Entity, id: GpuId, now: Time) -> Option<Duration> {
         if self.is_admissible(first, id) {
             return Some(Duration::ZERO);
         }
-        // Without holders it waits for something elsewhere, such as another gang.
+        // Without a holder here, the request waits for something elsewhere, such as another gang.
         let mut latest = None;
         for (holder, hold) in self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()) {
             if hold.stuck {
@@ -278,8 +280,8 @@ impl Machine {
         self.lock.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
     }
 
-    /// How long memory moves before a request is granted, once nothing else is in its way. What clients that do not run can give to the
-    /// first request moves while others run.
+    /// Time to move memory before a request is granted, once nothing else delays the grant. For the first request,
+    /// memory that idle clients can give does not count: it moves while others run.
     fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
         let Some(gpu) = self.memory.get(&id) else { return Duration::ZERO };
         let lacking = self.lacking(entity, id);
@@ -290,8 +292,8 @@ impl Machine {
         gpu.rates.both_ways(lacking.saturating_sub(given), None)
     }
 
-    /// How long a queued request keeps a GPU from the next one: what it is expected to need, but no longer than a turn, and until its
-    /// memory is there. `None`: for as long as it has work, and it is not known how long that is.
+    /// How long a queued request keeps a GPU from the next one: the time it is expected to need, at most a turn, after
+    /// its memory has moved in. `None`: until it has no work, and that time is unknown.
     fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
         let gpu = self.memory.get(&id)?;
         let next = next?;
@@ -352,7 +354,7 @@ impl Machine {
             return Reason::GangTurn;
         }
         let is_same_owner = self.owner_of(ahead) == self.owner_of(behind);
-        // The finish tag of the one behind, and not its rank, holds it back.
+        // The request behind is held back by its finish tag, not by its rank.
         let is_by_share = own.at != its.at && (!self.policy().tenants_take_turns() || its.at > its.rank);
         if is_by_share && !is_same_owner {
             return Reason::Share;

@@ -20,9 +20,9 @@ const MOST_WAITING: usize = 64;
 /// A placement that was given.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Place {
-    /// The GPUs, and the bytes that the program is expected to need on each, its context left out.
+    /// The GPUs, and the bytes that the program is expected to need on each, excluding its context.
     gpus: BTreeMap<GpuId, u64>,
-    /// The program stated its need, which counts as long as it lives.
+    /// The program stated its need. It counts until the program ends.
     is_declared: bool,
     ahead: bool,
     since: Time,
@@ -30,7 +30,8 @@ struct Place {
     labels: Labels,
 }
 
-/// Placements that were given, including those of programs that have not started yet, and the labels of all clients.
+/// Placements that were given, including placements of programs that have not started yet, and the labels of all
+/// clients.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
@@ -38,7 +39,7 @@ pub(crate) struct Placements {
     /// GPUs between which clients can be moved.
     #[serde(default)]
     kinds: Vec<GpuSet>,
-    /// The GPUs on which clients may be that may not be on all.
+    /// The GPUs that a client may use, for clients that may not use all of them.
     #[serde(default)]
     allowed: BTreeMap<ClientId, GpuSet>,
 }
@@ -72,7 +73,7 @@ impl Placements {
         }
     }
 
-    /// The GPUs on which a client may be; `None`: any.
+    /// The GPUs that a client may use; `None`: any.
     pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
         self.allowed.get(&client)
     }
@@ -133,7 +134,7 @@ impl Placements {
         self.places.remove(&client);
     }
 
-    /// A client has gone from one GPU to another.
+    /// Follows the move of a client from one GPU to another.
     pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
         let Some(place) = self.places.get_mut(&client) else { return };
         if let Some(bytes) = place.gpus.remove(&from) {
@@ -232,7 +233,7 @@ impl Sites<'_> {
     /// How well a GPU suits a client: the lower, the better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
         let Some(gpu) = self.memory.get(&id) else { return (true, u64::MAX, u64::MAX) };
-        // Whoever is placed on one that is drained waits; one that reports errors is to be left.
+        // A client that is placed on a drained GPU waits; a GPU that reports errors is avoided.
         let is_drained = gpu.drained || gpu.failing;
         if self.settings.placement != Placement::Pack {
             return (is_drained, there.labels.len() as u64, there.bytes);

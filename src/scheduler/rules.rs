@@ -1,8 +1,8 @@
-//! What rules and environments say: the group of each client, the limits of the group's rule, and the limits that the
-//! client's own environment sets. Plain data: quota, fairness and gangs read it.
+//! Limits from rules and environments: the group of each client, the limits of the group's rule, and the limits that
+//! the client's own environment sets. Plain data: quota, fairness and gangs read it.
 //!
-//! Limits from a client's environment apply beside those of its group's rule and only tighten them: no client gains by
-//! them, and no other client loses.
+//! Limits from a client's environment apply in addition to the limits of its group's rule and only tighten them: no
+//! client gains by them, and no other client loses.
 
 use crate::api::*;
 use std::collections::{BTreeMap, BTreeSet};

@@ -8,7 +8,7 @@ use crate::{
 };
 use std::{collections::BTreeMap, time::Duration};
 
-/// A turn that is longer than this is no turn: nobody ends it.
+/// A longer turn counts as unbounded: nothing ends it.
 pub(crate) const NO_TURN: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// One GPU. Amounts are bytes.
@@ -19,10 +19,10 @@ pub struct GpuView {
     pub total: u64,
     /// Nothing can run there any more.
     pub gone: bool,
-    /// It is to be empty: see [`Event::Drain`].
+    /// It should be empty: see [`Event::Drain`].
     pub drained: bool,
-    /// Bytes that can be charged to clients. There is no bound on a GPU that is gone, and there are none while the
-    /// machine is about to sleep.
+    /// Bytes that can be charged to clients. Unbounded on a GPU that is gone, and 0 while the machine is about to
+    /// suspend.
     pub capacity: u64,
     /// Bytes of the capacity that do not seem to be there: one client tries to map them.
     pub trial: u64,
@@ -53,7 +53,7 @@ pub struct GpuView {
 pub struct RoomView {
     pub room: RoomId,
     pub bytes: u64,
-    /// When it ends, unless it is asked for again.
+    /// When it ends, unless it is requested again.
     pub until: Time,
     /// Its bytes are free.
     pub is_ready: bool,
@@ -115,11 +115,11 @@ pub struct AttachmentView {
     pub mapped: u64,
     pub swapped: u64,
     pub pinned: u64,
-    /// Bytes of those that it reported as freed and that measurements still show.
+    /// Bytes that it reported as freed and that measurements still show.
     pub unfreed: u64,
     /// Further bytes that it reported as freed and that no measurement has confirmed.
     pub unverified: u64,
-    /// The mapped bytes that it reports, if they are more than is believed, or if its pinned bytes are.
+    /// The mapped bytes that it reports, if they or its pinned bytes exceed the believed ones.
     pub disbelieved: Option<u64>,
     /// Grants in a row that ended because the driver had no room for memory that it was allowed.
     pub failures: u32,
@@ -133,10 +133,11 @@ pub struct AttachmentView {
     pub wait_time: Duration,
 }
 
-/// What a client does on a GPU at present. One that has to end its turn, or that waits for memory during it, does both.
+/// What a client does on a GPU at present. A client that has to end its turn, or that waits for memory during it, does
+/// both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Activity {
-    /// It waits for the lock, for memory, or for room to come back onto the GPU, and nobody has paused it.
+    /// It waits for the lock, for memory, or for room to come back onto the GPU, and is not paused.
     pub is_stalled: bool,
     /// It holds the lock, and its process is not stopped.
     pub runs: bool,
@@ -172,7 +173,7 @@ pub enum LockState {
 }
 
 impl Machine {
-    /// Bytes of host memory that limits may count on (`None`: there is no bound), and that they do count on.
+    /// Bytes of host memory that limits may count on (`None`: unbounded), and the bytes that they do count on.
     pub fn host(&self) -> (Option<u64>, u64) {
         self.quota.host()
     }
@@ -255,8 +256,8 @@ impl Machine {
         })
     }
 
-    /// The part of a GPU's time, in thousandths, that is due to each client that holds it or waits for it, if all of them always have
-    /// work: by the weights of their owners, and equally to those of one owner.
+    /// The part of a GPU's time, in thousandths, that is due to each client that holds it or waits for it, if all of
+    /// them always have work: by the weights of their owners, and in equal parts to the requests of one owner.
     pub fn shares_due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
         self.shares().due(id)
     }

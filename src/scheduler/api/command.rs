@@ -46,7 +46,7 @@ pub enum EvictionBlock {
 pub enum RoomObstacle {
     /// No more than `most` could be kept free if all clients' memory left.
     TooLarge { most: u64 },
-    /// So many bytes of it are taken by memory that cannot leave.
+    /// Memory that cannot leave takes this number of bytes of it.
     Unevictable { bytes: u64 },
     /// Memory that was to leave has not left in time.
     Late,
@@ -121,22 +121,23 @@ pub enum Command {
     /// [`Event::SleepReady`] or [`Event::SleepRefused`].
     /// `paused`: threads of it that wait are no reason to refuse.
     PrepareSleep { client: ClientId, paused: bool },
-    /// The client is on its GPUs, or stays there. `moved`: for each GPU that is another than before, the one that it knows and the
-    /// one that it is on now.
+    /// The client is on its GPUs, or stays there. `moved`: for each GPU that has changed, the GPU that the client knows
+    /// and the present GPU.
     Awake { client: ClientId, moved: Vec<Move> },
-    /// The daemon is to have the checkpoint helper do this with the client's process, and to answer with
-    /// [`Event::Checkpointed`] in bounded time, whatever becomes of the helper.
-    /// `moves`: a wake is on other GPUs than those on which the process was; each GPU where it was, and where it is to be.
+    /// The daemon must have the checkpoint helper do this with the client's process, and answer with
+    /// [`Event::Checkpointed`] in bounded time, even if the helper fails.
+    /// `moves`: if a wake is on other GPUs than before, the old and the new GPU of each.
     Checkpoint { client: ClientId, operation: SleepOperation, moves: Vec<Move> },
-    /// Whatever the client had on one GPU, its requests included, is on the other from now on: in this and all later commands and
-    /// events, that one is meant. The client sleeps; it is told by `Awake`.
+    /// Everything that the client had on one GPU, including its requests, is on the other from now on: this and all
+    /// later commands and events mean the other GPU. The client sleeps; `Awake` tells it.
     Moved { client: ClientId, from: GpuId, to: GpuId },
-    /// Answers [`Event::Migrate`], or says what became of a move off a drained GPU: the client is on the other GPU, or (`why`) is not moved there. One that sleeps on may still turn
-    /// out to be unable to run there; it then comes back where it was.
+    /// Answers [`Event::Migrate`], or reports the outcome of a move off a drained GPU: the client is on the other GPU,
+    /// or (`why`) is not moved there. A client that stays asleep may still turn out to be unable to run there; it then
+    /// comes back where it was.
     Migrated { client: ClientId, from: GpuId, to: GpuId, why: Option<MoveObstacle> },
     /// Answers [`Event::RoomRequested`]: the bytes are free, and stay so.
     RoomReady { room: RoomId, gpu: GpuId },
-    /// Answers [`Event::RoomRequested`]: there is no such room. One that was there before has ended.
+    /// Answers [`Event::RoomRequested`]: the room cannot be made. If it existed before, it has ended.
     RoomRefused { room: RoomId, gpu: GpuId, why: RoomObstacle },
     /// The time of a room that was ready is over, or its GPU is gone.
     RoomEnded { room: RoomId, gpu: GpuId },

@@ -1,4 +1,4 @@
-//! Events: what clients report, what the daemon measures, and what administrators change.
+//! Events: what clients report, the daemon measures, and administrators change.
 
 use super::*;
 use std::collections::BTreeMap;
@@ -44,15 +44,15 @@ pub enum Event {
     /// From the daemon: a GPU of `total` bytes exists, as NVML or the first client that attaches to it says. Repeating
     /// it changes `total` only, and brings back a GPU that was gone.
     GpuFound { gpu: GpuId, total: u64 },
-    /// From the daemon: nothing can run on the GPU any more. It is given to no program, and its clients are let through,
-    /// whoever holds its lock and whatever memory they have there, so that the driver's error reaches all of them. It is
+    /// From the daemon: nothing can run on the GPU any more. No program is placed there, and its clients are let
+    /// through regardless of holders of the lock and of memory, so that the driver's error reaches all of them. It is
     /// forgotten once its last client has detached.
     GpuGone { gpu: GpuId },
-    /// From the daemon: the machine is about to sleep (`asleep`), or has woken up. Until it has, nobody runs, and all
+    /// From the daemon: the machine is about to suspend (`asleep`), or has resumed. In between, no client runs, and all
     /// memory that can leave the GPUs does; see `Machine::is_evacuated`.
     Sleep { asleep: bool },
-    /// From the daemon, once NVML tells it: `rate`, in bytes per second, is what copies between the GPU and the host
-    /// can reach in each direction.
+    /// From the daemon, once NVML reports it: `rate`, in bytes per second, is the highest rate of copies between the
+    /// GPU and the host in each direction.
     GpuLink { gpu: GpuId, rate: u64 },
     /// From the daemon, periodically and after `Command::Measure`: `bytes` of the GPU are in use by anything but
     /// clients' mapped memory, measured no earlier than `begun`. That is other programs, and the contexts of those
@@ -76,12 +76,12 @@ pub enum Event {
     /// From the daemon: the measured size of clients' contexts on a GPU. It counts towards limits; until the size of a
     /// context is known, `Settings::context` does.
     ContextSizes { gpu: GpuId, bytes: BTreeMap<ClientId, u64> },
-    /// From the daemon: `bytes` of host memory, over all GPUs, that limits may count on. Without such an event there is
-    /// no bound.
+    /// From the daemon: `bytes` of host memory, over all GPUs, that limits may count on. Unbounded until the first such
+    /// event.
     HostMemory { bytes: u64 },
     /// From the daemon: `bytes` of host memory, over all GPUs, that clients may allocate for memory that is still on a
-    /// GPU, so that it can leave at once; 0 until there was such an event. `None`: the host lacks memory, and clients
-    /// give back what holds nothing.
+    /// GPU, so that it can leave without delay; 0 until the first such event. `None`: the host lacks memory, and
+    /// clients give back host memory that is unused.
     HostAhead { bytes: Option<u64> },
 
     /// A client connected and was identified. Clients with the same nonzero `gang` are granted and revoked together.
@@ -125,8 +125,8 @@ pub enum Event {
     /// From a holder: the part of the time, in thousandths, in which submitted work waited on the GPU. More than 1100:
     /// the client wants no other client beside it.
     Utilization { client: ClientId, gpu: GpuId, permille: u32 },
-    /// From the client: it wants the lock of all of `gpus`, which it has attached, at once. Replaces a request that
-    /// still waits. Answered by `Command::Grant`; until then by `Command::Waiting`.
+    /// From the client: it wants the locks of all of `gpus`, which it has attached, at the same time. Replaces a
+    /// request that still waits. Answered by `Command::Grant`; until then by `Command::Waiting`.
     Requested { client: ClientId, gpus: GpuSet },
     /// From the client: it no longer wants the lock of these GPUs, for which it waits.
     Cancelled { client: ClientId, gpus: GpuSet },
@@ -155,47 +155,50 @@ pub enum Event {
     /// Answers `Command::Probe`.
     Stopped { client: ClientId, stopped: bool },
 
-    /// From the daemon: whether programs that are no clients use the GPU, or may. They do until this says otherwise.
+    /// From the daemon: whether programs that are not clients use the GPU, or may. Until this event, they do.
     OtherPrograms { gpu: GpuId, present: bool },
 
-    /// From the daemon: `bytes` of the GPU are to be vacated at once, and kept free for programs that are no clients until `until` or
-    /// [`Event::RoomClosed`]; what such programs take meanwhile counts. Said again of the same room, on the same GPU, it replaces
-    /// what was said before. Answered by `Command::RoomReady` or `Command::RoomRefused` within 10 s.
+    /// From the daemon: `bytes` of the GPU must be vacated immediately, and kept free for programs that are not clients
+    /// until `until` or [`Event::RoomClosed`]; memory that such programs take in that time counts. Sent again for the
+    /// same room, on the same GPU, it replaces the earlier event. Answered by `Command::RoomReady` or
+    /// `Command::RoomRefused` within 10 s.
     RoomRequested { room: RoomId, gpu: GpuId, bytes: u64, until: Time },
     /// From the daemon: the room is not needed any more. One that has ended stays ended.
     RoomClosed { room: RoomId },
 
-    /// From the daemon: the client is to leave its GPUs, its contexts included, if it can: until it wants to enter the driver,
-    /// or (`paused`) until `Resumed`. It is held off its GPUs until then, even if it cannot sleep.
+    /// From the daemon: the client should leave its GPUs, including its contexts, if it can: until it wants to enter
+    /// the driver, or (`paused`) until `Resumed`. It is held off its GPUs until then, even if it cannot sleep.
     SleepWanted { client: ClientId, paused: bool },
-    /// From the daemon: the client, which has just connected, says that it has been told to sleep by an earlier scheduler. Whether it
-    /// is off its GPUs is found out. It sleeps on until it wants to enter the driver.
+    /// From the daemon: the client, which has just connected, reports that an earlier scheduler told it to sleep. The
+    /// checkpoint helper determines whether it is off its GPUs. It sleeps on until it wants to enter the driver.
     FoundAsleep { client: ClientId },
-    /// From the daemon: the client is to run again. A move for which it does not sleep yet is given up.
+    /// From the daemon: the client should run again. A move for which it does not sleep yet is given up.
     Resumed { client: ClientId },
-    /// From the daemon: the client is to leave one GPU for another of the same kind. It is put to sleep for that, whatever work it
-    /// has, and comes back there; one that sleeps is moved at once, and sleeps on. Answered by `Command::Migrated`, unless the
-    /// client disconnects.
+    /// From the daemon: the client should leave one GPU for another of the same kind. It is put to sleep for that,
+    /// regardless of its work, and comes back there; a client that already sleeps is moved immediately, and stays
+    /// asleep. Answered by `Command::Migrated`, unless the client disconnects.
     Migrate { client: ClientId, from: GpuId, to: GpuId },
-    /// From the daemon: the GPU is to be empty (`drained`), or is in use again. Meanwhile nobody gets a context there: who asks
-    /// for one waits. Whoever has one goes to another GPU of the same kind that it may be on, where there is room, as with `Migrate`,
-    /// or else sleeps until the GPU is in use again. Those that can do neither go on, and are asked again from time to time.
+    /// From the daemon: the GPU should become empty (`drained`), or is in use again. While it is drained, a client that
+    /// asks for a context there waits. A client that has a context there moves to another GPU of the same kind that it
+    /// may use, if that has room, as with `Migrate`; otherwise it sleeps until the GPU is in use again. A client that
+    /// can do neither keeps running, and is asked again from time to time.
     Drain { gpu: GpuId, drained: bool },
     /// From the daemon: whether the GPU reports errors after which it should not be used. No program is placed there
     /// while there are other GPUs.
     Failing { gpu: GpuId, failing: bool },
-    /// From the daemon: what runs on a GPU of one of these sets can be moved to the others. Replaces the earlier sets.
-    /// Until the first ones arrive, no program leaves a drained GPU for another.
+    /// From the daemon: clients can be moved between the GPUs of one of these sets. Replaces the earlier sets. Until
+    /// the first ones arrive, no program leaves a drained GPU for another.
     Kinds { kinds: Vec<GpuSet> },
-    /// From the daemon: the GPUs on which these clients may be by their rules and environments; `None`: any.
+    /// From the daemon: the GPUs that these clients may use by their rules and environments; `None`: any.
     Allowed { allowed: BTreeMap<ClientId, Option<GpuSet>> },
-    /// From the client: it has evicted its memory, and nothing of it enters the driver until `Command::Awake`. Answers
+    /// From the client: it has evicted its memory, and does not enter the driver until `Command::Awake`. Answers
     /// `Command::PrepareSleep`.
     SleepReady { client: ClientId },
     /// From the client: it stays awake. Answers `Command::PrepareSleep`.
     SleepRefused { client: ClientId, why: SleepObstacle },
-    /// From the client: a thread of it waits to enter the driver.
+    /// From the client: one of its threads waits to enter the driver.
     WakeRequested { client: ClientId },
-    /// From the daemon: the checkpoint helper has left the client's process so. Answers `Command::Checkpoint`.
+    /// From the daemon: the state in which the checkpoint helper left the client's process. Answers
+    /// `Command::Checkpoint`.
     Checkpointed { client: ClientId, outcome: SleepOutcome },
 }

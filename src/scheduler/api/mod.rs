@@ -1,6 +1,5 @@
-//! The vocabulary of the machine: identities and time (here), what happens ([`Event`]), what is to be done
-//! ([`Command`]), what an administrator sets ([`Settings`]), and what rules and environments say ([`RuleLimits`],
-//! [`EnvLimits`]).
+//! The vocabulary of the machine: identities and time (here), inputs ([`Event`]), outputs ([`Command`]), an
+//! administrator's settings ([`Settings`]), and the limits of rules and environments ([`RuleLimits`], [`EnvLimits`]).
 
 mod command;
 mod event;
@@ -33,7 +32,7 @@ pub type Time = Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId(pub Uuid);
 
-/// A client, for as long as its process lives. Ids are never reused.
+/// A client: it exists while its process lives. Ids are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
 
@@ -41,8 +40,8 @@ pub struct ClientId(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct RoomId(pub u64);
 
-/// A tenant: whose clients take turns as one, whatever their number, and trust each other's reports. The caller decides what
-/// a tenant is; the daemon takes the container or pod that a client is in, otherwise its user.
+/// A tenant: its clients take turns as one, however many they are, and trust each other's reports. The caller decides
+/// what a tenant is; the daemon takes the container or pod that a client is in, otherwise its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct TenantId(pub u64);
 

@@ -1,4 +1,4 @@
-//! What rules say about groups of clients, and what a client's own environment says about that client.
+//! Limits that rules set for groups of clients, and limits that a client's own environment sets.
 
 use std::time::Duration;
 
@@ -87,7 +87,7 @@ impl Default for Share {
     }
 }
 
-/// What happens to an allocation for which there is no room, under a group's limit or in host memory.
+/// What happens to an allocation that finds no room, under a group's limit or in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {

@@ -44,7 +44,7 @@ pub struct Settings {
     pub reserve: u64,
     /// Bytes that a CUDA context counts for until its size has been measured.
     pub context: u64,
-    /// The period to which the minimum and the maximum of a group's GPU time refer.
+    /// The period of the minimum and the maximum of a group's GPU time.
     pub time_period: Duration,
     /// How a GPU is chosen for programs that choose none.
     pub placement: Placement,

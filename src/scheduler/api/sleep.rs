@@ -21,7 +21,7 @@ pub enum SleepOperation {
 pub enum SleepOutcome {
     Runs,
     Asleep,
-    /// It never runs again: its restore failed for good, or it has ended.
+    /// It never runs again: its restore failed permanently, or it has ended.
     Lost,
     /// The helper died, took too long, or could not find out.
     Unknown,
@@ -31,7 +31,7 @@ pub enum SleepOutcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepObstacle {
-    /// It has work, or threads that cannot be told to be outside of the driver.
+    /// It has work, or threads that may be in the driver.
     Busy,
     /// It uses managed memory, which the driver does not checkpoint.
     Managed,
@@ -55,7 +55,7 @@ pub enum SleepObstacle {
     Unreachable,
     /// Neither the driver nor the daemon can do it here.
     Unsupported,
-    /// Memory in use on its GPUs is not measured, so it could not be known when there is room for it again.
+    /// Memory in use on its GPUs is not measured, so it would be unknown when its GPUs have room for it again.
     Unmeasured,
     /// It has not answered.
     Silent,
@@ -74,17 +74,18 @@ pub struct Move {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MoveObstacle {
-    /// It has not attached the GPU that it is to leave.
+    /// It has not attached the GPU that it should leave.
     NotThere,
-    /// There is no such other GPU, or it is of another size.
+    /// The other GPU does not exist, or is of another size.
     NoGpu,
-    /// It has attached the other GPU as well.
+    /// It has attached the other GPU too.
     Attached,
-    /// On the other GPU, what it needs does not fit beside what others need or may not lose, or limits do not allow it.
+    /// On the other GPU, its memory does not fit beside memory that other clients need or may not lose, or limits do
+    /// not allow it.
     NoRoom,
     /// The other GPU is drained.
     Drained,
-    /// It is being moved already, or sleeps and has been moved from so many GPUs that it could not be told.
+    /// It is being moved already, or sleeps and has been moved from too many GPUs to be told of another one.
     Moving,
     /// It cannot sleep.
     Sleep(SleepObstacle),
@@ -105,21 +106,21 @@ pub enum SleepPhase {
     /// It waits for room on its GPUs.
     Waking,
     Restoring,
-    /// It is being found out whether it runs.
+    /// Whether it runs is being determined.
     Settling,
     /// It never runs again.
     Lost,
 }
 
-/// What is known of a client's sleep.
+/// The known state of a client's sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SleepView {
     pub phase: SleepPhase,
     /// It is held off its GPUs until it is resumed, asleep or not.
     pub paused: bool,
-    /// It is to be off its GPUs because one of them is drained.
+    /// It should be off its GPUs because one of them is drained.
     pub drained: bool,
-    /// Why it could not sleep when it last was to.
+    /// Why it could not sleep at the last attempt.
     pub obstacle: Option<SleepObstacle>,
     /// It is on its way to another GPU.
     pub moving: Option<Move>,
@@ -131,15 +132,15 @@ pub struct SleepView {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Woken {
     pub by: WakeReason,
-    /// From when it was to wake until it was back.
+    /// From the request to wake until it was back.
     pub took: Duration,
 }
 
-/// What wakes a client.
+/// The reason why a client wakes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WakeReason {
-    /// A thread of it called the driver.
+    /// One of its threads called the driver.
     Call,
     Resumed,
 }

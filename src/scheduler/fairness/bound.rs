@@ -20,7 +20,7 @@ fn is_bounded(share: Share) -> bool {
     share.min > 0 || share.max < 100
 }
 
-/// Whether the class of a client with this share depends on what its owner has used.
+/// Whether the class of a client with this share depends on its owner's usage.
 pub(super) fn is_watched(share: Share) -> bool {
     is_bounded(share) || share.interactive
 }
@@ -78,7 +78,7 @@ impl<'a> Shares<'a> {
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(owner, *id);
             let is_spent = window.used(self.now) >= most;
-            // Another client of the owner may hold the GPU for as long as it takes to drain.
+            // Another client of the owner may hold the GPU until it has drained.
             let again =
                 || window.falls_below(most.saturating_sub(turn), self.now).unwrap_or(self.now + self.settings.slice());
             is_spent.then(again)
@@ -95,7 +95,7 @@ impl<'a> Shares<'a> {
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
     }
 
-    /// Whether the class of any owner depends on what it has used.
+    /// Whether the class of any owner depends on its usage.
     pub fn are_watched(&self) -> bool {
         self.rules.groups().any(|(_, limits)| limits.share.is_some_and(is_watched))
     }

@@ -1,4 +1,5 @@
-//! The part of a GPU's time that is due to each client: for people, who compare it with what each had. No decision depends on it.
+//! The part of a GPU's time that is due to each client: for people, who compare it with each client's actual part. No
+//! decision depends on it.
 
 use super::{ShareOwner, Shares};
 use crate::{api::*, lock::Entity};

@@ -5,8 +5,8 @@
 //! An owner that held the lock while others waited has used some of their time. Its *finish tag* is the time at which
 //! it will have waited that off: the time it used, scaled by the weights of the waiting owners over its own weight. Its
 //! next request is queued by that tag. Time in which no client could run because the owner's memory was being moved in
-//! counts as used. So a tenant with ten clients gets no more turns than a tenant with one, and a new client does not wait
-//! for others to catch up with it.
+//! counts as used. So a tenant with ten clients gets no more turns than a tenant with one, and a new client does not
+//! wait for others to catch up with it.
 //!
 //! Tags are times on the machine's clock.
 
@@ -15,7 +15,7 @@ use crate::{api::*, lock::Hold};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The weight of an owner that is served, and the sum of the weights of the owners that wait meanwhile.
+/// The weight of an owner that is served, and the sum of the weights of the owners that wait at that time.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ServiceWeights {
     own: u32,
@@ -68,7 +68,7 @@ impl FinishTags {
         }
     }
 
-    /// Forgets tags in the past, except those of the owners in `keep`.
+    /// Forgets tags in the past, except tags of owners in `keep`.
     pub fn forget_past(&mut self, now: Time, keep: &BTreeSet<ShareOwner>) {
         let past = self.order.iter().take_while(|(until, _)| *until <= now).map(|(_, owner)| *owner);
         let past: Vec<ShareOwner> = past.filter(|owner| !keep.contains(owner)).collect();
@@ -84,8 +84,8 @@ impl FinishTags {
 
 impl Shares<'_> {
     /// The finish tag of one of a client's owners if the client's hold ended now, `waited` of it contended; and the
-    /// weights by which the tag advances. `None`: no other client of its tier waits, so no other client's time was
-    /// used.
+    /// weights that determine how fast the tag advances. `None`: no other client of its tier waits, so no other
+    /// client's time was used.
     pub fn finish_tag(
         &self,
         client: ClientId,
@@ -106,7 +106,7 @@ impl Shares<'_> {
     }
 
     /// The summed weights of the other owners of the same tier that wait for a GPU, each for no more than its clients
-    /// that wait. For the client's own tag, other clients of its group or tenant count as well.
+    /// that wait. For the client's own tag, other clients of its group or tenant count too.
     fn weights_of_others(&self, client: ClientId, owner: ShareOwner, id: GpuId) -> u32 {
         let own = self.owner(client);
         // Without limits of environments, all clients of an owner have its share.
@@ -141,7 +141,7 @@ impl Shares<'_> {
     }
 
     /// The finish tags of a client when it is granted a GPU: its owner's, and its own. They are 0 where no other client
-    /// wants the GPU: time that was used meanwhile is not charged.
+    /// wants the GPU: time used without competition is not charged.
     pub fn finish_tags_before(&self, client: ClientId, id: GpuId) -> (Time, Time) {
         let Some(owner) = self.owner(client) else { return Default::default() };
         let preempted = self.lock.preempted(id);

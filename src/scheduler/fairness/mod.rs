@@ -10,9 +10,9 @@
 //!   wait.
 //! - **Interactive**: the group goes first while it has used no more than its share.
 //!
-//! What is due to whom by weight is computed for people only (`due`).
+//! The part of the time that is due to each client by weight is computed for people only (`due`).
 //!
-//! [`Fairness`] keeps what owners have used: finish tags (virtual time) and usage (in a sliding window of real time).
+//! [`Fairness`] records the usage of owners: finish tags (virtual time) and usage (in a sliding window of real time).
 //! [`Shares`] answers questions from that, the rules, and the present queues and holders.
 
 mod bound;
@@ -29,14 +29,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use usage::Usage;
 
-/// What owners have used of each GPU.
+/// The owners' usage of each GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fairness {
     tenants: BTreeMap<ClientId, TenantId>,
     gpus: BTreeMap<GpuId, GpuTime>,
 }
 
-/// What owners have used of one GPU.
+/// The owners' usage of one GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GpuTime {
     finish_tags: FinishTags,
@@ -89,7 +89,7 @@ impl Fairness {
         }
     }
 
-    /// Sets finish tags on a GPU; none falls. Tags in the past are forgotten, except those of the owners in `keep`.
+    /// Sets finish tags on a GPU; none falls. Forgets tags in the past, except tags of owners in `keep`.
     pub fn set_finish_tags(
         &mut self,
         now: Time,

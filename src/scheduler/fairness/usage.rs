@@ -71,7 +71,7 @@ impl Usage {
 }
 
 impl Window<'_> {
-    /// The usage in the period before `at`, if the owner goes on holding the GPU, or not, as it does now.
+    /// The usage in the period before `at`, if the owner keeps holding the GPU, or keeps not holding it.
     pub fn used(&self, at: Time) -> Duration {
         let begin = at.saturating_sub(self.period);
         let before = self.since.unwrap_or(at);

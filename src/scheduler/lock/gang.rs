@@ -119,8 +119,8 @@ impl Gangs {
         self.turns.iter().map(|(gang, turn)| (*gang, turn.since))
     }
 
-    /// How long a hand-over by a gang is expected to take. Meanwhile members that have not drained may spin for those
-    /// that have.
+    /// How long a hand-over by a gang is expected to take. Until it ends, members that have not drained may spin for
+    /// members that have.
     pub fn hand_over(&self, gang: Gang) -> Duration {
         self.hand_overs.get(&gang).copied().unwrap_or(FIRST_HAND_OVER)
     }

@@ -1,11 +1,11 @@
-//! The GPU lock: which entities (a client, or the members of a gang) hold it, and which wait for it in what order.
+//! The GPU lock: the entities (a client, or the members of a gang) that hold it, and the queue of those waiting for it.
 //!
 //! An [`Entity`] is queued and granted as one. It is granted all GPUs that it wants or none, and has the same
 //! [`QueueKey`] in the queue of each of them, so two entities never precede each other: the first of all always makes
 //! progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
 //!
 //! [`Lock`] is the data: it keeps queues, holders and gangs consistent and marks the GPUs that a change concerns.
-//! `settle` decides which requests are granted and when turns end, from memory and shares as well.
+//! `settle` decides which requests are granted and when turns end; it considers memory and shares too.
 //!
 //! - `queue`: requests and the queue of each GPU.
 //! - `hold`: a client's lock of a GPU, and statistics of earlier ones.
@@ -186,8 +186,8 @@ impl Lock {
         (whose == entity).then_some(since)
     }
 
-    /// Records the first request of a GPU if it waits for other GPUs as well, and when this one lets it in. If that has
-    /// changed, returns the request that was the first before.
+    /// Records the first request of a GPU if it also waits for other GPUs, and when this GPU admits it. If that has
+    /// changed, returns the previous first request.
     pub fn note_opening(&mut self, id: GpuId, opens: Option<(Entity, Option<Time>)>) -> Option<Option<Entity>> {
         let line = self.gpus.get_mut(&id).filter(|line| line.opens != opens)?;
         Some(std::mem::replace(&mut line.opens, opens).map(|(entity, _)| entity))
@@ -325,8 +325,8 @@ impl Lock {
         wants.filter(move |(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client)
     }
 
-    /// The queue of a GPU, in the order in which requests are served, without those that stand behind another one of their
-    /// owner.
+    /// The queue of a GPU, in the order in which requests are served, except requests that stand behind another request
+    /// of their owner.
     pub fn queue(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
         self.gpus.get(&id).into_iter().flat_map(|line| &line.queue).map(|(key, entity)| (key, *entity))
     }
@@ -336,7 +336,8 @@ impl Lock {
         self.gpus.get(&id).into_iter().flat_map(|line| line.owners.values()).flat_map(OwnRequests::all)
     }
 
-    /// Requests that stand behind another one of their owner, and the key of that one; those of one owner in their order.
+    /// Requests that stand behind another request of their owner, with the key of that request; the requests of one
+    /// owner in order.
     pub fn behind_first(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
         let owners = self.gpus.get(&id).into_iter().flat_map(|line| line.owners.values());
         let first = owners.filter_map(|own| Some((own, own.first.as_ref().map(|(key, _)| key)?)));
@@ -356,7 +357,7 @@ impl Lock {
         self.queued(id).filter_map(|entity| self.first_client(entity))
     }
 
-    /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
+    /// Requests kept out of the queue by a client of a better class, since they would block other GPUs while they wait.
     pub fn behind(&self, id: GpuId) -> impl Iterator<Item = Entity> {
         self.gpus.get(&id).into_iter().flat_map(|line| line.behind.iter().copied())
     }
@@ -381,7 +382,7 @@ impl Lock {
         self.own_requests(id, owner).into_iter().flat_map(OwnRequests::all)
     }
 
-    /// The same, without those that stand behind the first.
+    /// The queued requests of an owner, except the requests behind its first one.
     pub fn first_of(&self, id: GpuId, owner: ShareOwner) -> impl Iterator<Item = Entity> {
         self.own_requests(id, owner).into_iter().flat_map(OwnRequests::in_queue)
     }
@@ -390,8 +391,8 @@ impl Lock {
         self.gpus.get(&id)?.owners.get(&owner)
     }
 
-    /// Puts a request, which is in no queue or is where it belongs, into the queues of the GPUs that it wants. `owner`: that of
-    /// its turns. `by_rank`: see [`Request::by_rank`].
+    /// Puts a request, which is in no queue or is where it belongs, into the queues of the GPUs that it wants. `owner`:
+    /// the owner of its turns. `by_rank`: see [`Request::by_rank`].
     pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>, by_rank: bool) {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         (request.owner, request.by_rank) = (owner, by_rank);
@@ -405,8 +406,8 @@ impl Lock {
         }
     }
 
-    /// Takes a request out of the queues. Returns the GPU on which others of its owner may have stood behind it, the owner,
-    /// and its key.
+    /// Takes a request out of the queues. Returns the GPU on which other requests of its owner may have stood behind
+    /// it, the owner, and its key.
     pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) -> Option<(GpuId, ShareOwner, QueueKey)> {
         let request = self.requests.get(&entity)?;
         let mut first_on = None;

@@ -57,12 +57,12 @@ pub(crate) enum Blocked {
     Undrained,
     /// Unevictable memory on that GPU leaves too little room.
     Pinned(GpuId),
-    /// That GPU is wanted or held by a client of a better class, and the request wants other GPUs as well.
+    /// That GPU is wanted or held by a client of a better class, and the request also wants other GPUs.
     Behind(GpuId),
 }
 
-/// The position of a request in queues: by class, then those of a gang that has its turn, then by finish tag or arrival
-/// (`at`), then, among the requests of one owner, by `rank`. The smallest is served first.
+/// The position of a request in queues: by class, then requests of a gang that has its turn, then by finish tag or
+/// arrival (`at`), then, among the requests of one owner, by `rank`. The smallest is served first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct QueueKey {
     pub class: Class,
@@ -70,39 +70,40 @@ pub(crate) struct QueueKey {
     pub at: Time,
     pub rank: Time,
     pub number: u64,
-    /// Since when the request's owner has waited there, if none of its clients was served meanwhile.
+    /// Since when the request's owner has waited there without any of its clients being served.
     pub joined: Time,
 }
 
 /// The queue of a GPU, and its holders.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Line {
-    /// Requests that want this GPU, in the order in which they are served, without those that stand behind another one.
+    /// Requests that want this GPU, in the order in which they are served, except requests behind another one of their
+    /// owner.
     pub queue: BTreeSet<(QueueKey, Entity)>,
-    /// All of them, by the owner of their turns.
+    /// All requests in the queue, by the owner of their turns.
     #[serde(with = "crate::encoding::pairs")]
     pub owners: BTreeMap<ShareOwner, OwnRequests>,
-    /// How many they are.
+    /// The number of these requests.
     pub length: u32,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
-    /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
+    /// Requests kept out of the queue by a client of a better class, since they would block other GPUs while they wait.
     pub behind: BTreeSet<Entity>,
     /// Requests that cannot be served while unevictable memory stays on this GPU.
     pub blocked_by_pinned: BTreeSet<Entity>,
     /// The GPU is idle, since then, because memory of this entity, which is next, is still being moved in.
     pub idle_for: Option<(Entity, Time)>,
-    /// The first request, if it waits for other GPUs as well, and when this one lets it in, as far as is known.
+    /// The first request, if it also waits for other GPUs, and when this GPU admits it, as far as is known.
     pub opens: Option<(Entity, Option<Time>)>,
     /// The last holder, if it was preempted.
     pub preempted: Option<ClientId>,
 }
 
-/// The requests of one owner in the queue of a GPU. What an owner has used moves all of them: were each in the queue, a turn of an
-/// owner with a thousand clients would move a thousand requests.
+/// The requests of one owner in the queue of a GPU. Service to the owner moves all of them: if each was in the queue, a
+/// turn of an owner with a thousand clients would move a thousand requests.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct OwnRequests {
-    /// The first of those that are ordered by rank. It is in the queue.
+    /// The first of the requests that are ordered by rank. It is in the queue.
     pub first: Option<(QueueKey, Entity)>,
     /// The others, by rank and number. They are not in the queue.
     pub behind_first: BTreeSet<(Time, u64, Entity)>,

@@ -1,5 +1,5 @@
-//! Events that concern every component: clients that connect and disconnect, and what rules and environments say about
-//! them.
+//! Events that concern every component: clients that connect and disconnect, and changes of the limits that rules and
+//! environments set.
 
 use super::{Client, Machine};
 use crate::{
@@ -30,7 +30,7 @@ impl Machine {
         }
         let gpus: Vec<GpuId> = self.lock.all_of(id).map(|(gpu, _)| gpu).collect();
         self.withdraw(id);
-        self.sleep.forget(id); // whoever is gone is told nothing any more
+        self.sleep.forget(id); // a client that is gone is told nothing any more
         self.limit_sleeper(id);
         for gpu in gpus {
             self.detach(id, gpu);
@@ -69,7 +69,7 @@ impl Machine {
                 self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|peer| self.owner_changed(peer));
             }
             self.quota.count_member(*client, group.id, true);
-            // Memory is protected by what a rule says when memory leaves, so `memory_low` takes effect by itself.
+            // `memory_low` takes effect by itself: eviction reads the rule when memory leaves.
             let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } =
                 before;
             if (memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full) {
@@ -175,14 +175,14 @@ impl Machine {
         }
     }
 
-    /// Lets the quota act on its state.
+    /// Runs `act` on the quota, which may change its state and send messages.
     pub(crate) fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
         let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
     }
 
-    /// Asks the quota a question.
+    /// Runs `ask` on the quota, which stays as it is.
     pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
         let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
         ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })

@@ -1,4 +1,5 @@
-//! One client's account on a GPU: its allowance, its charge, what it reports, and what measurements confirm of that.
+//! One client's account on a GPU: its allowance, its charge, its reports, and the part of them that measurements
+//! confirm.
 //!
 //! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are in flight.
 
@@ -43,12 +44,12 @@ pub(crate) struct Eviction {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Evicted {
     pub bytes: u64,
-    /// Those of `bytes` whose contents were stored in host memory. Constant and unchanged chunks are not.
+    /// The bytes whose contents were stored in host memory. Constant and unchanged chunks are not.
     pub contents: u64,
     pub time: Duration,
 }
 
-/// What one client may have on one GPU, and what it reports to have, in bytes.
+/// The bytes that one client may have on one GPU, and the bytes that it reports.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Account {
     pub allowance: u64,
@@ -76,14 +77,14 @@ pub(crate) struct Account {
     lapsed: Option<Lapsed>,
 }
 
-/// The allowance of a client that did not answer for long. It is no longer charged for that, but may still act on it when it goes on,
-/// until it acknowledges a newer one.
+/// The allowance of a client that did not answer for long. The client is no longer charged for it, but may still act on
+/// it when it continues, until it acknowledges a newer one.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Lapsed {
     /// The allowance to acknowledge.
     seq: u32,
     bytes: u64,
-    /// When it reported again for the first time. What it had claimed before says nothing of what it maps now.
+    /// When it reported again for the first time. Its earlier claims say nothing about the memory that it maps now.
     spoke: Option<Time>,
 }
 
@@ -261,7 +262,8 @@ impl Account {
         (has < self.charge).then_some(has)
     }
 
-    /// Lowers the charge to the allowance and what the client has. If it maps more after all, that fails or is evicted.
+    /// Lowers the charge to the allowance and the client's known memory. If the client maps more after all, that fails
+    /// or is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
         self.lapsed = Some(Lapsed { seq: self.seq, bytes: self.ever_allowed(), spoke: None });
         self.steps.clear();

@@ -44,18 +44,19 @@ impl GpuMemory {
         }
     }
 
-    /// The capacity without a trial: what seems to be there.
+    /// The capacity without a trial: the memory that seems to be there.
     pub(crate) fn usable(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
-    /// The same without room for contexts that are not measured yet, or for what other programs may grow by, which is decided soon.
+    /// The same without room for contexts that are not measured yet and for growth of other programs, which is decided
+    /// soon.
     fn usable_as_measured(&self, settings: &Settings) -> u64 {
         let taken = self.measured.unwrap_or(0).saturating_add(self.others.in_rooms());
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)
     }
 
-    /// Bytes set aside for contexts and other programs, with what is kept free for these.
+    /// Bytes set aside for contexts and other programs, including memory kept free for other programs.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
@@ -67,8 +68,8 @@ impl GpuMemory {
         self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes()).saturating_add(kept)
     }
 
-    /// Bytes that the contexts of clients that are asleep will need, without those that are set aside already. They can be
-    /// lent, but not promised.
+    /// Bytes that the contexts of sleeping clients will need, except contexts whose bytes are set aside already. They
+    /// can be lent, but not promised.
     fn away(&self) -> u64 {
         let returning = self.returning.map(|returning| returning.client);
         let is_set_aside = |client: &ClientId| Some(*client) == returning || self.overdue.contains_key(client);

@@ -113,7 +113,7 @@ impl Ledger {
         Some(&self.accounts.get(&client)?.account)
     }
 
-    /// Changes an account, and the sums with it. Returns the result of `change`; `None`: there is no such account.
+    /// Changes an account and updates the sums. Returns the result of `change`; `None`: the client has no account.
     pub fn change<R>(&mut self, client: ClientId, change: impl FnOnce(&mut Account) -> R) -> Option<R> {
         let result = change(&mut self.accounts.get_mut(&client)?.account);
         self.sum_up(client);
@@ -242,7 +242,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Two clients of two tenants with so many bytes, none of them pinned.
+    /// Two clients of two tenants, with `a` and `b` bytes, none of them pinned.
     fn ledger(a: u64, b: u64) -> Ledger {
         let mut ledger = Ledger::default();
         for (client, tenant, bytes) in [(A, TenantId(1), a), (B, TenantId(2), b)] {

@@ -1,4 +1,4 @@
-//! The memory of a GPU: the bytes that each client may have mapped there, and what is known of the rest.
+//! The memory of a GPU: the bytes that each client may have mapped there, and the known use of the rest.
 //!
 //! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are in flight.
 //!
@@ -47,9 +47,9 @@ pub(crate) enum Access {
     /// They take turns, and share its capacity.
     #[default]
     Turns,
-    /// Nothing works there, so nobody waits: turns and capacity would only keep the driver's error from them.
+    /// Nothing works there, so no client waits: turns and capacity would only keep the driver's error from clients.
     Gone,
-    /// Their memory leaves, and nobody runs.
+    /// Clients' memory leaves, and no client runs.
     Asleep,
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct GpuMemory {
     pub unmeasured: BTreeSet<ClientId>,
     /// Clients that have attached the GPU.
     pub clients: BTreeMap<ClientId, ClientMemory>,
-    /// Those of them that are off the GPU, and the bytes that their contexts will need.
+    /// Clients that are off the GPU, and the bytes that their contexts will need.
     #[serde(default)]
     pub away: BTreeMap<ClientId, u64>,
     pub ledger: Ledger,
@@ -89,7 +89,7 @@ pub(crate) struct GpuMemory {
     /// It is to be empty: the GPUs that each of its clients can go to.
     #[serde(default)]
     pub drained: bool,
-    /// It reports errors: whoever can is to leave it.
+    /// It reports errors: clients that can leave it should.
     #[serde(default)]
     pub failing: bool,
     /// The client that is about to be restored here.

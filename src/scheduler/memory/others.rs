@@ -1,47 +1,48 @@
-//! Bytes that are kept free on a GPU for programs that are no clients: *rooms*, which users ask for, and *headroom* ahead of
-//! programs that grow. Both count from what such programs use, so what they take of it is not kept free a second time; and the
-//! larger of the two is kept, since both are for the same programs.
+//! Bytes that are kept free on a GPU for programs that are not clients: *rooms*, which users ask for, and *headroom*
+//! ahead of programs that grow. Both are relative to the memory that such programs use, so memory that they
+//! take of it is not kept free a second time; and the larger of the two is kept, since both are for the same programs.
 
 use crate::api::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// Headroom is for what other programs take in this time at the rate at which they grow, so growth is measured over it.
+/// Headroom covers the growth of other programs in this time at their present rate, so growth is measured over it.
 const AHEAD: Duration = Duration::from_secs(1);
 /// For slower growth the reserve is enough.
 const SLOW: u64 = 64 << 20;
-/// How long headroom is kept after other programs grew last. For so long a client that does not fit beside it waits.
+/// How long headroom is kept after the last growth of other programs. A client that does not fit beside it waits that
+/// long.
 const HELD: Duration = Duration::from_secs(3);
-/// Only growth beyond what other programs had in this time counts: those that grow and shrink again and again would have headroom
-/// all the time, and a client that does not fit beside it would wait for ever.
+/// Only growth beyond the most that other programs had in this time counts: programs that grow and shrink again and
+/// again would always have headroom, and a client that does not fit beside it would wait forever.
 const REMEMBERED: Duration = Duration::from_secs(60);
 /// Headroom is no larger than this part of a GPU.
 const LARGEST_PART: u64 = 8;
 
-/// Bytes that a user has kept free.
+/// Bytes that are kept free at the request of a user.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Room {
     pub bytes: u64,
-    /// When it was asked for.
+    /// When it was requested.
     pub since: Time,
-    /// When it ends, unless it is asked for again.
+    /// When it ends, unless it is requested again.
     pub until: Time,
     /// Its bytes are free.
     pub is_ready: bool,
 }
 
-/// What other programs use of a GPU, and what is kept free for them, in bytes.
+/// The memory that other programs use on a GPU, and the memory kept free for them, in bytes.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Others {
     used: u64,
     rooms: BTreeMap<RoomId, Room>,
     /// Bytes of `used` that are not taken from a room.
     beside_rooms: u64,
-    /// What was used in the last [`AHEAD`], the newest last, and when.
+    /// Measurements of the last [`AHEAD`], the newest last, each with its time.
     samples: VecDeque<(Time, u64)>,
-    /// The most that was used in the last [`REMEMBERED`], and when.
+    /// The highest measurement of the last [`REMEMBERED`], and its time.
     highest: (u64, Time),
-    /// They are expected to reach this, until that time.
+    /// The usage that other programs are expected to reach, and when that expectation ends.
     expected: Option<(u64, Time)>,
 }
 
@@ -64,7 +65,7 @@ impl Others {
         self.expected.take_if(|(_, until)| *until <= now);
         if growth >= SLOW {
             let reached = self.expected.map_or(0, |(bytes, _)| bytes);
-            // Twice as far as is needed, so that memory leaves once in a while and not at each measurement.
+            // Twice as far as needed, so that memory leaves once in a while and not at each measurement.
             let to = if used.saturating_add(growth) > reached { used.saturating_add(growth * 2) } else { reached };
             self.expected = Some((to, now + HELD));
         }
@@ -73,12 +74,13 @@ impl Others {
         }
     }
 
-    /// Until now it was not known which memory is theirs: that they have more than before is no growth.
+    /// Starts to measure growth anew: until now, the memory of other programs could not be identified, so that a higher
+    /// value is no growth.
     pub fn begin_again(&mut self) {
         self.samples.clear();
     }
 
-    /// Makes a room, or changes it. What is ready stays ready unless it grows.
+    /// Makes a room, or changes it. A ready room stays ready unless it grows.
     pub fn keep(&mut self, now: Time, id: RoomId, bytes: u64, until: Time) {
         if self.rooms.is_empty() {
             self.beside_rooms = self.used;
@@ -87,7 +89,7 @@ impl Others {
         self.rooms.insert(id, Room { bytes, since: now, until, is_ready });
     }
 
-    /// Ends a room. Other programs may have taken memory from it, which now counts like all that they have.
+    /// Ends a room. Memory that other programs have taken from it now counts like all their other memory.
     pub fn end(&mut self, id: RoomId) -> Option<Room> {
         let taken = self.taken();
         let room = self.rooms.remove(&id)?;
@@ -125,7 +127,7 @@ impl Others {
         self.expected.map(|(_, until)| until)
     }
 
-    /// Headroom that nobody needed for long ends.
+    /// Ends headroom that no program has needed for long.
     pub fn expire(&mut self, now: Time) {
         self.expected.take_if(|(_, until)| *until <= now);
     }
@@ -153,7 +155,7 @@ mod tests {
         assert_eq!(others.in_rooms(), 5 * GIB);
         others.measured(ms(40_000), TOTAL, 12 * GIB);
         assert_eq!(others.in_rooms(), 0, "they have more than was asked for");
-        // Others than those for whom it was made end.
+        // Programs for which the room was not made end.
         others.measured(ms(60_000), TOTAL, GIB);
         others.measured(ms(80_000), TOTAL, 3 * GIB);
         assert_eq!(others.in_rooms(), 6 * GIB);

@@ -4,10 +4,10 @@ use super::GpuMemory;
 use crate::api::*;
 use std::time::Duration;
 
-/// Bytes per second of evictions until one was measured, where the link's rate is unknown: half of what copies to
-/// registered memory reach (H200).
+/// Bytes per second of evictions until one was measured, where the link's rate is unknown: half the rate of copies to
+/// registered memory (H200).
 const FIRST_RATE: u64 = 24 << 30;
-/// Bytes per second at which memory comes back, likewise: what copies from registered memory reach (H200, PCIe 5).
+/// Bytes per second at which memory comes back, likewise: the rate of copies from registered memory (H200, PCIe 5).
 const RATE_BACK: u64 = 48 << 30;
 /// A smaller eviction says little about the rate.
 const MEASURABLE: u64 = 64 << 20;

@@ -1,6 +1,6 @@
-//! Reservations: room for what the driver itself allocates inside a client's call, such as code, stacks, streams and
-//! graphs. The driver found no room, so clients that do not hold the lock evict as much, and the room is kept free for
-//! a moment in which the client tries again.
+//! Reservations: room for the driver's own allocations inside a client's call, such as code, stacks, streams and
+//! graphs. The driver found no room, so clients that do not hold the lock evict that amount, and the room is kept free
+//! for a moment in which the client tries again.
 
 use crate::api::*;
 

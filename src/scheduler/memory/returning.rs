@@ -3,13 +3,14 @@
 
 use crate::api::{ClientId, Time};
 
-/// The client that is to be restored on a GPU. At most one at a time is, so what is measured to be free is free for it.
+/// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most one at a time, so
+/// memory that is measured to be free is free for it.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Returning {
     pub client: ClientId,
     /// Bytes set aside for its context.
     pub bytes: u64,
-    /// Since when nothing else is charged for these bytes. `None`: others still have some of them.
+    /// Since when nothing else is charged for these bytes. `None`: other clients still have some of them.
     pub secured: Option<Time>,
     /// They have been measured to be free since then.
     pub is_measured: bool,
@@ -24,7 +25,7 @@ impl Returning {
         Self { client, bytes, secured: None, is_measured: false, restored: None, asked: None }
     }
 
-    /// Others have some of the bytes, or nobody has.
+    /// Records whether the bytes are secured, or other clients still have some of them.
     pub fn set_secured(&mut self, now: Time, is_secured: bool) {
         if is_secured {
             if self.secured.is_none() {
@@ -35,8 +36,8 @@ impl Returning {
         }
     }
 
-    /// Takes a measurement that began no earlier than `begun`. `free`: bytes that nobody has or may map; `None`: unknown, so
-    /// what is known of everybody has to do.
+    /// Takes a measurement that began no earlier than `begun`. `free`: bytes that no client has or may map; `None`:
+    /// unknown, so the clients' reports have to do.
     pub fn measured(&mut self, begun: Time, free: Option<u64>) {
         if self.secured.is_some_and(|since| since <= begun) {
             self.is_measured = free.is_none_or(|free| free >= self.bytes);

@@ -4,9 +4,9 @@
 //! failure. If it shows less room than was assumed, that explains the failure: the ledger is overdrawn, and memory of
 //! other clients is evicted. If it still shows room, that room is not usable: it is fragmented, or in use in a way that
 //! is not measured. It is then the client's *shortfall*: the client needs that much more than it reports, so it is
-//! granted the GPU again only after so much memory of other clients has left. Each further failure in a row asks for
-//! twice as much, up to all that others can give. If mapping keeps failing although no other client has memory on the
-//! GPU, the demand cannot be met, and the client is told so.
+//! granted the GPU again only after this amount of other clients' memory has left. Each further failure in a row asks
+//! for twice as much, up to all that others can give. If mapping keeps failing although no other client has memory on
+//! the GPU, the demand cannot be met, and the client is told so.
 //!
 //! A failure is known only from the client's report. A shortfall therefore changes only what this client needs in order
 //! to run: capacity, limits and the needs of other clients stay as they are.

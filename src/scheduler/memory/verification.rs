@@ -1,10 +1,10 @@
-//! Frees that clients report and no measurement has confirmed. Other clients of the same tenant get such bytes at once;
-//! clients of other tenants get them after a measurement that began later than the report.
+//! Frees that clients report and no measurement has confirmed. Other clients of the same tenant get such bytes
+//! immediately; clients of other tenants get them after a measurement that began later than the report.
 //!
 //! An account's charge is the most that its client can have mapped if its reports are true. If they are not, it can
-//! have as much as the highest charge since the last measurement; the difference is *unverified*. It expires after
+//! have up to the highest charge since the last measurement; the difference is *unverified*. It expires after
 //! [`VERIFY_TIMEOUT`]: bytes that no measurement has contradicted by then count as freed. Bytes that are still measured
-//! then are *present* and count as pinned. Such a client is asked to evict all of its memory at once, or it could
+//! then are *present* and count as pinned. Such a client is asked to evict all of its memory in one step, or it could
 //! repeat this bit by bit.
 
 use crate::api::*;
@@ -23,7 +23,7 @@ pub(crate) struct UnverifiedFrees {
     highs: VecDeque<(Time, u64)>,
     /// Bytes beyond the charge that the newest measurement found, and since when it has been at least that many.
     found: Option<(Time, u64)>,
-    /// Bytes of those that are certain to be there, whatever the client reports.
+    /// The part of these bytes that is certain to be there, whatever the client reports.
     present: u64,
 }
 
@@ -61,8 +61,8 @@ impl UnverifiedFrees {
         !self.highs.is_empty()
     }
 
-    /// Takes a measurement of the client's bytes that began no earlier than `begun`. `None`: the client is to be
-    /// believed. `most`: what it may have mapped, whether or not it is charged for that.
+    /// Takes a measurement of the client's bytes that began no earlier than `begun`. `None`: the client is believed.
+    /// `most`: the bytes that it may have mapped, whether or not it is charged for them.
     pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64, most: u64) {
         let most = most.saturating_add(self.present).saturating_add(self.unverified(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {

@@ -2,20 +2,20 @@
 //! completion time when run times are unknown and heavy-tailed (a multi-level feedback queue; compare Tiresias, NSDI
 //! 2019).
 //!
-//! **Queue.** A client's level is the base-4 logarithm of the GPU time that it has attained (`progress`). Lower levels go
-//! first. Within a level the order is that of entering it, and a client whose memory need not move precedes one whose
-//! memory must: clients that do not fit together run one after another, each until its level ends, instead of swapping
-//! each other out every turn. Time is divided by job, not by tenant. Groups whose rule gives them a share have that
-//! share; all other clients are one owner beside them (`fairness`).
+//! **Queue.** A client's level is the base-4 logarithm of the GPU time that it has attained (`progress`). Lower levels
+//! go first. Within a level the order is that in which clients entered it, and a client whose memory need not move
+//! precedes a client whose memory must: clients that do not fit together run one after another, each until its level
+//! ends, instead of swapping each other out every turn. Time is divided by job, not by tenant. Groups whose rule gives
+//! them a share have that share; all other clients are one owner beside them (`fairness`).
 //!
 //! **Turns.** A holder continues while no client of a lower level waits; otherwise it has the shortest turn that pays
-//! for what moves.
+//! for the moves of memory.
 //!
-//! **Ageing.** In `auto`, a client that has waited for `max-wait` longer than it would if all waiting clients took turns
-//! precedes all others for one turn: the shortest that is worth moving its memory, so that little time is lost for
-//! clients of lower levels. In the other modes, where that turn is the time quantum, and where `max-wait` is 0, it has
-//! waited [`AGEING_FACTOR`] times as long as if all took turns. GPUs are kept for a client that wants several while it waits for the last of them, so it waits no
-//! longer than if all took turns.
+//! **Ageing.** In `auto`, a client that has waited for `max-wait` longer than it would if all waiting clients took
+//! turns precedes all others for one turn: the shortest that is worth moving its memory, so that little time is lost
+//! for clients of lower levels. In the other modes, where that turn is the time quantum, and where `max-wait` is 0, it
+//! precedes them after [`AGEING_FACTOR`] times the wait that it would have if all took turns. GPUs are kept for a
+//! client that wants several while it waits for the last of them, so it waits no longer than if all took turns.
 //!
 //! **Eviction.** Memory of the client that will run last is evicted first: of waiting clients, from the back of the
 //! queue; an idle client is expected to stay idle for as long again as it has been.
@@ -28,9 +28,9 @@ use crate::{
 };
 use std::time::Duration;
 
-/// Where `max-wait` does not bound waits, a client waits at most this many times as long as if all took turns.
+/// Where `max-wait` does not bound waits: a client waits at most this multiple of its wait if all took turns.
 const AGEING_FACTOR: u32 = 8;
-/// Longer than any time on a level, so that ranks of one level come before those of the next.
+/// Longer than any time on a level, so that ranks of one level precede ranks of the next.
 const LEVEL: Duration = Duration::from_secs(1 << 32);
 /// The turn of a client that has aged is no shorter, whatever its size.
 const SHORTEST_AGED_TURN: Duration = Duration::from_secs(1);

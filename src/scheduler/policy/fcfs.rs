@@ -88,7 +88,7 @@ impl Policy for Fcfs {
     }
 }
 
-/// A quarter more, by which bursts of one program differ.
+/// A quarter more: bursts of one program differ by about this.
 fn a_little_more(burst: Duration) -> Duration {
     burst.saturating_add(burst / 4)
 }

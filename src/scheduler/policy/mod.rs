@@ -1,5 +1,5 @@
 //! Policies: the length of a turn, the time that a contended holder may stay idle, the order of requests of one owner,
-//! and the order of eviction. [`Policy`] is the trait; [`Waiter`] and [`Holder`] are what its decisions depend on.
+//! and the order of eviction. [`Policy`] is the trait; its decisions depend on [`Waiter`] and [`Holder`].
 //!
 //! - `fcfs`: first come, first served, as modified by the anti-thrash mode.
 //! - `adaptive`: least attained service: clients that have used the least GPU time run first.
@@ -22,7 +22,7 @@ use std::time::Duration;
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 /// The grace where a hand-over is free: longer than the gaps between launches of a busy program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
-/// Where memory must move, a turn lasts at least the first of these many times as long as moving it, so that the GPU
+/// Where memory must move, a turn lasts at least the first of these multiples of the time to move it, so that the GPU
 /// works most of the time; in `auto`, it lasts the second, and up to the third if the waiting client needs long.
 const MOVES_PER_TURN: (u32, u32, u32) = (5, 10, 15);
 /// The least of the second and of the third: where little moves, long bursts are not cut short for it.
@@ -49,8 +49,8 @@ pub(crate) struct Waiter {
     pub precedence: Precedence,
     /// How long it is expected to run until it has no work.
     pub burst: Duration,
-    /// The time to move the bytes that it lacks out and back in; for the first in the queue, of those bytes that only
-    /// holders can give.
+    /// The time to move the bytes that it lacks out and back in; for the first in the queue, only the bytes that have
+    /// to come from holders.
     pub moving: Duration,
     /// The same for all bytes that it lacks. A turn that ends before they have arrived is wasted.
     pub arrives: Duration,
@@ -61,7 +61,8 @@ pub(crate) struct Waiter {
     pub holders_measured: bool,
     /// The number of requests in the queue, itself included.
     pub waiters: u32,
-    /// The GPU time that it has attained, less what it left to others, and since when it has been on the level of that.
+    /// The GPU time that it has attained, less the time that it left to others, and since when it has been on that
+    /// level.
     pub attained: Duration,
     pub level_since: Time,
     /// Its rank, and whether it goes first because it has aged.
@@ -78,11 +79,11 @@ impl Waiter {
         moves.max(SHORTEST_TURN)
     }
 
-    /// The least and the most that a turn lasts in `auto`, before the time quantum and `max-wait` bound it, if memory has
-    /// to move for this request: ten times as long as that takes, so that it costs little, and up to fifteen times if
-    /// this request is expected to need long, so that fewer bursts are cut short. It is no longer even if both clients
-    /// always have work, since a computation cannot be told from a server that always has requests, for which somebody
-    /// waits; unless a rule says that nobody does.
+    /// The least and the most that a turn lasts in `auto`, before the time quantum and `max-wait` bound it, if memory
+    /// has to move for this request: ten times the time of the move, so that it costs little, and up to fifteen times
+    /// if this request is expected to need long, so that fewer bursts are cut short. It is no longer even if both
+    /// clients always have work, since a computation cannot be distinguished from a server that always has requests,
+    /// whose users wait. A holder with weight 0 is the exception: its rule says that no user waits.
     fn moving_turn(&self, holder: &Holder) -> (Duration, Duration) {
         let (_, least, most) = MOVES_PER_TURN;
         let worth = |moves, least: Duration| holder.exchange.saturating_mul(moves).max(least);
@@ -100,17 +101,17 @@ pub(crate) struct Holder {
     /// The GPU time that it has attained, this turn included, and the part of this turn in which other clients waited.
     pub attained: Duration,
     pub waited: Duration,
-    /// The time to move what the first waiting request lacked when it became the first, out and back in.
+    /// The time to move the bytes that the first waiting request lacked when it became the first, out and back in.
     pub exchange: Duration,
     /// The time to move all of its memory out and back in.
     pub fills: Duration,
-    /// Nobody waits for what it computes: a rule gives it only time that no other client wants.
+    /// No user waits for its results: a rule gives it only time that no other client wants.
     pub batch: bool,
     /// It was granted the GPU because it had aged.
     pub aged: bool,
     /// The first waiting request has the same owner.
     pub same_owner: bool,
-    /// How much longer it can run until another owner that waits is to have the GPU. `None`: no other owner waits, or
+    /// How much longer it can run until another owner that waits should have the GPU. `None`: no other owner waits, or
     /// turns alone decide.
     pub other_owner_after: Option<Duration>,
 }
@@ -119,13 +120,13 @@ pub(crate) struct Holder {
 pub(crate) trait Policy: Debug + Sync {
     /// How long a holder keeps the lock while `first` waits.
     fn turn(&self, settings: &Settings, holder: &Holder, first: &Waiter) -> Duration;
-    /// The rank of a request that arrives at `arrival` among those of its owner: the smallest is served first.
+    /// The rank of a request that arrives at `arrival` among the requests of its owner: the smallest is served first.
     fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
     /// The key of a request among the requests of all owners, from its owner's finish tag, its own rank, and the time
     /// since which its owner has waited.
     fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
-    /// The time after which a waiting request goes before all others of its owner. `None`: never; its rank already
-    /// bounds its wait.
+    /// The time after which a waiting request goes before all other requests of its owner. `None`: never; its rank
+    /// already bounds its wait.
     fn ages_after(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
     /// Whether tenants take turns, however many clients they have. Otherwise all clients without a share are one owner.
     fn tenants_take_turns(&self) -> bool;

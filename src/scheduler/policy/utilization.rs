@@ -59,8 +59,7 @@ impl Utilization {
         self.permille().is_none() && !self.brief
     }
 
-    /// Records the end of a turn, `waited` of which was contended. `idle`: it ended because the client had no more
-    /// work.
+    /// Records the end of a turn, `waited` of it contended. `idle`: it ended because the client had no more work.
     pub fn turn_ended(&mut self, waited: Duration, idle: bool) {
         self.silent |= waited >= MEASURED;
         self.brief = idle;

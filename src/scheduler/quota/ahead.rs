@@ -1,4 +1,4 @@
-//! Host memory that clients have allocated ahead: for memory that is on a GPU and may have to leave.
+//! Host memory that clients have allocated ahead of the eviction of memory that is still on a GPU.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects};
@@ -26,22 +26,22 @@ impl Ahead {
         self.sum -= self.asked.remove(&at).unwrap_or(0);
     }
 
-    /// A client has gone from one GPU to another.
+    /// Follows the move of a client from one GPU to another.
     pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
         if let Some(bytes) = self.asked.remove(&(client, from)) {
             self.asked.insert((client, to), bytes);
         }
     }
 
-    /// Whether the host lacks memory, so that clients may keep none that holds nothing.
+    /// Whether the host lacks memory, so that clients may keep no unused host memory.
     pub fn is_host_short(&self) -> bool {
         self.most.is_none()
     }
 }
 
 impl Quota {
-    /// The bytes of host memory that a client with so many on a GPU is to allocate ahead. `None`: it was asked already, or
-    /// there is no more for all.
+    /// The bytes of host memory that a client with `bytes` on a GPU should allocate ahead. `None`: it was asked
+    /// already, or the memory for all clients is used up.
     pub fn ahead(&mut self, client: ClientId, id: GpuId, bytes: u64) -> Option<u64> {
         let Ahead { most, sum, asked } = &mut self.ahead;
         let before = asked.get(&(client, id)).copied().unwrap_or(0);
@@ -55,7 +55,7 @@ impl Quota {
         Some(bytes)
     }
 
-    /// Sets the host memory that may be allocated ahead. Returns whether there was none before, so that all clients may be
+    /// Sets the host memory that may be allocated ahead. Returns whether it was 0 before, so that all clients may be
     /// asked.
     pub fn host_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: Option<u64>) -> bool {
         let before = std::mem::replace(&mut self.ahead.most, bytes);

@@ -1,12 +1,13 @@
-//! Clients that are off their GPUs, or on their way off or back: they are promised no more than they have, so that others can have
-//! the rest, and so that they can be moved to a GPU where nothing more is left. A client learns its lower limit before it is to
-//! prepare, and so acknowledges it before it is prepared. What it asks for all the same it gets like any other client.
+//! Clients that are off their GPUs, or on their way off or back. They are promised no more than their present memory,
+//! so that other clients can have the rest, and so that they can be moved to a GPU without spare memory. A client
+//! learns its lower limit before it has to prepare, and so acknowledges it before it is prepared. Requests for
+//! more are handled as for any other client.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};
 
 impl Quota {
-    /// A client is about to leave its GPUs, or is back (`!asleep`).
+    /// Handles a client that is about to leave its GPUs, or is back (`!asleep`).
     pub fn set_asleep(&mut self, cx: Context, fx: &mut Effects, client: ClientId, asleep: bool) {
         let has_changed = if asleep { self.asleep.insert(client) } else { self.asleep.remove(&client) };
         if !has_changed {
@@ -38,7 +39,7 @@ impl Quota {
 }
 
 impl Limit {
-    /// The limit of a client that is off its GPUs: what it has, and what it has requested.
+    /// The limit of a client that is off its GPUs: its demand, or its request if that is higher.
     pub(super) fn while_asleep(&self) -> u64 {
         self.demand().max(self.wanted.map_or(0, |wanted| wanted.bytes))
     }

@@ -1,4 +1,4 @@
-//! Brings each client's limit to what the solver found: limits that are too high are lowered first, and others rise as
+//! Brings each client's limit to the solver's result: limits that are too high are lowered first, and others rise as
 //! clients acknowledge the lower ones.
 
 use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
@@ -13,7 +13,7 @@ pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
-    /// Those of the clients that have no limits may have all that the GPU offers.
+    /// Targets of the clients without limits: all that the GPU offers.
     fn whole_gpu<'a>(
         &self,
         cx: Context,
@@ -111,8 +111,8 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Raises limits further towards their targets, which are what they were: where no client waits for memory and no rule
-    /// bounds it, what is computed follows from demands alone, not from what is acknowledged.
+    /// Raises limits further towards their targets, which have not changed: where no client waits for memory and no
+    /// rule bounds it, targets follow from demands alone, not from acknowledgements.
     fn raise(&mut self, cx: Context, fx: &mut Effects) {
         self.set_all_aside(cx);
         let targets = self.rising.iter().filter_map(|(id, client)| {
@@ -128,7 +128,7 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Clients that attach wait for limits that are up to date, on whichever GPU they were not.
+    /// Touches GPUs with clients that attach, since these wait for limits that are up to date on every GPU.
     fn touch_attaching(&self, cx: Context, fx: &mut Effects) {
         fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
@@ -196,7 +196,7 @@ impl Quota {
         }
     }
 
-    /// Bytes by which the limits on a GPU can rise in all.
+    /// Bytes by which the sum of the limits on a GPU can rise.
     pub(super) fn committable(&self, cx: Context, id: GpuId) -> u64 {
         let Some(budget) = self.host.budget() else { return u64::MAX };
         let here = self.gpus.get(&id).map_or(0, |gpu| cx.gpus.offer(id).saturating_sub(gpu.committed));

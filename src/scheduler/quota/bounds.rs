@@ -1,12 +1,12 @@
 //! The limits that rules and environments set on a client's memory.
 //!
-//! On each GPU, all members of a group together may have no more than their rule's `memory-max`. What is limited is Σ
-//! committed of the members, their contexts included, so it holds whatever messages are in flight and whatever clients
-//! report: demand beyond a client's limit counts against its group and gains nothing. The group's memory is divided
+//! On each GPU, all members of a group together may have no more than their rule's `memory-max`. The bound applies to Σ
+//! committed of the members, including their contexts, so it holds regardless of messages in flight and of clients'
+//! reports: demand beyond a client's limit counts against its group and gains nothing. The group's memory is divided
 //! like host memory: each member's limit is its demand and an equal part of the rest, and more on request.
 //!
 //! Lowering a limit below current usage fails no existing allocation. Members' limits fall below the demand of some of
-//! them, so that freed memory stays free until the rest fits; meanwhile the excess is swapped out whenever its client
+//! them, so that freed memory stays free until the rest fits; until then the excess is swapped out whenever its client
 //! does not run.
 
 use super::{ClientLimit, Context, GpuLimits, Quota};
@@ -60,7 +60,7 @@ impl Quota {
         cx.rules.is_bounded(client) && (is_over() || is_over_env())
     }
 
-    /// Bytes by which allowances exceed the limits of a client and its group. `allowance` returns that of a client.
+    /// Bytes by which allowances exceed the limits of a client and its group. `allowance` returns a client's allowance.
     pub fn surplus(&self, cx: Context, client: ClientId, id: GpuId, allowance: impl Fn(ClientId) -> u64) -> u64 {
         let has = cx.rules.group_peers(client).fold(0u64, |sum, member| sum.saturating_add(allowance(member)));
         let of_group = has.saturating_sub(self.group_bound(cx, client, id).unwrap_or(u64::MAX));
@@ -68,7 +68,7 @@ impl Quota {
         of_group.max(own)
     }
 
-    /// By how much the limits of a client's group can rise on a GPU. `None`: they exceed what the group may have.
+    /// Bytes by which the limits of a client's group can rise on a GPU. `None`: they exceed the group's bound.
     pub(super) fn group_room(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         self.room_within(cx, client, id, self.group_bound(cx, client, id))
     }

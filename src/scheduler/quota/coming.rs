@@ -1,7 +1,8 @@
-//! Clients that are about to be moved to another GPU, and those that may have to come back from one. What they have is set aside among
-//! the limits there, as for one that has come already: others' limits fall, and rise no more, until there is room. So a move asks for
-//! no memory that limits still promise to others, and is not refused for what these only might use. And the GPU from which a client
-//! was moved promises its place to nobody before it has been restored on the other: until then it counts there as it did before.
+//! Room on a GPU for clients that are about to be moved there, or may have to come back. Their memory is set aside
+//! among the limits of that GPU as if they were there already: the limits of other clients fall, and rise no more,
+//! until there is room. So a move uses no memory that limits still promise to other clients, and is not refused because
+//! of memory that those clients might never use. The GPU that a client was moved from promises the client's place to no
+//! other client before the client has been restored on its new GPU: until then it counts there as before.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;
@@ -11,20 +12,21 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Coming {
     pub from: GpuId,
-    /// What it has, in bytes, and what its context will need; of one that may come back, what it was promised instead of what it has.
+    /// The client's demand and the expected size of its context, in bytes. If it may come back: its committed bytes
+    /// instead of its demand.
     pub bytes: u64,
-    /// The part of it that is set aside: all or nothing, and all of it for one that may come back.
+    /// The part of `bytes` that is set aside: all or nothing, and always all for a client that may come back.
     pub counted: u64,
     context: u64,
     comes_back: bool,
 }
 
-/// Where a client may come to.
+/// A place that a client may come to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// From the GPU that it has attached.
+    /// The move there, from the GPU that it has attached.
     pub to: Move,
-    /// Bytes that its context will need.
+    /// Expected size of its context there, in bytes.
     pub context: u64,
 }
 
@@ -38,8 +40,9 @@ pub(crate) enum RoomToMove {
 }
 
 impl Quota {
-    /// Sets room aside for a client and its context wherever it may come to, and nowhere else any longer.
-    /// `goes`: it is to be moved there. `back`: its process was there, and is put back if it cannot be restored where it is to be.
+    /// Sets room aside for a client and its context on the GPUs that it may come to, and on no other.
+    /// `goes`: where it is about to be moved. `back`: where its process was, and returns if it cannot be restored on
+    /// its new GPU.
     pub fn expect(&mut self, cx: Context, client: ClientId, goes: &[Expected], back: &[Expected]) {
         let there = self.gpus.iter().filter_map(|(id, gpu)| Some((*id, *gpu.coming.get(&client)?)));
         let there: BTreeMap<GpuId, Coming> = there.collect();
@@ -75,7 +78,7 @@ impl Quota {
         }
     }
 
-    /// What a client may come back with follows what it is promised meanwhile.
+    /// Adjusts the room for a client that may come back to its committed bytes on the GPU where it is now.
     pub(super) fn follow(&mut self, cx: Context, client: ClientId, from: GpuId, committed: u64) {
         for id in self.homes(client, from) {
             let Some(gpu) = self.gpus.get_mut(&id) else { continue };
@@ -87,14 +90,14 @@ impl Quota {
         }
     }
 
-    /// The GPUs to which a client may come back from this one.
+    /// The GPUs that a client may come back to from this one.
     fn homes(&self, client: ClientId, from: GpuId) -> GpuSet {
         let is_home = |coming: &Coming| coming.comes_back && coming.from == from;
         let homes = self.gpus.iter().filter(|(_, gpu)| gpu.coming.get(&client).is_some_and(is_home));
         homes.map(|(id, _)| *id).collect()
     }
 
-    /// By how much a client's limit can rise for the sake of the GPUs to which it may come back.
+    /// Bytes by which a client's limit can rise, given the room on the GPUs that it may come back to.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
         self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
@@ -108,7 +111,7 @@ impl Quota {
         self.count_in_host(cx, id);
     }
 
-    /// Sets room aside for those that come, as far as there is some.
+    /// Sets room aside for the clients that are coming, where there is enough.
     pub(super) fn set_all_aside(&mut self, cx: Context) {
         let wanting = |(id, gpu): (&GpuId, &super::GpuLimits)| {
             let wanting = gpu.coming.iter().filter(|(_, coming)| coming.counted < coming.bytes);
@@ -124,21 +127,22 @@ impl Quota {
         }
     }
 
-    /// The clients for which room has been set aside since this was last called.
+    /// Takes the clients that got room since the last call.
     pub fn take_expected(&mut self) -> BTreeSet<ClientId> {
         std::mem::take(&mut self.expected)
     }
 
-    /// Bytes that a client's group may still be promised on a GPU where the client itself is not yet. `None`: there is no limit.
+    /// Bytes that a client's group may still be promised on a GPU that the client has not attached yet. `None`:
+    /// unlimited.
     fn bytes_in_group(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let (max, group) = self.group_bound(cx, client, id).zip(cx.rules.group(client))?;
         let used = self.gpus.get(&id).and_then(|gpu| gpu.by_group.get(&group)).copied().unwrap_or(0);
         Some(max.saturating_sub(used))
     }
 
-    /// Whether what a client was promised on one GPU can be kept on another: host memory suffices for what would not fit there,
-    /// and its group stays within its limit. `keeps`: its place on the first is kept, since it may come back. `away`: it acknowledges
-    /// no lower limit any more.
+    /// Whether the bytes promised to a client on one GPU can be kept on another: host memory suffices for the part that
+    /// would not fit there, and its group stays within its limit. `keeps`: its place on the first GPU is kept, since it
+    /// may come back. `away`: it no longer acknowledges lower limits.
     pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
         let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
@@ -159,7 +163,7 @@ impl Quota {
         {
             return RoomToMove::Now;
         }
-        // The least that others can be promised, and that it can.
+        // The least that the other clients can be promised, and the least that this client can.
         let least = |id: GpuId| {
             let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
             clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(self.least(cx, *client, &entry.limit)))
@@ -196,7 +200,7 @@ impl Quota {
         of(from).saturating_add(of(to)).min(self.host.committed)
     }
 
-    /// Whether host memory suffices for what does not fit on the GPUs after a move.
+    /// Whether host memory suffices for the memory that does not fit on the GPUs after a move.
     fn fits(&self, cx: Context, place: Expected, keeps: bool, sums: &Sums) -> bool {
         let Expected { to: Move { from, to }, context } = place;
         let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
@@ -211,7 +215,7 @@ impl Quota {
     }
 }
 
-/// Bytes promised on two GPUs, the part of one client, and the bytes of other GPUs in host memory.
+/// Bytes promised on two GPUs, one client's part of them, and the bytes of other GPUs in host memory.
 struct Sums {
     here: u64,
     leaves: u64,

@@ -1,7 +1,6 @@
-//! Limit requests that are held until a fresh measurement: those beyond the room that the last one showed, or beyond
-//! what a rule allows beside a context of unknown size. Other programs may have freed memory, and the context may be
-//! small. Those that only the room set aside for contexts that are still coming speaks against are held until these are
-//! measured.
+//! Limit requests that are held until a fresh measurement: requests beyond the room that the last one showed, or beyond
+//! a rule's limit beside a context of unknown size. Other programs may have freed memory, and the context may be small.
+//! A request that only lacks the room set aside for contexts that are still coming is held until these are measured.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects, timers::Wake};

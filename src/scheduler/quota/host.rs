@@ -1,4 +1,4 @@
-//! The host memory that limits count on, and what makes limits out of date.
+//! The host memory that limits count on, and the limits that are out of date.
 
 use crate::api::GpuId;
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 /// Host memory, and the limits that are out of date.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Host {
-    /// Bytes that limits may count on. `None`: there is no bound.
+    /// Bytes that limits may count on. `None`: unbounded.
     bytes: Option<u64>,
     /// Bytes in host memory if every client used a whole GPU, over all GPUs.
     pub most: u64,
@@ -109,7 +109,7 @@ impl Host {
         self.all_changed |= self.scarce;
     }
 
-    /// Has limits rise further, while memory is scarce, after committed bytes fell, or a demand exceeded them.
+    /// Makes limits rise further, while memory is scarce, after committed bytes fell, or a demand exceeded them.
     pub fn committed_changed(&mut self) {
         self.freed |= self.scarce;
     }

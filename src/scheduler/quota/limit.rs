@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// A client with this many unacknowledged limits is sent no lower ones.
 const MANY_STEPS: usize = 64;
-/// How long a client may take to use what it requested and was granted, before others may have it again.
+/// How long a client may take to use memory that it requested and was granted, before other clients may have it again.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
@@ -18,14 +18,14 @@ pub(crate) struct Limit {
     /// The newest limit, in bytes.
     pub limit: u64,
     pub seq: u32,
-    /// The limit that the solver found. It is reached once there is room for it.
+    /// The solver's limit. It is reached once there is room for it.
     pub target: u64,
     /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
-    /// What it requested and was granted, in bytes, and until when that is kept for it.
+    /// Bytes that it requested and was granted, and until when they are kept for it.
     granted: Option<(u64, Time)>,
-    /// While the client has not acknowledged the newest limit since one was lowered: since when it has acknowledged none.
-    /// Of many limits, each of which it acknowledges late, none counts as unanswered.
+    /// While the client has not acknowledged the newest limit since one was lowered: since when it has acknowledged
+    /// none. A client that acknowledges each of many limits late leaves none unanswered.
     pub lowered: Option<Time>,
     /// The bytes that it contributes to the GPU's sum of committed bytes.
     pub counted: u64,
@@ -43,7 +43,7 @@ pub(crate) struct Wanted {
     /// Orders limit requests.
     pub number: u64,
     /// The limit that makes it wait until other clients have freed memory; the client was told so. `None`: it does not
-    /// wait for that.
+    /// wait for memory.
     pub held: Option<Denial>,
 }
 
@@ -57,18 +57,18 @@ impl Limit {
         self.demand
     }
 
-    /// Keeps for the client what it requested, until its demand says that it has taken it. Without this, two that are granted
-    /// theirs in turn could take it from each other for as long as they wait.
+    /// Keeps requested memory for the client until its demand shows that it has taken the memory. Without this, two
+    /// clients with alternating grants could take it from each other while both wait.
     pub fn keep(&mut self, now: Time, bytes: u64) {
         self.granted = Some((bytes, now + GRANT_TIMEOUT));
     }
 
-    /// What it needs, in bytes: its demand, and what is kept for it.
+    /// The client's demand, or the memory kept for it if that is more, in bytes.
     pub fn needed(&self, now: Time) -> u64 {
         self.granted.filter(|(_, until)| now < *until).map_or(self.demand, |(bytes, _)| bytes.max(self.demand))
     }
 
-    /// Whether the limit is to rise further, by more than is not worth a message.
+    /// Whether the limit still has to rise by enough to be worth a message.
     pub fn is_below_target(&self) -> bool {
         self.limit.saturating_add(LIMIT_STEP) < self.target
     }

@@ -1,21 +1,21 @@
-//! Limits on what clients may allocate: what is committed beyond the capacities of the GPUs fits in host memory, Σ over GPUs of
-//! max(0, Σ committed − capacity) ≤ host memory; and less where rules or environments set limits.
+//! Limits on the memory that clients may allocate. Bytes committed beyond the capacities of the GPUs fit in host
+//! memory: Σ over GPUs of max(0, Σ committed − capacity) ≤ host memory. Rules and environments may set lower limits.
 //!
 //! Memory that does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every
 //! client may allocate a whole GPU. Otherwise each client's limit is its demand and an equal part of the rest (its
-//! *slack*), and more on request, out of the slack of others. A request that can be met is granted and any other fails
-//! at once: no client waits for memory that another one holds, unless a rule says so.
+//! *slack*), and more on request, out of the slack of other clients. A request that can be met is granted and any other
+//! fails immediately: no client waits for memory that another one holds, unless a rule says so.
 //!
 //! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
 //! - `host`: the host memory that limits count on.
 //! - `solver`: divides memory among clients: max-min fairness by water-filling.
-//! - `balance`: brings each client's limit to what the solver found.
+//! - `balance`: brings each client's limit to the solver's result.
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
 //! - `coming`: room for clients that are about to be moved to another GPU, or may come back from one.
-//! - `ahead`: host memory for what is still on a GPU.
-//! - `asleep`: clients that are off their GPUs, which are promised what they have.
+//! - `ahead`: host memory for memory that is still on a GPU.
+//! - `asleep`: clients that are off their GPUs, which are promised no more than their present memory.
 //!
 //! The quota knows demands, limits and requests. It asks [`Capacities`] for the capacity of GPUs, and [`Rules`] for
 //! what rules say.
@@ -48,13 +48,14 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A new limit is sent when it differs by more than this, the driver's own granularity.
 const LIMIT_STEP: u64 = 2 << 20;
 
-/// What the quota needs to know of GPUs. It asks at each decision, since contexts and other programs come and go.
+/// The quota's view of GPUs. It asks at each decision, since contexts and other programs come and go.
 pub(crate) trait Capacities {
     /// The size of the GPU in bytes.
     fn total(&self, gpu: GpuId) -> u64;
     /// Bytes of the GPU that limits can count on.
     fn offer(&self, gpu: GpuId) -> u64;
-    /// The same if contexts that are not measured yet took nothing: what certainly is not there is left out, and no guess.
+    /// The same if contexts that are not measured yet took nothing: without estimates, only memory that is certainly
+    /// not available is left out.
     fn offer_as_measured(&self, gpu: GpuId) -> u64;
     /// Bytes that limits could count on if no other program used the GPU. `None`: nothing is measured.
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
@@ -80,12 +81,13 @@ pub(crate) struct Quota {
     ahead: Ahead,
     /// Clients whose process is stopped: they acknowledge nothing.
     stopped: BTreeSet<ClientId>,
-    /// Clients that are off their GPUs, or on their way off or back: they are promised no more than they have.
+    /// Clients that are off their GPUs, or on their way off or back: they are promised no more than their present
+    /// memory.
     #[serde(default)]
     asleep: BTreeSet<ClientId>,
     /// Limits that clients have requested, and that are neither granted nor denied.
     requests: BTreeSet<(GpuId, ClientId)>,
-    /// Clients for which room has been set aside since this was last asked.
+    /// Clients for which room has been set aside since the last call of `take_expected`.
     #[serde(default)]
     expected: BTreeSet<ClientId>,
     /// Limits below their target, while host memory is scarce: they rise as others acknowledge lower ones.
@@ -98,20 +100,20 @@ pub(crate) struct Quota {
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GpuLimits {
     clients: BTreeMap<ClientId, ClientLimit>,
-    /// The demands of those that have any, the least first.
+    /// The demands of clients that have any, the least first.
     demands: BTreeSet<(u64, ClientId)>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
     #[serde(default)]
     coming: BTreeMap<ClientId, Coming>,
-    /// Σ committed, with what is set aside for those that are coming; and the part of each group.
+    /// Σ committed, including memory set aside for clients that are coming; and the part of each group.
     committed: u64,
     by_group: BTreeMap<GroupId, u64>,
-    /// The bytes of `committed` beyond the GPU's offer, and those of Σ max(demand, offer).
+    /// The bytes of `committed` beyond the GPU's offer, and the bytes of Σ max(demand, offer) beyond it.
     in_host: u64,
     most_in_host: u64,
-    /// The offer for which `most_in_host` was computed. `None`: a client or a demand has changed since.
+    /// The offer that `most_in_host` was computed for. `None`: a client or a demand has changed since.
     summed_for: Option<u64>,
-    /// The offer and the number of clients when limits were last computed; those of new clients alone do not count.
+    /// The offer and the number of clients when limits were last computed, except for new clients alone.
     solved_for: Option<(u64, usize)>,
     /// Clients that came since limits were last computed.
     fresh: BTreeSet<ClientId>,
@@ -192,8 +194,8 @@ impl Quota {
         self.ahead.forget((client, id));
     }
 
-    /// Moves a client's limit from one GPU to another; where it is expected is told next. Returns the bytes that it has requested and
-    /// that are to be requested again.
+    /// Moves a client's limit from one GPU to another; the caller says next where the client is expected. Returns the
+    /// bytes that the client has requested, which have to be requested again.
     #[must_use]
     pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
         let gpu = self.gpus.get_mut(&from)?;
@@ -399,7 +401,7 @@ impl Quota {
         self.gpus.get(&id).map_or(0, |gpu| gpu.committed)
     }
 
-    /// Bytes of host memory that limits may count on (`None`: there is no bound), and that they do count on.
+    /// Bytes of host memory that limits may count on (`None`: unbounded), and the bytes that they do count on.
     pub fn host(&self) -> (Option<u64>, u64) {
         (self.host.bytes(), self.host.committed)
     }

@@ -1,6 +1,6 @@
-//! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted; any other
+//! Requests for a higher limit. An allocation waits for each of them. A request that can be met is granted; any other
 //! is denied, once it is certain that no acknowledgement of lower limits could help, or, where a rule says so, waits
-//! until other clients have freed enough. Of the requests of a group that wait, the oldest is served first.
+//! until other clients have freed enough. Of a group's waiting requests, the oldest is served first.
 //!
 //! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for
 //! ever.
@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// How long a request waits for other clients to acknowledge lower limits before it is denied. A driver that creates
-/// contexts for several programs at once may keep a process from answering for seconds.
+/// contexts for several programs at the same time may keep a process from answering for seconds.
 const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A limit request while all limits are computed.
@@ -36,8 +36,8 @@ impl Quota {
         self.decide_request(cx, fx, client, id, bytes, None)
     }
 
-    /// Decides on a request. One that exceeds the present room is denied only after another measurement, for which it was
-    /// `held`, and not while only a guess speaks against it. Returns whether a measurement has to begin now.
+    /// Decides on a request. A request beyond the present room is denied only after another measurement, for which it
+    /// was `held`, and not while only an estimate speaks against it. Returns whether a measurement has to begin now.
     pub(super) fn decide_request(
         &mut self,
         cx: Context,
@@ -54,7 +54,7 @@ impl Quota {
         let context = self.context(cx, client, id);
         let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(context));
         let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
-        // A client may keep what it has.
+        // A client may keep its present memory.
         let never = if bytes <= limit.limit.max(limit.demand()) {
             self.keep(cx, client, id, bytes);
             self.tell(cx, fx, client, id);
@@ -129,7 +129,7 @@ impl Quota {
         granted
     }
 
-    /// Has a request wait for other clients to free memory, and tells its client.
+    /// Makes a request wait for other clients to free memory, and tells its client.
     fn hold_back(&mut self, fx: &mut Effects, client: ClientId, gpu: GpuId, why: Denial) {
         self.host.awaited = true;
         let wanted = self.entry_mut(client, gpu).and_then(|entry| entry.limit.wanted.as_mut());
@@ -186,7 +186,7 @@ impl Quota {
         of_all || (of_group && held != Some(Denial::NoRoom))
     }
 
-    /// Keeps for a client what it requested, which is within its limit.
+    /// Keeps the memory that a client requested, which is within its limit.
     fn keep(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
         self.entry_mut(client, id).into_iter().for_each(|entry| entry.limit.keep(cx.now, bytes));
     }

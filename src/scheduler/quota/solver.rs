@@ -6,7 +6,7 @@ use super::{Context, Quota, request::LimitRequest};
 use crate::{api::*, effects::Effects};
 use std::collections::BTreeMap;
 
-/// The limit that a client is to have on a GPU.
+/// A client's new limit on a GPU.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Target {
     pub client: ClientId,
@@ -29,9 +29,9 @@ pub(super) struct At {
 #[derive(Debug)]
 struct ClientQuota {
     client: ClientId,
-    /// The least that it gets, whatever others have.
+    /// The least that it gets, regardless of other clients.
     floor: u64,
-    /// The demand, to which slack is added.
+    /// The demand; slack is added to it.
     base: u64,
     /// The limit that it requested and was granted; 0: none.
     granted: u64,
@@ -39,7 +39,7 @@ struct ClientQuota {
     most: u64,
     /// The most slack that its group leaves it; none while it is off its GPUs.
     slack: u64,
-    /// Its limit where its group has more than it may.
+    /// Its limit if its group exceeds its bound.
     cap: u64,
     /// The client does not acknowledge limits.
     unresponsive: bool,
@@ -48,7 +48,7 @@ struct ClientQuota {
 }
 
 impl ClientQuota {
-    /// What one that is about to come to a GPU has, its context included.
+    /// The variables of a client that is about to come to a GPU: fixed, and including its context.
     fn fixed(client: ClientId, bytes: u64) -> Self {
         Self {
             client,
@@ -74,7 +74,7 @@ impl ClientQuota {
         if self.unresponsive { self.base.max(self.granted) } else { self.at(0) }
     }
 
-    /// The limit under `cap`, where its group has more than it may.
+    /// The limit under `cap`, if its group exceeds its bound.
     fn capped(&self, cap: u64) -> u64 {
         if self.unresponsive { self.floor } else { self.at(0).min(cap) }
     }
@@ -146,7 +146,7 @@ impl QuotaProblem {
         self.obstacle(at, bytes, budget, ClientQuota::acknowledged).is_none()
     }
 
-    /// What keeps a client from having `bytes` while every other one has what `of` says.
+    /// Why a client cannot have `bytes` while all other clients have the bytes that `of` returns. `None`: it can.
     fn obstacle(&self, at: At, bytes: u64, budget: Option<u64>, of: impl Fn(&ClientQuota) -> u64) -> Option<Denial> {
         let Some(own) = self.quota(at) else { return Some(Denial::NoRoom) };
         let more = bytes.saturating_sub(of(own));
@@ -173,7 +173,7 @@ impl QuotaProblem {
         no_room.then_some(Denial::NoRoom)
     }
 
-    /// Divides what each group may have among its members. The clients of `granted` wait for their limits.
+    /// Divides each group's bound among its members. The clients of `granted` wait for their limits.
     fn divide(&mut self, granted: &[At]) {
         for bound in std::mem::take(&mut self.bounds) {
             // The highest value, up to `most`, for which the members together stay within the bound.

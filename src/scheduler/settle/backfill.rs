@@ -13,14 +13,14 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The least time for which a request is granted, and the time where it is not known how long the first one waits.
+/// The least time for which a request is granted, and the time granted if the wait of the first one is unknown.
 const SLOT: Duration = Duration::from_millis(150);
 /// No more requests than this are looked at behind the first one.
 const LOOKS: usize = 16;
 
 impl Machine {
-    /// When a GPU lets its first request in, from the turns of its holders; 0: it would be granted this GPU now.
-    /// `None`: that is not known.
+    /// When a GPU lets its first request in, according to the turns of its holders; 0: it would be granted this GPU
+    /// now. `None`: unknown.
     fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
         if self.access(id) == Access::Asleep || self.lock.first(id) != Some(first) {
             return None;
@@ -33,21 +33,21 @@ impl Machine {
         in_the_way.map(|(_, hold)| ends(hold)).try_fold(Time::ZERO, |latest, ends| Some(latest.max(ends?)))
     }
 
-    /// Whether the first request of a GPU waits for others as well.
+    /// Whether the first request of a GPU also waits for other GPUs.
     fn wants_others(&self, id: GpuId, first: Entity) -> bool {
         self.settings.anti_thrash != AntiThrash::Off
             && self.lock.request(first).is_some_and(|request| request.wants.values().flatten().any(|gpu| *gpu != id))
     }
 
-    /// When the last of the other GPUs lets a request in that is the first of this one. `None`: that is not known.
+    /// When the last of the other GPUs lets the first request of this GPU in. `None`: unknown.
     fn others_open_at(&self, id: GpuId, first: Entity) -> Option<Time> {
         let request = self.lock.request(first)?;
         let others = request.wants.values().flatten().filter(|gpu| **gpu != id && self.access(**gpu) != Access::Gone);
         others.map(|gpu| self.opens_at(*gpu, first)).try_fold(Time::ZERO, |latest, opens| Some(latest.max(opens?)))
     }
 
-    /// Marks the other GPUs that the first request wants, and that one wanted which was the first before, after the time at
-    /// which this GPU lets it in has changed.
+    /// Marks the other GPUs of this GPU's first request, and of its previous first request, after a change of the time
+    /// at which this GPU lets the first one in.
     pub(super) fn note_opening(&mut self, id: GpuId) {
         let first = self.lock.first(id).filter(|first| self.wants_others(id, *first));
         let opens = first.map(|first| (first, self.opens_at(id, first)));
@@ -61,7 +61,7 @@ impl Machine {
     /// Grants a request for this GPU alone that stands behind the first one, while that waits for other GPUs. Returns
     /// whether there was one.
     pub(super) fn backfill(&mut self, id: GpuId, first: Entity) -> bool {
-        // Where rules divide the time, requests of all classes would have to be told apart.
+        // Where rules divide the time, requests of all classes would have to be distinguished.
         if !self.wants_others(id, first) || self.shares().have_classes() || self.access(id) != Access::Turns {
             return false;
         }
@@ -84,8 +84,8 @@ impl Machine {
         true
     }
 
-    /// Whether a waiting client may run on a GPU before the first request until then: it wants only that GPU, is expected to
-    /// be done by then, and all of its memory is there.
+    /// Whether a waiting client may run on a GPU before the first request until then: it wants only that GPU, is
+    /// expected to finish by then, and all of its memory is there.
     fn may_backfill(&self, client: ClientId, id: GpuId, until: Time) -> bool {
         let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
         let fits = |account: &Account| account.report.demand <= account.allowance;

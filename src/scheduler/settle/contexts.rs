@@ -11,15 +11,15 @@ use crate::{
 };
 use std::time::Duration;
 
-/// How long a client is deferred before it is told that there is no room for its context, unless its rule has
+/// How long a client is deferred before the scheduler tells it that its context has no room, unless its rule makes
 /// allocations wait.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a client that attaches waits for room. Then it is admitted in any case, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a restore may take, from when there is room for it. Then nobody else waits for its end any longer: neither clients
-/// that attach nor others that wake. Who stops a process keeps its restore from ending.
+/// How long a restore may take once it has room. After that, no other client waits for its end any longer, whether it
+/// attaches or wakes: a process that is stopped keeps its restore from ending.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {
@@ -36,8 +36,8 @@ impl Machine {
         since.is_some_and(|since| since <= begun)
     }
 
-    /// Counts the clients to defer: those whose contexts would leave an attached client too little memory, so that it
-    /// could never have all that it needs on the GPU again, and so never run. They wait until that client needs less or
+    /// Counts the clients to defer: clients whose contexts would leave an attached client too little memory ever to
+    /// have its whole demand on the GPU again, so that it could never run. They wait until that client needs less or
     /// has gone.
     pub(crate) fn count_deferred(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get(&id) else { return };
@@ -90,7 +90,7 @@ impl Machine {
                 self.notify_deferred(id);
                 return self.refuse_contexts(id);
             };
-            // Nobody is let in without room while a restore is under way: it would fail for good.
+            // No client is admitted without room during a restore: the restore would fail permanently.
             let restored = gpu.returning.and_then(|returning| returning.restored).map(|since| since + RESTORE);
             let deadline = restored.map_or(since + ATTACH_TIMEOUT, |restored| restored.max(since + ATTACH_TIMEOUT));
             // Capacity sets aside the contexts of all waiting clients; those behind this one do not exist yet.
@@ -104,7 +104,8 @@ impl Machine {
             if (!room || reserved || gpu.incomplete) && self.now < deadline {
                 return Some(deadline);
             }
-            // Limits are computed next: those of before may count on the room of contexts that were deferred until now.
+            // Limits are computed next: the earlier ones may count on the room of contexts that were deferred until
+            // now.
             if self.quota.has_changed() {
                 return None;
             }
@@ -120,12 +121,12 @@ impl Machine {
             let is_drained = gpu.drained;
             self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
             if is_drained {
-                self.drain_client(client); // its context is from before the scheduler was started
+                self.drain_client(client); // its context predates the scheduler
             }
         }
     }
 
-    /// Tells clients that have been deferred for long that there is no room for their contexts. The request stays until the
+    /// Tells clients that have been deferred for long that their contexts have no room. The request stays until the
     /// client detaches. Returns when to tell the next.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
         if self.memory.get(&id).is_some_and(|gpu| gpu.drained) {

@@ -1,14 +1,14 @@
 //! Co-running: holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half
-//! of it by taking turns; programs that keep it busy lose some of it by running at once. A client reports its
-//! utilization, which it can measure only while no other client, or only others of its gang, hold the lock. A report is believed for a while; then the
-//! clients take short turns again, long enough to measure anew.
+//! of it by taking turns; programs that keep it busy lose some of it by running at the same time. A client reports its
+//! utilization, which it can measure only while no client outside its gang holds the lock. A report is believed for a
+//! while; then the clients take short turns again, long enough to measure anew.
 
 use crate::{api::*, lock::Entity, machine::Machine, policy::utilization::FULL};
 
 impl Machine {
-    /// Takes a client's report of its utilization. More than there is means that it wants the GPU alone.
+    /// Takes a client's report of its utilization. A value above `FULL` means that it wants the GPU alone.
     pub(crate) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
-        // What members of its gang do beside it can only make it seem to use more.
+        // Work of its gang members at the same time can only make it seem to use more.
         let entity = self.lock.hold(client, id).map(|hold| hold.entity);
         let is_alone = entity.is_some() && self.lock.holds_on(id).all(|(_, hold)| Some(hold.entity) == entity);
         let is_measured = permille > FULL || is_alone;
@@ -22,13 +22,13 @@ impl Machine {
         self.run_together(id, self.lock.running_on(id).chain(self.lock.members(entity, id)))
     }
 
-    /// Whether the holders of a GPU may go on together.
+    /// Whether the holders of a GPU may continue together.
     pub(crate) fn may_stay(&self, id: GpuId) -> bool {
         let expired = self.believed_until(id).is_some_and(|until| self.now >= until);
         !expired && self.run_together(id, self.lock.running_on(id))
     }
 
-    /// Whether all holders could go on together, including those that are bypassed.
+    /// Whether all holders could continue together, including bypassed ones.
     pub(crate) fn may_all_stay(&self, id: GpuId) -> bool {
         self.run_together(id, self.lock.holders(id))
     }

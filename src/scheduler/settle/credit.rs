@@ -8,8 +8,8 @@ use crate::{
 
 /// A smaller credit that does not meet a client's need is not worth a message.
 const CREDIT_STEP: u64 = 2 << 20;
-/// What a holder that keeps growing may map beyond its need: what it allocates in some milliseconds, but no more than
-/// this part of what is free.
+/// Bytes that a holder that keeps growing may map beyond its need: its allocations of some milliseconds, but no more
+/// than this part of the free bytes.
 const AHEAD: u64 = 1 << 30;
 const AHEAD_PART: u64 = 4;
 
@@ -54,14 +54,14 @@ impl Machine {
     }
 
     /// Raises an allowance towards the need as far as bytes are free, without evicting. Returns the bytes still
-    /// lacking. `reserved_ahead` bytes, of those that are free and then of those being freed, are reserved for other
-    /// clients.
+    /// lacking. `reserved_ahead` bytes, first of the free ones and then of the bytes being freed, are reserved for
+    /// other clients.
     pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         let need = self.need(client, id);
         let Some(gpu) = self.memory.get(&id) else { return 0 };
         let Some(account) = gpu.ledger.account(client) else { return 0 };
         if account.awaits_measurement() {
-            return need; // an allowance below what it has would make it evict
+            return need; // an allowance below its present memory would make it evict
         }
         // Free bytes that were not given to the clients before it are unverified for them, or too few: they stay
         // reserved for them.
@@ -78,8 +78,9 @@ impl Machine {
         need.saturating_sub(self.account(client, id).map_or(0, |account| account.allowance))
     }
 
-    /// Lets holders that keep growing map more than they need, as far as bytes are free, so that their allocations wait
-    /// for no message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
+    /// Allows holders that keep growing to map more than they need, as far as bytes are free, so that their allocations
+    /// wait for no message. The excess is taken back when other clients lack bytes
+    /// ([`take_back_ahead`](Self::take_back_ahead)).
     pub(crate) fn credit_ahead(&mut self, id: GpuId) {
         let is_idle = |gpu: &GpuMemory| gpu.contexts.is_empty() && gpu.reservations.is_empty();
         if !self.memory.get(&id).is_some_and(is_idle) {

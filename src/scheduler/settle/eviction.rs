@@ -1,4 +1,4 @@
-//! Lowers allowances: memory of clients that do not run is evicted for clients that are to run.
+//! Lowers allowances: evicts memory of clients that do not run, for clients that are about to run.
 
 use crate::{
     api::*,
@@ -13,9 +13,9 @@ use std::time::Duration;
 /// The passes over the clients that can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
-    /// Ordinary clients, up to what rules protect.
+    /// Ordinary clients, except memory that rules protect.
     Ordinary,
-    /// Clients that are to be evicted last, likewise.
+    /// Clients that are evicted last, with the same exception.
     Last,
     /// Memory that rules protect.
     Protected,
@@ -27,7 +27,7 @@ impl Machine {
         self.memory.get(&id).map_or(0, |g| g.ledger.charged().saturating_sub(g.capacity(&self.settings)))
     }
 
-    /// Whether nobody runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
+    /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
     pub fn is_evacuated(&self) -> bool {
         let ids = self.memory.iter().filter(|(_, gpu)| gpu.access != Access::Gone).map(|(id, _)| *id);
         ids.into_iter().all(|id| {
@@ -57,10 +57,10 @@ impl Machine {
             rest -= part;
             time += gpu.rates.both_ways(part, memory.rate);
         }
-        time + gpu.rates.both_ways(rest, None) // of those being evicted already
+        time + gpu.rates.both_ways(rest, None) // from clients that are already being evicted
     }
 
-    /// Idle clients with bytes that can leave, in the order of eviction, where that depends on the queue.
+    /// Idle clients with evictable bytes, in the order of eviction, where that order depends on the queue.
     fn victims_by_queue(&self, id: GpuId) -> Vec<ClientId> {
         let idle = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.ledger.eviction_order());
         let before: BTreeMap<Entity, u32> = self.whole_queue(id).into_iter().zip(0..).collect();
@@ -74,8 +74,8 @@ impl Machine {
         victims.into_iter().map(|(_, client)| client).collect()
     }
 
-    /// Evicts `bytes` from clients that do not hold the lock, in the order of the policy: from those of `last` only if
-    /// no other client has any, and then memory that rules protect. Clients in `exempt` give none.
+    /// Evicts `bytes` from clients that do not hold the lock, in the order of the policy. Clients in `last` give bytes
+    /// only if no other client has any; memory that rules protect comes after that. Clients in `exempt` give none.
     pub(crate) fn evict(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) {
         let before = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
         self.take_back_ahead(id, bytes);
@@ -83,7 +83,7 @@ impl Machine {
         let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);
-        // Few clients give all that is lacking, mostly, so the others are not listed.
+        // Mostly, a few clients have all the missing bytes, so the rest are not listed.
         let by_queue = self.policy().evicts_by_queue().then(|| self.victims_by_queue(id));
         let idle = || {
             let gpu = self.memory.get(&id).filter(|_| by_queue.is_none());
@@ -125,8 +125,8 @@ impl Machine {
         }
     }
 
-    /// Takes back allowances beyond demand, until `bytes` are being freed. Nobody is exempt: of the members of a gang, one can have
-    /// more than it needs while another lacks bytes.
+    /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one member of a gang
+    /// can have more than it needs while another member lacks bytes.
     fn take_back_ahead(&mut self, id: GpuId, bytes: u64) {
         let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.ledger.ahead());
         let ahead: Vec<(ClientId, u64)> = clients

@@ -4,11 +4,11 @@
 use crate::{api::*, lock::Hold, machine::Machine, timers::Wake};
 use std::time::Duration;
 
-/// A client that could not evict is asked again after the first of these times, then after twice as long each time, up
+/// A client that could not evict is asked again after the first of these times; the delay doubles with each attempt, up
 /// to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
-/// An eviction without progress is late after this, or after `LATE_TIMES` times the time that it should take, whichever
-/// is longer.
+/// An eviction without progress is late after this, or after `LATE_TIMES` times its expected duration if that is
+/// longer.
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
@@ -37,7 +37,7 @@ impl Machine {
         }
     }
 
-    /// Allows a client what it still has, so the charge does not rise.
+    /// Allows a client its present memory, so that the charge does not rise.
     pub(crate) fn stop_evicting(&mut self, client: ClientId, id: GpuId) {
         let Some(account) = self.account(client, id) else { return };
         let mapped = account.report.mapped;
@@ -55,7 +55,7 @@ impl Machine {
         }
     }
 
-    /// Lets a client be asked for its memory again.
+    /// Ends the block on evicting a client's memory.
     pub(crate) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
         if self.memory_of_mut(client, id).is_some_and(|memory| memory.eviction_block.take().is_some()) {
             self.lock_changed(client, id);
@@ -94,8 +94,8 @@ impl Machine {
         self.block_eviction(client, id, EvictionBlock::Late);
     }
 
-    /// Lowers the charge of a client that does not answer an eviction or a revoke to what it has: it cannot keep allowances that
-    /// it has not mapped from other clients.
+    /// Lowers the charge of a client that does not answer an eviction or a revoke to its known memory: it cannot keep
+    /// allowances that it has not mapped from other clients.
     pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };

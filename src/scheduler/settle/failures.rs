@@ -77,7 +77,7 @@ impl Machine {
         }
     }
 
-    /// Explains failures by a measurement that began at `begun`: `free` bytes in all, and what clients have.
+    /// Explains failures by a measurement that began at `begun`: `free` bytes in all, and the bytes of each client.
     pub(crate) fn explain_failures(
         &mut self,
         id: GpuId,

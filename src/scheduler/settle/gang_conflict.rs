@@ -23,7 +23,7 @@ impl Machine {
             && shared.any(|id| !self.run_together(*id, both().filter(|client| self.lock.of(*client, *id).is_some())))
     }
 
-    /// Whether an entity is a gang that has to wait for a conflicting gang, whichever GPU that holds.
+    /// Whether an entity is a gang that has to wait for a conflicting gang, on any GPU.
     pub(crate) fn waits_for_gang(&self, entity: Entity) -> bool {
         let Entity::Gang(gang) = entity else { return false };
         if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
@@ -34,7 +34,7 @@ impl Machine {
         })
     }
 
-    /// The first gang in the queues of other GPUs that waits for the holders of this one. `None`: there is none.
+    /// The first gang in the queues of other GPUs that waits for the holders of this one. `None`: no gang does.
     pub(crate) fn gang_awaiting_holders(&self, id: GpuId) -> Option<Entity> {
         if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
             return None;

@@ -13,10 +13,10 @@ use std::time::Duration;
 /// How long a gang's request waits for members that have not requested yet, so that they run together.
 const GATHERS: Duration = Duration::from_millis(5);
 /// A member that released or attached a GPU within this time is likely to request one. A gang's request waits for no
-/// others.
+/// other members.
 const LATELY: Duration = Duration::from_secs(1);
-/// A gang's turn lasts at least this many of its hand-overs, during which its members spin for those that have drained:
-/// they cost 3 % of the time then.
+/// A gang's turn lasts at least this many of its hand-overs. In a hand-over, members spin for members that have
+/// drained: spinning then costs 3 % of the time.
 const HAND_OVERS_PER_TURN: u32 = 33;
 
 impl Machine {
@@ -67,8 +67,8 @@ impl Machine {
         self.lock.gangs().hand_over(gang).saturating_mul(HAND_OVERS_PER_TURN).min(self.settings.time_quantum).min(most)
     }
 
-    /// How long a holder may be idle for the sake of its gang: the others may spin for it, and to hand the GPU over costs
-    /// them as much. 0: it is in none, or no other member holds a GPU.
+    /// How long a holder may be idle for the sake of its gang: the others may spin for it, and handing the GPU over
+    /// costs them the same. 0: it is in no gang, or no other member holds a GPU.
     pub(super) fn gang_grace(&self, hold: &Hold) -> Duration {
         let gang = hold.entity.gang().filter(|gang| self.lock.gangs().is_job(*gang));
         let gang = gang.filter(|gang| self.lock.holds_of_gang(*gang).nth(1).is_some());
@@ -123,9 +123,9 @@ impl Machine {
         }
     }
 
-    /// Whether a gang has its turn, in which its other members precede all requests of their class: for the time quantum,
-    /// and for as long again if a revoked member cannot drain, which may need them. A gang that has waited for longer would
-    /// only stand in their way, since it waits for all of them to drain.
+    /// Whether a gang has its turn, in which its other members precede all requests of their class: for the time
+    /// quantum, and for another one if a revoked member cannot drain, which may need them. A gang that has waited for
+    /// longer would only delay them, since it waits for all of them to drain.
     pub(crate) fn has_turn(&self, entity: Entity) -> bool {
         let turn = entity.gang().and_then(|gang| Some((gang, self.lock.gangs().turn_since(gang)?)));
         let Some((gang, since)) = turn else { return false };
@@ -180,7 +180,7 @@ impl Machine {
         }
     }
 
-    /// Makes a client's holds and requests those of its present entity: its gang, or itself.
+    /// Assigns a client's holds and requests to its present entity: its gang, or itself.
     pub(crate) fn update_entity(&mut self, client: ClientId) {
         let entity = self.lock.entity(client);
         // So that it is revoked with the members of that entity.
@@ -194,7 +194,7 @@ impl Machine {
         }
     }
 
-    /// Updates a client's gang after its rule changed. Its requests become those of the new gang.
+    /// Updates a client's gang after its rule changed. Its requests become requests of the new gang.
     pub(crate) fn update_gang(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);

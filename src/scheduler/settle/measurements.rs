@@ -1,4 +1,4 @@
-//! Takes measurements: how much other programs use, and which of the clients' reports are true.
+//! Takes measurements: the memory that other programs use, and the truth of clients' reports.
 
 use crate::{api::*, machine::Machine, memory::Account, timers::Wake};
 use std::collections::BTreeMap;
@@ -34,8 +34,8 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Bytes of other tenants' clients that are unverified for this client. During a restore those of its own tenant are as well:
-    /// if they are still there, what takes their place is missing for the restore.
+    /// Bytes of other tenants' clients that are unverified for this client. During a restore, bytes of its own tenant
+    /// count too: if they are still there, memory that takes their place is missing for the restore.
     pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
         let Some((state, gpu)) = self.clients.get(&client).zip(self.memory.get(&id)) else { return 0 };
         let is_restoring = gpu.returning.is_some_and(|returning| returning.restored.is_some());
@@ -51,8 +51,8 @@ impl Machine {
         free.saturating_sub(self.unverified_for(client, id))
     }
 
-    /// Bytes that will be available to these clients without evicting more: those being freed, and those that are free
-    /// but still have to be measured, which is requested, or are too few to be credited by themselves.
+    /// Bytes that will be available to these clients without evicting more: bytes being freed, and free bytes that
+    /// still have to be measured, which is requested, or are too few to be credited by themselves.
     pub(crate) fn arriving(&mut self, id: GpuId, clients: &[ClientId]) -> u64 {
         for client in clients {
             self.request_verification(*client, id);

@@ -1,16 +1,18 @@
 //! The steps that bring one GPU up to date after an event: memory first, then the lock, then messages to holders. Settling
 //! a GPU on which nothing changed does nothing.
 //!
-//! Each component owns its state and knows nothing of the others' decisions; every decision that needs more than one of
+//! Each component owns its state and does not know the others' decisions; every decision that needs more than one of
 //! them is here.
 //!
 //! Memory:
 //! - `serve`: bytes for holders, then for the queue, and grants.
 //! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
-//! - `reservations`: room for the driver's own allocations. `rooms`: memory that is kept free for other programs. `contexts`: admission of CUDA contexts.
-//! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: those that come back on
-//!   another GPU.
-//! - `ahead`: host memory for what may have to leave. `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
+//! - `reservations`: room for the driver's own allocations. `rooms`: memory that is kept free for other programs.
+//!   `contexts`: admission of CUDA contexts.
+//! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: clients that come back
+//!   on another GPU.
+//! - `ahead`: host memory for memory that may have to leave. `measurements`: NVML's view of memory. `failures`:
+//!   mappings that fail. `eviction_blocks`: memory that cannot leave.
 //!
 //! The lock:
 //! - `requests`: from request to release. `order`: the order of queues.
@@ -49,7 +51,7 @@ use std::time::Duration;
 /// about other GPUs, too.
 const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
-/// The reasons for which holders of a GPU are to release it.
+/// Why holders of a GPU should release it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
     /// Bytes that are lacking and that only holders can give.
@@ -64,7 +66,7 @@ struct Pressure {
     first: Option<Entity>,
     /// Whether holders of the lock keep it from being granted.
     locked_out: bool,
-    /// That request, as the policy sees it.
+    /// The first request, as the policy sees it.
     waiter: Option<Waiter>,
 }
 
@@ -97,8 +99,8 @@ impl Machine {
             return self.effects.wake(Wake::Gpu(id), next);
         }
 
-        // Memory, in the order in which clients get it: contexts and holders, then reservations, then the queue. Of the bytes
-        // that are being freed, `reserved_ahead` are for what comes before the queue.
+        // Memory, in the order in which clients get it: contexts and holders, then reservations, then the queue. Of the
+        // bytes that are being freed, `reserved_ahead` are for needs before the queue.
         let mut pressure = Pressure::default();
         let holders_lack = self.serve_holders(id, &mut pressure);
         let reserved = self.serve_reservations(id, holders_lack);
@@ -131,7 +133,7 @@ impl Machine {
         self.effects.wake(Wake::Gpu(id), next);
     }
 
-    /// Grants all requests for a GPU that is gone, as far as they have what they want on others.
+    /// Grants all requests for a GPU that is gone that can be granted the other GPUs that they want.
     fn let_through(&mut self, id: GpuId) {
         for entity in self.whole_queue(id) {
             for member in self.lock.members(entity, id) {
@@ -160,7 +162,7 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that had to wait for a request of a higher class, if that one has gone.
+    /// Requeues requests that had to wait for a request of a higher class, if that request has gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
         let free: Vec<Entity> = self.lock.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));

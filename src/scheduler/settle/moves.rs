@@ -1,8 +1,9 @@
 //! Clients that go from one GPU to another of the same kind: each sleeps, is moved, and comes back there.
 //!
-//! A client that sleeps has nothing on a GPU but what the scheduler knows of it. So to move it is to take that out of one GPU's maps
-//! and to put it into the other's, whatever state it is in, and it wakes there as it would have woken at home. Where its process is
-//! restored follows from where it was and where it is attached now (`sleep`); the client hears of it when it is awake.
+//! A sleeping client has nothing on a GPU except the scheduler's records. So a move takes these out of one GPU's maps
+//! and puts them into the other's, whatever state the client is in, and it wakes there as it would have woken at home.
+//! `sleep` knows where the process was and where the client is attached now, hence where the process is restored; the
+//! client is told once it is awake.
 
 use crate::{
     api::*,
@@ -31,12 +32,12 @@ impl Machine {
         self.take_step(client, Step::Nothing);
     }
 
-    /// The GPUs between which clients can be moved, as the daemon has said.
+    /// The sets of GPUs within which clients can be moved, as reported by the daemon.
     pub fn kinds(&self) -> &[GpuSet] {
         self.places.kinds()
     }
 
-    /// The GPUs on which a client may be, as the daemon has said; `None`: any.
+    /// The GPUs that a client may use, as reported by the daemon; `None`: any.
     pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
         self.places.allowed(client)
     }
@@ -44,7 +45,8 @@ impl Machine {
     /// Why a client cannot be moved, whether or not it can sleep.
     fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
         let total = |id| self.memory.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
-        // That clients are measured shows only where there are any: here they were, or it would not sleep.
+        // Whether clients can be measured shows only on a GPU that has clients. On the first GPU they can, or the
+        // client would not sleep.
         let is_measured = self.memory.get(&to).is_some_and(|gpu| gpu.measured.is_some());
         let is_gang = self.lock.gang_peers(client).next().is_some();
         let is_like_it = total(to).is_some() && total(to) == self.memory.get(&from).map(|gpu| gpu.total);
@@ -60,19 +62,20 @@ impl Machine {
         first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
     }
 
-    /// Whether what a client has on yet another GPU may have to come back to where it is to be moved.
+    /// Whether the client's attachment of a third GPU may have to come back to the GPU that the client would move to.
     fn is_way_back(&self, client: ClientId, Move { from, to }: Move) -> bool {
         self.sleep.ways_back(client).into_iter().any(|back| back.to == to && back.from != from)
     }
 
-    /// Bytes that a client's context will need on another GPU than this one.
+    /// Bytes that a client's context will need on a GPU other than this one.
     pub(super) fn context_elsewhere(&self, client: ClientId, from: GpuId) -> u64 {
         let away = self.memory.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
-    /// Whether there is room for a client on another GPU: for its context and what it needs, beside what cannot leave; and for its
-    /// context beside what any other client there needs in order to run. And whether what it was promised can be kept there.
+    /// Whether there is room for a client on another GPU: for its context and its demand beside memory that cannot
+    /// leave, and for its context beside the needs of any other client there. And whether the bytes that it was
+    /// promised can be kept there.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.account(client, from), self.memory.get(&to)) else {
             return RoomToMove::None;
@@ -81,25 +84,25 @@ impl Machine {
         let context = self.context_elsewhere(client, from);
         let room = here.saturating_sub(context);
         let runs_all_at_once = |id: &ClientId| gpu.clients.get(id).is_some_and(|it| it.engine != Engine::Managed);
-        // Those whose needs do not fit anyway are not made worse off.
+        // Clients whose needs do not fit anyway are no worse off.
         let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
         let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
         if need.max(most) > room {
             return RoomToMove::None;
         }
         let is_away = self.sleep.is_away(client);
-        // Where its process was it may have to come back to.
+        // The client may have to come back to the GPU where its process was.
         let keeps = self.sleep.ways_back(client).iter().all(|back| back.from != from);
         self.ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
     }
 
-    /// Moves a client that sleeps, if it is to be moved.
+    /// Moves a sleeping client that has a move to make.
     pub(super) fn move_sleeper(&mut self, client: ClientId) {
         while let Some(to) = self.sleep.due_move(client) {
             let why = match self.move_obstacle(client, to) {
                 Some(why) => why,
                 None if self.room_for(client, to) == RoomToMove::Now => return self.move_attachment(client, to),
-                // Others are to acknowledge lower limits first.
+                // Other clients have to acknowledge lower limits first.
                 None if self.sleep.waits_for_room(self.now, client) => return,
                 None => MoveObstacle::NoRoom,
             };
@@ -107,20 +110,20 @@ impl Machine {
         }
     }
 
-    /// A client that sleeps does not get where it was to go. One that is to leave a GPU that is drained tries the next.
+    /// Gives up the move of a sleeping client. A client that has to leave a drained GPU tries the next one.
     fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
         self.sleep.cannot_move(client, why);
         self.answer_move(client);
         self.leave_drained(client);
     }
 
-    /// Limits have room for a client on the GPU to which it is to be moved.
+    /// Retries the move of a client: limits have room for it on the GPU that it moves to.
     pub(crate) fn retry_move(&mut self, client: ClientId) {
         self.move_sleeper(client);
         self.take_step(client, Step::Nothing);
     }
 
-    /// A client could not be restored on other GPUs: it comes back where it was.
+    /// Moves a client back to where it was, since it could not be restored on other GPUs.
     pub(super) fn move_back(&mut self, client: ClientId) {
         for back in self.sleep.ways_back(client) {
             self.sleep.misses(client, back.from);
@@ -129,7 +132,7 @@ impl Machine {
         self.cannot_move(client, MoveObstacle::Failed);
     }
 
-    /// Says what became of a move, if that is known by now.
+    /// Reports the outcome of a move, if it is known by now.
     pub(crate) fn answer_move(&mut self, client: ClientId) {
         let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
         self.limit_sleeper(client);
@@ -139,7 +142,7 @@ impl Machine {
         }
     }
 
-    /// The GPU is to be empty (`drained`), or is in use again.
+    /// Starts to empty the GPU (`drained`), or puts it back in use.
     pub(crate) fn drain(&mut self, id: GpuId, drained: bool) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         gpu.drained = drained;
@@ -152,14 +155,14 @@ impl Machine {
         self.memory.get(&id).is_some_and(|gpu| gpu.drained)
     }
 
-    /// Whether a client has a context on a GPU that is drained, or comes back to one.
+    /// Whether a client has a context on a drained GPU, or comes back to one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
         let has_context = |id| self.memory_of(client, id).is_some_and(|memory| memory.attached.is_some());
         self.gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
-    /// Has a client leave its GPUs because one of them is drained, or come back because none is any more.
+    /// Makes a client leave its GPUs because one of them is drained, or come back because none is any more.
     pub(crate) fn drain_client(&mut self, client: ClientId) {
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         let step = self.sleep.set_drained(client, is_drained, number);
@@ -168,7 +171,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    /// Has a client that is to leave a GPU which is drained go to another one, if there is one for it.
+    /// Plans the move of a client off a drained GPU to another GPU, if one has room for it.
     pub(super) fn leave_drained(&mut self, client: ClientId) {
         if !self.sleep.is_drained(client) {
             return;
@@ -189,7 +192,8 @@ impl Machine {
         }
     }
 
-    /// Moves all that is known of a client that sleeps from one GPU to another. Nothing if that is unknown, or the client is there.
+    /// Moves all records of a sleeping client from one GPU to another. Does nothing if that GPU is unknown, or the
+    /// client is already there.
     fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
         if self.memory_of(client, to).is_some() || !self.memory.contains_key(&to) {
             return;
@@ -209,7 +213,7 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, from), None);
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
-        self.limit_sleeper(client); // in the same step: nobody is promised its place
+        self.limit_sleeper(client); // in the same step: no other client is promised its place
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {
             wants.remove(&from);

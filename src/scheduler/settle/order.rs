@@ -13,14 +13,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 impl Machine {
-    /// Fairness at this moment.
+    /// The fairness state at this moment.
     pub(crate) fn shares(&self) -> Shares<'_> {
         let Self { now, settings, rules, lock, fairness, .. } = self;
         Shares { now: *now, settings, rules, lock, state: fairness }
     }
 
-    /// The rank of a request that arrived at `arrival` among those of its owner, and when it goes before all of them
-    /// because of its age. `None`: never.
+    /// The rank of a request that arrives at `arrival` among the requests of its owner, and when its age puts it before
+    /// all of them. `None`: never.
     pub(crate) fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
         let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
         let waiter = waiters.reduce(|a, b| Waiter {
@@ -79,7 +79,7 @@ impl Machine {
         }
     }
 
-    /// Lets a request that has waited for long enough go before all others of its owner.
+    /// Puts a request that has waited long enough before all other requests of its owner.
     pub(crate) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
         if !self.lock.request(entity).is_some_and(is_due) {
@@ -180,7 +180,7 @@ impl Machine {
         wants.filter_map(|(client, id)| self.own_tag(client, id)).min()
     }
 
-    /// Has the queues follow a change of a client's owner.
+    /// Requeues a client's request after a change of its owner.
     pub(crate) fn owner_changed(&mut self, client: ClientId) {
         let Some(entity) = self.lock.waiting(client) else { return };
         let is_queued = self.lock.request(entity).is_some_and(|request| request.blocked.is_none());
@@ -190,7 +190,7 @@ impl Machine {
         }
     }
 
-    /// Whether the queue by owners is the one that the requests' clients make now, and no request goes before the one that it
+    /// Whether the queue by owners matches the requests of the clients, and no request precedes the request that it
     /// stands behind: for assertions.
     pub(crate) fn owners_are_current(&self, id: GpuId) -> bool {
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
@@ -205,8 +205,8 @@ impl Machine {
             && self.whole_queue(id).first().copied() == self.lock.first(id)
     }
 
-    /// Charges a client's owners for a hold that ended, `waited` of which was contended: their finish tags rise, and
-    /// their requests move back.
+    /// Charges a client's owners for a hold that ended, `waited` of it contended: their finish tags rise, and their
+    /// requests move back.
     pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
         debug_assert!(self.owners_are_current(id));
         let shares = self.shares();
@@ -233,8 +233,8 @@ impl Machine {
         self.shares().finish_tags_before(client, id)
     }
 
-    /// Until when a holder would precede a waiting request if it released the lock and requested it again. To revoke it
-    /// sooner would only cost a drain, since it would be granted again at once. `None`: the request goes first.
+    /// Until when a holder would precede a waiting request if it released the lock and requested it again. Revoking it
+    /// sooner would only cost a drain, since it would be granted again immediately. `None`: the request goes first.
     pub(crate) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.lock.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
         let (owner, key) = (self.shares().owner(holder)?, self.lock.request(other)?.key);
@@ -257,11 +257,11 @@ impl Machine {
         // Clients of one owner have the same finish tag, unless one has a lower weight of its own.
         let own_tag = || self.lock.first_client(other).and_then(|client| self.own_tag(client, id)).unwrap_or_default();
         let other_at = if is_same_owner { key.rank.max(own_tag()) } else { key.at };
-        // While the holder goes on, its arrival would advance as fast as time does.
+        // While the holder keeps running, its arrival would advance as fast as time does.
         let mut ahead = other_at.checked_sub(arrival);
         for charged in self.shares().owners(holder) {
             let before = match self.shares().finish_tag(holder, charged, id, hold, waited) {
-                // Its tag advances faster than time, by what the waiting owners weigh.
+                // Its tag advances faster than time, by the weight of the waiting owners.
                 Some((until, weights)) => other_at.checked_sub(until).map(|left| weights.service_until(left)),
                 None if is_same_owner => (other_at > tag(charged).unwrap_or_default()).then_some(Duration::MAX),
                 None => None,
@@ -297,8 +297,8 @@ impl Machine {
         queue.into_iter().map(|(_, entity)| entity).collect()
     }
 
-    /// The key of a request that stands behind another one of its owner, whose key is `first`. That may count what the
-    /// owner had used until a time that has passed, which is forgotten elsewhere.
+    /// The key of a request that stands behind another request of its owner, whose key is `first`. That key may still
+    /// count service until a time that has passed, which is forgotten elsewhere.
     pub(crate) fn key_behind(&self, first: &QueueKey, entity: Entity) -> Option<QueueKey> {
         self.current_key(entity).map(|key| QueueKey { at: key.at.max(first.at), ..key })
     }
@@ -316,14 +316,14 @@ impl Machine {
 
     /// Whether a request is admitted beside a holder that drains: in `auto`, a request that does not wait for turns to
     /// end does not wait for queued work either, if its memory fits beside the holder's. The GPU time-slices the two
-    /// for that long.
+    /// until the drain ends.
     pub(crate) fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
         is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before
     }
 
-    /// Whether a request that wants other GPUs as well has to wait here for one of a better tier. That may take long,
-    /// and the request would block the other GPUs for all others meanwhile.
+    /// Whether a request that also wants other GPUs has to wait here for a request or holder of a better tier. That may
+    /// take long, and until then the request would block the other GPUs for all other clients.
     pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.lock.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         if self.access(id) == Access::Gone {

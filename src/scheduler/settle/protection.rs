@@ -4,7 +4,7 @@ use crate::{api::*, machine::Machine};
 use std::collections::BTreeMap;
 
 impl Machine {
-    /// Bytes that a client's group may allocate on a GPU. `None`: it is in no group, or there is no limit.
+    /// Bytes that a client's group may allocate on a GPU. `None`: it is in no group, or the group is unlimited.
     pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.rules.memory_max(client, self.memory.get(&id)?.total)
     }
@@ -19,7 +19,7 @@ impl Machine {
         self.ask_quota(|quota, cx| quota.context(cx, client, id))
     }
 
-    /// The lowest of all limits on a client's memory on a GPU, whether or not it uses that GPU. `None`: there is none.
+    /// The lowest of all limits on a client's memory on a GPU, whether or not it uses that GPU. `None`: unlimited.
     pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.rules.lowest_max(client, self.memory.get(&id)?.total)
     }
@@ -37,7 +37,7 @@ impl Machine {
     }
 
     /// Evicts memory beyond the limit of a client or its group, if the client does not run there. Clients that run keep
-    /// what they need.
+    /// the memory that they need.
     pub(crate) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
         if !self.is_over_limit(client, id) {
             return;

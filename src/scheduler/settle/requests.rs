@@ -84,7 +84,7 @@ impl Machine {
         }
     }
 
-    /// The same, without granting it at once. Returns whether it is queued.
+    /// The same, without granting it immediately. Returns whether it is queued.
     pub(crate) fn join_queues(&mut self, entity: Entity) -> bool {
         if self.lock.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Absent)) {
             return false; // it is queued again when all of its members run
@@ -104,10 +104,10 @@ impl Machine {
         true
     }
 
-    /// Why a request would only delay others in queues. Splits off members that would. `None`: it is to be queued.
+    /// Why a request would only delay others in queues. Splits off members that would. `None`: it should be queued.
     fn stays_out(&mut self, entity: Entity) -> Option<Blocked> {
-        // A client that waits for itself must not delay others. The other members of its gang go on without it: it may
-        // need them in order to drain.
+        // A client that waits for itself must not delay others. The other members of its gang continue without it: it
+        // may need them in order to drain.
         let undrained = self.undrained(entity);
         if !undrained.is_empty() {
             if undrained.len() == self.lock.request(entity)?.wants.len() {
@@ -136,7 +136,7 @@ impl Machine {
         ids.into_iter().find(|id| self.waits_behind(entity, *id)).map(Blocked::Behind)
     }
 
-    /// Takes a request out of the queues. The next that stood behind it is looked at as if it came now.
+    /// Takes a request out of the queues. The next request behind it is handled as if it came now.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
         let Some((id, owner, first)) = self.lock.leave_queues(&mut self.effects, entity) else { return };
         while let Some(next) = self.lock.take_next_of(id, owner) {
@@ -148,8 +148,8 @@ impl Machine {
         }
     }
 
-    /// Whether a request's position among those of its owner follows from its rank alone: its client wants one GPU, is in no
-    /// gang, and its environment sets nothing. Without turns, requests do not wait for each other.
+    /// Whether a request's position among the requests of its owner follows from its rank alone: its client wants one
+    /// GPU, is in no gang, and its environment sets nothing. Without turns, requests do not wait for each other.
     fn is_by_rank(&self, entity: Entity) -> bool {
         let Entity::Solo(client) = entity else { return false };
         self.settings.anti_thrash != AntiThrash::Off
@@ -238,8 +238,8 @@ impl Machine {
         }
     }
 
-    /// Grants a request at once if it needs neither bytes nor turns: managed memory with anti-thrash off. While its memory
-    /// is leaving for others, it waits in the queue like they do.
+    /// Grants a request immediately if it needs neither bytes nor turns: managed memory with anti-thrash off. While its
+    /// memory is leaving for others, it waits in the queue like they do.
     fn admit_if_needless(&mut self, entity: Entity) {
         let Some(request) = self.lock.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
@@ -297,8 +297,8 @@ impl Machine {
         self.lock.request(entity).is_some() && self.lock.wanting(entity, id).all(has)
     }
 
-    /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while it has
-    /// the lock: what others wait for would stay.
+    /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while
+    /// it has the lock: memory that other clients wait for would stay.
     fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
         let evicts = |client| {
             let Some(account) = self.account(client, id) else { return false };
@@ -373,7 +373,7 @@ impl Machine {
         }
     }
 
-    /// Revokes a lock and all that were granted with it: a program that is to run on several GPUs together gains
+    /// Revokes a lock and all locks that were granted with it: a program that needs several GPUs at the same time gains
     /// nothing from some of them.
     pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
         let Some(hold) = self.lock.hold(client, id) else { return };

@@ -1,12 +1,12 @@
-//! Serves reservations (see `memory::reservation`): clients that do not hold the lock evict as much as is asked for.
+//! Serves reservations (see `memory::reservation`): clients that do not hold the lock evict the requested bytes.
 
 use crate::{api::*, machine::Machine, memory::reservation::Reservation};
 use std::time::Duration;
 
 /// How long a reservation waits for room; the client waits longer.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// How long room is kept after the client was told. By then, or soon after, a measurement shows what the driver took of
-/// it.
+/// How long room is kept after the client was told. By then, or soon after, a measurement shows how much of it the
+/// driver took.
 const KEPT: Duration = Duration::from_millis(500);
 /// A reservation is no larger than this part of a GPU: no driver needs more.
 const LARGEST_PART: u64 = 4;
@@ -37,8 +37,8 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Reserves free bytes, and has the rest evicted. `reserved_ahead` of the bytes being freed are reserved for others
-    /// before.
+    /// Reserves free bytes, and evicts memory for the rest. `reserved_ahead` of the bytes being freed are reserved for
+    /// earlier needs.
     pub(crate) fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();

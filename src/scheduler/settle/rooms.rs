@@ -1,11 +1,11 @@
-//! Rooms: memory of a GPU that is kept free for programs that are no clients (see `memory::others`). It is vacated at once: those who
-//! hold the lock and do not fit beside it, or have some of it, are revoked without the rest of their turn. Clients that do not
-//! fit on the GPU beside a room wait until it ends.
+//! Rooms: memory of a GPU that is kept free for programs that are not clients (see `memory::others`). A room is vacated
+//! immediately: holders of the lock that do not fit beside it, or have some of it, are revoked without the rest of
+//! their turn. Clients that do not fit on the GPU beside a room wait until it ends.
 
 use crate::{api::*, machine::Machine, memory::Access};
 use std::time::Duration;
 
-/// How long memory may take to leave for a room. After that it is refused: some of the memory is not going to leave.
+/// How long memory may take to leave for a room. After that the room is refused: some of the memory does not leave.
 const VACATING: Duration = Duration::from_secs(10);
 
 impl Machine {
@@ -17,7 +17,7 @@ impl Machine {
             let rooms = others.fold(0u64, |sum, (_, room)| sum.saturating_add(room.bytes));
             let overhead = gpu.overhead_wanted(&self.settings).saturating_sub(gpu.others.kept());
             let beside = overhead.saturating_sub(gpu.others.taken()).saturating_add(rooms);
-            // What was promised is kept.
+            // A promised room is kept.
             let before = gpu.others.rooms().find(|(other, _)| *other == room).map_or(0, |(_, room)| room.bytes);
             gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(beside).max(before)
         });
@@ -65,7 +65,7 @@ impl Machine {
         }
     }
 
-    /// Says which rooms are ready, are over, or cannot be had. Returns when to look again.
+    /// Reports which rooms are ready, are over, or cannot be made. Returns when to look again.
     pub(super) fn serve_rooms(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
         let gpu = self.memory.get_mut(&id)?;
@@ -98,7 +98,7 @@ impl Machine {
         next
     }
 
-    /// Whether what is kept free on a GPU is free: neither charged nor reserved, and measured to be so.
+    /// Whether memory to be kept free on a GPU is free: neither charged nor reserved, and measured to be free.
     fn is_vacated(&mut self, id: GpuId) -> bool {
         let Some(gpu) = self.memory.get(&id) else { return false };
         let reserved = gpu.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
@@ -111,7 +111,7 @@ impl Machine {
         unverified <= room && !self.is_overdrawn_by_overhead(id)
     }
 
-    /// Whether contexts and other programs leave less than is to be kept free, whatever clients give.
+    /// Whether contexts and other programs leave too little to keep free, whatever clients give.
     fn is_overdrawn_by_overhead(&self, id: GpuId) -> bool {
         self.memory.get(&id).is_some_and(|gpu| {
             gpu.overhead_wanted(&self.settings) > gpu.total.saturating_sub(gpu.reserve(&self.settings))
@@ -125,13 +125,13 @@ impl Machine {
         (bytes > 0).then_some(RoomObstacle::Unevictable { bytes })
     }
 
-    /// Whether memory has yet to leave for what is kept free on a GPU.
+    /// Whether memory still has to leave for the bytes kept free on a GPU.
     pub(super) fn vacates(&self, id: GpuId) -> bool {
         self.memory.get(&id).is_some_and(|gpu| gpu.others.kept() > 0) && self.overdrawn(id) > 0
     }
 
-    /// Whether these clients together need more of a GPU than there is beside what is kept free on it. They can do without only by
-    /// page faults.
+    /// Whether these clients together need more of a GPU than the bytes kept free on it leave. Without them, they can
+    /// run only by page faults.
     pub(crate) fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
         let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.access == Access::Turns && gpu.others.kept() > 0) else {
             return false;

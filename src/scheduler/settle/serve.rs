@@ -29,8 +29,8 @@ impl Machine {
                 reserved_ahead = reserved_ahead.saturating_add(lacking);
                 let short = self.collect(id, reserved_ahead, &[holder], &next);
                 if short > 0 {
-                    // It waits for bytes of other holders. Only the first one granted does: two that wait for each
-                    // other would wait for ever, so the others are revoked even if they lack bytes themselves.
+                    // It waits for bytes of other holders. Only the first one granted does: two holders that wait for
+                    // each other would wait forever, so the others are revoked even if they lack bytes themselves.
                     pressure.short = pressure.short.max(short);
                     pressure.grower = Some(holder);
                 }
@@ -40,8 +40,8 @@ impl Machine {
         reserved_ahead
     }
 
-    /// Has `bytes` freed in all, by clients without the lock. Returns how many of them only holders can give. Clients
-    /// in `exempt` give none, those in `last` give theirs last.
+    /// Frees `bytes` in all, from clients without the lock. Returns how many of them only holders can give. Clients in
+    /// `exempt` give none; clients in `last` give theirs last.
     pub(crate) fn collect(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) -> u64 {
         let arriving = self.arriving(id, exempt);
         if bytes > arriving {
@@ -54,8 +54,8 @@ impl Machine {
         self.lock.first(id).map(|entity| self.lock.members(entity, id)).unwrap_or_default()
     }
 
-    /// Allows bytes to the first request, grants it if possible and goes on with the next, until one has to wait.
-    /// Returns the bytes that this one lacks.
+    /// Allows bytes to the first request, grants it if possible and continues with the next, until a request has to
+    /// wait. Returns the bytes that this request lacks.
     pub(super) fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
             let Some(entity) = self.lock.first(id) else { return 0 };
@@ -121,8 +121,8 @@ impl Machine {
         }
     }
 
-    /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all that wait,
-    /// and no holder gives anything for them. Returns the bytes that they lack.
+    /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all waiting
+    /// requests, and no holder gives anything for them. Returns the bytes that they lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let holders = self.lock.holds_on(id).filter(|(_, hold)| hold.may_need_memory());
         let mut lacking = 0u64;
@@ -152,8 +152,8 @@ impl Machine {
         false
     }
 
-    /// Whether a request could be served if every client gave all bytes that it can. With memory on the GPU it can be served as it
-    /// is, unless that is to leave for a room.
+    /// Whether a request could be served if every client gave all bytes that it can. A request with memory on the GPU
+    /// can be served as it is, unless that memory has to leave for a room.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.memory.get(&id), self.lock.request(entity)) else { return true };
         if gpu.access != Access::Turns {

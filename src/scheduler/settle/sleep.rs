@@ -1,9 +1,9 @@
-//! Clients that leave their GPUs altogether, and come back: `sleep` says how far each has got; here is what that means for the
-//! lock, for memory and for contexts.
+//! Clients that leave their GPUs altogether, and come back. `sleep` tracks how far each has got; this module applies
+//! that to the lock, to memory and to contexts.
 //!
-//! A client that is held off its GPUs is given no lock and no bytes; one that is paused is first asked for the locks that it
-//! has, like any holder. It comes back when there is room for its contexts on all of its GPUs, which others make by evicting. One
-//! client at a time comes back to a GPU, in the order in which they wake.
+//! A client that is held off its GPUs gets no lock and no memory; a paused client is first asked for the locks that it
+//! has, like any holder. A client comes back when there is room for its contexts on all of its GPUs, which other
+//! clients make by evicting. One client at a time comes back to a GPU, in the order in which they wake.
 
 use super::contexts::RESTORE;
 use crate::{
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// The interval of measurements that a wake waits for.
 const MEASURE: Duration = Duration::from_secs(1);
-/// What a restore needs beside the context that was measured: at most this, and no more than this part of a GPU.
+/// Memory that a restore needs beyond the measured context: at most this, and no more than this part of a GPU.
 const SLACK: u64 = 64 << 20;
 const SLACK_PART: u64 = 64;
 
@@ -39,8 +39,8 @@ impl Machine {
         self.return_next(client);
     }
 
-    /// Puts to sleep the client that has been idle for longest and for long enough, where others lack room. Returns when the next
-    /// will have been.
+    /// Puts to sleep the client that has been idle for longest, and for long enough, where other clients lack room.
+    /// Returns when the next client will have been idle for long enough.
     pub(super) fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
         let (client, due) = self.next_sleeper(id)?;
         if self.now < due {
@@ -50,8 +50,8 @@ impl Machine {
         None // what follows changes the GPU
     }
 
-    /// The next client to put to sleep on a GPU, and when. One after the other, since what one leaves may be enough, and that is
-    /// measured first.
+    /// The next client to put to sleep on a GPU, and when. One after the other, since the memory of one may be enough,
+    /// and the GPU is measured first.
     fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
         let gpu = self.memory.get(&id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
         let lacks_contexts = self.lacks_contexts(id);
@@ -60,7 +60,7 @@ impl Machine {
             false => gpu.ledger.account(*client).map_or(0, |account| account.report.demand),
         };
         let usable = gpu.usable(&self.settings);
-        // Mostly it fits even with those that are away.
+        // Mostly the demands fit even if sleeping clients count.
         if !lacks_contexts && gpu.ledger.demanded() <= usable {
             return None;
         }
@@ -82,7 +82,7 @@ impl Machine {
         candidates.filter_map(|client| Some((due(client)?, *client))).min().map(|(due, client)| (client, due))
     }
 
-    /// Whether there is no room for contexts, and others could sleep for them.
+    /// Whether room for contexts is lacking, and other clients could sleep to make it.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
         let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.has_only_clients) else { return false };
         let all = gpu.total.saturating_sub(gpu.reserve(&self.settings));
@@ -96,7 +96,7 @@ impl Machine {
         self.rules.sleep_after(client, &self.settings)
     }
 
-    /// The client's rule may say something else.
+    /// Handles a possible change of the client's rule.
     pub(crate) fn sleep_after_changed(&mut self, client: ClientId) {
         for id in self.gpus_of(client) {
             self.touch(id);
@@ -118,12 +118,12 @@ impl Machine {
         }
     }
 
-    /// Prepares a client that is to sleep, if it can.
+    /// Prepares a client that should sleep, if it can.
     pub(crate) fn try_sleep(&mut self, client: ClientId) {
         if !self.sleep.is_to_prepare(client) {
             return;
         }
-        // Its turn is not ended for nothing.
+        // Does not end its turn in vain.
         if let Some(why) = self.lasting_obstacle(client).filter(|_| self.sleep.is_drained(client)) {
             return self.stays_awake(client, why);
         }
@@ -133,7 +133,7 @@ impl Machine {
             self.hold_off(client);
         }
         if is_ordered && self.lock.holds_any(client) {
-            return; // looked at again when it has released them
+            return; // tried again when it has released them
         }
         if is_ordered {
             self.take_all(client);
@@ -147,7 +147,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    /// A client cannot sleep now, and runs on unless it is paused.
+    /// Keeps a client awake that cannot sleep now. It may run unless it is paused.
     fn stays_awake(&mut self, client: ClientId, why: SleepObstacle) {
         self.sleep.cannot_prepare(self.now, client, why);
         self.answer_move(client);
@@ -157,14 +157,14 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Why a client cannot sleep, as far as that is known without asking it.
+    /// Why a client cannot sleep, as far as is known without asking it.
     fn obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
         let waits = self.lock.waiting(client).is_some() && !self.sleep.is_ordered(client);
         let is_busy = self.lock.holds_any(client) || waits;
         is_busy.then_some(SleepObstacle::Busy).or_else(|| self.lasting_obstacle(client))
     }
 
-    /// The same, whatever work it has.
+    /// The same, regardless of its work.
     pub(super) fn lasting_obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
         if !matches!(self.lock.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
@@ -185,7 +185,7 @@ impl Machine {
         })
     }
 
-    /// Takes all memory of a client back.
+    /// Takes back all memory of a client.
     fn take_all(&mut self, client: ClientId) {
         for id in self.gpus_of(client) {
             if self.account(client, id).is_some_and(|account| account.evictable() > 0) {
@@ -217,7 +217,7 @@ impl Machine {
         }
     }
 
-    /// A client has attached a GPU, which it may have left long ago.
+    /// Handles the attachment of a client, which may have left its GPUs long ago.
     pub(crate) fn attached_asleep(&mut self, client: ClientId) {
         if self.sleep.is_away(client) {
             self.has_left(client);
@@ -242,7 +242,7 @@ impl Machine {
         }
         self.take_step(client, step);
         for id in self.gpus_of(client) {
-            self.touch(id); // others wait no longer for it to have left
+            self.touch(id); // other clients no longer wait for it to leave
         }
     }
 
@@ -254,7 +254,7 @@ impl Machine {
     }
 
     pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
-        self.limit_sleeper(client); // before it is told to prepare: so it acknowledges lower limits before it is prepared
+        self.limit_sleeper(client); // before it has to prepare, so that it acknowledges lower limits first
         match step {
             Step::Nothing => {}
             Step::Prepare => {
@@ -273,7 +273,7 @@ impl Machine {
             Step::Runs => {
                 self.has_come_back(client);
                 let moved = self.sleep.take_moves(client);
-                self.limit_sleeper(client); // it does not come back any more
+                self.limit_sleeper(client); // it does not come back to its old GPUs any more
                 self.effects.command(Command::Awake { client, moved });
                 self.may_run(client);
             }
@@ -286,7 +286,7 @@ impl Machine {
                     }
                     self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
                 }
-                // Its calls return the driver's error; it takes no turn for that.
+                // Its calls return the driver's error; they need no turn.
                 self.effects.command(Command::Awake { client, moved: Vec::new() });
             }
         }
@@ -296,7 +296,7 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Has limits follow from a client's sleep, and from where it is to be moved, or may come back to.
+    /// Updates limits for a client's sleep, and for the GPUs that it will be moved to or may come back to.
     pub(crate) fn limit_sleeper(&mut self, client: ClientId) {
         let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
         let place = |to: Move| Expected { to, context: self.context_elsewhere(client, to.from) };
@@ -312,7 +312,7 @@ impl Machine {
         self.effects.wake(Wake::Sleep(client), self.sleep.due(client));
     }
 
-    /// Nothing of a client is on its GPUs any more.
+    /// Handles a client that has nothing on its GPUs any more.
     fn has_left(&mut self, client: ClientId) {
         self.quota.set_stopped(client, true); // it reads no message
         for id in self.gpus_of(client) {
@@ -329,7 +329,7 @@ impl Machine {
         }
     }
 
-    /// A client is on its GPUs.
+    /// Handles a client that is back on its GPUs.
     fn has_come_back(&mut self, client: ClientId) {
         let (now, is_stopped) = (self.now, self.clients.get(&client).is_some_and(|state| state.stopped));
         self.quota.set_stopped(client, is_stopped);
@@ -343,14 +343,14 @@ impl Machine {
                 memory.used = Some(now);
                 match &mut memory.attached {
                     Some(attached) => *attached = now,
-                    None => gpu.contexts.push(now, client), // it has been told of no limit by this scheduler
+                    None => gpu.contexts.push(now, client), // this scheduler has sent it no limit
                 }
             }
             self.touch(id);
         }
     }
 
-    /// Lets a client take locks again, unless it is held off.
+    /// Allows a client to take locks again, unless it is held off.
     pub(super) fn may_run(&mut self, client: ClientId) {
         if let Some(entity) = self.lock.waiting(client)
             && !self.any_absent(entity)
@@ -378,13 +378,13 @@ impl Machine {
         measured.max(gpu.context_bytes(&self.settings, 1)).saturating_add(slack)
     }
 
-    /// Sets room aside for clients that wake, in their order; those behind one that waits for the same GPU wait for it.
-    /// `changed`: whose state may have changed.
+    /// Sets room aside for waking clients, in their order; clients behind another one that waits for the same GPU wait
+    /// for it. `changed`: the client whose state may have changed.
     pub(super) fn return_next(&mut self, changed: ClientId) {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
         for id in self.gpus_of(changed) {
-            // One that is to sleep on after all gives up what was set aside.
+            // A client that stays asleep after all gives up the room set aside for it.
             if !is_waking
                 && self.sleep.is_away(changed)
                 && let Some(gpu) = self.memory.get_mut(&id)
@@ -420,7 +420,7 @@ impl Machine {
         }
     }
 
-    /// Has a client restored once there is room for it on all of its GPUs. Returns when to look again.
+    /// Starts the restore of a client once there is room for it on all of its GPUs. Returns when to look again.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
         let gpu = self.memory.get_mut(&id)?;
@@ -433,7 +433,7 @@ impl Machine {
             self.return_next(client);
             return None; // what follows changes the GPU
         }
-        let is_gone = gpu.access == Access::Gone; // the driver's error is to reach it
+        let is_gone = gpu.access == Access::Gone; // the driver's error should reach it
         let has_room = gpu.access == Access::Turns
             && gpu.trial.is_none()
             && !gpu.incomplete
@@ -451,7 +451,7 @@ impl Machine {
             let due = returning.asked.map_or(now, |asked| asked + MEASURE);
             if due <= now {
                 returning.asked = Some(now);
-                gpu.measurement_requested = false; // the answer may never come, or says what was before
+                gpu.measurement_requested = false; // the answer may never come, or predates the request
                 self.measure(id);
             }
             next = Some(due.max(now + MEASURE));
@@ -473,10 +473,10 @@ impl Machine {
         next
     }
 
-    /// Takes a measurement for the client that is to be restored on a GPU.
+    /// Takes a measurement for the client that waits for its restore on a GPU.
     pub(super) fn returning_measured(&mut self, id: GpuId, begun: Time, free: Option<u64>) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
-        // What others may map at any time is not free for it.
+        // Memory that other clients may map at any time is not free for it.
         let promised = gpu.ledger.charged().saturating_sub(gpu.in_use());
         let others = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
         let overdue = gpu.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));

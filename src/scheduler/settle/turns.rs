@@ -11,17 +11,18 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A holder is told again of bytes that it is likely to lose when they have grown by this much.
+/// A holder is told again of bytes that it is likely to lose when they have grown by this amount.
 const PREPARE_STEP: u64 = 256 << 20;
 
 /// The state that is common to all holders of a GPU.
 struct Holders {
     /// Holders exclude each other.
     exclusive: bool,
-    /// They may go on together. `first`: the entity that stays if they may not.
+    /// They may continue together. `first`: the entity that stays if they may not.
     together: bool,
     first: Option<Entity>,
-    /// Requests outside the queue wait for one of a better class, or contexts for others that may go when they are idle.
+    /// Requests outside the queue wait for a client of a better class, or contexts for clients that may go when they
+    /// are idle.
     awaited: bool,
     /// The number of waiting requests, at least 1, and the grace to tell holders.
     waiters: u32,
@@ -61,7 +62,7 @@ impl Machine {
         let first = self.lock.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
         Holders {
             exclusive: self.settings.anti_thrash != AntiThrash::Off,
-            // Whether one that is alone may go on is a question of its turn.
+            // Whether a lone holder may continue is a question of its turn.
             together: self.lock.holders(id).nth(1).is_none() || self.may_stay(id),
             first: first.map(|hold| hold.entity),
             awaited: self.lock.behind(id).next().is_some() || self.lacks_contexts(id),
@@ -87,7 +88,7 @@ impl Machine {
         let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
         let leaves = if gives { evictable.min(*short) } else { 0 };
         *short -= leaves;
-        // Its allowance may exceed what it has.
+        // Its allowance may exceed its memory.
         let leaves = leaves.min(account.report.mapped);
         hold.revoked.is_none().then_some(TurnState { wanted, leaves })
     }
@@ -111,13 +112,13 @@ impl Machine {
         let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
         let capped = self.shares().capped_at(client, id);
         let helps = self.helps_to_drain(hold);
-        // Of holders that may not go on together, all but the first have to go; so does a gang that conflicts with an
-        // earlier one.
+        // Of holders that may not continue together, all but the first have to go; so does a gang that conflicts with
+        // an earlier one.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.yields(hold.entity);
         // Memory for other programs does not wait until a turn is over.
         let vacates = pressure.at_once && state.leaves > 0 || self.is_crowded_out(id, &[client]);
-        // A holder whose time is counted, or for which requests wait outside the queue, is to release the GPU whenever
+        // A holder whose time is counted, or for which requests wait outside the queue, should release the GPU whenever
         // it is idle.
         let (tells, waiters, grace) = match capped {
             _ if wanted => (true, all.waiters, all.grace),
@@ -189,7 +190,7 @@ impl Machine {
         };
         let gang = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
         let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id, pressure.waiter)));
-        // To revoke a holder that would be granted again at once would only cost a drain.
+        // Revoking a holder that would be granted again immediately would only cost a drain.
         let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
         let stays = other.and_then(|other| self.precedes_until(client, id, other)).unwrap_or_default();
         let ends = self.now.saturating_add(turn.saturating_sub(waited)).max(stays);

@@ -2,10 +2,10 @@
 //! scheduler waits, asks again, or schedules around them. It never punishes them, since they may be waiting for another
 //! client themselves.
 //!
-//! A holder that reports itself stuck, or says nothing, and does not drain in time is *undrainable*: it no longer counts as a
-//! holder, and others are admitted beside it where there is room beside its memory. It is still revoked now and then, and
-//! counts again once it has released the lock. One that says nothing has what was measured, and is given no more: a process
-//! that is not on the GPU withholds nothing from others, whatever it reported.
+//! A holder that reports itself stuck, or does not answer, and does not drain in time is *undrainable*: it no longer
+//! counts as a holder, and other clients are admitted beside it where its memory leaves room. It is still revoked now
+//! and then, and counts again once it has released the lock. A client that does not answer is charged for its measured
+//! memory, and is given no more: a process that is not on the GPU withholds nothing from others, whatever it reported.
 
 use crate::{
     api::*,
@@ -15,15 +15,15 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A stuck holder is revoked again after the first of these times, then after twice as long each time, up to the
+/// A stuck holder is revoked again after the first of these times; the time doubles with each attempt, up to the
 /// second.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder may take to drain, from the first revoke on: one that reports itself stuck, and one that did not
-/// drain in its last hold either, which need not report it again. Two programs that wait for each other make progress
-/// by this.
+/// How long a holder may take to drain from the first revoke on: a holder that reports itself stuck; and a holder that
+/// also did not drain in its last hold, which need not report it again. This lets two programs that wait for each other
+/// make progress.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
-/// The same for a holder that runs and does not answer the revoke: since it was last heard, and in any case. A library that moves
-/// memory answers late, and is heard meanwhile.
+/// The same for a holder that runs and does not answer the revoke: since its last message, and in any case. A library
+/// that moves memory answers late, but sends messages until then.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
 /// How long the answer to a revoke may take before the process is probed.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
@@ -97,8 +97,8 @@ impl Machine {
     }
 
     /// Keeps a request from being granted while the process of one of its clients is stopped. Members of a gang that
-    /// they named themselves wait with it, since they cannot do without it; a rule may make a gang of many clients that
-    /// need not wait for each other.
+    /// they named themselves wait with it, since they cannot run without it; a rule may make a gang of many clients
+    /// that need not wait for each other.
     pub(crate) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
         if let Entity::Gang(Gang::Group(_)) = entity {
             self.split(entity, &[client]);

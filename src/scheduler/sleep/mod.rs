@@ -1,11 +1,11 @@
 //! Which clients are off their GPUs, and how far each has got on the way there or back:
 //! awake → preparing → checkpointing → asleep → waking → restoring → awake.
 //!
-//! - A client's preparation ends with its own answer. It is told to be awake only after that, so no answer can be taken for
-//!   one to a later request. From a client that has not answered in time nothing is asked until it has.
-//! - A call of the checkpoint helper ends with the daemon's answer, which always comes. If that does not say in which state the
-//!   process is, the helper is asked to settle it, again and again: a process counts as awake, or as asleep, only when it is
-//!   known to be.
+//! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client is asked nothing
+//!   until it has answered, so an answer cannot be mistaken for the answer to a later request.
+//! - A call of the checkpoint helper ends with the daemon's answer, which always comes. If the answer leaves the state
+//!   of the process open, the helper is asked to settle it, again and again: a process counts as awake, or as asleep,
+//!   only when it is known to be.
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;
@@ -14,9 +14,10 @@ use std::time::Duration;
 
 /// How long a client may take to prepare: longer than the library itself waits.
 const PREPARATION: Duration = Duration::from_secs(40);
-/// How long one that is moved asleep waits for others to acknowledge lower limits: a little longer than the quota does.
+/// How long a client that is moved asleep waits for other clients to acknowledge lower limits: a little longer than the
+/// quota waits.
 const ROOM: Duration = Duration::from_secs(5);
-/// What failed is tried again after the first of these times, then after twice as long each time, up to the second.
+/// The delay before a failed step is first retried, and its maximum. It doubles with each failure.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -28,11 +29,11 @@ enum State {
     /// It waits for room; the lowest number first.
     Waking(u64),
     Restoring,
-    /// It is not known whether the process runs. `asked`: the helper is finding it out.
+    /// Whether the process runs is unknown. `asked`: the helper is checking.
     Settling {
         asked: bool,
     },
-    /// It can never be put back: its calls return the driver's error.
+    /// It can never be restored: its calls return the driver's error.
     Lost,
 }
 
@@ -41,50 +42,52 @@ enum State {
 pub(crate) enum Step {
     Nothing,
     Prepare,
-    /// The helper is to be called.
+    /// The helper has to be called.
     Call(SleepOperation),
     /// The client is off its GPUs, and stays there.
     Sleeps,
     /// The client is off its GPUs, and waits for room to come back.
     Wakes,
-    /// The client runs. It is told so, because it has prepared.
+    /// The client runs, and has to be told, because it was asked to prepare.
     Runs,
-    /// The client runs, and knows.
+    /// The client runs, and knows it.
     Stays,
     /// The client never runs again.
     IsLost,
 }
 
-/// A client that is not awake, is to sleep, or could not.
+/// A client that is not awake, should sleep, or could not.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
     state: State,
-    /// It is to sleep.
+    /// It should sleep.
     is_wanted: bool,
     /// It is held off its GPUs until it is resumed; otherwise until it wants to enter the driver.
     is_paused: bool,
-    /// A GPU that it has attached is drained: it sleeps until that one is not, or another has taken its place.
+    /// A GPU that it has attached is drained. The client sleeps until that GPU is in use again, or another GPU has
+    /// taken its place.
     #[serde(default)]
     is_drained: bool,
-    /// GPUs to which it could not be moved since one that it has attached is drained.
+    /// GPUs that it could not be moved to since its own GPU was drained.
     #[serde(default)]
     missed: GpuSet,
-    /// It is to go to another GPU.
+    /// Its unanswered move to another GPU.
     moving: Option<Moving>,
-    /// The GPUs that it has attached since it was taken off others, and those others.
+    /// The GPUs that it was moved to, each with the GPU where its process was.
     homes: BTreeMap<GpuId, GpuId>,
-    /// What became of a move.
+    /// The outcome of a move, until it is taken.
     answer: Option<(Move, Option<MoveObstacle>)>,
-    /// It has not answered a preparation that was given up.
+    /// It has not answered a preparation that timed out.
     owes_answer: bool,
     obstacle: Option<SleepObstacle>,
     /// When it last could not sleep.
     tried: Option<Time>,
-    /// What wakes it, and since when it is to wake.
+    /// Why it wakes, and since when.
     waking_for: Option<(WakeReason, Time)>,
     woken: Option<Woken>,
     backoff: Duration,
-    /// How long it is waited before the helper is asked again in which state the process is; 0: it is known, or asked at once.
+    /// The delay before the helper is asked again for the state of the process; 0: the state is known, or the helper is
+    /// asked immediately.
     #[serde(default)]
     unknown: Duration,
     /// When to look again.
@@ -95,9 +98,10 @@ struct Entry {
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Moving {
     to: Move,
-    /// Its attachment is on the other GPU, where it has not been restored yet. Before that, it is to sleep.
+    /// Its attachment is on the other GPU, where the client has not been restored yet. Before that, the client has to
+    /// sleep.
     is_moved: bool,
-    /// How long it waits asleep for limits to leave room there.
+    /// Until when it waits, asleep, for limits to leave room there.
     #[serde(default)]
     until: Option<Time>,
 }
@@ -129,22 +133,22 @@ impl Entry {
         self.due = Some(now + self.backoff);
     }
 
-    /// It is to be moved, and has to sleep for that.
+    /// Whether it has to sleep in order to be moved.
     fn is_to_move(&self) -> bool {
         self.moving.is_some_and(|moving| !moving.is_moved)
     }
 
-    /// It is to sleep whatever work it has.
+    /// Whether it must sleep regardless of its work.
     fn is_ordered(&self) -> bool {
         self.is_paused || self.is_to_move() || (self.is_drained && !self.is_left_alone())
     }
 
-    /// It is to be off its GPUs.
+    /// Whether it should be off its GPUs.
     fn is_to_sleep(&self) -> bool {
         self.is_wanted || self.is_drained
     }
 
-    /// It could not sleep, and is asked again later.
+    /// Whether it could not sleep, and is asked again later.
     fn is_left_alone(&self) -> bool {
         self.state == State::Awake && (self.due.is_some() || self.owes_answer)
     }
@@ -155,7 +159,7 @@ impl Entry {
         }
     }
 
-    /// The client stays awake for this reason. One that is paused or drained is asked again later.
+    /// Keeps the client awake for this reason. A paused or drained client is asked again later.
     fn cannot(&mut self, now: Time, why: SleepObstacle) {
         self.answer_move(Some(MoveObstacle::Sleep(why)));
         (self.state, self.obstacle, self.tried) = (State::Awake, Some(why), Some(now));
@@ -181,7 +185,7 @@ impl Entry {
     }
 }
 
-/// The clients that are not simply awake.
+/// The clients that are not awake, should sleep, or could not.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Sleep {
     clients: BTreeMap<ClientId, Entry>,
@@ -196,17 +200,18 @@ impl Sleep {
         self.clients.remove(&client);
     }
 
-    /// Whether a client may not run: it is paused, to be moved, or not awake.
+    /// Whether a client may not run: it must sleep regardless of its work, or is not awake.
     pub fn is_held_off(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != State::Awake)
     }
 
-    /// Whether nothing of the client is on its GPUs, as far as is known.
+    /// Whether the client has nothing on its GPUs, as far as is known.
     pub fn is_away(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), State::Asleep | State::Waking(_) | State::Lost)
     }
 
-    /// Whether a client is on its way off its GPUs. One that is being settled may never be: who stops its process keeps it so.
+    /// Whether a client is on its way off its GPUs. A client that is being settled does not count, since it may never
+    /// get off them: it stays in that state while its process is stopped.
     pub fn is_leaving(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), State::Preparing | State::Checkpointing)
     }
@@ -216,12 +221,12 @@ impl Sleep {
         self.clients.get(&client)?.tried
     }
 
-    /// Whether a client is to sleep whatever work it has: it is paused, or to be moved.
+    /// Whether a client must sleep regardless of its work: it is paused, about to be moved, or drained.
     pub fn is_ordered(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(Entry::is_ordered)
     }
 
-    /// Whether a client that is awake is to be prepared as soon as it can be.
+    /// Whether a client that is awake should be prepared as soon as possible.
     pub fn is_to_prepare(&self, client: ClientId) -> bool {
         let is_to = |entry: &Entry| {
             entry.state == State::Awake
@@ -243,7 +248,7 @@ impl Sleep {
         waking.into_iter().map(|(_, client)| client).collect()
     }
 
-    /// When a client is to be looked at again.
+    /// When to look at a client again.
     pub fn due(&self, client: ClientId) -> Option<Time> {
         self.clients.get(&client)?.due
     }
@@ -270,7 +275,7 @@ impl Sleep {
         }
     }
 
-    /// The client is to sleep; `paused`: until it is resumed.
+    /// Asks that the client sleep; `paused`: until it is resumed.
     pub fn want(&mut self, client: ClientId, paused: bool) {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         entry.is_wanted = true;
@@ -278,7 +283,7 @@ impl Sleep {
         entry.waking_for = None;
         if let State::Waking(_) = entry.state {
             entry.state = State::Asleep;
-            entry.answer_move(None); // it is restored some other time
+            entry.answer_move(None); // it is restored later
         }
     }
 
@@ -286,7 +291,7 @@ impl Sleep {
         self.clients.get(&client).is_some_and(|entry| entry.is_drained)
     }
 
-    /// Whether a GPU that a client has attached is drained. `number` counts up.
+    /// Records whether a GPU that a client has attached is drained. `number` counts up.
     pub fn set_drained(&mut self, client: ClientId, is_drained: bool, number: u64) -> Step {
         if !is_drained && !self.is_drained(client) {
             return Step::Nothing;
@@ -309,21 +314,21 @@ impl Sleep {
         }
     }
 
-    /// The client, which has attached `to.from`, is to be moved. Why it cannot be.
+    /// Asks for a move of the client, which has attached `to.from`. Returns why it cannot be moved.
     pub fn want_move(&mut self, client: ClientId, to: Move) -> Option<MoveObstacle> {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         match entry.state {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
             State::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
             State::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
-            State::Awake => entry.due = None, // it is not waited for the next attempt
+            State::Awake => entry.due = None, // tries again without waiting
             _ => {}
         }
         entry.moving = Some(Moving { to, is_moved: false, until: None });
         None
     }
 
-    /// The move that a client is still to make.
+    /// The move that a client still has to make.
     pub fn coming(&self, client: ClientId) -> Option<Move> {
         self.clients.get(&client).filter(|entry| entry.is_to_move())?.moving.map(|moving| moving.to)
     }
@@ -334,7 +339,7 @@ impl Sleep {
         matches!(entry.state, State::Asleep | State::Waking(_)).then_some(entry.moving?.to)
     }
 
-    /// Whether a client that sleeps waits for room on the GPU to which it is to be moved. One that is to wake does not.
+    /// Whether a sleeping client waits for room on the GPU that it will move to. A waking client does not.
     pub fn waits_for_room(&mut self, now: Time, client: ClientId) -> bool {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Asleep) else {
             return false;
@@ -347,7 +352,7 @@ impl Sleep {
         now < until
     }
 
-    /// A client that sleeps is not moved after all.
+    /// Gives up the move of a sleeping client.
     pub fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.missed.extend(entry.moving.map(|moving| moving.to.to));
@@ -355,17 +360,18 @@ impl Sleep {
         }
     }
 
-    /// A client could not be restored on a GPU.
+    /// Records that a client could not be restored on a GPU.
     pub fn misses(&mut self, client: ClientId, id: GpuId) {
         self.clients.get_mut(&client).into_iter().for_each(|entry| entry.missed.extend([id]));
     }
 
-    /// Whether a client could not be moved to that GPU since one that it has attached is drained.
+    /// Whether a client could not be moved to that GPU since its own GPU was drained.
     pub fn has_missed(&self, client: ClientId, id: GpuId) -> bool {
         self.clients.get(&client).is_some_and(|entry| entry.missed.contains(&id))
     }
 
-    /// The attachment of a client that sleeps is on another GPU now. `is_drained`: it still has one that is drained.
+    /// Records that the attachment of a sleeping client is on another GPU now. `is_drained`: another of its GPUs is
+    /// still drained.
     pub fn moved(&mut self, client: ClientId, to: Move, is_drained: bool, number: u64) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let home = entry.homes.remove(&to.from).unwrap_or(to.from);
@@ -386,7 +392,7 @@ impl Sleep {
         }
     }
 
-    /// A client has left a GPU.
+    /// Handles a client that has left a GPU: its move from or to that GPU ends.
     pub fn detached(&mut self, client: ClientId, id: GpuId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.homes.remove(&id);
@@ -396,19 +402,19 @@ impl Sleep {
         }
     }
 
-    /// The GPUs on which a client's process was, and those that it has attached instead.
+    /// For each GPU that a client was moved to: the move there from the GPU where its process was.
     pub fn moves(&self, client: ClientId) -> Vec<Move> {
         let homes = self.clients.get(&client).map(|entry| &entry.homes);
         homes.into_iter().flatten().map(|(to, from)| Move { from: *from, to: *to }).collect()
     }
 
-    /// The moves that put a client back where its process was, if that cannot be restored where it is to be.
+    /// The moves that put a client back where its process was, if the process cannot be restored on its new GPUs.
     pub fn ways_back(&self, client: ClientId) -> Vec<Move> {
         let moves = if self.state_of(client) == State::Lost { Vec::new() } else { self.moves(client) };
         moves.into_iter().map(|Move { from, to }| Move { from: to, to: from }).collect()
     }
 
-    /// The moves of [`Self::moves`], which it learns now.
+    /// Takes the moves of [`Self::moves`], which the client is told of now.
     pub fn take_moves(&mut self, client: ClientId) -> Vec<Move> {
         let moves = self.moves(client);
         if let Some(entry) = self.clients.get_mut(&client) {
@@ -417,19 +423,19 @@ impl Sleep {
         moves
     }
 
-    /// Whether the helper's answer says that a client has not been restored on other GPUs.
+    /// Whether the helper's answer says that a client was not restored on its new GPUs.
     pub fn has_failed_to_move(&self, client: ClientId, outcome: SleepOutcome) -> bool {
         let is_restored = |entry: &Entry| matches!(entry.state, State::Restoring | State::Settling { asked: true });
         outcome == SleepOutcome::Asleep
             && self.clients.get(&client).is_some_and(|entry| is_restored(entry) && !entry.homes.is_empty())
     }
 
-    /// What became of a move, once.
+    /// Takes the outcome of a move.
     pub fn take_answer(&mut self, client: ClientId) -> Option<(Move, Option<MoveObstacle>)> {
         self.clients.get_mut(&client)?.answer.take()
     }
 
-    /// A client that an earlier scheduler has told to sleep has connected.
+    /// Handles the connection of a client that an earlier scheduler told to sleep.
     pub fn found(&mut self, client: ClientId) -> Step {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         if entry.state != State::Awake {
@@ -440,7 +446,7 @@ impl Sleep {
         Step::Call(SleepOperation::Settle)
     }
 
-    /// The client is to run; `resumed`: also if it is paused. `number` counts up.
+    /// Wakes the client; `resumed`: even if it is paused. `number` counts up.
     pub fn wake(&mut self, now: Time, client: ClientId, resumed: bool, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| resumed || !entry.is_paused) else {
             return Step::Nothing;
@@ -461,11 +467,11 @@ impl Sleep {
                 }
                 Step::Stays
             }
-            _ => Step::Nothing, // it goes on from there
+            _ => Step::Nothing, // the step under way continues
         }
     }
 
-    /// A client that is to sleep has been found able to.
+    /// Starts the preparation of a client that should sleep, and was found able to.
     pub fn prepare(&mut self, now: Time, client: ClientId) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Awake) else {
             return Step::Nothing;
@@ -474,19 +480,19 @@ impl Sleep {
         Step::Prepare
     }
 
-    /// A client that is awake cannot be prepared now.
+    /// Keeps a client awake that cannot be prepared now.
     pub fn cannot_prepare(&mut self, now: Time, client: ClientId, why: SleepObstacle) {
         if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Awake) {
             entry.cannot(now, why);
         }
     }
 
-    /// The client has prepared. `obstacle`: why it cannot sleep all the same.
+    /// Handles the client's answer that it has prepared. `obstacle`: why it still cannot sleep.
     pub fn ready(&mut self, now: Time, client: ClientId, obstacle: Option<SleepObstacle>) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         entry.owes_answer = false;
         if entry.state != State::Preparing {
-            return Step::Nothing; // it has been told meanwhile that it is awake
+            return Step::Nothing; // the client has been told since that it is awake
         }
         match obstacle {
             Some(why) => entry.cannot(now, why),
@@ -499,7 +505,7 @@ impl Sleep {
         Step::Runs
     }
 
-    /// The client has not prepared, and is awake.
+    /// Handles the client's answer that it has not prepared, and is awake.
     pub fn refused(&mut self, now: Time, client: ClientId, why: SleepObstacle) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         entry.owes_answer = false;
@@ -510,7 +516,7 @@ impl Sleep {
         Step::Stays
     }
 
-    /// There is room for a client that wakes.
+    /// Starts the restore of a waking client: there is room for it.
     pub fn has_room(&mut self, client: ClientId) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| matches!(entry.state, State::Waking(_))) else {
             return Step::Nothing;
@@ -519,7 +525,7 @@ impl Sleep {
         Step::Call(SleepOperation::Wake)
     }
 
-    /// The helper has answered.
+    /// Handles the helper's answer.
     pub fn answered(&mut self, now: Time, client: ClientId, outcome: SleepOutcome, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         let is_awaited =
@@ -532,7 +538,7 @@ impl Sleep {
         }
         match outcome {
             SleepOutcome::Runs => {
-                // One that is to sleep again by now is prepared again.
+                // A restored client that should sleep again by now is prepared again.
                 match (entry.is_to_sleep() || entry.is_to_move()) && entry.state != State::Restoring {
                     true => entry.cannot(now, SleepObstacle::Failed),
                     false => entry.runs(),
@@ -545,14 +551,14 @@ impl Sleep {
                 }
                 Step::Runs
             }
-            // A restore that failed without being final is tried again, but not at once.
+            // A restore that failed, but not permanently, is retried after a delay.
             SleepOutcome::Asleep if entry.state == State::Restoring && !entry.is_to_sleep() => {
                 entry.state = State::Asleep;
                 entry.retry(now);
                 Step::Sleeps
             }
             SleepOutcome::Asleep => entry.is_asleep(number),
-            // A helper that is gone needs no time, so the next is asked at once; after that, not so soon again.
+            // A helper that died took no time, so another is asked immediately; the attempts after that are delayed.
             SleepOutcome::Unknown if entry.unknown.is_zero() => {
                 (entry.state, entry.unknown) = (State::Settling { asked: true }, AGAIN.0);
                 Step::Call(SleepOperation::Settle)
@@ -570,7 +576,7 @@ impl Sleep {
         }
     }
 
-    /// The time at which a client was to be looked at has come.
+    /// Acts on a client whose due time has come.
     pub fn look(&mut self, now: Time, client: ClientId, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.due.is_some_and(|due| due <= now)) else {
             return Step::Nothing;
