@@ -1,8 +1,8 @@
-//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved
-//! in the directory that systemd provides (`StateDirectory=`); without one, they last as long as the daemon. The configuration
+//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved in the
+//! directory that systemd provides (`StateDirectory=`); without a directory, they last until the daemon ends. The configuration
 //! file is never written.
 //!
-//! A change takes effect once it is saved, and not at all if that fails: what is in effect survives a restart.
+//! A change takes effect once it is saved, and not at all if that fails: settings in effect survive a restart.
 
 use std::cell::RefCell;
 use std::io;

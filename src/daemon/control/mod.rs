@@ -121,7 +121,7 @@ impl Control {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // With what was changed while the file was read.
+        // Includes changes made while the file was read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
@@ -198,10 +198,10 @@ impl Control {
     }
 }
 
-/// How often it is looked whether memory has left the GPUs.
+/// Time between two checks whether memory has left the GPUs.
 const EVACUATION_LOOK: Duration = Duration::from_millis(20);
 
-/// Answers once all memory that can leave the GPUs has left, or the machine has woken up.
+/// Answers once all memory that can leave the GPUs has left, or the host has resumed.
 async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
     while !core.borrow().is_evacuated() {
         tokio::time::sleep(EVACUATION_LOOK).await;
