@@ -130,7 +130,7 @@ impl Callers {
     }
 }
 
-/// What the bus says of the sender of a message, which it is asked once for each connection.
+/// The bus's credentials of the sender of a message, requested once for each connection.
 async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Connection) -> Option<Arc<Known>> {
     let name = header?.sender()?.to_owned();
     let sender = senders.of(&name.clone().into());
@@ -174,10 +174,10 @@ impl Caller<'_> {
         Err(denied(text))
     }
 
-    /// The identity of the caller, as that of a client.
+    /// The identity of the caller, in the same form as a client's.
     ///
     /// # Errors
-    /// If it is not of the host.
+    /// If the caller is not on the host.
     pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
         self.is_of_the_host(what)?;
         let identity = Identity { groups: self.groups.clone(), ..self.process.describe() };

@@ -23,15 +23,15 @@ use crate::daemon::core::views::{ClientView, Holders};
 use crate::daemon::core::{RoomRequest, View};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
-/// Shortest time between two answers of what was used.
+/// Shortest time between two answers to queries for usage.
 const USAGE_PERIOD: Duration = Duration::from_millis(50);
 
-/// Shortest time between two timelines, and how much longer than the last one took that time is at least.
+/// Shortest time between two timelines. It is also at least `TIMELINE_REST` times the time that the last one took.
 const TIMELINE_PERIOD: Duration = Duration::from_millis(500);
 const TIMELINE_REST: u32 = 4;
 
-/// The object to which zbus's macro dispatches. A call can wait while a user types a password, so every method takes
-/// `&self`, for the reason given in [`super::served`].
+/// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every method takes `&self`, for
+/// the reason given in [`super::served`].
 #[derive(Debug)]
 pub struct Object {
     pub shared: Shared,
@@ -306,7 +306,8 @@ impl Object {
         let view = self.ask(Request::View).await?;
         let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
-        // To replay a recording takes a processor for a while: no more than a small part of one, whoever asks how often.
+        // Replaying a recording keeps a processor busy for a while, so timelines get only a small part of one, however often they
+        // are requested.
         let rest = TIMELINE_PERIOD.max(begin.elapsed() * TIMELINE_REST);
         tokio::spawn(async move {
             tokio::time::sleep(rest).await;
@@ -503,7 +504,7 @@ impl Object {
     }
 }
 
-/// What was used, with what the question tells apart.
+/// Usage, with the columns that the query groups by.
 fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
     let ((begins, lasts), account) = (key.time, key.account);
     let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));

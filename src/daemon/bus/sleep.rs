@@ -13,10 +13,10 @@ use zbus::{Connection, OwnedFd};
 
 use super::{Request, Shared};
 
-/// logind says when the machine has woken up. If it does not, programs run again after so much time awake.
+/// logind reports when the host has resumed. If it does not, programs run again after this time awake.
 const AWAKE_AFTER: Duration = Duration::from_secs(60);
 
-/// Time before an inhibitor is asked for again where there was none to be had.
+/// Time before an inhibitor is requested again if none was available.
 const RETRY: Duration = Duration::from_secs(30);
 
 #[zbus::proxy(
