@@ -1,4 +1,4 @@
-//! The GPUs that there are: NVML lists them, they come and go, and an administrator may have the driver let go of.
+//! The GPUs: NVML lists them, they come and go, and an administrator may release the driver.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -177,8 +177,8 @@ impl Core {
         }
     }
 
-    /// Lets go of the driver until a client attaches a GPU or that time has passed. The receiver is notified once that is
-    /// done. Returns the programs that use the driver all the same.
+    /// Releases the driver until a client attaches a GPU or `lasts` has passed. The receiver is notified once the driver is
+    /// released. Returns the programs that still use the driver.
     pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
         let (done, released) = oneshot::channel();
         self.query_nvml(Query::Release(lasts, done));

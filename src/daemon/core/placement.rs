@@ -1,5 +1,5 @@
-//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow,
-//! or those that the machine assigns.
+//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow, or
+//! the GPUs that the scheduler assigns.
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;
@@ -20,11 +20,12 @@ use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Time for which a placement for a program waits for that program to connect.
+/// Time for which a placement waits for its program to connect.
 const REMEMBERED: Duration = Duration::from_secs(30);
-/// Placements of one tenant that wait for their programs, as many as the machine keeps. Beyond that, the oldest is dropped.
+/// The most placements of one tenant that wait for their programs; the scheduler keeps the same number. Beyond that, the oldest
+/// is dropped.
 const MOST_WAITING: usize = 64;
-/// Ancestors of a process that are searched for the one that requested its placement.
+/// The most ancestors of a process that are searched for the process that requested its placement.
 const MOST_ANCESTORS: usize = 16;
 
 /// A process that requested GPUs for a program which it will execute or start.

@@ -1,5 +1,5 @@
-//! Sets of what was ordered, for the next daemon: saved in the directory that systemd provides (`StateDirectory=`), until the machine
-//! is started again. Without a directory they end with the daemon.
+//! Sets of orders for the next daemon: saved in the directory that systemd provides (`StateDirectory=`), until the host reboots.
+//! Without a directory they end with the daemon.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -64,7 +64,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
                     warn!("{lost}: {}: {e}", path.display());
                 }
                 waiting.into_iter().for_each(|done: oneshot::Sender<()>| {
-                    let _ = done.send(()); // whoever ordered it may have left
+                    let _ = done.send(()); // the caller may have left
                 });
             }
         });
@@ -74,8 +74,8 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
         Self { all, saver: started.is_ok().then_some(saver) }
     }
 
-    /// Saves the present set. Nothing is left of an empty one. Whoever ordered the change is answered after that, so that what was
-    /// answered outlives the daemon.
+    /// Saves the present set; an empty set has no file. The caller is answered after that, so that an answered order
+    /// outlives the daemon.
     pub fn save(&self) -> Saving {
         let (done, saving) = oneshot::channel();
         if let Some(saver) = &self.saver {
