@@ -15,14 +15,14 @@ use crate::config::units;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
 
-/// Attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; more than so many are
-/// no use to people, and a list of all would be larger than the bus carries.
+/// The most attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; longer lists
+/// are of no use to people, and a list of all would be larger than the bus carries.
 const MAX_USES: usize = 2048;
 
 /// Requests in the queue of a GPU whose start is estimated.
 const MAX_EXPECTED: usize = 128;
 
-/// A client, for the D-Bus object, which leaves out what its caller may not see.
+/// A client, for the D-Bus object, which leaves out fields that its caller may not see.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
@@ -32,7 +32,7 @@ pub struct ClientView {
     pub rule: (String, String, String),
     /// The number of the group whose limits it shares. `None`: no rule applies to it.
     pub rule_group: Option<u64>,
-    /// Its limits from the environment: those in effect, and remarks about those that are not.
+    /// The client's limits from the environment: limits in effect, and remarks about the others.
     pub env_limits: (String, Vec<String>),
     /// The other members of its gang.
     pub gang_peers: Vec<ClientId>,
@@ -41,7 +41,7 @@ pub struct ClientView {
     pub connected: SystemTime,
     pub stopped: bool,
     pub sleep: SleepView,
-    /// The label of the GPU that it is on its way to, or empty.
+    /// The label of the GPU that the client is moving to, or empty.
     pub moving: String,
     pub uses: Vec<bus::GpuUse>,
 }
@@ -201,7 +201,7 @@ impl View {
         since
     }
 
-    /// In the order of their indices; those that only clients know come last.
+    /// In the order of their indices; GPUs that only clients know come last.
     pub fn list_gpus(&self) -> Arc<Vec<bus::Gpu>> {
         self.listed_gpus.get_or_init(|| Arc::new(self.make_gpus())).clone()
     }
