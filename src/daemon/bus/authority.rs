@@ -198,7 +198,7 @@ impl Check<'_> {
     }
 }
 
-/// True if there is no polkit, and none can be activated.
+/// True if polkit does not run and cannot be activated.
 fn is_absent(error: &zbus::Error) -> bool {
     match error {
         zbus::Error::FDO(error) => matches!(**error, fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_)),
