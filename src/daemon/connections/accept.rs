@@ -22,7 +22,7 @@ use crate::sys::socket;
 /// Time to wait before accepting again, after an error that may pass.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts connections for as long as the daemon runs. `claim` is the UID of the claim whose socket it is, or empty.
+/// Accepts connections until the daemon ends. `claim` is the UID of the claim that the socket belongs to, or empty.
 ///
 /// # Errors
 /// If the runtime cannot watch the listening socket.
@@ -79,8 +79,8 @@ pub async fn accept(
     }
 }
 
-/// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards what was sent
-/// on it. It can send no more meanwhile, so that reading ends.
+/// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards the data sent on it.
+/// The client can send no more during this, so reading ends.
 pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];

@@ -58,7 +58,7 @@ impl ClaimSockets {
         sockets
     }
 
-    /// Replaces all claims: those that are new have sockets when this returns, those that are gone have none any more. Claims without a
+    /// Replaces all claims: when this returns, new claims have sockets, and claims that are gone have none. Claims without a
     /// socket are left out, and returned with the reasons.
     pub fn set(&mut self, mut claims: Claims) -> Refused {
         let mut refused = Refused::new();

@@ -23,11 +23,11 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// A connection that sends nothing for this long is closed. A client that was stopped meanwhile connects again.
+/// A connection that sends nothing for this long is closed. A client that was stopped during this time connects again.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// What it costs to identify a process, and to take a client in or out, in messages.
+/// The cost of identifying a process, and of adding or removing a client, in messages.
 const ARRIVAL_TOKENS: u32 = 10;
-/// Packets that are read of a process that has ended: more than a socket holds.
+/// The most packets that are read after a process has ended, more than a socket holds.
 const MAX_LAST_PACKETS: usize = 1024;
 
 /// Completes a log line that begins with a program's name.
@@ -68,7 +68,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     let budget = connections.budgets.of(&identity.tenant);
     let (place, too_many) = match budget.take(What::Clients, 1) {
         Some(place) => (place, false),
-        // It is told so, unless too many others are.
+        // The client is told of the limit, unless too many refused clients are being told already.
         None => match budget.take(What::Refusals, 1) {
             Some(place) => (place, true),
             None => return,

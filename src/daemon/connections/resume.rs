@@ -58,7 +58,7 @@ struct ClientState {
     held: SlotSet,
 }
 
-/// Takes over stored connections. Returns when all clients have answered, but for those that are stopped.
+/// Takes over stored connections. Returns when all clients except stopped ones have answered.
 pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
@@ -108,7 +108,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
         let resumed = states.len();
         info!(name: "resumed", milliseconds, "{resumed} of {count} programs continue, after {milliseconds} ms");
     }
-    // Those that are held before anybody requests one.
+    // Held locks are restored before any client requests one.
     let locks: Vec<TakenOver> =
         locks.into_iter().filter_map(|stored| lock::take_over(core, connections, stored)).collect();
     let late = admit(core, states, connections, false).await;

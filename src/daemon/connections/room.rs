@@ -20,10 +20,11 @@ use crate::daemon::core::{Core, PendingRoom, RoomRequest};
 use crate::scheduler::RoomId;
 use crate::sys::socket;
 
-/// Shortest time between two renewals of a room, each of which takes the scheduling loop time in proportion to the clients.
+/// Shortest time between two renewals of a room. Each renewal costs the scheduling loop time in proportion to the number of
+/// clients.
 const RENEWAL_PERIOD: Duration = Duration::from_millis(500);
 
-/// Reads before a renewal, which take more than a socket holds.
+/// The most reads before a renewal, more than a socket holds.
 const MAX_READS: usize = 256;
 
 /// Makes a room, and answers with the caller's end of the pair of sockets once its memory is free.
@@ -47,7 +48,7 @@ pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Send
             Ok(pair) => pair,
             Err(e) => return drop(reply.send(Err(e))),
         };
-        // Where nobody waits for the answer any more, this closes the caller's end.
+        // If the caller no longer waits for the answer, this closes the caller's end.
         drop(reply.send(Ok(theirs.into())));
         select! {
             () = kept.serve(&own) => {}
