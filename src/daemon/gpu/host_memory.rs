@@ -105,15 +105,15 @@ pub struct HostAhead {
 #[derive(Debug, Clone, Copy)]
 pub struct HostUse {
     pub info: MemInfo,
-    /// Clients hold so much, and so much of that holds memory that is not on a GPU.
+    /// Bytes that clients hold, and the part of them that contains memory that is not on a GPU.
     pub held: u64,
     pub swapped: u64,
 }
 
 impl HostAhead {
-    /// What all clients together may allocate, if that changed significantly: `Some(None)` if the host lacks memory, so that
-    /// they may keep none that holds nothing. It is at most `most`, and half of what is available, or a quarter where the kernel
-    /// does not tell of pressure (PSI), as many do by default.
+    /// The amount that all clients together may allocate, if it has changed significantly: `Some(None)` if the host lacks memory,
+    /// and clients may keep no empty memory. It is at most `most`, and half of the available memory, or a quarter if the kernel
+    /// does not report pressure (PSI), as many do not by default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }
@@ -121,7 +121,7 @@ impl HostAhead {
     fn decide(&mut self, now: Time, host: HostUse, most: SwapMax, stalled: Option<Duration>) -> Option<Option<u64>> {
         let HostUse { info, held, swapped } = host;
         let spare = info.available.saturating_sub(reserve(info.total));
-        // A kernel that does not tell of pressure is noticed to need the memory only when hardly any is available.
+        // Without pressure reports, the kernel's need for memory is noticed only when hardly any is available.
         let part = if stalled.is_some() { 2 } else { 4 };
         if self.stalls(now, stalled) || (spare == 0 && held > swapped) {
             self.short_until = now + SHORT_FOR;

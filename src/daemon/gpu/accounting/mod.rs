@@ -5,15 +5,15 @@
 //! estimate is kept while it lies in the newest interval, and clamped to it otherwise, so that a wrong estimate lasts until
 //! the next sample at most, even while memory moves.
 //!
-//! - *Context*: the memory of a client's process beyond what it has mapped. It counts only once it is complete: the driver
-//!   takes seconds to create one, and a sample taken meanwhile shows a part.
+//! - *Context*: the memory of a client's process beyond its mapped memory. It counts only once it is complete: the driver takes
+//!   seconds to create a context, and a sample taken in that time shows a part.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
-//! - *Others*: the overhead without contexts. Without figures for processes, contexts count as large as they are assumed to be.
-//! - *Found*: bounds on what a client has mapped, whatever it reports. The scheduler accepts no report beyond them.
+//! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their assumed size.
+//! - *Found*: bounds on a client's mapped memory, whatever the client reports. The scheduler accepts no report beyond them.
 //! - *Adopted*: shared memory whose exporter has freed it, and which another client counts now. NVML may show it for the
 //!   exporter, for no process, or for the adopter. It counts for the adopter as far as NVML shows it anywhere.
 //!
-//! `history` keeps the intervals, [`Basis`] says which figures NVML has, `mapped` finds the memory of each client.
+//! `history` keeps the intervals, [`Basis`] tells which figures NVML has, `mapped` finds the memory of each client.
 
 mod basis;
 mod history;

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 /// The driver's directory; it is there while the module is loaded.
 const PROC: &str = "/proc/driver/nvidia";
-/// Whoever opens it has the kernel load the module.
+/// Opening this file makes the kernel load the module.
 const DEVICE: &str = "/dev/nvidiactl";
 
-/// The most files that are compared: more than eight GPUs cut into seven slices have.
+/// The most files that are compared: more than eight GPUs with seven slices each have.
 const MAX_FILES: usize = 1024;
 
-/// The files, and what they were when last looked at.
+/// The files, and their state at the last check.
 #[derive(Debug)]
 pub struct Driver {
     proc: PathBuf,
