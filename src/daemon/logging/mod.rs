@@ -60,7 +60,7 @@ pub fn start(level: LogLevel) -> Control {
     Control { filter: handle, journal: sender }
 }
 
-/// Our own lines at the level that was asked for, those of libraries only from warnings on.
+/// Our own lines at the requested level, and warnings and errors of libraries.
 fn filter(level: LogLevel) -> Targets {
     let own = match level {
         LogLevel::Error => Level::ERROR,

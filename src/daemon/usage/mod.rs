@@ -97,7 +97,7 @@ impl Amounts {
     }
 }
 
-/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one for what is more.
+/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one that collects the rest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accounts(BTreeMap<Account, Amounts>);
 
@@ -108,13 +108,13 @@ impl Accounts {
     }
 }
 
-/// What tenants have used, by their names.
+/// The usage of tenants, by their names.
 pub type Tenants = BTreeMap<String, Accounts>;
 
-/// Seconds with the lock by the hour that begins at that time, seconds since 1970, of programs whose rules limit it.
+/// Seconds with the lock of programs whose rules limit it, by the programs and by the start of the hour, in seconds since 1970.
 pub type HoursUsed = BTreeMap<String, BTreeMap<i64, f64>>;
 
-/// By what records are told apart in an answer; over all else they are added up.
+/// The columns that an answer can group records by; records that agree in the requested columns are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Column {
     /// The hours, and, a month later, the days.
@@ -159,7 +159,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key with what the question tells apart.
+    /// The key with only the columns that the query groups by.
     fn reduced(self, by: &BTreeSet<Column>) -> Self {
         let text = |column, text: String| if by.contains(&column) { text } else { String::new() };
         Self {

@@ -301,7 +301,7 @@ fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
 /// The most databases that are kept after being set aside; the last one is replaced.
 const MAX_ASIDE: u32 = 9;
 
-/// Sets a database aside, next to those set aside before.
+/// Sets a database aside, next to databases set aside before.
 pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let with = |end: &str| {
         let mut name = path.as_os_str().to_owned();
