@@ -123,7 +123,7 @@ pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> P
     Process { client: client.0, pid, name, unit, container, resumed }
 }
 
-/// A sealed file in memory, at its beginning, with what is written to it.
+/// Creates a sealed file in memory with the data that `write` writes; its offset is at the beginning.
 pub(super) fn sealed(
     name: &CStr,
     write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,

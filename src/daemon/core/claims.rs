@@ -1,5 +1,5 @@
 //! The ResourceClaims that are prepared on this node, as the device plugin learns them from Kubernetes: their names, and rules
-//! of what each was allocated.
+//! for their allocations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -61,7 +61,7 @@ impl Core {
         }
     }
 
-    /// Records the bounds on a client's mapped memory from now on, and what it uses.
+    /// Records the bounds on a client's mapped memory, and the client's usage, from now on.
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
         self.note_bytes(client, gpu, now);

@@ -22,15 +22,15 @@ const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 /// counts as another program's.
 pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
-/// How fast other programs are expected to grow at most, in bytes per second: a program that loads its data.
+/// The fastest growth of other programs that is expected, in bytes per second: a program that loads its data.
 const GROWTH: u64 = 1 << 30;
-/// Of the free memory of a GPU, other programs may have taken one part of so many before it is sampled again: then clients' memory
-/// has time to leave for them.
+/// Other programs may take one part in `FREE_PARTS` of a GPU's free memory before it is sampled again: then clients' memory has
+/// time to leave for them.
 const FREE_PARTS: u64 = 4;
-/// It is sampled no more often than this, which takes the NVML thread about 1 % of its time.
+/// The shortest time between two samples, which take the NVML thread about 1 % of its time.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
 
-/// The estimate for a context that was not measured is at most the GPU's size divided by this.
+/// The estimate of a context that was not measured is at most the GPU's size divided by this.
 const CONTEXT_DIVISOR: u64 = 16;
 
 impl Core {

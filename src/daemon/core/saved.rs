@@ -14,17 +14,17 @@ use tracing::warn;
 
 use crate::sys::atomic_file;
 
-/// Another one each time that the machine is started.
+/// An ID that is new with each boot of the host.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// What was ordered, and the thread that saves it, since writing can take long.
+/// The orders, and the thread that saves them, since writing can take long.
 #[derive(Debug)]
 pub struct Saved<T> {
     pub all: BTreeSet<T>,
     saver: Option<Sender<(String, oneshot::Sender<()>)>>,
 }
 
-/// Resolves once a change is saved, or cannot be, which is logged.
+/// Resolves once a change is saved, or cannot be saved, which is logged.
 pub type Saving = oneshot::Receiver<()>;
 
 impl<T> Default for Saved<T> {
@@ -44,8 +44,8 @@ pub(super) fn boot() -> String {
 }
 
 impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
-    /// Reads what an earlier daemon has saved in a file. A wrong file is logged and ignored. `lost`: what it means that the file
-    /// cannot be written, as a sentence.
+    /// Reads the orders that an earlier daemon saved in a file. An invalid file is logged and ignored. `lost`: a sentence about
+    /// the consequences of a file that cannot be written.
     pub fn open(directory: &Path, file: &str, lost: &'static str) -> Self {
         let path = directory.join(file);
         let read = match std::fs::read_to_string(&path) {

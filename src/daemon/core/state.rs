@@ -71,12 +71,12 @@ pub struct Core {
     /// Kubernetes' names of the pods of this node.
     pub(super) pods: Pods,
     pub(super) claims: Claims,
-    /// Processes to which GPUs were assigned for a program that they have yet to start.
+    /// Processes that were assigned GPUs for a program that they have yet to start.
     pub(super) pending_placements: Vec<placement::PendingPlacement>,
     pub(super) lock_files: LockDirectories,
     pub(super) next_client: u64,
     pub(super) timer: Rc<Timer>,
-    /// The time to which the timer is set.
+    /// The timer's deadline.
     pub(super) armed: Option<Time>,
     /// The time of the scheduler's last tick.
     pub(super) ticked: Time,

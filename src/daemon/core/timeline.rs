@@ -10,7 +10,7 @@ use crate::recorder::replay;
 use crate::scheduler::TenantId;
 use crate::timeline::{Lane, Timeline, from_recording, json};
 
-/// For whom a timeline is.
+/// The user that a timeline is for.
 #[derive(Debug, Clone)]
 pub struct Viewer {
     pub uid: u32,
@@ -50,7 +50,7 @@ impl Snapshot {
     }
 }
 
-/// Without the names, the numbers and the bytes of those that have no label.
+/// Removes the names, the client numbers and the bytes of lanes without a label.
 fn anonymous(timeline: Timeline, labels: &BTreeMap<u64, String>) -> Timeline {
     let lanes = timeline.lanes.into_iter().map(|(gpu, lanes)| {
         let (own, mut others): (BTreeMap<u64, Lane>, _) =
