@@ -70,7 +70,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 };
                 drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
-                // One that moves is put back at once.
+                // The process of a client that moves is put back immediately.
                 if core.borrow().is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
@@ -79,7 +79,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     });
 }
 
-/// Has files made for memory that neither GPUs nor RAM have room for.
+/// Starts the thread that creates files for memory that neither GPUs nor RAM have room for.
 ///
 /// # Errors
 /// If no thread can be started.
@@ -214,7 +214,7 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
     }
 }
 
-/// Counts on from what an earlier daemon has counted, once that is read.
+/// Adds the hours that an earlier daemon counted, once they have been read.
 pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
     let core = core.clone();
     spawn_local(async move {
@@ -224,7 +224,7 @@ pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>)
     });
 }
 
-/// Has it saved each minute of the clock what programs use, so that a minute never belongs to two hours.
+/// Saves the usage of programs at each full minute of the clock, so that a minute never belongs to two hours.
 async fn save_usage(core: Rc<RefCell<Core>>) {
     loop {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

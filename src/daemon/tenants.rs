@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(budget.wait(now), Duration::from_millis(500));
         assert_eq!(budget.wait(now + Duration::from_millis(500)), Duration::ZERO);
         drop(budget);
-        budgets.of(&Tenant::User(2)); // drops budgets that nobody needs
+        budgets.of(&Tenant::User(2)); // drops unused budgets
         assert_eq!(budgets.of(&Tenant::User(1)).wait(now), Duration::from_millis(500));
         let root = budgets.of(&Tenant::Root);
         let now = clock::now();
