@@ -1,5 +1,5 @@
-//! The daemon: I/O around the scheduler's state machine. One thread runs the scheduling loop; whatever can take long (D-Bus,
-//! NVML, metrics, the journal, files) has a thread of its own.
+//! The daemon: I/O around the scheduler's state machine. One thread runs the scheduling loop; everything that can take long
+//! (D-Bus, NVML, metrics, the journal, files) has a separate thread.
 //!
 //! The modules are layers: each uses those listed before it, never those after it.
 //!
