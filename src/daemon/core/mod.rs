@@ -1,7 +1,7 @@
-//! The scheduler's state machine with all that it decides about, on one thread. When a call returns, its consequences have
+//! The scheduler's state machine with everything that it decides about, on one thread. When a call returns, its consequences have
 //! been sent to every client concerned.
 //!
-//! - `state`: [`Core`], which owns everything; `dispatch`: events into the machine, commands out of it.
+//! - `state`: [`Core`], which owns everything; `dispatch`: events into the state machine, commands out of it.
 //! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
 //!   from Kubernetes.
