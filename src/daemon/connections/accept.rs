@@ -1,4 +1,4 @@
-//! The clients' listening socket: accepting connections, also when descriptors are short.
+//! The clients' listening socket: accepts connections even when descriptors are short.
 
 use std::cell::RefCell;
 use std::io;
@@ -43,7 +43,7 @@ pub async fn accept(
         };
         match accepted {
             Ok(socket) => {
-                // Who connects faster than it is identified is hung up on, since it cannot be told.
+                // Drops connections that arrive faster than their processes can be identified.
                 let budget = connections.budgets.of(&peer::presumed_tenant(socket.as_fd()));
                 if let Some(arrival) = budget.take(What::Arrivals, 1) {
                     let client = Incoming { socket, claim: claim.to_owned(), budget, arrival };
@@ -51,7 +51,7 @@ pub async fn accept(
                 }
                 tokio::task::yield_now().await;
             }
-            // Linux reports this before it looks for a waiting connection, so there may be none to refuse.
+            // Linux reports this before it checks for a waiting connection, so there may be none to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
