@@ -1,4 +1,4 @@
-//! Whether the driver is loaded and which GPUs it has, as files say, which can be read without using the driver.
+//! Whether the driver is loaded and which GPUs it has, from files that can be read without using the driver.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ impl Driver {
         driver
     }
 
-    /// Whether the driver was loaded or unloaded, or has other GPUs or slices, since the last look.
+    /// Whether the driver was loaded or unloaded, or has other GPUs or slices, since the last check.
     pub fn has_changed(&mut self) -> bool {
         let mut files = Vec::new();
         let version = self.proc.join("version");
@@ -48,8 +48,8 @@ impl Driver {
         has_changed
     }
 
-    /// Whether the driver is certain not to be loaded. NVML must not be used then: it would open the device, and so have
-    /// an administrator's `modprobe -r` undone. Systems that do not show the driver, such as WSL, have neither file.
+    /// Whether the driver is certain not to be loaded. NVML must not be used then: it would open the device, and so undo an
+    /// administrator's `modprobe -r`. Systems that do not show the driver, such as WSL, have neither file.
     pub fn is_unloaded(&self) -> bool {
         !self.proc.join("version").exists() && (self.was_loaded || self.device.exists())
     }
