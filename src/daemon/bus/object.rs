@@ -108,7 +108,7 @@ impl Object {
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
         let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
-        // For an answer the scheduling loop looks at all clients, so it has time for other things before the next one.
+        // The scheduling loop reads all clients for an answer, so it gets time for other work before the next one.
         tokio::spawn(async move {
             tokio::time::sleep(USAGE_PERIOD).await;
             drop(turn);
@@ -132,7 +132,7 @@ impl Object {
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
-        // Before anybody is asked for a password for it.
+        // Checked before a user is asked for a password for it.
         let checked = request.clone();
         let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
         caller.may_lock(&lockable).await?;
@@ -151,7 +151,7 @@ impl Object {
         let lasts = room_options(&options)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
-        // Before anybody is asked for a password for it.
+        // Checked before a user is asked for a password for it.
         let checked = request.clone();
         let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
         caller.may_make_room(&gpu).await?;
@@ -472,7 +472,7 @@ impl Object {
     /// The users of a program.
     ///
     /// # Errors
-    /// If the caller may not do this with it: with its own it may.
+    /// If the caller may not do this to the program. It may with its own.
     async fn authorize_for(
         &self,
         pid: u32,
@@ -526,7 +526,7 @@ fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usa
     }
 }
 
-/// Whether the options ask for names and command lines of programs.
+/// Whether the options request names and command lines of programs.
 fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     let mut command_lines = false;
     for (name, value) in options {
@@ -544,7 +544,7 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     Ok(command_lines)
 }
 
-/// For how long a room is kept, unless it is renewed.
+/// The time for which a room is kept, unless it is renewed.
 fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     let mut lasts = settings::DEFAULT_ROOM;
     for (name, value) in options {

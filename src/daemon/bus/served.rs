@@ -48,7 +48,8 @@ impl Interface for Served {
         self.0.get_all(server, connection, header, emitter).await
     }
 
-    /// zbus would start a task for each call, before any of ours could refuse it. It awaits `call`, which does so instead.
+    /// zbus would start a task for each call before the daemon could refuse it. It awaits `call`, which starts a task once the
+    /// call is admitted.
     fn spawn_tasks_for_methods(&self) -> bool {
         false
     }
