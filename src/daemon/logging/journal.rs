@@ -23,11 +23,11 @@ use super::messages;
 const IDENTIFIER: &str = "nvshare-scheduler";
 /// The prefix of the names of our own fields.
 const PREFIX: &str = "NVSHARE";
-/// Lines that may wait for journald.
+/// The most lines that wait for journald.
 const MAX_WAITING: usize = 4096;
 /// Longer values are cut.
 const MAX_VALUE: usize = 4096;
-/// Time that a daemon which ends waits for its last lines to be read.
+/// Time that an ending daemon waits for its last lines to be read.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(300);
 
 /// One log line: where it is in the code, with its level and the names of its fields, and the fields' values in that order.
@@ -40,7 +40,7 @@ struct Line {
 #[derive(Debug)]
 enum Entry {
     Line(Line),
-    /// Everything before this has been written.
+    /// Replies once all earlier lines have been written.
     Flush(mpsc::Sender<()>),
 }
 
@@ -48,11 +48,11 @@ enum Entry {
 #[derive(Debug)]
 pub struct Journal(Sender);
 
-/// The way of lines to the thread.
+/// The queue of lines to the thread.
 #[derive(Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
-    /// Number of lines that were dropped since that was last logged.
+    /// Number of dropped lines since the last line that reported them.
     lost: Arc<AtomicU64>,
     /// The entries for the thread, until it is started.
     waiting: Arc<Mutex<Option<Receiver<Entry>>>>,
@@ -94,7 +94,7 @@ impl Sender {
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
     }
 
-    /// Waits a moment until what was logged has been written.
+    /// Waits a moment until earlier lines have been written.
     pub fn flush(&self) {
         self.begin();
         let (reply, flushed) = mpsc::channel();
@@ -155,7 +155,7 @@ impl Visit for Line {
     }
 }
 
-/// tracing-journald with the id of a message, as one of its constant fields.
+/// tracing-journald with a message's ID as one of its constant fields.
 fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     let priorities =
         PriorityMappings { info: Priority::Informational, debug: Priority::Debug, ..PriorityMappings::new() };
