@@ -1,4 +1,4 @@
-//! Bounds on the memory that each client has mapped, by NVML's figures.
+//! Bounds on the memory that each client has mapped, from NVML's figures.
 
 use std::collections::BTreeMap;
 
