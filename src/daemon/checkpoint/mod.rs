@@ -347,7 +347,7 @@ impl Helper {
     }
 
     /// Hangs up, and waits until the helper has ended. A child that does not end within `patience` is killed; other helpers are
-    /// killed by the service that started them. [`Operation::Settle`] then undoes what is left.
+    /// killed by the service that started them. `Operation::Settle` then undoes what is left.
     async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
         match &mut self.child {

@@ -357,7 +357,7 @@ impl Core {
         waits
     }
 
-    /// Passes on the requests that waited for the disk, once the thread has answered or [`PATIENCE`] is over.
+    /// Passes on the requests that waited for the disk, once the thread has answered or `PATIENCE` is over.
     fn release_held(&mut self) {
         let now = clock::now();
         let held = std::mem::take(&mut self.swap_files.held).into_iter();

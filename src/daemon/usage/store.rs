@@ -272,8 +272,8 @@ fn insert(
     Ok(())
 }
 
-/// Joins each account's hours of a day into one row. Of a tenant with many accounts, those that used a GPU longest keep their
-/// rows.
+/// Joins each account's hours of a day into one row. Of a tenant with many accounts, the ones with the most GPU time keep
+/// their rows.
 fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     let sums = "SELECT tenant, gpu, unit, container, sum(lock_seconds), sum(grants), sum(wait_seconds),
             sum(resident_byte_seconds), sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
