@@ -1,19 +1,19 @@
-//! The daemon: I/O around the scheduler's state machine. One thread runs the scheduling loop; whatever can take long (D-Bus,
-//! NVML, metrics, the journal, files) has a thread of its own.
+//! The daemon: I/O around the scheduler's state machine. One thread runs the scheduling loop; everything that can take long
+//! (D-Bus, NVML, metrics, the journal, files) has a separate thread.
 //!
 //! The modules are layers: each uses those listed before it, never those after it.
 //!
 //! - `logging`: the log, the journal.
 //! - `node`: whether a daemon in a pod sees the processes of its node.
 //! - `systemd`: socket activation, notifications, the descriptor store.
-//! - `tenants`: what the clients of each tenant may take of the scheduler.
+//! - `tenants`: how much of the scheduler the clients of each tenant may take.
 //! - `transport`: clients' connections as packets, the protocol's state, the peer's identity.
-//! - `checkpoint`: clients' processes taken off their GPUs and put back, by programs of their own.
+//! - `checkpoint`: takes clients' processes off their GPUs and puts them back, through separate programs.
 //! - `gpu`: NVML, memory accounting, host memory, the driver's limits.
 //! - `swap_files`: files for memory that neither GPUs nor RAM have room for.
 //! - `metrics`: metrics for monitoring.
-//! - `usage`: records of what programs have used, on disk.
-//! - `core`: the state machine, and all that it decides about.
+//! - `usage`: records of programs' usage, on disk.
+//! - `core`: the scheduler's state machine, and everything that it decides about.
 //! - `connections`: clients' connections from beginning to end, GPU locks over D-Bus.
 //! - `bus`: the D-Bus object.
 //! - `control`: requests of the D-Bus object on the scheduling loop, changed settings.

@@ -1,5 +1,5 @@
-//! A check that a daemon in a pod sees the processes of its node. It identifies clients by their processes, and the
-//! kernel gives 0 as the id of a peer in another PID namespace.
+//! Checks that a daemon in a pod sees the processes of its node. The daemon identifies clients by their processes, and the kernel
+//! gives 0 as the ID of a peer in another PID namespace.
 
 use std::path::Path;
 

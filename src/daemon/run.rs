@@ -34,7 +34,7 @@ use crate::sys::listen::{self, Bound};
 use crate::sys::socket::Kind;
 use crate::sys::{descriptors, privileges};
 
-/// Every user may connect: the identity of a client decides what it is allowed, not the mode of the socket.
+/// Every user may connect: a client's rights depend on its identity, not on the mode of the socket.
 const CLIENTS_MODE: u32 = 0o666;
 const CONTROL_MODE: u32 = 0o660;
 
@@ -44,7 +44,7 @@ const FIRST_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time to wait for the name on the bus before systemd is told that the daemon is ready.
 const BUS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Time to wait at the end until what programs have used is saved.
+/// Time to wait at the end until usage has been saved.
 const USAGE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The command line.
@@ -55,24 +55,24 @@ pub struct Options {
     pub control_socket: Option<PathBuf>,
     pub config: Option<PathBuf>,
     pub log_level: Option<LogLevel>,
-    /// A file for what the recorder records.
+    /// The file for the scheduler's recording.
     pub record: Option<PathBuf>,
     /// The address of a bus instead of the system bus.
     pub bus_address: Option<String>,
     pub no_bus: bool,
     /// The daemon is a node's scheduler in a pod.
     pub in_pod: bool,
-    /// The directory for the sockets of ResourceClaims, one below it for each.
+    /// The directory that contains a directory for the socket of each ResourceClaim.
     pub claims: Option<PathBuf>,
-    /// Instead of that of the configuration, until another is set at run time.
+    /// Overrides the configuration's time quantum, until another is set at run time.
     pub time_quantum: Option<Duration>,
 }
 
-/// A sentence that says why the daemon cannot start.
+/// A sentence that explains why the daemon cannot start.
 #[derive(Debug)]
 pub struct StartError {
     text: String,
-    /// The journal has it already.
+    /// The journal already has the error.
     pub is_logged: bool,
 }
 
@@ -112,10 +112,10 @@ pub fn run(options: Options) -> Result<(), StartError> {
     result
 }
 
-/// The configuration that the daemon starts with.
+/// The configuration with which the daemon starts.
 struct Configuration {
     config: Config,
-    /// The error of the files in whose place it is.
+    /// The error of the configuration files that it replaces.
     error: Option<String>,
     is_default: bool,
     last_good: LastGood,
@@ -150,8 +150,8 @@ fn run_logged(
         node::sees_the_host().map_err(StartError::new)?;
     }
     let sockets = Sockets::open(&options, &config, state.is_some())?;
-    // It needs none: `/proc` and NVML answer every user. As a service it starts without any. Threads inherit none either, so
-    // none is started before.
+    // The daemon needs no privileges: `/proc` and NVML answer every user. As a service it starts without any. No thread is
+    // started before this, so that none inherits privileges.
     privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
     log.begin();
     systemd::start();
@@ -159,7 +159,7 @@ fn run_logged(
     config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
     changes.apply(&mut config);
     let record = options.record.as_deref().map(|path| {
-        // It has the names of all users' programs.
+        // The recording has the names of all users' programs.
         let created = File::options().write(true).create(true).truncate(true).mode(0o600).open(path);
         created.map_err(|e| StartError::new(format!("cannot write the record {}: {e}", path.display())))
     });
@@ -186,7 +186,7 @@ fn run_logged(
     let (claims, in_pod) = (options.claims, options.in_pod);
     let daemon = Startup { control, config, error, sockets, record, bus, state, claims, in_pod };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
-    // A directory service that does not answer keeps nobody from stopping the daemon.
+    // A hanging directory service does not keep the daemon from stopping.
     runtime.shutdown_background();
     result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
@@ -196,7 +196,7 @@ struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
     metrics: Vec<OwnedFd>,
-    /// Why metrics are not served where the configuration says.
+    /// The reason why metrics are not served on the configured address.
     metrics_error: Option<String>,
     clients_path: PathBuf,
     stored: Vec<StoredConnection>,
@@ -211,7 +211,7 @@ impl Sockets {
     /// any rule would hold.
     ///
     /// # Errors
-    /// If one of the others cannot be opened.
+    /// If another socket cannot be opened.
     fn open(options: &Options, config: &Config, is_service: bool) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut all_bound = Vec::new();

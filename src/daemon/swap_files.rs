@@ -1,7 +1,8 @@
 //! Files for swapped memory that host memory has no room for (`[swap] file`).
 //!
-//! A thread of its own makes them and reserves their space, since a disk can take long: the scheduling loop asks it and never waits.
-//! A file has no name and ends with the last of those who have it open, the daemon and one client, so nothing is ever left.
+//! A separate thread creates them and reserves their space, since a disk can be slow: the scheduling loop sends it jobs and never
+//! waits. A file has no name and ends when its last holder closes it, the daemon or the one client, so no file is ever left
+//! behind.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -18,32 +19,32 @@ use tokio::sync::mpsc::UnboundedSender;
 use crate::config::swap::SwapMax;
 use crate::scheduler::ClientId;
 
-/// Space is reserved in such steps, in bytes: what one call may keep a disk from others for.
+/// The step in which space is reserved, in bytes. It bounds how long one call may keep the disk busy.
 pub const STEP: u64 = 256 << 20;
-/// The unit of the library's buffers, in bytes: what is less cannot be used.
+/// The unit of the library's buffers, in bytes: less space is useless.
 const GRANULE: u64 = 2 << 20;
-/// By so many bytes a file may be larger than what is reserved: what file systems need for themselves.
+/// Bytes that a file may take beyond its reserved space: file systems need some for their own data.
 const SLACK: u64 = 64 << 20;
 
-/// What the thread is asked.
+/// A job for the thread.
 #[derive(Debug)]
 pub enum Job {
-    /// Reserves space for a client, `to` so many bytes in all, in a new file if it has none.
+    /// Reserves space for a client, `to` bytes in all, in a new file if the client has none.
     Grow { client: ClientId, directory: PathBuf, file: Option<Arc<File>>, reserved: u64, to: u64 },
-    /// Looks whether a client has written more than is reserved.
+    /// Checks whether a client has written more than is reserved.
     Check { client: ClientId, file: Arc<File>, reserved: u64 },
 }
 
-/// What the thread says.
+/// A report of the thread.
 #[derive(Debug)]
 pub enum Report {
-    /// So many bytes are reserved for the client, and why there are no more.
+    /// `reserved` bytes are reserved for the client; `error` is the reason if they are fewer than requested.
     Grown { client: ClientId, file: Option<Arc<File>>, reserved: u64, error: Option<io::Error> },
-    /// The client has written beyond what is reserved. What it had there is gone.
+    /// The client has written beyond its reserved space. The contents of its file are gone.
     Overrun { client: ClientId },
 }
 
-/// Asks the thread.
+/// Sends jobs to the thread.
 #[derive(Debug)]
 pub struct Keeper(Sender<Job>);
 
@@ -101,35 +102,35 @@ fn grow(directory: &Path, file: &mut Option<Arc<File>>, reserved: &mut u64, to: 
     Ok(())
 }
 
-/// `TMPFS_MAGIC` and `RAMFS_MAGIC` of the kernel.
+/// The kernel's `TMPFS_MAGIC` and `RAMFS_MAGIC`.
 const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// A new file without a name, which only this user can open.
+/// Creates a file without a name, which only this user can open.
 fn create(directory: &Path) -> io::Result<File> {
     if !directory.exists() {
         DirBuilder::new().mode(0o700).create(directory)?;
     }
-    // It would be RAM, and that of the scheduler, which is allowed little.
+    // Such a file would take RAM, and be charged to the scheduler's own control group, which is allowed little.
     if IN_MEMORY.contains(&statfs(directory)?.f_type) {
         return Err(io::Error::other("it is in RAM: use a directory on a disk"));
     }
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
     let mode = Mode::RUSR | Mode::WUSR;
-    // What is in the page cache would take the memory that is to be spared. Some file systems have nothing else.
+    // Page cache would take the memory that the file is meant to save. Some file systems do not support `O_DIRECT`.
     match open(directory, flags | OFlags::DIRECT, mode) {
         Err(Errno::INVAL) => Ok(open(directory, flags, mode)?.into()),
         opened => Ok(opened?.into()),
     }
 }
 
-/// The size of the file system that has this directory, or is to have it, in bytes.
+/// The size of the file system that has this directory, or will have it, in bytes.
 fn size_of(directory: &Path) -> Option<u64> {
     let there = directory.ancestors().find(|directory| directory.exists())?;
     let system = statvfs(there).ok()?;
     system.f_frsize.checked_mul(system.f_blocks)
 }
 
-/// What all files together may take, in bytes.
+/// The most space for all files together, in bytes.
 pub fn most(directory: &Path, max: SwapMax) -> u64 {
     match max {
         SwapMax::Percent(_) => size_of(directory).map_or(0, |total| max.bytes(total)),
@@ -137,17 +138,17 @@ pub fn most(directory: &Path, max: SwapMax) -> u64 {
     }
 }
 
-/// So many bytes, rounded up to what can be used.
+/// Rounds up to the unit of the library's buffers.
 pub fn rounded(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes)
 }
 
-/// The part of so many bytes that can be used.
+/// Rounds down to the unit of the library's buffers.
 pub fn usable(bytes: u64) -> u64 {
     bytes - bytes % GRANULE
 }
 
-/// What a person is told about an error.
+/// The text of an error for users.
 pub fn in_words(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
         Some(Errno::NOSPC | Errno::DQUOT) => "the disk is full".into(),
@@ -172,7 +173,7 @@ mod tests {
 
     const CLIENT: ClientId = ClientId(1);
 
-    /// A directory on a disk, which that for temporary files may not be.
+    /// A directory on a disk; the directory for temporary files may not be on one.
     fn there() -> Directory {
         let tests = std::env::current_exe().expect("this test").with_file_name("swap-files");
         static COUNT: AtomicU32 = AtomicU32::new(0);

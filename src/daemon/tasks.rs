@@ -28,16 +28,16 @@ const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 const HOST_PERIOD: Duration = Duration::from_secs(1);
 
 /// Shortest time between two changes of the D-Bus property `Holders`, and between two lists of clients whose differences are
-/// announced: a copy of all of them is made each time.
+/// announced: each makes a copy of all of them.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
 /// Shortest time between two announcements of limits to all clients.
 const LIMITS_PERIOD: Duration = Duration::from_millis(100);
 
-/// Clients that are told their limits before others are served.
+/// The most clients that are told their limits before the loop serves other clients.
 const LIMITS_AT_ONCE: usize = 64;
 
-/// Time between two times at which it is saved what programs use: what a crash can lose.
+/// Time between two saves of programs' usage, which is the most that a crash can lose.
 const USAGE_PERIOD: Duration = Duration::from_secs(60);
 
 /// Time between checks of stopped processes.
@@ -46,7 +46,7 @@ const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 /// Shortest time between two changes of the status line: turns change many times a second.
 const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
-/// Has clients' processes taken off their GPUs and put back, as the machine decides.
+/// Starts the task that takes clients' processes off their GPUs and puts them back, as the scheduler decides.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     let (request, mut requests) = mpsc::unbounded_channel();
     core.borrow_mut().use_checkpoints(request);
@@ -70,7 +70,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 };
                 drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
-                // One that moves is put back at once.
+                // The process of a client that moves is put back immediately.
                 if core.borrow().is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
@@ -79,7 +79,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     });
 }
 
-/// Has files made for memory that neither GPUs nor RAM have room for.
+/// Starts the thread that creates files for memory that neither GPUs nor RAM have room for.
 ///
 /// # Errors
 /// If no thread can be started.
@@ -95,7 +95,7 @@ pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts all jobs but those above and [`keep_status_line`].
+/// Starts all jobs except the ones above and [`keep_status_line`].
 pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients: watch::Sender<ClientPids>) {
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
@@ -106,7 +106,7 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(save_usage(core.clone()));
 }
 
-/// Wakes the machine at its deadlines.
+/// Wakes the scheduler at its deadlines.
 async fn tick(core: Rc<RefCell<Core>>) {
     let timer = core.borrow().timer();
     while timer.expired().await.is_ok() {
@@ -114,15 +114,15 @@ async fn tick(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Measures memory: often while clients are active, rarely while they are idle, and never while there are none; and on a GPU that is
-/// nearly full, often enough for other programs that grow there.
+/// Measures memory: often while clients are active, rarely while they are idle, and never while there are none; and on a nearly
+/// full GPU, often enough for other programs that grow there.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
-            // For the next client to come: when most processes have freed their memory, and again when the last must have.
-            // Else what a slow one had would count as other programs' until then.
+            // Samples twice for the next client: when most processes have freed their memory, and again when the last must have
+            // freed it. Otherwise the memory of a slow one would count as other programs' until then.
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
@@ -145,7 +145,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
         } else {
             let period = core.borrow().sample_period().min(SAMPLE_IDLE);
             let idle = async {
-                // Other programs may need what is lent to idle ones.
+                // Other programs may need the memory that is lent to idle clients.
                 while core.borrow().lends_host_memory() {
                     tokio::time::sleep(HOST_PERIOD).await;
                     core.borrow_mut().sample_host();
@@ -204,7 +204,7 @@ async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders
     }
 }
 
-/// Publishes which clients there are, for D-Bus.
+/// Publishes the list of clients for D-Bus.
 async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientPids>) {
     let signals = core.borrow().signals.clone();
     loop {
@@ -214,7 +214,7 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
     }
 }
 
-/// Counts on from what an earlier daemon has counted, once that is read.
+/// Adds the hours that an earlier daemon counted, once they have been read.
 pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
     let core = core.clone();
     spawn_local(async move {
@@ -224,7 +224,7 @@ pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>)
     });
 }
 
-/// Has it saved each minute of the clock what programs use, so that a minute never belongs to two hours.
+/// Saves the usage of programs at each full minute of the clock, so that a minute never belongs to two hours.
 async fn save_usage(core: Rc<RefCell<Core>>) {
     loop {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -1,15 +1,15 @@
-//! Budgets of tenants: what the clients of one tenant together may take of the scheduler, so that no tenant can keep it from
-//! the others.
+//! Budgets of tenants: how much of the scheduler the clients of one tenant may take together, so that no tenant can keep the
+//! scheduler from the others.
 //!
-//! - *Time slices*. What tenants send is read in slices of at most [`SLICE`]: a tenant has one at a time, however many
-//!   clients it has, and then all others that have sent something have theirs. So a message waits for one slice of each
-//!   other tenant, whatever these send.
-//! - *Messages per second*, by a token bucket; a costly message counts as several. A tenant that has spent its tokens is not read until it has new ones. Nothing
-//!   is lost: what it sends stays in its sockets.
-//! - *Amounts*: clients, arrivals, memory of others that is open, GPUs that NVML does not list, bytes that clients have not
-//!   read. A [`Share`] is a part of an amount, and gives it back when it is dropped.
+//! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. A tenant has one slice at a time, however many
+//!   clients it has, and then every other tenant that has sent messages has one. So a message waits for one slice of each other
+//!   tenant, however much these send.
+//! - *Messages per second*, limited by a token bucket; a costly message counts as several. The daemon does not read from a tenant
+//!   that has spent its tokens until it has new ones. No message is lost: unread messages stay in the tenant's sockets.
+//! - *Amounts*: clients, arrivals, open ranges of other clients' memory, GPUs that NVML does not list, bytes that clients have
+//!   not read. A [`Share`] is a part of an amount, and returns it when it is dropped.
 //!
-//! A tenant that comes back within the time that its bucket takes to fill finds it as it left it. root of the host has
+//! A tenant that leaves and comes back before its bucket would be full finds the bucket as it left it. root of the host has
 //! [`ROOT_FACTOR`] times as much of everything.
 
 use std::cell::{Cell, RefCell};
@@ -23,25 +23,24 @@ use crate::identity::Tenant;
 use crate::scheduler::Time;
 use crate::sys::clock;
 
-/// Time after which a slice ends, once the message at hand is done.
+/// Time after which a slice ends, once the current message is handled.
 const SLICE: Duration = Duration::from_micros(100);
-/// Messages that a tenant may send in a second on average, and at once. Two clients that do nothing but take turns send
-/// about 8,000.
+/// Messages that a tenant may send per second on average, and in one burst. Two clients that only take turns send about 8,000.
 const MESSAGES_PER_SECOND: u32 = 10_000;
-/// The time of the scheduling loop that counts as one message, so that a tenant whose messages are costly, since it has many
-/// clients, takes no more than two fifths of it.
+/// The time of the scheduling loop that counts as one message, so that a tenant with costly messages, because it has many
+/// clients, takes no more than two fifths of the loop's time.
 const TOKEN_TIME: Duration = Duration::from_micros(40);
-/// How much more root of the host may have.
+/// The factor of the limits of root on the host.
 const ROOT_FACTOR: u32 = 8;
 
-/// Something of which a tenant has a limited amount.
+/// A resource that is limited for each tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// Clients, those before the handshake included; the configuration has the limit.
+    /// Clients, including those before the handshake; the configuration has the limit.
     Clients,
     /// Connections that are not identified yet.
     Arrivals,
-    /// Connections beyond the limit of clients that are being told so.
+    /// Connections beyond the limit of clients that are being told of the limit.
     Refusals,
     /// Ranges of other clients' memory that clients have open.
     Imports,
@@ -61,7 +60,7 @@ impl What {
             Self::Arrivals => clients.saturating_add(64),
             Self::Refusals => 32,
             Self::Imports => 4096,
-            // As many as one client can attach.
+            // The number that one client can attach.
             Self::Gpus => nvshare_wire::MAX_SLOTS,
             Self::Queued => 16 << 20,
         }
@@ -76,12 +75,12 @@ pub struct Budgets {
 }
 
 impl Budgets {
-    /// Budgets with so many clients for each tenant.
+    /// Budgets with this limit of clients for each tenant.
     pub fn new(clients: u32) -> Self {
         Self { tenants: RefCell::default(), clients: Rc::new(Cell::new(clients)) }
     }
 
-    /// Sets how many clients each tenant may have. Those that it has stay.
+    /// Sets the limit of clients for each tenant. Clients beyond it stay.
     pub fn set_clients(&self, clients: u32) {
         self.clients.set(clients);
     }
@@ -107,7 +106,7 @@ pub struct Budget {
     clients: Rc<Cell<u32>>,
     used: [Cell<u32>; What::COUNT],
     slice: Semaphore,
-    /// The time at which the bucket is full again. Each message is a moment later.
+    /// The time at which the bucket is full again. Each message moves it on by one token's time.
     full: Cell<Time>,
 }
 
@@ -124,35 +123,35 @@ impl Budget {
         if self.tenant == Tenant::Root { ROOT_FACTOR } else { 1 }
     }
 
-    /// How much the tenant may have.
+    /// The tenant's limit.
     pub fn limit(&self, what: What) -> u32 {
         what.limit(self.clients.get()).saturating_mul(self.factor())
     }
 
-    /// Takes a part of an amount; `None` if that would be more than the limit.
+    /// Takes a part of an amount; `None` if it would exceed the limit.
     pub fn take(self: &Rc<Self>, what: What, amount: u32) -> Option<Share> {
         let is_there = self.used(what).get().saturating_add(amount) <= self.limit(what);
         is_there.then(|| self.hold(what, amount))
     }
 
-    /// Takes it whatever the limit.
+    /// Takes a part of an amount even if it exceeds the limit.
     pub fn hold(self: &Rc<Self>, what: What, amount: u32) -> Share {
         let used = self.used(what);
         used.set(used.get().saturating_add(amount));
         Share { budget: self.clone(), what, amount }
     }
 
-    /// What is left until the limit.
+    /// The amount left until the limit.
     pub fn left(&self, what: What) -> u32 {
         self.limit(what).saturating_sub(self.used(what).get())
     }
 
     fn used(&self, what: What) -> &Cell<u32> {
-        // The array has a place for each.
+        // The array has an element for each variant.
         self.used.get(what as usize).unwrap_or(&self.used[0])
     }
 
-    /// Time in which one token comes.
+    /// The time in which the tenant gets one token.
     fn token(&self) -> Duration {
         Duration::from_secs(1) / MESSAGES_PER_SECOND.saturating_mul(self.factor())
     }
@@ -169,8 +168,8 @@ impl Budget {
         }
     }
 
-    /// A time slice at once, whether the tenant has another one and tokens or not: for work that others wait for, of which a tenant
-    /// has a limited amount.
+    /// Begins a time slice immediately, even if the tenant has another slice or no tokens: for work that other tenants wait for,
+    /// and whose amount is limited for each tenant.
     pub fn slice_at_once(&self) -> Slice<'_> {
         self.begin(None, clock::now())
     }
@@ -179,9 +178,9 @@ impl Budget {
         Slice { budget: self, ends: now.saturating_add(SLICE), spent: Cell::new(now), permit }
     }
 
-    /// How long it takes until there are tokens.
+    /// The time until the tenant has tokens.
     fn wait(&self, now: Time) -> Duration {
-        // The bucket holds the tokens of a second.
+        // The bucket holds one second's tokens.
         self.full.get().saturating_sub(now.saturating_add(Duration::from_secs(1)))
     }
 
@@ -199,7 +198,7 @@ impl Budget {
     }
 }
 
-/// A tenant's time slice, until it is dropped.
+/// A tenant's time slice. It lasts until it is dropped.
 #[derive(Debug)]
 pub struct Slice<'a> {
     budget: &'a Budget,
@@ -210,7 +209,8 @@ pub struct Slice<'a> {
 }
 
 impl Slice<'_> {
-    /// Spends tokens, or as many as the time that has passed since the last ones. True if there is time for more.
+    /// Spends `tokens`, or the tokens for the time since the last call if they are more. Returns whether the slice has time for
+    /// more.
     pub fn spend(&self, tokens: u32) -> bool {
         let now = clock::now();
         let time = now.saturating_sub(self.spent.replace(now));
@@ -219,13 +219,13 @@ impl Slice<'_> {
         now < self.ends && (self.permit.is_none() || self.budget.wait(now).is_zero())
     }
 
-    /// Ends the slice. The tenant has its next one after the runtime has looked for what others have sent.
+    /// Ends the slice. The tenant gets its next one after the runtime has checked for messages of other tenants.
     pub async fn end(self) {
         tokio::task::yield_now().await;
     }
 }
 
-/// A part of an amount, until it is dropped.
+/// A part of an amount, taken until it is dropped.
 #[derive(Debug)]
 pub struct Share {
     budget: Rc<Budget>,
@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(budget.wait(now), Duration::from_millis(500));
         assert_eq!(budget.wait(now + Duration::from_millis(500)), Duration::ZERO);
         drop(budget);
-        budgets.of(&Tenant::User(2)); // drops budgets that nobody needs
+        budgets.of(&Tenant::User(2)); // drops unused budgets
         assert_eq!(budgets.of(&Tenant::User(1)).wait(now), Duration::from_millis(500));
         let root = budgets.of(&Tenant::Root);
         let now = clock::now();

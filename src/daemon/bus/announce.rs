@@ -1,4 +1,4 @@
-//! Announcing: changes of properties, and clients and GPUs that come and go.
+//! Announces changes of properties, and clients and GPUs that come and go.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use crate::config::names;
 use crate::daemon::core::Present;
 use crate::daemon::core::views::ClientPids;
 
-/// Says every real change once, until the connection ends.
+/// Announces every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
     let Followed { mut settings, mut problems, mut holders, mut clients, mut gpus, attached: _ } =
         shared.followed.clone();

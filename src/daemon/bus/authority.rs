@@ -1,8 +1,8 @@
-//! Authorization by polkit of users other than root. The subject is the sender of a message by its unique name on the bus,
-//! which is never reused, unlike a process id. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
+//! Authorization by polkit of users other than root. The subject is the sender of a message, by its unique name on the bus.
+//! Unlike a process ID, that name is never reused. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
 //!
-//! An answer can take as long as a user types a password, and polkit can hang. So each check has a timeout, and the check of a
-//! sender that leaves the bus is cancelled. `gate` limits the number of calls, and with them that of checks.
+//! An answer takes until a user has typed a password, and polkit can hang. So each check has a timeout, and the check of a sender
+//! that leaves the bus is cancelled. `gate` limits the number of calls, and thus the number of checks.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -31,8 +31,8 @@ pub enum Action {
     Debug,
 }
 
-/// What polkit is told about a request, for its dialogues and its rules: `program`, and what the messages of
-/// `dbus/org.nvshare.Scheduler1.policy` name. Every key that a message names must be there.
+/// The details of a request for polkit's dialogues and rules: `program`, and the names in the messages of
+/// `dbus/org.nvshare.Scheduler1.policy`. Every key that a message names must be present.
 pub type Details<'a> = HashMap<&'a str, &'a str>;
 
 impl Action {
@@ -68,9 +68,9 @@ impl Subject {
 /// The time that an answer may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// As long as a user takes to type a password, which polkit may ask for.
+    /// The time that a user needs to type a password, which polkit may ask for.
     Interactive,
-    /// As long, but polkit may not ask for a password.
+    /// The same time, but polkit may not ask for a password.
     Patient,
     /// Half a second.
     Quick,
@@ -198,7 +198,7 @@ impl Check<'_> {
     }
 }
 
-/// True if there is no polkit, and none can be activated.
+/// True if polkit does not run and cannot be activated.
 fn is_absent(error: &zbus::Error) -> bool {
     match error {
         zbus::Error::FDO(error) => matches!(**error, fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_)),

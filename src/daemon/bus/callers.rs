@@ -18,7 +18,7 @@ use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::{Identity, printable, user_in_words};
 use crate::sys::access;
 
-/// The way to identify callers.
+/// How callers are identified.
 #[derive(Debug)]
 pub enum Callers {
     /// The bus identifies each sender, and polkit authorizes it.
@@ -27,7 +27,7 @@ pub enum Callers {
     Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
 }
 
-/// What the bus says of a connection.
+/// The bus's credentials of a connection.
 #[derive(Debug)]
 pub struct Known {
     pub uid: u32,
@@ -44,7 +44,7 @@ pub struct Caller<'a> {
     /// 0 if unknown.
     pub pid: i32,
     process: Arc<Process>,
-    /// All its groups, as far as they are known.
+    /// All groups of the caller, as far as they are known.
     groups: Vec<u32>,
     from: From<'a>,
 }
@@ -66,7 +66,7 @@ impl Callers {
         Self::Bus { authority: Authority::default(), senders: Senders::default(), gate: Gate::default() }
     }
 
-    /// Admits a call as far as can be told without asking the bus.
+    /// Admits a call as far as possible without a request to the bus.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -78,7 +78,7 @@ impl Callers {
         }
     }
 
-    /// Admits a call of a user, who is identified for that.
+    /// Admits a call of a user, and identifies the user for this.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -105,7 +105,7 @@ impl Callers {
     /// Identifies the sender of a message.
     ///
     /// # Errors
-    /// If the bus does not know it.
+    /// If the bus does not know the sender.
     pub async fn identify<'a>(
         &'a self,
         header: Option<&Header<'_>>,
@@ -130,7 +130,7 @@ impl Callers {
     }
 }
 
-/// What the bus says of the sender of a message, which it is asked once for each connection.
+/// The bus's credentials of the sender of a message, requested once for each connection.
 async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Connection) -> Option<Arc<Known>> {
     let name = header?.sender()?.to_owned();
     let sender = senders.of(&name.clone().into());
@@ -158,7 +158,7 @@ impl Caller<'_> {
     }
 
     /// Processes in containers are not authorized for anything, even as root. A process may pass its connection on, so the
-    /// one that connected must still be there, on the host.
+    /// process that connected must still exist, on the host.
     fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
         let text = match self.process.place() {
             Where::Host => return Ok(()),
@@ -174,15 +174,15 @@ impl Caller<'_> {
         Err(denied(text))
     }
 
-    /// The identity of the caller, as that of a client.
+    /// The identity of the caller, in the same form as a client's.
     ///
     /// # Errors
-    /// If it is not of the host.
+    /// If the caller is not on the host.
     pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
         self.is_of_the_host(what)?;
         let identity = Identity { groups: self.groups.clone(), ..self.process.describe() };
         if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
-            // It is in the host's PID namespace, and still need not have the host's devices.
+            // It is in the host's PID namespace, but may still lack the host's devices.
             return Err(denied(format!("a process in a container may not {what}")));
         }
         Ok(identity)
@@ -202,7 +202,7 @@ impl Caller<'_> {
     }
 
     /// # Errors
-    /// If the caller may not pause and resume programs of that user: its own it may.
+    /// If the caller may not pause and resume programs of this user. It may with its own.
     pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
         match user == self.uid {
             true => self.is_of_the_host(what),
@@ -229,20 +229,20 @@ impl Caller<'_> {
     }
 
     /// # Errors
-    /// If the caller may not acquire that lock: it must be able to use the GPU.
+    /// If the caller may not acquire this lock: it must be able to use the GPU.
     pub async fn may_lock(&self, Lockable { gpu, rule }: &Lockable) -> fdo::Result<()> {
         self.may_use(Action::AcquireLock, gpu, rule, &format!("acquire the lock of {}", gpu.label)).await
     }
 
     /// # Errors
-    /// If the caller may not have memory of that GPU kept free: it must be able to use the GPU.
+    /// If the caller may not have memory of this GPU kept free: it must be able to use the GPU.
     pub async fn may_make_room(&self, gpu: &NamedGpu) -> fdo::Result<()> {
         self.may_use(Action::MakeRoom, gpu, "", &format!("have memory of {} kept free", gpu.label)).await
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
         if self.uid != 0 {
-            // Of a GPU that NVML does not know, no file is known either.
+            // For a GPU that NVML does not know, no device file is known either.
             if let Some(minor) = gpu.minor {
                 self.may_open(&format!("/dev/nvidia{minor}"), what)?;
             }
@@ -283,7 +283,7 @@ impl Caller<'_> {
         format!("{} ({}, process {})", self.user(), printable(&self.program()), self.pid)
     }
 
-    /// The short name of the caller's process, for people.
+    /// The short name of the caller's process, for users.
     fn program(&self) -> String {
         peer::name(self.pid).unwrap_or_else(|| "a program".into())
     }

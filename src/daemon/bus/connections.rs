@@ -23,12 +23,12 @@ use crate::sys::{credentials, descriptors, socket};
 
 /// Time before another attempt to connect to the bus.
 const RETRY: Duration = Duration::from_secs(5);
-/// Connections to the control socket at a time; more wait.
+/// The most concurrent connections to the control socket; more wait.
 const MAX_PEERS: usize = 64;
-/// A peer that does not finish the handshake in this time is hung up on.
+/// A peer that does not finish the handshake in this time is disconnected.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Keeps a connection to the bus, and connects again when it is lost.
+/// Keeps a connection to the bus, and reconnects when it is lost.
 pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>) {
     let mut attempted = Some(attempted);
     let mut complained = false;
@@ -56,7 +56,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
                 warn!(name: "bus-gone", "the bus has gone away");
             }
             Err(e) => {
-                // No bus is nothing wrong: containers and small systems have none.
+                // A missing bus is not an error: containers and small systems have none.
                 if !std::mem::replace(&mut complained, true) {
                     info!("not on the bus, will try again: {e}");
                 }

@@ -1,6 +1,6 @@
-//! Admission of calls, before anything is started or asked for them: the number of calls of one user that are being answered, and
-//! calls per second. A call beyond that is refused at once, or dropped if it expects no reply. So what a user sends takes neither
-//! memory nor other users' time. The bus and the control socket have a gate each, so neither can be closed through the other.
+//! Admission of calls, before the daemon starts any work for them: it limits each user's concurrent calls and calls per second. A
+//! call beyond a limit is refused immediately, or dropped if it expects no reply. So a user's calls take neither memory nor other
+//! users' time. The bus and the control socket have separate gates, so neither can be closed through the other.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,20 +12,20 @@ use zbus::names::OwnedUniqueName;
 
 use super::callers::Known;
 
-/// Calls of one connection to the bus that are being answered.
+/// Concurrent calls of one connection to the bus.
 const MAX_OF_SENDER: usize = 16;
-/// Calls of one user, who can have many connections.
+/// Concurrent calls of one user, who can have many connections.
 const MAX_OF_USER: usize = 32;
 /// Calls of one user that wait for their turn to read records or a timeline, which are read one after the other.
 const MAX_LONG: usize = 2;
-/// Calls of a user in a second on average, and at once.
+/// Calls of a user per second on average, and in one burst.
 const CALLS_PER_SECOND: u32 = 200;
-/// How much more root may have.
+/// The factor of root's limits.
 const ROOT_FACTOR: u32 = 8;
 /// Connections and users that are remembered without calls.
 const MAX_IDLE: usize = 256;
 
-/// The places of all users.
+/// The limits of all users.
 #[derive(Debug, Default)]
 pub struct Gate(Mutex<HashMap<u32, Arc<User>>>);
 
@@ -34,11 +34,11 @@ struct User {
     places: Arc<Semaphore>,
     long: Arc<Semaphore>,
     token: Duration,
-    /// The time at which the bucket of tokens is full again. Each call is a moment later.
+    /// The time at which the bucket of tokens is full again. Each call moves it on by one token's time.
     full: Mutex<Instant>,
 }
 
-/// A call that is being answered, until it is dropped.
+/// A call that is being answered. It lasts until it is dropped.
 pub type Place = OwnedSemaphorePermit;
 
 impl User {
@@ -57,7 +57,7 @@ impl User {
         let mut full = self.full.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let next = (*full).max(now) + self.token;
-        // The bucket holds the tokens of a second.
+        // The bucket holds one second's tokens.
         let is_there = next <= now + Duration::from_secs(1);
         if is_there {
             *full = next;
@@ -84,7 +84,7 @@ impl Gate {
         users.entry(uid).or_insert_with(|| Arc::new(User::new(uid))).clone()
     }
 
-    /// Admits a call of a user. `None` is one that the bus does not identify; they all count as one user.
+    /// Admits a call of a user. `None`: the bus does not identify the user; all such calls count as one user's.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -112,7 +112,7 @@ pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
 #[derive(Debug)]
 pub struct Sender {
     places: Arc<Semaphore>,
-    /// What the bus says of it. It is asked until it has answered.
+    /// The bus's credentials of the connection, requested until the bus has answered.
     pub known: OnceCell<Arc<Known>>,
 }
 
@@ -131,7 +131,7 @@ impl Senders {
 }
 
 impl Sender {
-    /// Admits a call of the connection; `None`: it is root's, which only the user's places limit.
+    /// Admits a call of the connection; `None`: it belongs to root, and only the user's limits apply.
     ///
     /// # Errors
     /// `LimitsExceeded`

@@ -1,10 +1,10 @@
-//! The D-Bus object, on the bus and on the control socket. It has a thread and a runtime of its own, so that no call
-//! can delay a hand-over; it talks to the scheduling loop through channels.
+//! The D-Bus object, on the bus and on the control socket. It has a separate thread and runtime, so that no call can delay a
+//! hand-over; it talks to the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
 //! - `announce`: PropertiesChanged and the signals.
-//! - `sleep`: what logind says before the machine sleeps.
+//! - `sleep`: logind's announcement before the host suspends.
 //! - `gate`: admits calls. `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
 
 mod announce;
@@ -52,48 +52,48 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 pub enum Request {
     /// The next view of the state.
     View(oneshot::Sender<Arc<View>>),
-    /// What was used.
+    /// The recorded usage.
     Usage(Query, oneshot::Sender<Answer>),
-    /// Changes a setting, for a caller that the log names, as for all that follow with a name.
+    /// Changes a setting. The caller's name is for the log, here and in the other requests with a name.
     Set(Change, String, oneshot::Sender<Result<(), Failure>>),
     SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),
-    /// Sets all pods of this node. The answer has the rules that are refused.
+    /// Sets all pods of this node. The answer has the refused rules.
     SetPods(Pods, oneshot::Sender<Refused>),
-    /// Sets all claims of this node. The answer has those that are refused; an error: this daemon has no claims.
+    /// Sets all claims of this node. The answer has the refused claims; an error if this daemon has no claims.
     SetClaims(Claims, oneshot::Sender<fdo::Result<Refused>>),
-    /// Whether the caller may acquire a lock, as far as the scheduling loop knows.
+    /// Checks whether the caller may acquire a lock, as far as the scheduling loop can tell.
     CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Whether the caller may have a room, as far as the scheduling loop knows. The answer is the GPU.
+    /// Checks whether the caller may have a room, as far as the scheduling loop can tell. The answer is the GPU.
     CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
     /// Makes a room. The answer comes once its memory is free.
     Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Ends the lock of that client, for an administrator.
+    /// Ends the lock of this client, for an administrator.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
-    /// The users of the program with that process id.
+    /// The users of the program with this process ID.
     UsersOf(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
-    /// Takes the program with that process id off its GPUs, until it is resumed (`false`), if it is one of these users'.
+    /// Takes the program with this process ID off its GPUs until it is resumed (`false`), if it belongs to one of these users.
     Pause {
         pid: u32,
         is_paused: bool,
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
-    /// Has the program with that process id go to that GPU, if it is one of these users'. The answer comes once it is there, or is not
-    /// moved.
+    /// Moves the program with this process ID to this GPU, if it belongs to one of these users. The answer comes once the program
+    /// is there, or has not been moved.
     Migrate {
         pid: u32,
         gpu: String,
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
-    /// Has a GPU be empty, or used again (`false`).
+    /// Drains a GPU, or allows its use again (`false`).
     Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Adds to a view what else a debug bundle has.
+    /// Adds the other contents of a debug bundle to a view.
     Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
-    /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.
+    /// Releases the driver for this time at most. The answer has the programs that still use it.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
-    /// The machine is about to sleep, or has woken up. The answer comes once all memory that can leave the GPUs has left.
+    /// The host is about to suspend, or has resumed. The answer comes once all memory that can leave the GPUs has left.
     Sleep(bool, oneshot::Sender<()>),
     Reload(String, oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.

@@ -23,15 +23,15 @@ use crate::daemon::core::views::{ClientView, Holders};
 use crate::daemon::core::{RoomRequest, View};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
-/// Shortest time between two answers of what was used.
+/// Shortest time between two answers to queries for usage.
 const USAGE_PERIOD: Duration = Duration::from_millis(50);
 
-/// Shortest time between two timelines, and how much longer than the last one took that time is at least.
+/// Shortest time between two timelines. It is also at least `TIMELINE_REST` times the time that the last one took.
 const TIMELINE_PERIOD: Duration = Duration::from_millis(500);
 const TIMELINE_REST: u32 = 4;
 
-/// The object to which zbus's macro dispatches. A call can wait while a user types a password, so every method takes
-/// `&self`, for the reason given in [`super::served`].
+/// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every method takes `&self`, for
+/// the reason given in [`super::served`].
 #[derive(Debug)]
 pub struct Object {
     pub shared: Shared,
@@ -108,7 +108,7 @@ impl Object {
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
         let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
-        // For an answer the scheduling loop looks at all clients, so it has time for other things before the next one.
+        // The scheduling loop reads all clients for an answer, so it gets time for other work before the next one.
         tokio::spawn(async move {
             tokio::time::sleep(USAGE_PERIOD).await;
             drop(turn);
@@ -132,7 +132,7 @@ impl Object {
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
-        // Before anybody is asked for a password for it.
+        // Checked before a user is asked for a password for it.
         let checked = request.clone();
         let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
         caller.may_lock(&lockable).await?;
@@ -151,7 +151,7 @@ impl Object {
         let lasts = room_options(&options)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
-        // Before anybody is asked for a password for it.
+        // Checked before a user is asked for a password for it.
         let checked = request.clone();
         let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
         caller.may_make_room(&gpu).await?;
@@ -306,7 +306,8 @@ impl Object {
         let view = self.ask(Request::View).await?;
         let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
-        // To replay a recording takes a processor for a while: no more than a small part of one, whoever asks how often.
+        // Replaying a recording keeps a processor busy for a while, so timelines get only a small part of one, however often they
+        // are requested.
         let rest = TIMELINE_PERIOD.max(begin.elapsed() * TIMELINE_REST);
         tokio::spawn(async move {
             tokio::time::sleep(rest).await;
@@ -471,7 +472,7 @@ impl Object {
     /// The users of a program.
     ///
     /// # Errors
-    /// If the caller may not do this with it: with its own it may.
+    /// If the caller may not do this to the program. It may with its own.
     async fn authorize_for(
         &self,
         pid: u32,
@@ -503,7 +504,7 @@ impl Object {
     }
 }
 
-/// What was used, with what the question tells apart.
+/// Usage, with the columns that the query groups by.
 fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
     let ((begins, lasts), account) = (key.time, key.account);
     let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));
@@ -525,7 +526,7 @@ fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usa
     }
 }
 
-/// Whether the options ask for names and command lines of programs.
+/// Whether the options request names and command lines of programs.
 fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     let mut command_lines = false;
     for (name, value) in options {
@@ -543,7 +544,7 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     Ok(command_lines)
 }
 
-/// For how long a room is kept, unless it is renewed.
+/// The time for which a room is kept, unless it is renewed.
 fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     let mut lasts = settings::DEFAULT_ROOM;
     for (name, value) in options {

@@ -1,10 +1,9 @@
 //! The object as zbus serves it.
 //!
-//! Calls can take minutes, and zbus holds read locks during a call: the interface's, and for a property those of
-//! `Properties` and of the object tree as well. Readers do not block each other, but a writer would wait for all of
-//! them, and all later calls for the writer. So there are no writers: no method takes `&mut self`, which [`shared`]
-//! ensures, and [`ObjectServer::at`] and `remove` are not called once the object is registered. Each call that is
-//! admitted has a task of its own.
+//! Calls can take minutes, and zbus holds read locks during a call: on the interface, and for a property also on `Properties` and
+//! on the object tree. Readers do not block each other, but a writer would wait for all of them, and all later calls would wait
+//! for the writer. So nothing writes: no method takes `&mut self`, which [`shared`] ensures, and [`ObjectServer::at`] and
+//! `remove` are not called once the object is registered. Each admitted call has a separate task.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -49,7 +48,8 @@ impl Interface for Served {
         self.0.get_all(server, connection, header, emitter).await
     }
 
-    /// zbus would start a task for each call, before any of ours could refuse it. It awaits `call`, which does so instead.
+    /// zbus would start a task for each call before the daemon could refuse it. It awaits `call`, which starts a task once the
+    /// call is admitted.
     fn spawn_tasks_for_methods(&self) -> bool {
         false
     }
@@ -136,7 +136,7 @@ impl Interface for Served {
 
     fn introspect_to_writer(&self, writer: &mut dyn std::fmt::Write, level: usize) {
         for line in interface(XML).lines() {
-            // There is no way to report an error of the writer.
+            // An error of the writer cannot be reported.
             let _ = writeln!(writer, "{:level$}{}", "", line.strip_prefix("  ").unwrap_or(line));
         }
     }

@@ -1,8 +1,8 @@
-//! Suspend and hibernation, by logind: before the machine sleeps, programs' memory leaves the GPUs. The driver keeps the contents
-//! of GPU memory only where it was set up for that (`NVreg_PreserveVideoMemoryAllocations`), and then has less to write.
+//! Suspend and hibernation, through logind: before the host suspends, programs' memory leaves the GPUs. The driver keeps the
+//! contents of GPU memory only if it is set up for that (`NVreg_PreserveVideoMemoryAllocations`), and then has less to write.
 //!
-//! While a program has a GPU attached, an inhibitor delays sleep. It is closed once all memory that can leave has left; logind waits
-//! for it no longer than `InhibitDelayMaxSec`, 5 seconds by default.
+//! While a program has a GPU attached, an inhibitor delays suspend. It is closed once all memory that can leave the GPUs has
+//! left; logind waits for it no longer than `InhibitDelayMaxSec`, 5 seconds by default.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use zbus::{Connection, OwnedFd};
 
 use super::{Request, Shared};
 
-/// logind says when the machine has woken up. If it does not, programs run again after so much time awake.
+/// logind reports when the host has resumed. If it does not, programs run again after this time awake.
 const AWAKE_AFTER: Duration = Duration::from_secs(60);
 
-/// Time before an inhibitor is asked for again where there was none to be had.
+/// Time before an inhibitor is requested again if none was available.
 const RETRY: Duration = Duration::from_secs(30);
 
 #[zbus::proxy(
@@ -46,15 +46,15 @@ pub async fn follow(connection: &Connection, shared: &Shared) {
     }
 }
 
-/// Tells the scheduling loop that the machine is about to sleep, or has woken up. The receiver is notified once all memory that
-/// can leave has left.
+/// Tells the scheduling loop that the host is about to suspend, or has resumed. The receiver is notified once all memory that can
+/// leave the GPUs has left.
 fn tell(shared: &Shared, asleep: bool) -> oneshot::Receiver<()> {
     let (done, evacuated) = oneshot::channel();
-    let _ = shared.requests.send(Request::Sleep(asleep, done)); // it may be stopping
+    let _ = shared.requests.send(Request::Sleep(asleep, done)); // the loop may be stopping
     evacuated
 }
 
-/// `asleep`: the machine is about to sleep, and memory may still be leaving.
+/// `asleep`: the host is about to suspend, and memory may still be leaving.
 async fn prepare(
     connection: &Connection,
     shared: &Shared,
@@ -104,7 +104,7 @@ async fn inhibit(logind: &ManagerProxy<'_>) -> Option<OwnedFd> {
     inhibitor.map_err(|e| debug!("sleep cannot be delayed: {e}")).ok()
 }
 
-/// Waits until all memory that can leave has left.
+/// Waits until all memory that can leave the GPUs has left.
 async fn evacuated(asleep: &mut Option<oneshot::Receiver<()>>) {
     match asleep {
         Some(evacuated) => drop(evacuated.await),

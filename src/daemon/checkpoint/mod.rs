@@ -1,9 +1,10 @@
-//! Clients' processes are taken off their GPUs and put back by `nvshare-checkpoint`, a program of its own for each process, because a
-//! call of the driver may take seconds, and for ever while the process is stopped. Here one is started and asked. Whatever becomes
-//! of it, there is an answer in bounded time.
+//! The daemon takes clients' processes off their GPUs and puts them back through `nvshare-checkpoint`, a separate program that
+//! runs once per process: a driver call may take seconds, and never returns while the process is stopped. This module starts
+//! these helpers and sends them requests. Every request is answered in bounded time, whatever happens to the helper.
 //!
-//! It initialises the driver as soon as it is started, which takes 0.2 s for each GPU that nobody has open [H100]. So one is started
-//! when its client is told to prepare, and one whose client is to come back at once, to another GPU, is asked for that as well.
+//! A helper initialises the driver as soon as it starts, which takes 0.2 s for each GPU that no process has open [H100]. So the
+//! daemon starts one when it tells the client to prepare. If the client then moves straight to another GPU, the same helper wakes
+//! it.
 
 #[cfg(test)]
 mod tests;
@@ -34,32 +35,34 @@ use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// Where one is started for each connection: by systemd (`nvshare-checkpoint.socket`), in a pod by a container (`--listen`).
+/// The socket that starts a helper for each connection: systemd's (`nvshare-checkpoint.socket`), or in a pod a container's
+/// (`--listen`).
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
-/// The most that are waited for at a time. Each has the driver loaded and initialised, which takes host memory and processor time, and
-/// what they move goes over the same links.
+/// The most helpers that the daemon waits for at a time. Each has the driver loaded and initialised, which takes host memory and
+/// processor time, and the memory that they move crosses the same links.
 const MAX_HELPERS: usize = 8;
-/// The most for processes of one tenant, late ones included: who stops a process keeps its helper from ending. `MaxConnections=` of
-/// the socket has room for those of many tenants.
+/// The most helpers for processes of one tenant, late ones included: a user who stops a process keeps its helper from ending.
+/// `MaxConnections=` of the socket has room for the helpers of many tenants.
 const MAX_HELPERS_OF_TENANT: usize = 4;
-/// The most that wait to be asked; beyond these one is started when it is asked.
+/// The most helpers that wait for a request; beyond these, a helper is started when it is needed.
 const MAX_PREPARED: usize = 8;
-/// How long a lock waits for calls and work of the process to end. It has been prepared, so none is expected.
+/// How long a lock waits for the process's calls and work to end. The process has been prepared, so none are expected.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long requests wait.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// For a place among those that run.
+    /// For a place among the running helpers.
     place: Duration,
-    /// For the answer to a sleep or a wake. Of a process whose memory was moved out before, each takes less than a second
-    /// (`bench/RESULTS.md`); one whose memory could not be moved takes 0.5 s for each GiB.
+    /// For the answer to a sleep or a wake. Each takes less than a second if the memory of the process was moved out before
+    /// (`bench/RESULTS.md`), and otherwise 0.5 s for each GiB.
     answer: Duration,
-    /// For the answer to `Settle`, which waits for a call that is still under way.
+    /// For the answer to `Settle`, which waits for a driver call that is still under way.
     settled: Duration,
-    /// For the end of a child after it was hung up on: it undoes what it has begun. To systemd `RuntimeMaxSec=` says the same.
+    /// For a child to end after the daemon has hung up: the child first undoes its unfinished work. `RuntimeMaxSec=` is systemd's
+    /// counterpart.
     end: Duration,
 }
 
@@ -74,37 +77,37 @@ const PATIENCE: Patience = Patience {
 /// How a helper is started.
 #[derive(Debug)]
 enum Start {
-    /// By whoever listens there, for a connection to this socket.
+    /// By the listener on this socket, for a connection to it.
     Connect(PathBuf),
-    /// As a child, with the user of this process: it reaches processes of that user alone.
+    /// As a child, with the user of this process: it reaches only processes of that user.
     Child(PathBuf),
 }
 
-/// What came of a request.
+/// The result of a request.
 #[derive(Debug)]
 pub struct Answer {
-    /// In which state the process is. [`Outcome::Unknown`] is to be followed by [`Operation::Settle`], until the state is known.
+    /// The state of the process. After [`Outcome::Unknown`], the caller sends [`Operation::Settle`] until the state is known.
     pub outcome: Outcome,
-    /// Why it was not done.
+    /// Why the request was not carried out.
     pub failure: Option<Failure>,
 }
 
-/// Why a request was not carried out. Displayed, it completes a line that says what was to be done.
+/// Why a request was not carried out. The displayed text completes a line that names the request.
 #[derive(Debug)]
 pub enum Failure {
-    /// All helpers were taken for too long.
+    /// All helpers were in use for too long.
     Busy,
     /// No helper could be started.
     NotStarted(io::Error),
-    /// It ended without an answer.
+    /// The helper ended without an answer.
     Died,
-    /// It did not answer in time.
+    /// The helper did not answer in time.
     TimedOut,
-    /// There is no driver, or one without these calls.
+    /// The driver is missing, or lacks these calls.
     NoCalls,
-    /// The process is another user's.
+    /// The process belongs to another user.
     OtherUser,
-    /// A call of the driver failed, with this error of the driver.
+    /// A driver call failed with this error.
     Driver { call: &'static str, error: u32 },
 }
 
@@ -139,7 +142,7 @@ impl Failure {
     }
 }
 
-/// Starts helpers. It lives on one thread, in a `LocalSet`, and never blocks it.
+/// Starts helpers. It lives on one thread, in a `LocalSet`, and never blocks the thread.
 #[derive(Debug)]
 pub struct Helpers {
     start: Start,
@@ -155,12 +158,12 @@ struct Place {
 }
 
 impl Helpers {
-    /// Has whoever listens at [`SOCKET`] start helpers.
+    /// Starts helpers through the listener at [`SOCKET`].
     pub fn by_socket() -> Self {
         Self::new(Start::Connect(SOCKET.into()), PATIENCE)
     }
 
-    /// Starts helpers as children: the program that is installed with this one.
+    /// Starts helpers as children, from the program that is installed with this one.
     ///
     /// # Errors
     /// If the path of this program is not known.
@@ -176,19 +179,20 @@ impl Helpers {
         Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), tenants: RefCell::default() }
     }
 
-    /// Starts one that is to be asked soon. It ends by itself if it is not.
+    /// Starts a helper for a request that will follow soon. It ends by itself if none does.
     pub fn prepare(&self) -> Option<Helper> {
-        self.start().ok() // whoever asks hears of it
+        self.start().ok() // `ask` reports the error
     }
 
-    /// Has a process taken off its GPUs or put back. Dropped before it is done, it is taken back as far as that is possible, and the
-    /// state of the process is to be settled.
+    /// Takes a process off its GPUs or puts it back. If the future is dropped early, the helper undoes its work as far as possible,
+    /// and the caller must settle the state of the process.
     ///
-    /// `prepared`: one that was started before. `process`: a pidfd. `uid`: the user that one which is to sleep must be of. `tenant`: whose process it is. `pairs`: for a wake,
-    /// on which GPU to restore what was on each that the process sees; none for where it was, at most `MAX_PAIRS`.
+    /// `prepared`: a helper that was started before. `process`: a pidfd. `uid`: the user that a process must have to be put to
+    /// sleep. `tenant`: the tenant of the process. `pairs`: for a wake, each GPU that the process sees and the GPU on which its
+    /// memory is restored; empty to restore all memory where it was; at most `MAX_PAIRS`.
     ///
-    /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs. If it
-    /// sleeps, the helper can be asked again.
+    /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs. If
+    /// the process now sleeps, the helper is returned and can be asked again.
     pub async fn ask(
         &self,
         prepared: Option<Helper>,
@@ -213,14 +217,14 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        // The caller does not wait for its end, and may have gone before, but its place does.
+        // The caller does not wait for the helper to end, and may be gone before it does, but the place is taken until then.
         spawn_local(async move {
             let Place { of_tenant: _of_tenant, of_all } = place;
             let answer = select! {
                 answer = timeout(patience, helper.answer()) => answer.ok(),
                 () = asker.closed() => None,
             };
-            // One that is late may never end, and keeps only others of its tenant from theirs.
+            // A late helper may never end, so it gives back its place among all helpers, and takes up only one of its tenant's.
             let _of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
@@ -236,7 +240,7 @@ impl Helpers {
             None => unknown(Failure::TimedOut),
             Some(None) => unknown(Failure::Died),
             Some(Some(answer)) => match Failure::of(answer.failed, answer.error) {
-                // It cannot tell the state, but has done nothing.
+                // The helper cannot determine the state, but has done nothing.
                 Some(failure) if answer.failed == Step::Driver => not_begun(failure),
                 failure => Answer { outcome: answer.outcome, failure },
             },
@@ -253,14 +257,15 @@ impl Helpers {
             tenants.insert(tenant.clone(), Arc::downgrade(&places));
             places
         };
-        // Waiting for others with a place of one's own keeps nobody else from theirs.
+        // A request that waits for a place among all helpers holds only a place of its own tenant, so it holds up no other
+        // tenant.
         match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
             (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
-            _ => pending().await, // neither is ever closed
+            _ => pending().await, // neither semaphore is ever closed
         }
     }
 
-    /// Asks one, which is started if there is none, or the one that there was has ended since.
+    /// Sends a request to the prepared helper, or to a new one if there is none or it has ended since.
     fn send(
         &self,
         prepared: Option<Helper>,
@@ -301,15 +306,15 @@ impl Helpers {
     }
 }
 
-/// Helpers that wait to be asked, each for what becomes of one client.
+/// Helpers that wait for a request, each for one client.
 #[derive(Debug, Default)]
 pub struct Prepared(Vec<(ClientId, Instant, Helper)>);
 
 impl Prepared {
-    /// Keeps the one that this returns, or does not call it: a client that is told to prepare again and again, and refuses, does not
-    /// have one started each time.
+    /// Keeps the helper that `helper` returns, unless the client already has one or too many are kept; `helper` is not called
+    /// then. So a client that is repeatedly told to prepare, and refuses, does not start a helper each time.
     pub fn keep(&mut self, now: Instant, client: ClientId, helper: impl FnOnce() -> Option<Helper>) {
-        self.0.retain(|(_, since, _)| now < *since + IDLE); // others have ended
+        self.0.retain(|(_, since, _)| now < *since + IDLE); // older helpers have ended
         if self.0.len() < MAX_PREPARED && self.0.iter().all(|(other, ..)| *other != client) {
             self.0.extend(helper().map(|helper| (client, now, helper)));
         }
@@ -321,7 +326,7 @@ impl Prepared {
     }
 }
 
-/// One that was started. Dropped, it is hung up on, and undoes what it can; the runtime waits for a child's end.
+/// A helper that was started. Dropping it hangs up, and the helper undoes what it can; the runtime reaps a child.
 #[derive(Debug)]
 pub struct Helper {
     socket: AsyncFd<OwnedFd>,
@@ -329,7 +334,7 @@ pub struct Helper {
 }
 
 impl Helper {
-    /// `None` if it ended, or said what is no answer.
+    /// The helper's reply; `None` if it ended or sent something else.
     async fn answer(&self) -> Option<nvshare_checkpoint::Reply> {
         let mut packet = [0; ANSWER];
         let length = self.receive(&mut packet).await.ok()?;
@@ -337,12 +342,12 @@ impl Helper {
     }
 
     async fn receive(&self, packet: &mut [u8]) -> io::Result<usize> {
-        // Descriptors that come are closed.
+        // Received descriptors are closed.
         self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
     }
 
-    /// Hangs up, and waits until it has ended. A child that does not end is killed after this time, others by whoever started them; whoever
-    /// settles the process then undoes what is left.
+    /// Hangs up, and waits until the helper has ended. A child that does not end within `patience` is killed; other helpers are
+    /// killed by the service that started them. `Operation::Settle` then undoes what is left.
     async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
         match &mut self.child {
@@ -352,7 +357,7 @@ impl Helper {
                     let _ = child.wait().await;
                 }
             }
-            // Nobody has the other end any more when the process is gone.
+            // The other end is closed once the helper's process is gone.
             None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
         }
     }

@@ -340,7 +340,7 @@ fn a_child_that_dies_leaves_the_state_unknown() {
     });
 }
 
-/// The program itself. This process has no driver, and the one that is meant has ended.
+/// Starts the real program. This process has no driver, and the process of the request has ended.
 #[test]
 fn the_helper_is_asked_as_a_child() {
     run(async {

@@ -1,4 +1,4 @@
-//! The clients' listening socket: accepting connections, also when descriptors are short.
+//! The clients' listening socket: accepts connections even when descriptors are short.
 
 use std::cell::RefCell;
 use std::io;
@@ -22,7 +22,7 @@ use crate::sys::socket;
 /// Time to wait before accepting again, after an error that may pass.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts connections for as long as the daemon runs. `claim` is the UID of the claim whose socket it is, or empty.
+/// Accepts connections until the daemon ends. `claim` is the UID of the claim that the socket belongs to, or empty.
 ///
 /// # Errors
 /// If the runtime cannot watch the listening socket.
@@ -43,7 +43,7 @@ pub async fn accept(
         };
         match accepted {
             Ok(socket) => {
-                // Who connects faster than it is identified is hung up on, since it cannot be told.
+                // Drops connections that arrive faster than their processes can be identified.
                 let budget = connections.budgets.of(&peer::presumed_tenant(socket.as_fd()));
                 if let Some(arrival) = budget.take(What::Arrivals, 1) {
                     let client = Incoming { socket, claim: claim.to_owned(), budget, arrival };
@@ -51,7 +51,7 @@ pub async fn accept(
                 }
                 tokio::task::yield_now().await;
             }
-            // Linux reports this before it looks for a waiting connection, so there may be none to refuse.
+            // Linux reports this before it checks for a waiting connection, so there may be none to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
@@ -79,8 +79,8 @@ pub async fn accept(
     }
 }
 
-/// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards what was sent
-/// on it. It can send no more meanwhile, so that reading ends.
+/// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards the data sent on it.
+/// The client can send no more during this, so reading ends.
 pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];

@@ -1,9 +1,9 @@
 //! A listening socket for each ResourceClaim of Kubernetes that is prepared on this node. Containers that were given a claim find
-//! the directory of its socket in the place of the usual one, and no other container sees it. So the socket through which a program
-//! connects says which claim it has, whatever the program itself says.
+//! the directory of its socket in the place of the usual one, and no other container sees it. So the socket through which a
+//! program connects identifies its claim, whatever the program itself reports.
 //!
-//! A directory stays until its claim goes: containers keep it, and a daemon that starts finds by it which claims there are before the
-//! device plugin has told it.
+//! A directory stays until its claim goes: containers keep it, and a starting daemon learns from it which claims exist before the
+//! device plugin has listed them.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,7 +45,7 @@ impl Drop for ClaimSocket {
 }
 
 impl ClaimSockets {
-    /// Opens the sockets of the claims that an earlier daemon had in that directory.
+    /// Opens the sockets of the claims that an earlier daemon had in this directory.
     pub fn new(directory: &Path, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) -> Self {
         core.borrow_mut().create_lock_files_of_claims_in(directory);
         let (core, connections) = (core.clone(), connections.clone());
@@ -58,7 +58,7 @@ impl ClaimSockets {
         sockets
     }
 
-    /// Replaces all claims: those that are new have sockets when this returns, those that are gone have none any more. Claims without a
+    /// Replaces all claims: when this returns, new claims have sockets, and claims that are gone have none. Claims without a
     /// socket are left out, and returned with the reasons.
     pub fn set(&mut self, mut claims: Claims) -> Refused {
         let mut refused = Refused::new();

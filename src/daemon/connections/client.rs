@@ -23,20 +23,20 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// A connection that sends nothing for this long is closed. A client that was stopped meanwhile connects again.
+/// A connection that sends nothing for this long is closed. A client that was stopped during this time connects again.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// What it costs to identify a process, and to take a client in or out, in messages.
+/// The cost of identifying a process, and of adding or removing a client, in messages.
 const ARRIVAL_TOKENS: u32 = 10;
-/// Packets that are read of a process that has ended: more than a socket holds.
+/// The most packets that are read after a process has ended, more than a socket holds.
 const MAX_LAST_PACKETS: usize = 1024;
 
 /// Completes a log line that begins with a program's name.
 const DISCONNECTED: &str = "is disconnected after a protocol violation";
 
-/// A connection that was accepted.
+/// An accepted connection.
 pub(super) struct Incoming {
     pub socket: OwnedFd,
-    /// The UID of the claim whose socket it came by, or empty.
+    /// The UID of the claim whose socket the connection came through, or empty.
     pub claim: String,
     /// Of its presumed tenant, and its place there.
     pub budget: Rc<Budget>,
@@ -68,7 +68,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     let budget = connections.budgets.of(&identity.tenant);
     let (place, too_many) = match budget.take(What::Clients, 1) {
         Some(place) => (place, false),
-        // It is told so, unless too many others are.
+        // The client is told of the limit, unless too many refused clients are being told already.
         None => match budget.take(What::Refusals, 1) {
             Some(place) => (place, true),
             None => return,
@@ -128,7 +128,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     drop(place);
 }
 
-/// Why another client of a tenant is refused.
+/// The reason why another client of a tenant is refused.
 pub(super) fn too_many_clients(budget: &Budget) -> String {
     let (tenant, most) = (budget.tenant(), budget.limit(What::Clients));
     format!("{tenant} has {most} programs connected; max-clients-per-tenant allows no more")
@@ -171,7 +171,7 @@ pub async fn converse(
 /// Reads what a process sent before it ended: its end can be noticed before its last packets.
 fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
     let mut buffer = [0; MAX_LEN];
-    // Bounded, since a process that shares the socket could send for ever.
+    // Bounded, since a process that shares the socket could send forever.
     for _ in 0..MAX_LAST_PACKETS {
         let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, &mut Vec::new()) else {
             return;
@@ -200,9 +200,9 @@ pub async fn died(pidfd: Option<&AsyncFd<OwnedFd>>) {
 pub struct Hello {
     pub min: u16,
     pub max: u16,
-    /// Its id on an earlier connection, or 0.
+    /// The client's ID on an earlier connection, or 0.
     pub resume: u64,
-    /// It has been told to sleep by an earlier scheduler.
+    /// An earlier scheduler told the client to sleep.
     pub is_asleep: bool,
     pub gang: u64,
     pub library: Text<32>,
@@ -222,7 +222,7 @@ async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation>
     }
 }
 
-/// Reads what a client sends, in the time slices of its tenant.
+/// Reads a client's packets, in the time slices of its tenant.
 async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -> End {
     let mut buffer = [0; MAX_LEN];
     loop {

@@ -1,12 +1,12 @@
 //! GPU locks that are acquired over D-Bus, without the library: `AcquireLock`, and with it `nvsharectl lock`.
 //!
-//! The caller becomes a client like any other, with its own identity and so its own rule, in the same queue, with the same turns,
-//! counted against the same limit of its tenant; a [`LockKeeper`] speaks the protocol for it. The caller gets one end of a pair of
-//! sockets; closing it releases the lock, or ends the wait for it. A revoked lock is released at once, whether the caller reads or
-//! not, and requested again.
+//! The caller becomes a client like any other: it has its own identity and therefore its own rule, waits in the same queue, takes
+//! the same turns, and counts against the same limit of its tenant; a [`LockKeeper`] speaks the protocol for it. The caller gets
+//! one end of a socket pair; closing it releases the lock, or ends the wait for it. A revoked lock is released immediately,
+//! whether the caller reads or not, and requested again.
 //!
-//! The scheduler's end of that pair outlives the daemon in systemd's descriptor store, beside a memory file ([`Record`]) from which
-//! the next daemon goes on. Where it is not there any more the lock is lost, and the caller reads the end of its socket.
+//! The daemon's end of the pair outlives the daemon in systemd's descriptor store, together with a memory file ([`Record`]) from
+//! which the next daemon continues. If the store no longer has it, the lock is lost, and the caller reads the end of its socket.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -39,14 +39,14 @@ use crate::identity::{Cgroup, Identity, printable};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// Characters of a name or a reason.
+/// The most characters of a name or a reason.
 const MAX_TEXT: usize = 200;
-/// The only slot of such a client.
+/// The only slot of a lock's client.
 const SLOT: u32 = 0;
 const GPUS: u64 = 1 << SLOT;
-/// Utilization in permille that lets no other client run beside this one.
+/// Utilization in permille that keeps all other clients from running concurrently.
 const EXCLUSIVE: u32 = 2000;
-/// Bytes of a record that are read: a process can have 65536 groups.
+/// The most bytes of a record that are read: a process can have 65536 groups.
 const MAX_RECORD: u64 = 1 << 20;
 
 /// The arguments of `AcquireLock`, and the caller.
@@ -59,15 +59,15 @@ pub struct LockRequest {
     pub caller: Identity,
 }
 
-/// A lock that a caller may have, as far as the scheduling loop knows.
+/// A lock that the caller may acquire, as far as the scheduling loop can tell.
 #[derive(Debug, Clone)]
 pub struct Lockable {
     pub gpu: NamedGpu,
-    /// The rule of the caller, as messages name it; empty if it has none.
+    /// The name of the caller's rule for messages; empty if it has none.
     pub rule: String,
 }
 
-/// Whether a request is right, and the caller's rule allows it.
+/// Checks that a request is valid, and that the caller's rule allows it.
 ///
 /// # Errors
 /// `InvalidArgs` or `AccessDenied`.
@@ -88,7 +88,7 @@ pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
 /// Queues the caller for the lock. Returns the caller's end of the pair of sockets.
 ///
 /// # Errors
-/// If the request is wrong or not allowed, or the caller's tenant has too many clients.
+/// If the request is invalid or not allowed, or the caller's tenant has too many clients.
 pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
     let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
     let Lockable { gpu, .. } = check(&core.borrow(), &request)?;
@@ -109,14 +109,14 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
         connections.resumed().await;
         let keeper = keeper.of(&core, client);
         keeper.attach();
-        // At once, since there is no context to wait for.
+        // A lock has no context to wait for, so it is requested immediately.
         keeper.request();
         keeper.keep(place).await;
     });
     Ok(theirs.into())
 }
 
-/// What the next daemon has to know of a lock. Its file begins with one more byte, which says whether the lock is held.
+/// The data of a lock that the next daemon needs. Its file begins with one more byte, which tells whether the lock is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Record {
@@ -154,7 +154,7 @@ impl Record {
         }
     }
 
-    /// The file of a lock that is not held.
+    /// Creates the file of a lock that is not held.
     fn create(&self) -> io::Result<File> {
         let file = File::from(rustix::fs::memfd_create("nvshare-lock", MemfdFlags::CLOEXEC)?);
         let text = serde_json::to_vec(self)?;
@@ -163,7 +163,7 @@ impl Record {
         Ok(file)
     }
 
-    /// Reads a file of an earlier daemon, and whether the lock is held.
+    /// Reads a file of an earlier daemon. Returns whether the lock is held, too.
     fn read(file: &File) -> io::Result<(Self, bool)> {
         let mut held = NOT_HELD;
         file.read_exact_at(&mut held, 0)?;
@@ -192,13 +192,13 @@ impl Record {
             ..Identity::default()
         };
         if let Some(path) = cgroup {
-            // Its caller was on the host, or it would not have got the lock.
+            // The caller was on the host, or it would not have got the lock.
             peer::place(&mut identity, Cgroup { path: path.clone() }, true, true);
         }
         identity
     }
 
-    /// The client, and what keeps the lock for it.
+    /// Creates the client and its keeper.
     fn client(self, identity: Identity, files: LockFiles, budget: Rc<Budget>) -> io::Result<(Arrival, Unattached)> {
         let (client_end, daemon_end) = socket::packet_pair()?;
         let connection = Rc::new(Connection::new(daemon_end, version::MAX, budget)?);
@@ -219,14 +219,14 @@ impl Record {
     }
 }
 
-/// A lock that an earlier daemon gave, before its request is repeated.
+/// A lock that an earlier daemon granted or queued, before its request is repeated.
 pub struct TakenOver {
     keeper: LockKeeper,
     held: bool,
     place: Share,
 }
 
-/// Takes over a lock of an earlier daemon, with the identity that its caller had then. If that cannot be done, the lock ends.
+/// Takes over a lock of an earlier daemon, with the identity that its caller had then. If this fails, the lock ends.
 pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: StoredConnection) -> Option<TakenOver> {
     let StoredConnection { name, socket, record } = stored;
     let end = socket.try_clone().ok();
@@ -248,7 +248,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         Err(e) => {
             warn!(name: "lock-lost", client = name.client, "cannot take over a lock over D-Bus, which ends: {e}");
             systemd::forget(&name.to_string());
-            // For every process that has it: systemd still does.
+            // Closing is not enough: systemd still has the socket open.
             end.iter().for_each(|socket| socket::shut_down(socket.as_fd()));
             return None;
         }
@@ -265,7 +265,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
 }
 
 impl TakenOver {
-    /// Repeats its request, if the lock is not held, and keeps it from now on.
+    /// Repeats the request, if the lock is not held, and keeps the lock from now on.
     pub fn go_on(self) {
         let Self { keeper, held, place } = self;
         if !held {
@@ -275,7 +275,7 @@ impl TakenOver {
     }
 }
 
-/// What a [`LockKeeper`] is made of.
+/// The parts of a [`LockKeeper`] whose client has no ID yet.
 struct Unattached {
     record: Record,
     connection: Rc<Connection>,
@@ -302,7 +302,7 @@ struct LockKeeper {
 
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
-        // These messages keep the protocol.
+        // These messages follow the protocol.
         let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
@@ -331,14 +331,14 @@ impl LockKeeper {
             () = async { self.connection.flush().await; std::future::pending().await } => "",
         };
         self.core.borrow_mut().disconnect(self.client, why);
-        // systemd may still have a copy, with which the owner would never read the end.
+        // systemd may still have a copy, which would keep the owner from reading the end of its socket.
         socket::shut_down(self.files.owner.as_fd());
         drop(place);
     }
 
-    /// Writes a line to the owner, who need not read it.
+    /// Writes a line to the owner, which need not read it.
     fn tell(&self, line: &str) {
-        // Not by tokio, which would not try before it has seen that the socket takes something.
+        // Not through tokio, which would not try before it has seen that the socket is writable.
         let _ = socket::send(self.files.owner.as_fd(), line.as_bytes());
     }
 
@@ -349,8 +349,8 @@ impl LockKeeper {
         }
     }
 
-    // If the daemon dies between the two steps of these, the next one says `granted` once more; never would the owner believe to
-    // have a lock that it has not.
+    // If the daemon dies between the steps of these functions, the next daemon sends `granted` again; the owner never believes
+    // that it has a lock that it does not have.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });
@@ -385,7 +385,7 @@ impl LockKeeper {
         }
     }
 
-    /// Waits until the owner's end is closed. What the owner writes is discarded.
+    /// Waits until the owner's end is closed. Data that the owner writes is discarded.
     async fn owner_closes(&self) {
         let mut buffer = [0; 64];
         while self.files.owner.readable().await.is_ok() {

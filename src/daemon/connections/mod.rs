@@ -1,9 +1,9 @@
 //! Clients' connections from beginning to end.
 //!
-//! - [`accept`]: the listening socket. [`claims`]: those of claims.
+//! - [`accept`]: the listening socket. [`claims`]: the sockets of claims.
 //! - `client`: one connection: the handshake, its packets, its end.
 //! - [`resume`]: connections of an earlier daemon.
-//! - [`room`]: memory that is kept free, which is asked for over D-Bus.
+//! - [`room`]: memory that is kept free on request over D-Bus.
 //! - [`lock`]: GPU locks that are acquired over D-Bus, for which the daemon acts as a client.
 
 pub mod accept;

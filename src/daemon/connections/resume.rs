@@ -1,6 +1,6 @@
-//! Connections of an earlier daemon, which systemd stored (`FDSTORE=1`). The new daemon does not know what was sent on them:
-//! messages that the earlier one had read and not handled are lost, and so are decisions that it had not sent. So each client
-//! is asked to send its whole state again (`Resume`), and packets before its answer are discarded.
+//! Connections of an earlier daemon, which systemd stored (`FDSTORE=1`). The new daemon does not know which messages were sent on
+//! them: messages that the earlier daemon had read and not handled are lost, and so are decisions that it had not sent. So each
+//! client is told to send its whole state again (`Resume`), and packets before its answer are discarded.
 //!
 //! No lock is granted before all clients have answered, since a silent client may hold it. The scheduler does not wait for stopped
 //! processes, nor for tenants that have sent more than their budget: their clients are taken over after all others, when they
@@ -34,11 +34,11 @@ use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// Time for a client to answer. One that is moving its memory takes a moment.
+/// Time for a client to answer. A client that is moving its memory takes a moment.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between checks whether silent clients are stopped.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
-/// Packets of a client's whole state, at most.
+/// The most packets of a client's whole state.
 const MAX_PACKETS: usize = 1024;
 
 /// A client that was asked for its state.
@@ -58,7 +58,7 @@ struct ClientState {
     held: SlotSet,
 }
 
-/// Takes over stored connections. Returns when all clients have answered, but for those that are stopped.
+/// Takes over stored connections. Returns when all clients except stopped ones have answered.
 pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
@@ -108,7 +108,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
         let resumed = states.len();
         info!(name: "resumed", milliseconds, "{resumed} of {count} programs continue, after {milliseconds} ms");
     }
-    // Those that are held before anybody requests one.
+    // Held locks are restored before any client requests one.
     let locks: Vec<TakenOver> =
         locks.into_iter().filter_map(|stored| lock::take_over(core, connections, stored)).collect();
     let late = admit(core, states, connections, false).await;
@@ -200,7 +200,7 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
     }
 }
 
-/// Feeds packets to the machine until a time slice ends.
+/// Feeds packets to the scheduler until a time slice ends.
 fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut impl Iterator<Item = Vec<u8>>) {
     for packet in packets {
         // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.

@@ -1,8 +1,8 @@
-//! Rooms that are asked for over D-Bus: `MakeRoom`, and with it `nvsharectl make-room`.
+//! Rooms that are requested over D-Bus: `MakeRoom`, and with it `nvsharectl make-room`.
 //!
-//! The caller gets one end of a pair of sockets once the memory is free. Closing its last copy gives the memory back; what is written
-//! to it renews the room's time. Its end is read when the room is over. The scheduler's end is not passed on to the next daemon:
-//! rooms end with this one.
+//! The caller gets one end of a socket pair once the memory is free. Closing its last copy gives the memory back; data written to
+//! it renews the room's time. The caller reads the end of the socket when the room is over. The daemon's end is not passed on to
+//! the next daemon: rooms end with this one.
 
 use std::cell::RefCell;
 use std::io;
@@ -20,13 +20,14 @@ use crate::daemon::core::{Core, PendingRoom, RoomRequest};
 use crate::scheduler::RoomId;
 use crate::sys::socket;
 
-/// Shortest time between two renewals of a room, each of which takes the scheduling loop time in proportion to the clients.
+/// Shortest time between two renewals of a room. Each renewal costs the scheduling loop time in proportion to the number of
+/// clients.
 const RENEWAL_PERIOD: Duration = Duration::from_millis(500);
 
-/// Reads before a renewal, which take more than a socket holds.
+/// The most reads before a renewal, more than a socket holds.
 const MAX_READS: usize = 256;
 
-/// Makes a room, and answers with the caller's end of the pair of sockets once its memory is free.
+/// Makes a room, and answers with the caller's end of the socket pair once its memory is free.
 pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
     let pending = core.borrow_mut().request_room(request);
     let PendingRoom { room, ready, ended } = match pending {
@@ -47,7 +48,7 @@ pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Send
             Ok(pair) => pair,
             Err(e) => return drop(reply.send(Err(e))),
         };
-        // Where nobody waits for the answer any more, this closes the caller's end.
+        // If the caller no longer waits for the answer, this closes the caller's end.
         drop(reply.send(Ok(theirs.into())));
         select! {
             () = kept.serve(&own) => {}
@@ -78,7 +79,7 @@ impl Kept {
             }
             if wrote {
                 self.core.borrow_mut().renew_room(self.room);
-                // What is written until then renews it once.
+                // Data written until then renews the room once.
                 tokio::time::sleep(RENEWAL_PERIOD).await;
             }
         }

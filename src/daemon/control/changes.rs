@@ -1,8 +1,8 @@
-//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved
-//! in the directory that systemd provides (`StateDirectory=`); without one, they last as long as the daemon. The configuration
+//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved in the
+//! directory that systemd provides (`StateDirectory=`); without a directory, they last until the daemon ends. The configuration
 //! file is never written.
 //!
-//! A change takes effect once it is saved, and not at all if that fails: what is in effect survives a restart.
+//! A change takes effect once it is saved, and not at all if that fails: settings in effect survive a restart.
 
 use std::cell::RefCell;
 use std::io;
@@ -32,11 +32,11 @@ const HEADER: &str =
 pub struct Changes {
     changed: RefCell<Changed>,
     saver: Option<Saver>,
-    /// Changes are made one after the other: each is saved before the next one begins.
+    /// Changes are made one after another: each is saved before the next one begins.
     turn: Mutex<()>,
 }
 
-/// The thread that saves them, since writing can take long.
+/// The thread that saves the changes, since writing can take long.
 #[derive(Debug)]
 struct Saver {
     path: PathBuf,
@@ -59,7 +59,7 @@ struct Changed {
     rule: Added,
 }
 
-/// Reads the rules. Wrong ones are ignored.
+/// Reads the rules. Invalid rules are ignored.
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
@@ -109,13 +109,13 @@ impl Changes {
         settings.policy = policy.unwrap_or(settings.policy);
     }
 
-    /// Waits until no other change is under way, and keeps others from beginning.
+    /// Waits until no other change is under way, and keeps other changes from beginning.
     pub async fn begin(&self) -> Turn<'_> {
         Turn { changes: self, _turn: self.turn.lock().await }
     }
 }
 
-/// The right to change them.
+/// The right to change the settings.
 #[derive(Debug)]
 pub struct Turn<'a> {
     changes: &'a Changes,

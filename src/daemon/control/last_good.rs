@@ -1,5 +1,6 @@
-//! The last configuration without an error, kept in the directory that systemd provides (`StateDirectory=`). A scheduler whose
-//! files have an error starts with it: without a scheduler no limit of any rule would hold, and programs would not take turns.
+//! The last configuration without an error, kept in the directory that systemd provides (`StateDirectory=`). If the configuration
+//! files have an error, the scheduler starts with this configuration: without a scheduler no limit of any rule would hold, and
+//! programs would not take turns.
 
 use std::path::{Path, PathBuf};
 
@@ -16,11 +17,11 @@ const HEADER: &str = "# The configuration files as they were last read without a
 #[derive(Debug, Clone, Default)]
 pub struct LastGood(Option<PathBuf>);
 
-/// A configuration to start with although the files have an error.
+/// A configuration to start with if the files have an error.
 #[derive(Debug)]
 pub struct Fallback {
     pub config: Config,
-    /// It is the default one: none was kept.
+    /// It is the default configuration: none was kept.
     pub is_default: bool,
 }
 
@@ -47,8 +48,8 @@ impl LastGood {
         Ok(config)
     }
 
-    /// The kept configuration, else the default one. `None` without a state directory: a scheduler that is started by hand tells
-    /// the error and ends.
+    /// The kept configuration, or else the default one. `None` without a state directory: a scheduler that is started by hand
+    /// reports the error and ends.
     pub fn fallback(&self) -> Option<Fallback> {
         self.0.as_ref()?;
         let kept = self.read().and_then(|sources| sources.config_as_before().ok());
@@ -63,7 +64,7 @@ impl LastGood {
     }
 }
 
-/// The error of the files, and the configuration that is in effect in their place.
+/// The error of the files, and the configuration that is in effect instead.
 pub fn in_effect_despite(error: &str, is_default: bool) -> String {
     let instead = if is_default { "the default settings" } else { "the last configuration without an error" };
     format!("{error} (in effect: {instead})")

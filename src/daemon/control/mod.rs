@@ -47,7 +47,7 @@ pub struct Control {
     pub last_good: LastGood,
     /// The default configuration is in effect, since the files had an error at the start.
     pub is_default: Cell<bool>,
-    /// Held while the configuration is read, so that the last one that was asked for is the last to take effect.
+    /// Held while the configuration is read, so that the last one requested is the last to take effect.
     pub loading: Mutex<()>,
     pub views: Views,
 }
@@ -61,7 +61,7 @@ impl Control {
         claims: Option<&mut ClaimSockets>,
         request: Request,
     ) {
-        // It is no error if the caller no longer waits for the answer.
+        // The caller may have stopped waiting, which is no error.
         match request {
             Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
@@ -113,7 +113,7 @@ impl Control {
         }
     }
 
-    /// Reads the configuration file again. `by`: who has it read, for the log.
+    /// Reads the configuration file again. `by`: the caller, for the log.
     ///
     /// # Errors
     /// If the file is wrong. Then nothing changes.
@@ -121,7 +121,7 @@ impl Control {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // With what was changed while the file was read.
+        // Includes changes made while the file was read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
@@ -177,8 +177,8 @@ impl Control {
         Ok(())
     }
 
-    /// The configuration of the files. Its rules name users and groups, and a directory service that is asked for them can take
-    /// long.
+    /// Loads the configuration from its files. Its rules name users and groups, and looking these up in a directory service can
+    /// take long.
     async fn load(&self, core: &RefCell<Core>) -> Result<Config, String> {
         let (path, last_good) = (self.config.clone(), self.last_good.clone());
         let read = spawn_blocking(move || last_good.load(path.as_deref()).map_err(|e| e.to_string()));
@@ -198,10 +198,10 @@ impl Control {
     }
 }
 
-/// How often it is looked whether memory has left the GPUs.
+/// Time between two checks whether memory has left the GPUs.
 const EVACUATION_LOOK: Duration = Duration::from_millis(20);
 
-/// Answers once all memory that can leave the GPUs has left, or the machine has woken up.
+/// Answers once all memory that can leave the GPUs has left, or the host has resumed.
 async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
     while !core.borrow().is_evacuated() {
         tokio::time::sleep(EVACUATION_LOOK).await;

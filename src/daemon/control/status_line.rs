@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use crate::bus;
 use crate::daemon::core::views::ClientView;
 
-/// Bytes of the line; the rest is cut off.
+/// The most bytes of the line; the rest is cut off.
 const MAX_LENGTH: usize = 400;
 
 /// Formats the line.

@@ -1,6 +1,6 @@
-//! Views of the state for all who read. A view costs the scheduling loop time in proportion to the number of clients, so it is
-//! made at most once in [`PERIOD`], only if there is a reader, and for all readers that have asked since the last one. Each view
-//! is newer than the question, so that a caller whose change was answered reads what it has changed.
+//! Views of the state for all readers. A view costs the scheduling loop time in proportion to the number of clients, so it is
+//! made at most once in [`PERIOD`], only if there is a reader, and for all readers that have requested one since the last view.
+//! Each view is newer than the request, so a caller whose change was answered reads the changed state.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use crate::daemon::core::{Core, View};
 
 /// Shortest time between two views.
 const PERIOD: Duration = Duration::from_millis(100);
-/// The loop makes views for at most one part in so many of its time.
+/// The loop spends at most one part in this many of its time on views.
 const REST: u32 = 20;
 
 /// The readers that wait for a view.
@@ -28,7 +28,7 @@ struct Waiting {
 }
 
 impl Views {
-    /// Answers for as long as the scheduling loop runs.
+    /// Answers requests until the scheduling loop ends.
     pub fn start(&self, core: &Rc<RefCell<Core>>) {
         let (waiting, core) = (self.0.clone(), core.clone());
         spawn_local(async move {
@@ -40,7 +40,7 @@ impl Views {
                 }
                 let begin = Instant::now();
                 let view = Arc::new(core.borrow().view());
-                // It is no error if a reader no longer waits.
+                // A reader may have stopped waiting, which is no error.
                 readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
                 drop_elsewhere(view);
                 tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;
@@ -62,7 +62,7 @@ impl Views {
     }
 }
 
-/// To free a view takes about as long as to make it.
+/// Freeing a view takes about the same time as making it.
 fn drop_elsewhere(view: Arc<View>) {
     tokio::task::spawn_blocking(move || drop(view));
 }

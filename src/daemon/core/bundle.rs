@@ -39,7 +39,7 @@ pub struct Snapshot {
 }
 
 impl Core {
-    /// Adds to a view what else a bundle has. It is formatted and written away from the scheduling loop.
+    /// Adds the other contents of a bundle to a view. They are formatted and written outside the scheduling loop.
     pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
         let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
         Snapshot {
@@ -96,7 +96,7 @@ impl Snapshot {
     }
 }
 
-/// What the kernel says of the system.
+/// The kernel's description of the system.
 fn proc_text(name: &str) -> String {
     std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().into()
 }
@@ -123,7 +123,7 @@ pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> P
     Process { client: client.0, pid, name, unit, container, resumed }
 }
 
-/// A sealed file in memory, at its beginning, with what is written to it.
+/// Creates a sealed file in memory with the data that `write` writes; its offset is at the beginning.
 pub(super) fn sealed(
     name: &CStr,
     write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,

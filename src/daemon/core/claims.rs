@@ -1,5 +1,5 @@
 //! The ResourceClaims that are prepared on this node, as the device plugin learns them from Kubernetes: their names, and rules
-//! of what each was allocated.
+//! for their allocations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -21,8 +21,8 @@ struct Known {
 }
 
 impl Claims {
-    /// Checks the claims of a device plugin. One whose rule is wrong is left out: without a rule its programs would have more than
-    /// they were allocated.
+    /// Checks the claims of a device plugin. A claim with an invalid rule is left out: without a rule its programs would have
+    /// more than they were allocated.
     ///
     /// # Errors
     /// A sentence if the list as a whole is wrong.
@@ -48,7 +48,7 @@ impl Claims {
         Ok((Self(claims), refused))
     }
 
-    /// Their UIDs.
+    /// The UIDs of the claims.
     pub fn uids(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }

@@ -26,14 +26,14 @@ use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
-/// Processes that have disconnected, before those that did so long ago are forgotten.
+/// The most disconnected processes that are kept before older ones are forgotten.
 const MAX_DEPARTED: usize = 1024;
-/// Clients that have ended and whose names are kept for pictures and bundles.
+/// The most ended clients whose names are kept for pictures and bundles.
 const MAX_ENDED: usize = 1024;
-/// Host memory is measured no more often for limit requests.
+/// The shortest time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// The pod of a process, as far as the agent has named it, for the end of its own name.
+/// The pod of a process, as far as the agent has named it, as a suffix of the process's name.
 fn of_pod(identity: &Identity) -> String {
     let Pod { uid, namespace, name, container } = &identity.pod;
     match (&**uid, &**name, &**container) {
@@ -44,8 +44,8 @@ fn of_pod(identity: &Identity) -> String {
     }
 }
 
-/// Whether that is what a client calls its library that asks which GPUs a command may use, as `nvsharectl run` does, and uses
-/// none itself. Its line in the log has other words; who lies here is still in the log.
+/// Whether a client with this library name asks which GPUs a command may use, as `nvsharectl run` does, and uses none itself. Its
+/// log line has other words; a client that lies about its name is still logged.
 fn asks_for_a_command(library: &str) -> bool {
     library == "nvsharectl"
 }
@@ -82,7 +82,7 @@ impl Core {
         client
     }
 
-    /// Takes over a client of an earlier daemon, with the id that it had.
+    /// Takes over a client of an earlier daemon, and keeps its ID.
     pub fn resume(&mut self, client: ClientId, mut arrival: Arrival, name: ConnectionName) {
         self.pods.name(&mut arrival.identity);
         self.claims.name(&mut arrival.identity);
@@ -104,7 +104,7 @@ impl Core {
         self.apply_rule(client);
     }
 
-    /// The machine's number of the gang that a client names. Members of one gang share the name and the tenant.
+    /// The scheduler's number of the gang that a client names. Members of one gang share the name and the tenant.
     fn gang(&mut self, client: ClientId, arrival: &Arrival) -> u64 {
         if arrival.gang == 0 {
             return 0;
@@ -112,7 +112,7 @@ impl Core {
         let Identity { placed, tenant, .. } = &*arrival.identity;
         if !placed {
             self.next_gang += 1;
-            return self.next_gang; // it has no peers, since it shares with none
+            return self.next_gang; // the gang has no other members: the client shares with no other client
         }
         let gang = self.gangs.entry((tenant.clone(), arrival.gang)).or_insert_with(|| {
             self.next_gang += 1;
@@ -133,7 +133,7 @@ impl Core {
         }
     }
 
-    /// Keeps that id from being given to another client.
+    /// Keeps this ID from being given to another client.
     pub fn reserve_id(&mut self, client: ClientId) {
         self.next_client = self.next_client.max(client.0.saturating_add(1));
     }
@@ -169,8 +169,8 @@ impl Core {
         self.mark_active();
     }
 
-    /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. A client that is not
-    /// attached to a GPU yet loses nothing by connecting again.
+    /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. A client that has not attached
+    /// a GPU yet loses nothing by connecting again.
     fn store(&mut self, client: ClientId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let (kind, version, descriptors) = match &entry.lock {
@@ -187,7 +187,7 @@ impl Core {
         }
     }
 
-    /// A client of an earlier daemon says which locks it holds.
+    /// A client of an earlier daemon reports the locks that it holds.
     pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.attached(slots);
@@ -196,10 +196,10 @@ impl Core {
         }
     }
 
-    /// Ends a lock over D-Bus: whoever keeps it reads the end of its connection.
+    /// Ends a D-Bus lock: its keeper reads the end of the connection.
     ///
     /// # Errors
-    /// `InvalidArgs` if the client is no such lock.
+    /// `InvalidArgs` if the client is not such a lock.
     pub fn end_lock(&self, client: ClientId) -> fdo::Result<()> {
         let entry = self.clients.get(&client).filter(|entry| entry.lock.is_some());
         let no_lock = || fdo::Error::InvalidArgs(format!("client {} is no lock of AcquireLock", client.0));
@@ -228,7 +228,7 @@ impl Core {
             info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
         }
         if self.departed.len() >= MAX_DEPARTED {
-            // Measurements do this as well, where there are any.
+            // Measurements also do this, if there are any.
             self.departed.retain(|_, left| now < *left + EXIT_TIME);
         }
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
@@ -236,7 +236,7 @@ impl Core {
         self.signals.clients.set(self.clients.len());
         self.signals.arrivals.notify_one();
         self.mark_active();
-        // Before the client's memory counts as free: what other clients have open of it stays in use.
+        // Before the client's memory counts as free: memory that other clients have open stays in use.
         let (adopters, unanswered) = self.shared_memory.leave(client);
         self.ask_to_adopt(adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
@@ -260,7 +260,7 @@ impl Core {
     /// Handles one packet of a client, and the descriptors that came with it.
     ///
     /// # Errors
-    /// If the client broke the protocol: its connection is to be closed.
+    /// If the client broke the protocol: the caller must close its connection.
     pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
         let now = clock::now();
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
@@ -289,7 +289,7 @@ impl Core {
                     (stats.host, stats.in_file) = (host, in_file);
                 }
                 let (total, measured) = self.gpus.get(&gpu).map_or((0, false), |gpu| (gpu.total, gpu.index.is_some()));
-                // Reports decide what other clients get, so none may exceed the GPU's size. Demand may, with managed memory.
+                // Reports affect other clients' shares, so none may exceed the GPU's size. Demand may, with managed memory.
                 let is_managed = self.machine.engine(client, gpu) == Some(Engine::Managed);
                 report.demand = if is_managed { report.demand } else { report.demand.min(total) };
                 report.mapped = report.mapped.min(total);
@@ -353,7 +353,7 @@ impl Core {
         self.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
         self.apply(event);
-        // One that comes back may have been told otherwise by an earlier scheduler.
+        // A client that reconnects may have been told other values by an earlier scheduler.
         let reconnects = self.clients.get(&client).is_some_and(|entry| entry.reconnects);
         if reconnects || self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
             self.limit_run_ahead(client, gpu);
@@ -369,7 +369,7 @@ impl Core {
         }
     }
 
-    /// Reports a client's memory on a GPU to the machine: its own report, plus shared memory that no report counts.
+    /// Passes a client's memory on a GPU to the scheduler: its own report, plus shared memory that no report counts.
     pub(super) fn report(&mut self, client: ClientId, gpu: GpuId) {
         let extra = self.shared_memory.uncounted(client, gpu);
         let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
@@ -418,7 +418,7 @@ impl Core {
         self.announce_limits([client]);
         self.signals.limits.notify_one();
         self.publish_gpus();
-        // It may be a MIG slice that was created just now.
+        // The GPU may be a MIG slice that has just been created.
         self.query_nvml(Query::Scan);
         Ok(())
     }

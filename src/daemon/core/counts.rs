@@ -1,5 +1,5 @@
-//! Counters for metrics, from the machine's events and commands and from clients' own counters. They are exact and never
-//! decrease: those of a GPU include clients that have gone, and those of a workload, until it is forgotten.
+//! Counters for metrics, from the scheduler's events and commands and from clients' own counters. They are exact and never
+//! decrease. A GPU's counters include clients that have gone; so do a workload's, until the workload is forgotten.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,11 +15,11 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 pub struct Counts {
     gpus: BTreeMap<GpuId, GpuCounts>,
     clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,
-    /// Of clients that have gone, and when the last one went.
+    /// Counters of clients that have gone, and when the last client went.
     ended: BTreeMap<(GpuId, Workload), (Counted, Time)>,
 }
 
-/// What is known of a workload without clients is forgotten after this time, as pressure is. Clients can name units.
+/// A workload without clients is forgotten after this time, as pressure is. Clients can name units.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Counters of one GPU.
@@ -28,10 +28,10 @@ pub struct GpuCounts {
     /// `lock_time` covers attachments that have ended.
     pub counted: Counted,
     pub waits: Waits,
-    /// Time for which the lock was held, and since when it is held.
+    /// Time for which the lock was held, and when the present holder got it.
     held: Duration,
     held_since: Option<Time>,
-    /// The client that was granted the lock last.
+    /// The client that was last granted the lock.
     last_holder: Option<ClientId>,
 }
 
@@ -41,18 +41,18 @@ impl GpuCounts {
     }
 }
 
-/// Counters of one client on one GPU, for as long as the client is connected.
+/// Counters of one client on one GPU, kept while the client is connected.
 #[derive(Debug, Clone, Default)]
 pub struct ClientCounts {
     /// `lock_time` covers attachments that have ended.
     pub counted: Counted,
-    /// The newest report of its own counters on this attachment. The first report is only a base for later ones.
+    /// The newest report of the client's own counters on this attachment. The first report is only a base for later ones.
     reported: Option<Reported>,
-    /// The machine's sum of waits on this attachment, as far as it has been counted.
+    /// The scheduler's sum of waits on this attachment, as far as it has been counted.
     waited: Duration,
-    /// The machine's sum of lock time at the client's move to this GPU: it counts for the GPU that the client came from.
+    /// The scheduler's sum of lock time when the client moved to this GPU: it counts for the GPU that the client came from.
     held_before: Duration,
-    /// What of it has been recorded.
+    /// The usage record of these counters.
     pub(super) used: Used,
 }
 
@@ -73,12 +73,12 @@ impl Counts {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
     }
 
-    /// What clients that have gone have added to their workloads.
+    /// The counters that clients that have gone added to their workloads.
     pub fn ended(&self) -> impl Iterator<Item = (GpuId, &Workload, &Counted)> {
         self.ended.iter().map(|((gpu, workload), (counted, _))| (*gpu, workload, counted))
     }
 
-    /// A client has gone: what it counted is its workload's from now on.
+    /// A client has gone: its workload gets its counters.
     pub(super) fn end(&mut self, client: ClientId, workload: &Workload, now: Time) {
         for (gpu, count) in self.clients.remove(&client).unwrap_or_default() {
             let (counted, last) = self.ended.entry((gpu, workload.clone())).or_default();
@@ -87,8 +87,8 @@ impl Counts {
         }
     }
 
-    /// Forgets workloads of which the last client went long ago, unless they are among those that have clients. Computing these
-    /// takes time, so they are asked for only when there may be something to forget.
+    /// Forgets workloads whose last client went long ago, unless they have clients again. Computing the workloads with clients
+    /// takes time, so `living` is called only if a workload may be forgotten.
     pub(super) fn forget_ended(&mut self, now: Time, living: impl FnOnce() -> BTreeSet<Workload>) {
         let is_recent = |last: Time| now.saturating_sub(last) < FORGOTTEN;
         if self.ended.values().all(|(_, last)| is_recent(*last)) {
@@ -109,7 +109,7 @@ impl Counts {
         self.clients.get(&client).into_iter().flat_map(BTreeMap::keys).copied().collect()
     }
 
-    /// The counters of a client on a GPU, if it uses or has used that.
+    /// The counters of a client on a GPU that it uses or has used.
     pub(super) fn of(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut ClientCounts> {
         self.clients.get_mut(&client)?.get_mut(&gpu)
     }
@@ -123,8 +123,8 @@ impl Counts {
         }
     }
 
-    /// A client has gone from one GPU to another, where the machine goes on with its sums, `turns`. What it counted before stays
-    /// with the GPU that it came from.
+    /// A client has moved from one GPU to another. The scheduler's sums, `turns`, carry over to the new GPU; counts from before
+    /// stay with the old GPU.
     pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns) {
         let Some(count) = self.of(client, from) else { return };
         let lock_time = count.lock_time(turns);
@@ -185,7 +185,7 @@ impl Counts {
 }
 
 impl Core {
-    /// Counts an event, before the machine handles it.
+    /// Counts an event, before the scheduler handles it.
     pub(super) fn count_event(&mut self, event: &Event, now: Time) {
         match event {
             Event::Attached { client, gpu, .. } => drop(self.counts.client(*client, *gpu)),
@@ -208,7 +208,7 @@ impl Core {
         }
     }
 
-    /// Counts a command of the machine.
+    /// Counts a command of the scheduler.
     pub(super) fn count_command(&mut self, command: &Command, now: Time) {
         match command {
             Command::Grant { client, gpus } => {
@@ -263,7 +263,7 @@ mod tests {
         let Counted { grants, hand_overs, .. } = counts.gpu(GPU).counted;
         assert_eq!((grants, hand_overs), (5, 2));
         assert_eq!(counts.client(ONE, GPU).counted.hand_overs, 1);
-        // Also where the one before had it from an earlier daemon.
+        // This includes a previous holder that got the lock from an earlier daemon.
         let mut counts = Counts::default();
         counts.holds(ONE, GPU);
         counts.granted(OTHER, GPU, &turns(1, 0, 0));
@@ -277,7 +277,7 @@ mod tests {
         counts.granted(ONE, GPU, &turns(2, 2, 5));
         counts.granted(ONE, GPU, &turns(3, 9, 6));
         counts.detached(ONE, GPU, &turns(3, 9, 8));
-        // It attaches again: the machine begins anew.
+        // It attaches again: the scheduler's sums start at zero.
         counts.granted(ONE, GPU, &turns(1, 4, 0));
         let of_gpu = counts.gpu(GPU);
         assert_eq!((of_gpu.waits.count(), of_gpu.waits.sum()), (4, Duration::from_secs(13)));
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(counts.client(ONE, GPU).counted, of_gpu.counted);
     }
 
-    /// What metrics show of a GPU and of a workload never decreases.
+    /// The counters of a GPU and of a workload never decrease in the metrics.
     #[test]
     fn a_client_that_moves_leaves_what_it_counted_where_it_was() {
         const THERE: GpuId = GpuId(Uuid([2; 16]));
@@ -302,7 +302,7 @@ mod tests {
             let Counted { swapped_out, wait_time, grants, .. } = count.counted;
             (lock_time.as_secs(), swapped_out, wait_time.as_secs(), grants)
         };
-        // The machine has sums only for where the client is.
+        // The scheduler has sums only for the GPU that the client is on.
         assert_eq!(seen(&mut counts, GPU, 0), (5, 100, 2, 1));
         assert_eq!(seen(&mut counts, THERE, 5), (0, 0, 0, 0));
         counts.report(ONE, THERE, swapped(130));

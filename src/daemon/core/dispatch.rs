@@ -1,4 +1,4 @@
-//! Events into the machine, and its commands out to the clients.
+//! Passes events to the scheduler, and its commands to the clients.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -13,18 +13,18 @@ use crate::daemon::transport::peer;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time};
 use crate::sys::clock;
 
-/// The shortest time between two ticks, so that a mistake in the machine cannot take a whole CPU.
+/// The shortest time between two ticks, so that a mistake in the scheduler cannot take a whole CPU.
 const MIN_TICK: Duration = Duration::from_micros(100);
 
 impl Core {
-    /// The machine's deadline has come, or systemd's watchdog needs proof that the loop works.
+    /// The scheduler's deadline has come, or systemd's watchdog needs proof that the loop works.
     pub fn tick(&mut self) {
         self.armed = None;
         self.ticked = clock::now();
         self.apply(Event::Tick);
     }
 
-    /// Feeds the machine an event, and its commands to the clients. Answers to commands are further events.
+    /// Passes an event to the scheduler, and its commands to the clients. Answers to commands are further events.
     pub(super) fn apply(&mut self, event: Event) {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
@@ -61,7 +61,7 @@ impl Core {
         }
     }
 
-    /// Records the bounds on a client's mapped memory from now on, and what it uses.
+    /// Records the bounds on a client's mapped memory, and the client's usage, from now on.
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
         self.note_bytes(client, gpu, now);
@@ -172,7 +172,7 @@ impl Core {
         }
     }
 
-    /// Tells the machine about stopped processes that run again. Returns whether any is still stopped.
+    /// Tells the scheduler about stopped processes that run again. Returns whether any is still stopped.
     pub fn check_stopped(&mut self) -> bool {
         let running: Vec<ClientId> = self
             .stopped

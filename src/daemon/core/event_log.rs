@@ -27,7 +27,7 @@ macro_rules! log_client {
 }
 pub(super) use log_client;
 
-/// The same is logged about the same client and GPU only after this time.
+/// Time before the same line about the same client and GPU is logged again.
 const REPEAT: Duration = Duration::from_secs(10);
 
 /// True if a line that was logged at `last` must not be repeated yet.
@@ -36,7 +36,7 @@ pub(super) fn is_recent(last: Option<Time>, now: Time) -> bool {
 }
 
 impl Core {
-    /// Logs an event, before the machine handles it, and updates what is known about the client.
+    /// Logs an event, before the scheduler handles it, and updates the client's entry.
     pub(super) fn log_event(&mut self, event: &Event, now: Time) {
         use Event::{Connected, Disconnected, Held, Released, Requested};
         if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
@@ -83,7 +83,7 @@ impl Core {
         }
     }
 
-    /// Logs a command, and updates what is known about its client.
+    /// Logs a command, and updates the entry of its client.
     pub(super) fn log_command(&mut self, command: &Command, now: Time) {
         match command {
             Command::Reserved { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "reserved"),
@@ -99,7 +99,7 @@ impl Core {
                 let before = std::mem::replace(&mut stats.allowance, *bytes);
                 let what = match *bytes {
                     bytes if bytes < stats.mapped.min(before) => "evict",
-                    bytes if bytes < before => "take-back", // nothing has to leave
+                    bytes if bytes < before => "take-back", // no memory has to leave
                     _ => "credit",
                 };
                 debug!(client = client.0, gpu = %gpu.0, bytes, "{what}");

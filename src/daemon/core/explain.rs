@@ -1,5 +1,5 @@
-//! Why a program does not run on a GPU, and when it is expected to, in sentences. They have no more of other programs than
-//! `ListClients` shows to everybody: names, process ids, and rules.
+//! Explains in sentences why a program does not run on a GPU, and when it is expected to. The sentences reveal no more of other
+//! programs than `ListClients` shows to every user: names, process IDs, and rules.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -13,11 +13,11 @@ use crate::config::units;
 use crate::identity::{Identity, printable};
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
 
-/// So many of the programs ahead are named; the others are counted.
+/// The most programs ahead that are named; the others are counted.
 const NAMED: usize = 5;
-/// Shorter times are not told: what is expected is no more exact.
+/// Shorter times are not reported: estimates are no more exact than this.
 const SHORTEST: Duration = Duration::from_millis(100);
-/// Waits that are explained in one answer: as many as one connection can have.
+/// The most waits that one answer explains: a single connection can have this many.
 const MAX_EXPLAINED: usize = nvshare_wire::MAX_SLOTS as usize;
 
 /// Names of clients and GPUs, and the rule of a client.
@@ -27,7 +27,7 @@ trait Names {
     fn rule(&self, client: ClientId) -> Option<String>;
 }
 
-/// The name of a client for people.
+/// The name of a client for users.
 pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> String {
     let name = identity.map(|identity| printable(&identity.name)).filter(|name| !name.is_empty());
     let name = name.unwrap_or_else(|| "a program".into());
@@ -37,7 +37,7 @@ pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> Stri
     }
 }
 
-/// The name of a GPU for people: its number if it has one of its own.
+/// The name of a GPU for users: its number if it has its own.
 pub(super) fn gpu_name(gpu: GpuId, kind: GpuKind, index: Option<u32>) -> String {
     match index.filter(|_| kind != GpuKind::Mig) {
         Some(index) => format!("GPU {index}"),
@@ -61,11 +61,11 @@ impl Names for View {
 }
 
 impl View {
-    /// The sentences about a process, for each of its GPUs, of which [`MAX_EXPLAINED`] are explained: each takes time in
+    /// The sentences about a process, for each of its GPUs. At most [`MAX_EXPLAINED`] are explained: each takes time in
     /// proportion to the queue, and a process can have many connections.
     ///
     /// # Errors
-    /// `InvalidArgs` if no client has that process id.
+    /// `InvalidArgs` if no client has this process ID.
     pub fn explain(&self, pid: u32) -> fdo::Result<Vec<String>> {
         let is_meant = |identity_pid: i32| pid > 0 && i64::from(identity_pid) == i64::from(pid);
         let clients = self.clients.iter().filter(|(_, client)| is_meant(client.identity.pid)).map(|(id, _)| *id);
@@ -101,7 +101,7 @@ impl View {
     }
 }
 
-/// What one client waits for on one GPU.
+/// The sentences about one client's wait for one GPU.
 fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<String> {
     let gpu = names.gpu(what.gpu);
     let mut text = Vec::new();

@@ -1,4 +1,4 @@
-//! The GPUs that there are: NVML lists them, they come and go, and an administrator may have the driver let go of.
+//! The GPUs: NVML lists them, they come and go, and an administrator may release the driver.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use crate::daemon::gpu::nvml::{GpuDescription, Listing, Query, State};
 use crate::scheduler::{ClientId, Event, GpuId};
 use crate::sys::clock;
 
-/// How much work a client may queue ahead of a GPU that a display is attached to: a frame at 60 Hz. What a desktop draws waits no longer
-/// than that for work that is queued already.
+/// The amount of work that a client may queue ahead of a GPU with a display: one frame at 60 Hz. A desktop's drawing then waits
+/// no longer than this for queued work.
 const BESIDE_DISPLAY: Duration = Duration::from_millis(16);
 
 /// UUIDs of the GPUs that programs can use.
@@ -36,7 +36,7 @@ impl Core {
         });
     }
 
-    /// Whether memory in use on a GPU is measured by NVML.
+    /// Whether NVML measures the memory in use on a GPU.
     pub(super) fn is_measured(&self, gpu: &Gpu) -> bool {
         self.nvml.is_some() && self.nvml_state == State::Usable && gpu.index.is_some()
     }
@@ -106,7 +106,7 @@ impl Core {
         clients.for_each(|(client, _)| self.limit_run_ahead(*client, gpu));
     }
 
-    /// The same to one client.
+    /// Tells one client how much work it may queue ahead of the GPU.
     pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
         let Some(slot) = self.clients.get(&client).and_then(|entry| entry.session.slot(gpu)) else { return };
         let micros =
@@ -114,7 +114,7 @@ impl Core {
         self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
     }
 
-    /// Whether a GPU reports errors, and which.
+    /// Records whether a GPU reports errors, and logs a change.
     fn gpu_fails(&mut self, gpu: GpuId, why: Option<&String>) {
         let failing = why.is_some();
         let Some(entry) = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing) else { return };
@@ -142,14 +142,14 @@ impl Core {
         self.apply(Event::GpuGone { gpu });
     }
 
-    /// Forgets GPUs that are gone and that the machine has forgotten, since no client is left there.
+    /// Forgets GPUs that are gone and that the scheduler has forgotten, since no client uses them.
     pub(super) fn forget_gone(&mut self) {
         let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
         let over: Vec<GpuId> = self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect();
         over.into_iter().for_each(|gpu| self.forget(gpu));
     }
 
-    /// Forgets a GPU that the machine has forgotten.
+    /// Forgets a GPU that the scheduler has forgotten.
     pub(super) fn forget(&mut self, gpu: GpuId) {
         self.record_usage();
         self.gpus.remove(&gpu);
@@ -158,7 +158,7 @@ impl Core {
         self.publish_gpus();
     }
 
-    /// Takes note of whether NVML can be asked.
+    /// Records whether NVML can be queried.
     pub(super) fn nvml_is(&mut self, state: State) {
         match &state {
             State::Usable => info!(name: "nvml-usable", "NVML can be used"),
@@ -169,7 +169,7 @@ impl Core {
         }
         self.nvml_state = state;
         self.publish_problems();
-        // No measurement comes that the machine may be waiting for.
+        // The scheduler may be waiting for a measurement, which will not come.
         if self.nvml_state != State::Usable {
             let now = clock::now();
             let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
@@ -177,8 +177,8 @@ impl Core {
         }
     }
 
-    /// Lets go of the driver until a client attaches a GPU or that time has passed. The receiver is notified once that is
-    /// done. Returns the programs that use the driver all the same.
+    /// Releases the driver until a client attaches a GPU or `lasts` has passed. The receiver is notified once the driver is
+    /// released. Returns the programs that still use the driver.
     pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
         let (done, released) = oneshot::channel();
         self.query_nvml(Query::Release(lasts, done));

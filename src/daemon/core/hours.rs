@@ -1,8 +1,8 @@
-//! The GPU time of programs whose rules have `gpu-hours`, and what follows when it is used up.
+//! The GPU time of programs whose rules have `gpu-hours`, and the consequences when it is used up.
 //!
-//! Programs that count together under a rule have their time counted by the hour in which they used it, under a name that does not
-//! change with the rules ([`Instance::programs`](crate::config::rules::Instance::programs)), and only while a rule limits it. The
-//! thread that records usage keeps it on disk.
+//! The time of programs that count together under a rule is counted per hour, under a name that does not change with the rules
+//! ([`Instance::programs`](crate::config::rules::Instance::programs)), and only while a rule limits it. The thread that records
+//! usage keeps it on disk.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,14 +16,14 @@ use crate::config::units;
 use crate::daemon::usage::{HOUR, HoursUsed};
 use crate::scheduler::{ClientId, Event, Group};
 
-/// Programs whose time is kept: of those that count together, each is one. Beyond them, those that have been idle for longest are
+/// The most entries kept; programs that count together share one. Beyond them, the entries that have been idle longest are
 /// forgotten.
 const MAX_PROGRAMS: usize = 4096;
 
 #[derive(Debug, Default)]
 pub struct Hours {
     used: HoursUsed,
-    /// What has not been given to the thread.
+    /// Time that has not been passed to the thread.
     pending: BTreeMap<String, f64>,
 }
 
@@ -34,7 +34,7 @@ impl Hours {
         *self.used.entry(programs).or_default().entry(at.div_euclid(HOUR) * HOUR).or_default() += seconds;
     }
 
-    /// What an earlier daemon has counted.
+    /// Adds the hours that an earlier daemon counted.
     fn load(&mut self, saved: HoursUsed) {
         for (programs, hours) in saved {
             let all = self.used.entry(programs).or_default();
@@ -42,7 +42,7 @@ impl Hours {
         }
     }
 
-    /// What was used in the hours that lie in the window, if only in part.
+    /// Time used in the hours that overlap the window.
     fn used(&self, programs: &str, window: Window, at: i64) -> Duration {
         let since = at.saturating_sub_unsigned(window.time().as_secs());
         let hours = self.used.get(programs).into_iter().flatten();
@@ -50,7 +50,7 @@ impl Hours {
         Duration::try_from_secs_f64(seconds).unwrap_or_default()
     }
 
-    /// Whether these programs have used up what their rule gives them.
+    /// Whether these programs have used up the hours that their rule allows.
     pub(super) fn are_used_up(&self, rule: &Rule, programs: &Instance) -> bool {
         let Some(GpuHours { time, window }) = rule.gpu_hours else { return false };
         self.used(&programs.programs(), window, now()) >= time
@@ -63,7 +63,7 @@ impl Hours {
             !hours.is_empty()
         });
         if self.used.len() > MAX_PROGRAMS {
-            // Of those that were last used in the same hour, those that used least.
+            // Entries are ordered by their last hour, and within the same hour by the time used in it.
             let rank = |hours: &BTreeMap<i64, f64>| {
                 hours.last_key_value().map(|(hour, seconds)| (*hour, (*seconds * 1e3) as u64))
             };
@@ -73,7 +73,7 @@ impl Hours {
         }
     }
 
-    /// Takes what was added since the last time.
+    /// Takes the time that was added since the last call.
     pub(super) fn take_pending(&mut self) -> BTreeMap<String, f64> {
         std::mem::take(&mut self.pending)
     }
@@ -93,20 +93,20 @@ impl Core {
         }
     }
 
-    /// Adds what an earlier daemon has counted.
+    /// Adds the hours that an earlier daemon counted.
     pub fn load_hours(&mut self, saved: HoursUsed) {
         self.hours.load(saved);
         self.check_hours();
     }
 
-    /// How much of its rule's `gpu-hours` a client has used, together with all that count with it.
+    /// The `gpu-hours` of a client's rule, and the time that the client and the programs that count with it have used.
     pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
         let hours = self.rule_of(client)?.gpu_hours?;
         let programs = self.clients.get(&client)?.rule.as_ref()?.programs();
         Some((hours, self.hours.used(&programs, hours.window, now())))
     }
 
-    /// Has programs that have used up their hours let others go first, and those that have some again no longer.
+    /// Schedules other clients ahead of programs that have used up their hours, and ends this once programs have hours again.
     pub(super) fn check_hours(&mut self) {
         self.hours.forget(now());
         let is_used_up = |client: ClientId, entry: &Client| {
@@ -158,7 +158,7 @@ mod tests {
         hours.add("unit=b".into(), at, 16.0);
         let used = |hours: &Hours, window, at| hours.used("unit=a", window, at).as_secs();
         assert_eq!([Window::Day, Window::Week, Window::Month].map(|window| used(&hours, window, at)), [12, 14, 15]);
-        // An hour counts for as long as a part of it lies within.
+        // An hour counts while part of it is in the window.
         assert_eq!([at + DAY - 1, at + DAY, at + DAY + HOUR].map(|at| used(&hours, Window::Day, at)), [12, 8, 0]);
         assert_eq!(hours.used("unit=c", Window::Month, at), Duration::ZERO);
         assert_eq!(hours.take_pending(), [("unit=a".to_owned(), 15.0), ("unit=b".to_owned(), 16.0)].into());

@@ -1,5 +1,5 @@
-//! The files that clients lock while there is no scheduler: two for each GPU, beside the socket by which they connect. Clients that see
-//! different directories have to find the same files, so those of claims are links to one.
+//! The files that clients lock while no scheduler runs: two for each GPU, next to the socket that clients connect to. Clients
+//! that see different directories must find the same files, so the files in the directories of claims are links to one set.
 
 use std::fs::{OpenOptions, Permissions};
 use std::io;
@@ -11,13 +11,14 @@ use tracing::debug;
 use super::state::Core;
 use crate::scheduler::GpuId;
 
-/// Where the files are.
+/// The directories of the lock files.
 #[derive(Debug, Default)]
 pub struct LockDirectories {
-    /// That of the clients' socket.
+    /// The directory of the clients' socket.
     clients: Option<PathBuf>,
-    /// That of the directories of claims. Links do not go beyond it: to a container runtime it is another volume, and the kernel makes
-    /// none between two mounts. No GPU is offered by claims and otherwise, so programs that share one have the same files.
+    /// The directory that contains the directories of claims. Links stay inside it: to a container runtime it is a separate
+    /// volume, and the kernel does not link across mounts. No GPU is offered both through claims and in another way, so programs
+    /// that share a GPU have the same files.
     claims: Option<PathBuf>,
 }
 
@@ -32,7 +33,7 @@ impl LockDirectories {
         entries.map(|entry| entry.path()).filter(|path| path.is_dir())
     }
 
-    /// Creates the files of a GPU. Where that fails, clients do without.
+    /// Creates the files of a GPU. If that fails, clients run without them.
     fn create(&self, gpu: GpuId) {
         for file in Self::files(gpu) {
             for path in [&self.clients, &self.claims].into_iter().flatten().map(|directory| directory.join(&file)) {
@@ -44,7 +45,7 @@ impl LockDirectories {
         self.of_claims().for_each(|directory| self.link(gpu, &directory));
     }
 
-    /// Has the directory of a claim have the same files.
+    /// Links the files of a GPU into the directory of a claim.
     fn link(&self, gpu: GpuId, directory: &Path) {
         let Some(claims) = &self.claims else { return };
         for file in Self::files(gpu) {
@@ -54,7 +55,7 @@ impl LockDirectories {
         }
     }
 
-    /// Removes the files of a GPU that nobody uses.
+    /// Removes the files of a GPU that no client uses any more.
     fn remove(&self, gpu: GpuId) {
         let directories = [&self.clients, &self.claims].into_iter().flatten().cloned().chain(self.of_claims());
         for directory in directories {
@@ -68,7 +69,7 @@ impl LockDirectories {
 fn create(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    // Every user needs to open them for reading in order to lock them, whatever the umask is.
+    // Every user needs read access to lock the files, whatever the umask.
     file.set_permissions(Permissions::from_mode(0o644))
 }
 
@@ -88,13 +89,13 @@ impl Core {
         self.lock_files.clients = Some(directory.to_owned());
     }
 
-    /// Creates those of claims as well, in that directory, and links in the directory of each claim below it.
+    /// Also creates lock files in the directory of all claims, and links to them in each claim's directory below it.
     pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
         self.lock_files.claims = Some(directory.to_owned());
         self.gpus.keys().for_each(|gpu| self.lock_files.create(*gpu));
     }
 
-    /// Has the directory of a new claim have the lock files of all GPUs.
+    /// Links the lock files of all GPUs into the directory of a new claim.
     pub fn link_lock_files(&self, directory: &Path) {
         self.gpus.keys().for_each(|gpu| self.lock_files.link(*gpu, directory));
     }
@@ -125,7 +126,7 @@ mod tests {
         directories.create(gpu);
         std::fs::create_dir(&other).expect("a directory");
         directories.link(gpu, &other);
-        // What is another file by now is replaced.
+        // A link that has been replaced by another file is restored.
         let [turn, _] = LockDirectories::files(gpu);
         std::fs::remove_file(one.join(&turn)).and_then(|()| std::fs::write(one.join(&turn), "")).expect("a file");
         directories.create(gpu);

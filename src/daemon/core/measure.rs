@@ -1,4 +1,4 @@
-//! Measurements of GPUs' memory and of the host's, reconciled with clients' reports.
+//! Measurements of GPU memory and of host memory, reconciled with clients' reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,22 +15,22 @@ use crate::sys::clock;
 /// Clients of an earlier daemon have reconnected after this time. Until then, memory of unknown processes is not overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// A client has reported its memory after this time from its attachment. Until then it may have any.
+/// A client has reported its memory this long after attaching. Until then it may have any amount.
 const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 
 /// A process that ends closes its connection first and frees its memory later, within this time. After that, the memory
 /// counts as another program's.
 pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
-/// How fast other programs are expected to grow at most, in bytes per second: a program that loads its data.
+/// The fastest growth of other programs that is expected, in bytes per second: a program that loads its data.
 const GROWTH: u64 = 1 << 30;
-/// Of the free memory of a GPU, other programs may have taken one part of so many before it is sampled again: then clients' memory
-/// has time to leave for them.
+/// Other programs may take one part in `FREE_PARTS` of a GPU's free memory before it is sampled again: then clients' memory has
+/// time to leave for them.
 const FREE_PARTS: u64 = 4;
-/// It is sampled no more often than this, which takes the NVML thread about 1 % of its time.
+/// The shortest time between two samples, which take the NVML thread about 1 % of its time.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
 
-/// The estimate for a context that was not measured is at most the GPU's size divided by this.
+/// The estimate of a context that was not measured is at most the GPU's size divided by this.
 const CONTEXT_DIVISOR: u64 = 16;
 
 impl Core {
@@ -54,7 +54,7 @@ impl Core {
         self.balance_host();
     }
 
-    /// Whether clients may have host memory that they can give back, so that it has to be seen when others need it.
+    /// Whether clients may have host memory that they can give back, so that the daemon must notice when others need it.
     pub fn lends_host_memory(&self) -> bool {
         self.machine.is_ahead() || self.has_swap_files()
     }
@@ -92,7 +92,7 @@ impl Core {
         for view in self.machine.clients() {
             let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            // A program that says nothing of its memory for long does not keep others' memory from being measured.
+            // A program that does not report its memory for a long time does not keep other programs' memory from being measured.
             let tells =
                 |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
             let stats = client.gpus.get(&gpu).filter(tells);
@@ -134,7 +134,7 @@ impl Core {
         if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
-        // Where NVML lists no processes there may be others.
+        // Without a list of processes from NVML, there may be other programs.
         let present = !(all_known && basis == Basis::Processes);
         entry.has_others = present;
         self.apply(Event::OtherPrograms { gpu, present });
@@ -143,7 +143,7 @@ impl Core {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
-            // Also if it is unchanged: the machine waits for a measurement that includes a new context.
+            // Sent even if it is unchanged: the scheduler waits for a measurement that includes a new context.
             self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
@@ -154,7 +154,7 @@ impl Core {
         }
     }
 
-    /// The machine asks for a new measurement of a GPU. Without NVML, clients' reports count as measured.
+    /// The scheduler requests a new measurement of a GPU. Without NVML, clients' reports count as measured.
     pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
         if self.gpus.get(&gpu).is_some_and(|entry| self.is_measured(entry)) {
             self.query_nvml(Query::Sample);
@@ -169,7 +169,7 @@ impl Core {
     }
 }
 
-/// The answer where nothing can be measured.
+/// The answer if nothing can be measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

@@ -1,4 +1,4 @@
-//! Programs that go from one GPU to another of the same kind, and GPUs that are drained.
+//! Moves of programs from one GPU to another of the same kind, and draining of GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,12 +14,13 @@ use crate::daemon::checkpoint::Uuid;
 use crate::daemon::gpu::accounting::History;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
 
-/// Where to say that a program is on the other GPU, or why not.
+/// Receives the result of a move: success once the program is on the other GPU, or the reason why it was not moved.
 pub type Reply = oneshot::Sender<fdo::Result<()>>;
 
 impl Core {
-    /// Has a program go to another GPU. `users`: those that the caller may do it for. The reply comes once it is there, or is not
-    /// moved: `InvalidArgs` if there is no such program or GPU, or the process id has become that of another user's.
+    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply comes once the program is
+    /// on the other GPU, or the move has failed: `InvalidArgs` if the program or GPU does not exist, or if the process ID now
+    /// belongs to another user's process.
     pub fn migrate(&mut self, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) {
         match self.migration(pid, gpu, users) {
             Err(e) => drop(reply.send(Err(e))),
@@ -30,7 +31,7 @@ impl Core {
         }
     }
 
-    /// The client to move, and where.
+    /// The client to move, its GPU and its new GPU.
     fn migration(&self, pid: u32, gpu: &str, users: &BTreeSet<u32>) -> fdo::Result<(ClientId, Move)> {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
@@ -63,8 +64,8 @@ impl Core {
         Ok((client, Move { from, to }))
     }
 
-    /// Whether what a process has on one GPU can be restored on the other: both are whole GPUs of one model. The driver asks for
-    /// each GPU of the host, so none may be cut into slices.
+    /// Whether a process's memory on one GPU can be restored on the other: both are whole GPUs of one model. The driver requires
+    /// a pair for each GPU of the host, so none may be cut into slices.
     fn is_of_one_kind(&self, one: GpuId, other: GpuId) -> bool {
         let kind = |id| {
             let Gpu { kind, name, total, capability, .. } =
@@ -75,7 +76,7 @@ impl Core {
         is_whole && kind(one).is_some() && kind(one) == kind(other)
     }
 
-    /// The machine says what became of a move.
+    /// Handles the end of a move: the scheduler has moved the client, or says why not.
     pub(super) fn migrated(&mut self, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
         let reply = self.migrations.remove(&client);
         if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
@@ -90,16 +91,16 @@ impl Core {
         }
         if let Some(reply) = reply {
             let answer = why.map_or(Ok(()), |why| Err(fdo::Error::Failed(bus::move_obstacle_name(why).into())));
-            let _ = reply.send(answer); // whoever asked may have left
+            let _ = reply.send(answer); // the caller may have left
         }
     }
 
-    /// What a client had on one GPU is on another from now on.
+    /// Carries a client's records over from one GPU to the other, since its memory has moved.
     pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.session.moved(from, to);
         if let Some(stats) = entry.gpus.remove(&from) {
-            // What it had there before is not to be found here.
+            // The history belongs to the old GPU.
             entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
         }
         self.record_usage_of(client, from, to, now);
@@ -111,10 +112,10 @@ impl Core {
         self.record_extent(client, to, now);
     }
 
-    /// Has a GPU be empty (`drained`), or be used again.
+    /// Drains a GPU (`drained`), or allows its use again.
     ///
     /// # Errors
-    /// `InvalidArgs` if there is no such GPU.
+    /// `InvalidArgs` if the GPU does not exist.
     pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<Saving> {
         let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
         let id = GpuId(named.uuid);
@@ -129,14 +130,14 @@ impl Core {
         Ok(saving)
     }
 
-    /// A GPU has been found, which may have been drained before, also by order to an earlier daemon.
+    /// Drains a newly found GPU if it was drained before, even on order to an earlier daemon.
     pub(super) fn drain_again(&mut self, gpu: GpuId) {
         if self.label(gpu).is_some_and(|label| self.drained.all.contains(&label)) {
             self.apply(Event::Drain { gpu, drained: true });
         }
     }
 
-    /// Tells the machine between which GPUs programs can be moved, after a change of `gpus`.
+    /// Tells the scheduler between which GPUs programs can be moved, after a change of `gpus`.
     pub(super) fn tell_kinds(&mut self) {
         let mut kinds: Vec<GpuSet> = Vec::new();
         for id in self.gpus.keys().copied().filter(|id| self.is_of_one_kind(*id, *id)) {
@@ -152,7 +153,7 @@ impl Core {
         }
     }
 
-    /// Tells the machine on which GPUs these clients may be.
+    /// Tells the scheduler which GPUs these clients may use.
     pub(super) fn tell_allowed(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         let allowed = |client: ClientId| {
             let (may, may_not): (GpuSet, GpuSet) =
@@ -167,20 +168,20 @@ impl Core {
         }
     }
 
-    /// For each GPU of the host, the one on which what a process had there is restored, for these moves.
+    /// For each GPU of the host, the GPU on which a process's memory is restored after these moves.
     pub(super) fn pairs(&self, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
         let host = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !gpu.is_slice()).map(|(id, _)| *id);
         pairs(&host.collect(), moves)
     }
 }
 
-/// The driver takes pairs only for all GPUs of a host. None if nothing is moved.
+/// Pairs for all GPUs of the host, since the driver takes no fewer. Empty if nothing is moved.
 fn pairs(host: &GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
     if moves.is_empty() {
         return Vec::new();
     }
     let (from, to): (GpuSet, GpuSet) = moves.iter().map(|both| (both.from, both.to)).unzip();
-    // Those that something is moved to, and nothing from, take the places of those that something is moved from.
+    // A GPU that only receives memory is paired with a GPU that only gives memory up.
     let others = to.difference(&from).zip(from.difference(&to)).map(|(to, from)| (*to, *from));
     let same = host.iter().filter(|id| !from.contains(id) && !to.contains(id)).map(|id| (*id, *id));
     let all = moves.iter().map(|both| (both.from, both.to)).chain(others).chain(same);

@@ -1,5 +1,5 @@
-//! Which processes are paused, also for the next daemon (`saved`). A process is named by its number and when it began, as the kernel
-//! says.
+//! The paused processes, kept for the next daemon, too (`saved`). A process is identified by its PID and the start time that the
+//! kernel gives.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ pub struct Paused(Saved<Process>);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Process {
     pid: i32,
-    /// Clock ticks since the machine was started.
+    /// Clock ticks from the host's boot to the start of the process.
     began: u64,
 }
 
@@ -32,7 +32,7 @@ impl Process {
 }
 
 impl Paused {
-    /// Reads what an earlier daemon has saved.
+    /// Reads the processes that an earlier daemon saved.
     pub fn open(directory: &Path) -> Self {
         let mut saved = Saved::open(directory, FILE, LOST);
         saved.all.retain(Process::lives);

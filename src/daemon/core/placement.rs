@@ -1,5 +1,5 @@
-//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow,
-//! or those that the machine assigns.
+//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow, or
+//! the GPUs that the scheduler assigns.
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;
@@ -20,14 +20,15 @@ use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Time for which a placement for a program waits for that program to connect.
+/// Time for which a placement waits for its program to connect.
 const REMEMBERED: Duration = Duration::from_secs(30);
-/// Placements of one tenant that wait for their programs, as many as the machine keeps. Beyond that, the oldest is dropped.
+/// The most placements of one tenant that wait for their programs; the scheduler keeps the same number. Beyond that, the oldest
+/// is dropped.
 const MOST_WAITING: usize = 64;
-/// Ancestors of a process that are searched for the one that requested its placement.
+/// The most ancestors of a process that are searched for the process that requested its placement.
 const MOST_ANCESTORS: usize = 16;
 
-/// A process that requested GPUs for a program which it will execute or start.
+/// A process that requested GPUs for a program that it will execute or start.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PendingPlacement {
     pid: i32,
@@ -46,7 +47,7 @@ impl Core {
         if query.ahead && entry.identity.pid > 0 {
             let pid = entry.identity.pid;
             let tenant = TenantId(entry.identity.tenant.number());
-            self.pending_placements.retain(|ahead| ahead.pid != pid); // a process has one placement, however often it asks
+            self.pending_placements.retain(|ahead| ahead.pid != pid); // a process has one placement: the newest
             let of_tenant = |ahead: &PendingPlacement| ahead.tenant == tenant;
             if self.pending_placements.iter().filter(|ahead| of_tenant(ahead)).count() >= MOST_WAITING
                 && let Some(oldest) = self.pending_placements.iter().position(of_tenant)
@@ -122,8 +123,8 @@ impl Core {
         if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
     }
 
-    /// Whether a process may have the lock of a GPU without the library, as far as its rule says. Returns the rule as messages
-    /// name it; empty if it has none.
+    /// Whether a process's rule allows it to have the lock of a GPU without the library. Returns the rule's name for messages;
+    /// empty if it has none.
     ///
     /// # Errors
     /// A sentence, if the rule does not allow it.
@@ -143,7 +144,7 @@ impl Core {
         Ok(rule.to_string())
     }
 
-    /// Whether a client may be on a GPU.
+    /// Checks whether a client may be on a GPU.
     ///
     /// # Errors
     /// A sentence, if its rule or its environment does not allow it.
@@ -166,7 +167,7 @@ impl Core {
         Ok(())
     }
 
-    /// The GPUs among those device files, all of them for 0, in the order of NVML's indices.
+    /// The GPUs among these device files, or all GPUs for 0, in the order of NVML's indices.
     fn known(&self, devices: u64) -> Vec<Known<'_>> {
         let is_seen = |gpu: &Gpu| {
             let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);
@@ -178,7 +179,7 @@ impl Core {
         known
     }
 
-    /// Tells the machine the labels that clients' rules give them, for affinity.
+    /// Tells the scheduler the labels that rules give to clients, for affinity.
     pub(super) fn set_labels(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         let labels = |client| {
             let rule = self.rule_of(client);
@@ -218,7 +219,7 @@ impl Core {
         }
     }
 
-    /// The machine could not place a client.
+    /// The scheduler could not place a client.
     pub(super) fn placement_failed(&mut self, client: ClientId, why: &PlacementError) {
         let (text, label) = match why {
             PlacementError::TooFew { wanted, there } => (format!("it requests {wanted} GPUs and may use {there}"), ""),
@@ -257,15 +258,15 @@ impl Core {
 
 /// The decision about a placement.
 enum Choice {
-    /// The client sees the GPUs that it would see anyway.
+    /// The client sees the GPUs that it would see in any case.
     Free,
     Of(Vec<GpuId>),
     None(String),
-    /// The machine assigns GPUs.
+    /// The scheduler assigns GPUs.
     Machine(PlacementRequest),
 }
 
-/// True if a name denotes that GPU: an index, or a prefix of a UUID that is unique.
+/// Whether a name denotes this GPU: an index, or a unique prefix of a UUID.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,

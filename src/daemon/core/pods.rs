@@ -17,7 +17,7 @@ pub struct Pods(BTreeMap<String, Known>);
 struct Known {
     namespace: String,
     name: String,
-    /// The name of each container, by its id.
+    /// The name of each container, by its ID.
     containers: HashMap<String, String>,
     rule: Option<Rule>,
 }
@@ -103,7 +103,7 @@ impl Pods {
     }
 }
 
-/// Whose wish a rule is.
+/// The source of a rule: the pod's annotations, the agent's configuration, or both.
 fn origin(rule: &HashMap<String, zbus::OwnedVariant>, defaults: &[String]) -> String {
     let (of_agent, of_pod) = ("the agent's configuration", "the pod's annotations");
     match rule.keys().filter(|key| defaults.contains(key)).count() {
@@ -113,7 +113,7 @@ fn origin(rule: &HashMap<String, zbus::OwnedVariant>, defaults: &[String]) -> St
     }
 }
 
-/// Reads the rule of one pod or one claim, which `kind` says: it applies to this one only.
+/// Reads the rule of one pod or one claim (`kind`). The rule applies only to this one.
 pub(super) fn read_rule(
     kind: &str,
     uid: &str,

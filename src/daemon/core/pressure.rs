@@ -1,10 +1,11 @@
-//! Pressure: for which part of the time somebody is kept from a GPU, as the kernel's pressure stall information tells it of
-//! processors and memory. A client is stalled on a GPU while it waits for the lock, for memory, or for room to come back onto the GPU.
+//! Pressure: the part of the time for which clients are kept from a GPU, modelled on the kernel's pressure stall information for
+//! processors and memory. A client is stalled on a GPU while it waits for the lock, for memory, or for room to come back onto the
+//! GPU.
 //!
 //! - *some*: at least one client of a group is stalled.
-//! - *full*: and none of them runs, that is, holds a lock.
+//! - *full*: at least one is stalled, and none runs, that is, holds a lock.
 //!
-//! Groups are each GPU with its clients, and each tenant and each systemd unit with its clients on all GPUs.
+//! Groups are each GPU with its clients, and each tenant and systemd unit with its clients on all GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,19 +19,20 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::{Activity, ClientId, Command, Event, GpuId, Time};
 use crate::sys::clock;
 
-/// The windows of the averages, in seconds: those of the kernel.
+/// The windows of the averages, in seconds: the same as the kernel's.
 pub const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
-/// A group whose last client has gone is forgotten after this time, the longest window. Clients can name units, and GPUs that do not exist.
+/// A group without clients is forgotten after this time, the longest window: clients could otherwise fill memory with names of
+/// units, and of GPUs that do not exist.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
-/// For how long something has been so, in all and recently.
+/// The time for which a condition has held: the total, and recent averages.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stall {
     is_so: bool,
     at: Time,
     total: Duration,
-    /// The exponentially weighted parts of the time, over each window. As nothing changes between two events, they are exact: what is so
-    /// for `t` takes part with `1 - exp(-t / window)`.
+    /// The exponentially weighted share of time, for each window. Since nothing changes between two events, the averages are
+    /// exact: if the condition holds for `t`, that time has the weight `1 - exp(-t / window)`.
     averages: [f64; 3],
 }
 
@@ -55,7 +57,7 @@ impl Stall {
     }
 }
 
-/// Whose clients a group has.
+/// The criterion that a group's clients share.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Gpu(GpuId),
@@ -65,23 +67,23 @@ enum Subject {
 
 #[derive(Debug, Default)]
 struct Group {
-    /// Attachments of its clients: all, those that are stalled, and those that run.
+    /// Attachments of the group's clients: all, the stalled ones, and the running ones.
     members: usize,
     stalled: usize,
     running: usize,
     some: Stall,
     full: Stall,
-    /// When one last left.
+    /// When an attachment last left the group.
     left: Time,
 }
 
 impl Group {
-    /// Whether it has clients, or had some not long ago.
+    /// Whether the group has clients, or had some recently.
     fn is_known(&self, now: Time) -> bool {
         self.members > 0 || now.saturating_sub(self.left) < FORGOTTEN
     }
 
-    /// What one of its clients does on a GPU changes; `None`: it has not attached it.
+    /// Updates the counts after the activity of a client on a GPU has changed; `None`: the client has not attached the GPU.
     fn changes(&mut self, now: Time, before: Option<Activity>, after: Option<Activity>) {
         let count = |is_so: fn(&Activity) -> bool, of: usize| {
             of + usize::from(after.as_ref().is_some_and(is_so)) - usize::from(before.as_ref().is_some_and(is_so))
@@ -97,7 +99,7 @@ impl Group {
     }
 }
 
-/// For how long the clients of one group were stalled.
+/// The time for which the clients of one group were stalled.
 #[derive(Debug)]
 pub(super) struct GroupStall {
     kind: &'static str,
@@ -124,7 +126,7 @@ impl Pressure {
         [Subject::Gpu(gpu), Subject::Tenant(identity.tenant.clone())].into_iter().chain(unit)
     }
 
-    /// What a client does on each of its GPUs from now on; those that are missing it has left. `identity` is that of one that had none.
+    /// Sets a client's activity on its GPUs; it has left GPUs that are missing. `identity` is used if the client was not known.
     fn set(&mut self, now: Time, client: ClientId, identity: &Arc<Identity>, gpus: BTreeMap<GpuId, Activity>) {
         let new = || Member { identity: identity.clone(), gpus: BTreeMap::new() };
         let Member { identity, gpus: before } = self.members.remove(&client).unwrap_or_else(new);
@@ -183,7 +185,7 @@ fn commanded(command: &Command) -> Option<ClientId> {
 }
 
 impl Core {
-    /// Notes what clients do after an event that led to these commands.
+    /// Updates the pressure after an event that led to these commands.
     pub(super) fn note_pressure(&mut self, event: Option<ClientId>, commands: &[Command], now: Time) {
         let concerned: BTreeSet<ClientId> = event.into_iter().chain(commands.iter().filter_map(commanded)).collect();
         for client in concerned {
@@ -193,7 +195,7 @@ impl Core {
         }
     }
 
-    /// For how long the clients of each GPU, tenant and unit were stalled.
+    /// The stall times of the clients of each GPU, tenant and unit.
     pub(super) fn stalls(&self) -> Vec<GroupStall> {
         let now = clock::now();
         let known = self.pressure.groups.iter().filter(|(_, group)| group.is_known(now));
@@ -233,7 +235,7 @@ impl View {
         self.stalls.iter().map(view).collect()
     }
 
-    /// The same for metrics, which tell nothing but totals.
+    /// The totals, for metrics.
     pub(super) fn stall_totals(&self) -> Vec<OfGroup> {
         let total = |stall: &GroupStall| OfGroup {
             kind: stall.kind,
@@ -265,7 +267,7 @@ mod tests {
         Arc::new(Identity { tenant: Tenant::User(user), unit, ..Identity::default() })
     }
 
-    /// Seconds for which some and all clients were stalled.
+    /// Seconds for which some, and all, clients were stalled.
     fn totals(pressure: &Pressure, subject: &Subject, now: u64) -> (f64, f64) {
         let group = &pressure.groups[subject];
         let total = |stall: Stall| stall.advanced(at(now)).total.as_secs_f64();

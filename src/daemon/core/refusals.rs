@@ -9,10 +9,10 @@ use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
 
-/// Number of clients with most memory that are named.
+/// The most clients that are named, those with the most memory first.
 const MAX_NAMED: usize = 5;
 
-/// Refusals that are kept for their users, the newest of each process.
+/// The most refusals that are kept for their users, the newest of each process.
 const MAX_KEPT: usize = 256;
 
 /// A process that was refused memory.
@@ -24,7 +24,7 @@ pub struct Refusal {
 }
 
 impl View {
-    /// When a process was last refused memory and why, in a sentence: its user may not read the journal.
+    /// The time and the reason of the process's last refusal, as a sentence: its user may not read the journal.
     pub(super) fn refusal_sentence(&self, pid: u32) -> Option<String> {
         let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
         let ago = units::duration(self.now.saturating_sub(refusal.at));
@@ -158,7 +158,7 @@ impl Core {
         let views = group.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
         let used = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
         let used = used.fold(0, u64::saturating_add);
-        // Host memory has no contexts in it.
+        // Host memory holds no contexts.
         let contexts = match everywhere {
             true => String::new(),
             false => {

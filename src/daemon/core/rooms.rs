@@ -1,5 +1,5 @@
-//! Rooms: memory of a GPU that is kept free, for a user, for programs that are no clients. The machine makes them; who has which, and
-//! who waits for one, is kept here.
+//! Rooms: GPU memory that is kept free for a user, for programs that are not clients. The scheduler makes them; this module
+//! records the owner of each room and the callers that wait for one.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -20,9 +20,9 @@ use crate::identity::Identity;
 use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle};
 use crate::sys::clock;
 
-/// Rooms of one user: a user who can have more would have no more memory for it.
+/// Rooms of one user. More rooms would not give the user more memory.
 const MAX_ROOMS_OF_USER: usize = 4;
-/// Programs that stand in the way and are named.
+/// The most programs that an error names as the obstacle.
 const NAMED: usize = 3;
 
 /// The arguments of `MakeRoom`, and the caller.
@@ -31,7 +31,7 @@ pub struct RoomRequest {
     /// UUID or index; empty if there is only one GPU.
     pub gpu: String,
     pub bytes: u64,
-    /// For how long it is kept, unless it is renewed.
+    /// The time for which the room is kept, unless it is renewed.
     pub lasts: Duration,
     pub caller: Identity,
 }
@@ -42,23 +42,23 @@ pub(super) struct Room {
     gpu: GpuId,
     bytes: u64,
     lasts: Duration,
-    /// Who waits until its bytes are free.
+    /// The caller's reply channel, until its bytes are free.
     reply: Option<oneshot::Sender<fdo::Result<()>>>,
-    /// It has ended by itself.
+    /// Notified when the room has ended by itself.
     ended: Rc<Notify>,
 }
 
-/// A room that was asked for.
+/// A room that a caller requested.
 pub struct PendingRoom {
     pub room: RoomId,
-    /// Answered once the bytes are free.
+    /// Receives the reply once the bytes are free.
     pub ready: oneshot::Receiver<fdo::Result<()>>,
-    /// Notified when it has ended, unless it was closed.
+    /// Notified when the room has ended, unless it was closed.
     pub ended: Rc<Notify>,
 }
 
 impl Core {
-    /// Whether a request for a room is right, as far as can be told at once. Returns the GPU.
+    /// Checks a request for a room before it is made. Returns the GPU.
     ///
     /// # Errors
     /// `InvalidArgs` or `LimitsExceeded`.
@@ -77,7 +77,7 @@ impl Core {
         Ok(gpu)
     }
 
-    /// Has a room made.
+    /// Requests a room from the scheduler.
     ///
     /// # Errors
     /// As [`Self::check_room`].
@@ -90,14 +90,14 @@ impl Core {
         let RoomRequest { bytes, lasts, caller, .. } = request;
         let (owner, reply) = (Arc::new(caller), Some(reply));
         self.rooms.insert(room, Room { owner, gpu, bytes, lasts, reply, ended: ended.clone() });
-        // What others use is to be known as it is now.
+        // Fresh figures of the memory that other programs use.
         self.query_nvml(Query::Sample);
         self.signals.activity.notify_one();
         self.ask_for_room(room);
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Keeps a room for as long again, from now on.
+    /// Extends a room by its full time, from now on.
     pub fn renew_room(&mut self, room: RoomId) {
         self.ask_for_room(room);
     }
@@ -108,20 +108,20 @@ impl Core {
         self.apply(Event::RoomRequested { room, gpu, bytes, until });
     }
 
-    /// Its owner does not need a room any more.
+    /// Closes a room that its owner no longer needs.
     pub fn close_room(&mut self, room: RoomId) {
         let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
         self.apply(Event::RoomClosed { room });
         info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the room of {} is given back", owner.name);
     }
 
-    /// The machine says what became of a room.
+    /// Handles the scheduler's commands about a room.
     pub(super) fn room_is(&mut self, command: &Command) {
         match *command {
             Command::RoomReady { room, .. } => {
                 let Some(entry) = self.rooms.get_mut(&room) else { return };
                 let Some(reply) = entry.reply.take() else { return };
-                let _ = reply.send(Ok(())); // who asked may have left the bus: then nobody has the descriptor
+                let _ = reply.send(Ok(())); // the caller may have left the bus: then no process holds the descriptor
                 let Room { owner, gpu, bytes, .. } = &self.rooms[&room];
                 info!(
                     name: "room-made",
@@ -151,7 +151,7 @@ impl Core {
         }
     }
 
-    /// Why there is no room, and what to do about it.
+    /// Why a room was refused, and what the caller can do about it.
     fn room_refused(&self, gpu: GpuId, why: RoomObstacle) -> fdo::Error {
         let entry = self.gpus.get(&gpu);
         let name = entry.map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index));
@@ -173,7 +173,7 @@ impl Core {
         }
     }
 
-    /// Who keeps memory on a GPU that others need, and why.
+    /// The programs that keep memory on a GPU that others need, with the reasons.
     fn in_the_way(&self, gpu: GpuId) -> String {
         let mut all: Vec<(u64, String)> = Vec::new();
         for view in self.machine.clients() {
@@ -201,7 +201,6 @@ impl Core {
         }
     }
 
-    /// Rooms, for those who look.
     /// The caller of each room.
     pub(super) fn room_owners(&self) -> BTreeMap<RoomId, Arc<Identity>> {
         self.rooms.iter().map(|(room, entry)| (*room, entry.owner.clone())).collect()

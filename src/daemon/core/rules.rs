@@ -26,8 +26,8 @@ impl Core {
         self.announce_limits([client]);
     }
 
-    /// Applies changed rules to all clients at once. A group keeps its usage if a rule with the same subject remains, even if
-    /// that allows something else.
+    /// Applies changed rules to all clients together. A group keeps its usage if a rule with the same subject remains, even if
+    /// the new rule allows different amounts.
     pub(super) fn reapply_rules(&mut self, before: &Rules) {
         let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
         let place =

@@ -1,5 +1,5 @@
-//! Sets of what was ordered, for the next daemon: saved in the directory that systemd provides (`StateDirectory=`), until the machine
-//! is started again. Without a directory they end with the daemon.
+//! Sets of orders for the next daemon: saved in the directory that systemd provides (`StateDirectory=`), until the host reboots.
+//! Without a directory they end with the daemon.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,17 +14,17 @@ use tracing::warn;
 
 use crate::sys::atomic_file;
 
-/// Another one each time that the machine is started.
+/// An ID that is new with each boot of the host.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// What was ordered, and the thread that saves it, since writing can take long.
+/// The orders, and the thread that saves them, since writing can take long.
 #[derive(Debug)]
 pub struct Saved<T> {
     pub all: BTreeSet<T>,
     saver: Option<Sender<(String, oneshot::Sender<()>)>>,
 }
 
-/// Resolves once a change is saved, or cannot be, which is logged.
+/// Resolves once a change is saved, or cannot be saved, which is logged.
 pub type Saving = oneshot::Receiver<()>;
 
 impl<T> Default for Saved<T> {
@@ -44,8 +44,8 @@ pub(super) fn boot() -> String {
 }
 
 impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
-    /// Reads what an earlier daemon has saved in a file. A wrong file is logged and ignored. `lost`: what it means that the file
-    /// cannot be written, as a sentence.
+    /// Reads the orders that an earlier daemon saved in a file. An invalid file is logged and ignored. `lost`: a sentence about
+    /// the consequences of a file that cannot be written.
     pub fn open(directory: &Path, file: &str, lost: &'static str) -> Self {
         let path = directory.join(file);
         let read = match std::fs::read_to_string(&path) {
@@ -64,7 +64,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
                     warn!("{lost}: {}: {e}", path.display());
                 }
                 waiting.into_iter().for_each(|done: oneshot::Sender<()>| {
-                    let _ = done.send(()); // whoever ordered it may have left
+                    let _ = done.send(()); // the caller may have left
                 });
             }
         });
@@ -74,8 +74,8 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
         Self { all, saver: started.is_ok().then_some(saver) }
     }
 
-    /// Saves the present set. Nothing is left of an empty one. Whoever ordered the change is answered after that, so that what was
-    /// answered outlives the daemon.
+    /// Saves the present set; an empty set has no file. The caller is answered after that, so that an answered order
+    /// outlives the daemon.
     pub fn save(&self) -> Saving {
         let (done, saving) = oneshot::channel();
         if let Some(saver) = &self.saver {

@@ -24,7 +24,8 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A range of an exporter's memory, by the exporter's secret.
 type Range = (Secret, u32);
 
-/// Every change costs time in proportion to the logarithm of what there is, and to what the client itself has open.
+/// The cost of a change is logarithmic in the number of entries, and linear in the number of ranges that the client itself has
+/// open.
 #[derive(Debug, Default)]
 pub struct SharedMemoryRegistry {
     exporters: Exporters,
@@ -93,7 +94,7 @@ impl Requests {
         Some(request)
     }
 
-    /// The importer is no longer interested in its request, if that is for one that `is_meant`.
+    /// Marks an importer's request as abandoned, if it satisfies `is_meant`.
     fn give_up(&mut self, importer: ClientId, is_meant: impl Fn(&OpenRequest) -> bool) {
         let Some(number) = self.of_importer.get(&importer) else { return };
         if let Some(request) = self.all.get_mut(number).filter(|request| is_meant(request)) {
@@ -105,7 +106,7 @@ impl Requests {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OpenRequest {
-    /// The importer and its own number of the request; `None` if it is no longer interested.
+    /// The importer and its own number of the request; `None` if the importer is no longer interested.
     pub importer: Option<(ClientId, u32)>,
     exporter: ClientId,
     key: Secret,
@@ -131,52 +132,52 @@ struct OpenMemory {
     gpu: GpuId,
     bytes: u64,
     counted_by: CountedBy,
-    /// Of the importer's budget.
+    /// The import's part of the importer's budget.
     _share: Share,
 }
 
-/// The client whose report has the bytes.
+/// The client whose report includes the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CountedBy {
     Exporter,
-    /// None, since then: the exporter has not reconnected yet after a restart of the daemon.
+    /// None since then: the exporter has not reconnected after a restart of the daemon.
     Missing(Time),
-    /// None: the importer has been told to adopt it.
+    /// None: the importer has been told to adopt the memory.
     Adopting,
     /// The importer, from its next report on.
     NextReport,
     Importer,
 }
 
-/// What clients have open.
+/// The memory that clients have open.
 #[derive(Debug, Default)]
 struct Imports {
     /// The importers of each range.
     ranges: BTreeMap<Range, BTreeMap<ClientId, OpenMemory>>,
-    /// The importers that have adopted a range, or have been told to: one, unless clients of an earlier daemon say otherwise.
+    /// The importers that have adopted a range, or have been told to: one, unless clients of an earlier daemon report more.
     adopters: BTreeMap<Range, BTreeSet<ClientId>>,
     of_importer: BTreeMap<ClientId, OfImporter>,
     /// Number of imports whose exporter is missing.
     missing: usize,
 }
 
-/// What one client has open.
+/// The memory that one client has open.
 #[derive(Debug, Default)]
 struct OfImporter {
     ranges: BTreeSet<Range>,
     sums: BTreeMap<GpuId, Sums>,
-    /// Those that its next report of a GPU counts.
+    /// The ranges that the client's next report of a GPU counts.
     next_report: BTreeMap<GpuId, BTreeSet<Range>>,
-    /// When the first exporter was found missing, while any is.
+    /// When an exporter was first found missing; `None` if none is.
     missing_since: Option<Time>,
 }
 
 /// Bytes on one GPU.
 #[derive(Debug, Default, Clone, Copy)]
 struct Sums {
-    /// That count with the client although its own reports do not have them yet.
+    /// Bytes that count with the client although its own reports do not have them yet.
     uncounted: u128,
-    /// That count with it although another program allocated them.
+    /// Bytes that count with the client although another program allocated them.
     adopted: u128,
 }
 
@@ -189,7 +190,7 @@ impl Imports {
         self.count(import, gpu, bytes, by, true);
     }
 
-    /// Returns the client that counted it.
+    /// Returns how the import was counted.
     fn remove(&mut self, import: Import) -> Option<CountedBy> {
         let importers = self.ranges.get_mut(&import.range())?;
         let OpenMemory { gpu, bytes, counted_by, .. } = importers.remove(&import.importer)?;
@@ -217,7 +218,7 @@ impl Imports {
         self.count(import, gpu, bytes, now, true);
     }
 
-    /// Adds an import to what is known about its importer and its range, or takes it out again.
+    /// Adds an import to the sums of its importer and to its range's adopters, or takes it out again.
     fn count(&mut self, import: Import, gpu: GpuId, bytes: u64, by: CountedBy, add: bool) {
         let own = self.of_importer.entry(import.importer).or_default();
         let sums = own.sums.entry(gpu).or_default();
@@ -262,7 +263,7 @@ impl Imports {
         Some(import)
     }
 
-    /// The ranges of an exporter that somebody has open.
+    /// The ranges of an exporter that any client has open.
     fn of_exporter(&self, key: Secret) -> Vec<Range> {
         self.ranges.range((key, 0)..=(key, u32::MAX)).map(|(range, _)| *range).collect()
     }
@@ -277,7 +278,7 @@ impl SharedMemoryRegistry {
 
     // ---- requests ------------------------------------------------------------------------------------------------
 
-    /// A client exports memory under that secret. Returns the importers whose imports it counts from now on.
+    /// A client exports memory under this secret. Returns the importers whose imports it counts from now on.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         if self.imports.missing == 0 {
@@ -294,11 +295,11 @@ impl SharedMemoryRegistry {
         importers.into_iter().collect()
     }
 
-    /// A client asks to open memory that a client which it `may` share with exports. Returns the exporter, and the number of
-    /// the request.
+    /// A client requests to open memory of an exporter that it `may` share with. Returns the exporter, and the number of the
+    /// request.
     ///
     /// # Errors
-    /// The answer to the importer, if there is no such exporter or it has too many requests pending.
+    /// The answer to the importer, if the exporter is unknown or has too many requests pending.
     pub fn request(
         &mut self,
         importer: ClientId,
@@ -316,7 +317,7 @@ impl SharedMemoryRegistry {
         Ok((exporter, self.requests.insert(importer, request)))
     }
 
-    /// An exporter answers a request. `None` if there is no such request.
+    /// An exporter answers a request. `None` if the request is unknown.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
         self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
         self.requests.remove(number)
@@ -334,7 +335,7 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// A client of an earlier daemon says that it has memory open.
+    /// A client of an earlier daemon reports memory that it has open.
     pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time, share: Share) {
         let counted_by = match adopted {
             true => CountedBy::Importer,
@@ -344,13 +345,13 @@ impl SharedMemoryRegistry {
         self.imports.insert(import, OpenMemory { gpu, bytes, counted_by, _share: share });
     }
 
-    /// The exporter has freed the memory. Returns the importer that is to adopt it.
+    /// The exporter has freed the memory. Returns the importer that must adopt it.
     pub fn withdraw(&mut self, client: ClientId, range: u32) -> Option<Import> {
         let key = *self.exporters.secrets.get(&client)?;
         self.imports.orphan((key, range))
     }
 
-    /// The importer has closed the memory, or withdrawn its request. Returns the importer that is to adopt it instead.
+    /// The importer has closed the memory, or withdrawn its request. Returns the importer that must adopt it instead.
     pub fn close(&mut self, import: Import) -> Option<Import> {
         self.requests.give_up(import.importer, |request| (request.key, request.range) == import.range());
         let counted_by = self.imports.remove(import)?;
@@ -369,7 +370,7 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// A report of that client has arrived.
+    /// Handles a report of the client: the memory that it counts is now the importer's.
     pub fn reported(&mut self, client: ClientId, gpu: GpuId) {
         let next = self.imports.of_importer.get_mut(&client).and_then(|own| own.next_report.remove(&gpu));
         for (exporter, range) in next.into_iter().flatten() {
@@ -402,12 +403,12 @@ impl SharedMemoryRegistry {
         late.into_iter().filter_map(|range| self.imports.orphan(range)).collect()
     }
 
-    /// Bytes on that GPU that count with this client although its own reports do not have them yet.
+    /// Bytes on the GPU that count with this client although its own reports do not have them yet.
     pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
         saturated(self.sums(client, gpu).uncounted)
     }
 
-    /// Bytes on that GPU that count with this client although another program allocated them: NVML may show them for that one.
+    /// Bytes on the GPU that count with this client although another program allocated them: NVML may show them for that program.
     pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
         saturated(self.sums(client, gpu).adopted)
     }
@@ -416,7 +417,7 @@ impl SharedMemoryRegistry {
         self.imports.of_importer.get(&client).and_then(|own| own.sums.get(&gpu)).copied().unwrap_or_default()
     }
 
-    /// A client has disconnected. Returns the importers that are to adopt what it counted, and the requests that it will
+    /// A client has disconnected. Returns the importers that must adopt the memory that it counted, and the requests that it will
     /// not answer.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<OpenRequest>) {
         let mut orphans: Vec<Range> = Vec::new();
@@ -475,7 +476,7 @@ mod tests {
         Import { importer, exporter: KEY, range: 5 }
     }
 
-    /// A exports, and each of those has it open.
+    /// A exports, and each of these importers has the memory open.
     fn shared_with(importers: &[ClientId]) -> SharedMemoryRegistry {
         let mut registry = SharedMemoryRegistry::default();
         registry.announce(A, KEY);

@@ -1,4 +1,4 @@
-//! Sleep of the machine: programs' memory leaves the GPUs before it. And of programs that a user pauses.
+//! Suspend of the host, before which programs' memory leaves the GPUs, and sleep of programs that a user pauses.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -23,34 +23,34 @@ use crate::scheduler::{
 };
 use crate::sys::clock;
 
-/// The file of GPUs that are drained.
+/// The file of drained GPUs.
 const DRAINED: &str = "drained.toml";
-/// What could not be done at all is tried again after this time: the driver may have been replaced.
+/// Time after which checkpoints are retried if they were not possible at all: the driver may have been replaced.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 
-/// The beginnings of versions of drivers with which idle programs sleep by default: killing programs that were put back has hung
-/// hosts with some drivers (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
+/// Prefixes of the driver versions with which idle programs sleep by default. With some drivers, killing programs that were put
+/// back has hung hosts (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
 /// The reason why the state of a process cannot be determined.
 const NO_HELPER: &str = "nvshare-checkpoint, which could tell and wake it, is missing or cannot use the driver";
 
-/// The machine's settings, with that driver.
+/// The scheduler's settings with this driver.
 pub(super) fn settings(config: &Config, driver: Option<&str>) -> Settings {
     let is_known = driver.is_some_and(|driver| KILLS_DO_NO_HARM.iter().any(|begin| driver.starts_with(begin)));
     let sleep_after = config.settings.sleep_after.filter(|_| config.sets_sleep_after || is_known);
     Settings { sleep_after, ..config.settings.clone() }
 }
 
-/// What is asked of the checkpoint helpers.
+/// A request to the checkpoint helpers.
 #[derive(Debug)]
 pub enum Checkpoint {
-    /// A client prepares: its process is soon to be taken off its GPUs.
+    /// A client prepares: its process will soon be taken off its GPUs.
     Prepare(ClientId),
     Do(CheckpointRequest),
 }
 
-/// A process to be taken off its GPUs, or put back.
+/// A request to take a process off its GPUs, or to put it back.
 #[derive(Debug)]
 pub struct CheckpointRequest {
     pub client: ClientId,
@@ -58,14 +58,14 @@ pub struct CheckpointRequest {
     /// A pidfd.
     pub process: OwnedFd,
     pub identity: Arc<Identity>,
-    /// For a wake on other GPUs: each GPU of the host, and the one on which what was there is restored.
+    /// For a wake on other GPUs: each GPU of the host, and the GPU on which its memory is restored.
     pub pairs: Vec<(Uuid, Uuid)>,
-    /// Closed when the client is gone: nobody waits for the answer any more.
+    /// Closed when the client is gone: the answer is no longer needed.
     pub awaited: oneshot::Sender<Infallible>,
 }
 
 impl Core {
-    /// Follows whether a program has a GPU attached.
+    /// Follows whether any program has a GPU attached.
     pub fn follow_attached(&self) -> watch::Receiver<bool> {
         self.attached.subscribe()
     }
@@ -76,7 +76,7 @@ impl Core {
         self.attached.send_if_modified(|before| std::mem::replace(before, is_any) != is_any);
     }
 
-    /// The machine is about to sleep, or has woken up.
+    /// The host is about to suspend, or has resumed.
     pub fn sleep(&mut self, asleep: bool) {
         if self.asleep == asleep {
             return;
@@ -90,7 +90,7 @@ impl Core {
         self.apply(Event::Sleep { asleep });
     }
 
-    /// NVML says which driver there is.
+    /// NVML has reported the driver's version.
     pub(super) fn driver_is(&mut self, versions: DriverVersions) {
         self.driver = versions;
         let settings = settings(&self.config, self.driver.driver.as_deref());
@@ -100,13 +100,12 @@ impl Core {
         }
     }
 
-    /// Has clients' processes taken off their GPUs and put back by whoever receives what is sent there, and calls
-    /// [`Self::checkpointed`].
+    /// Sets the receiver that takes clients' processes off their GPUs and puts them back, and then calls [`Self::checkpointed`].
     pub fn use_checkpoints(&mut self, requests: mpsc::UnboundedSender<Checkpoint>) {
         self.checkpoints = Some(requests);
     }
 
-    /// Why a client cannot sleep that need not be asked.
+    /// An obstacle to a client's sleep that is known without asking the client.
     pub(super) fn sleep_obstacle(&self, client: ClientId, now: Time) -> Option<SleepObstacle> {
         let entry = self.clients.get(&client)?;
         let is_supported =
@@ -117,7 +116,7 @@ impl Core {
         (!is_supported).then_some(SleepObstacle::Unsupported)
     }
 
-    /// Has something done with a client's process. Returns the answer if it is clear at once.
+    /// Requests an operation on a client's process. Returns the answer if it is known immediately.
     pub(super) fn request_checkpoint(
         &mut self,
         client: ClientId,
@@ -132,7 +131,7 @@ impl Core {
             SleepOperation::Settle => Operation::Settle,
         };
         let untouched = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
-        // No scheduler can take a process off its GPUs that it cannot reach.
+        // No scheduler can have taken a process off its GPUs that it cannot reach.
         let Some(process) = &entry.process else {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
         };
@@ -152,7 +151,7 @@ impl Core {
         Some(Event::Checkpointed { client, outcome: untouched })
     }
 
-    /// Sets whether a client may be off its GPUs and no helper can tell.
+    /// Sets whether a client may be off its GPUs without a helper that can determine it.
     pub(super) fn set_undetermined(&mut self, client: ClientId, is_undetermined: bool) {
         let is_changed =
             if is_undetermined { self.undetermined.insert(client) } else { self.undetermined.remove(&client) };
@@ -175,12 +174,12 @@ impl Core {
         Some(format!("{whose} {} may be asleep, and {NO_HELPER}", pids.join(", ")))
     }
 
-    /// Whether a client is to come back to its GPUs.
+    /// Whether a client is due to return to its GPUs.
     pub fn is_to_wake(&self, client: ClientId) -> bool {
         self.machine.sleep_of(client).phase == SleepPhase::Waking
     }
 
-    /// What has been done with a client's process.
+    /// Handles the result of an operation on a client's process.
     pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &Answer) {
         let Some(entry) = self.clients.get(&client) else { return };
         let (pid, name, tenant) = (entry.identity.pid, &entry.identity.name, &entry.identity.tenant);
@@ -195,7 +194,7 @@ impl Core {
         self.set_undetermined(client, is_unable && matches!(answer.outcome, Outcome::Unknown));
         match answer.failure {
             Some(Failure::NoCalls | Failure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
-            None => self.no_checkpoints = None, // so it can be done by now
+            None => self.no_checkpoints = None, // checkpoints work by now
             Some(_) => {}
         }
         let outcome = match answer.outcome {
@@ -207,7 +206,7 @@ impl Core {
         self.apply(Event::Checkpointed { client, outcome });
     }
 
-    /// The program of a process. A process that has loaded several libraries is several clients.
+    /// The clients of a process. A process that has loaded the library several times is several clients.
     ///
     /// # Errors
     /// `InvalidArgs` if there is none.
@@ -220,7 +219,7 @@ impl Core {
         (!found.is_empty()).then_some(found).ok_or_else(no_program)
     }
 
-    /// The users of the program of a process: one, unless it has connected as several.
+    /// The users of a process's clients: one, unless the process has connected as several users.
     ///
     /// # Errors
     /// `InvalidArgs` if there is none.
@@ -229,11 +228,12 @@ impl Core {
         Ok(clients.iter().filter_map(|client| Some(self.clients.get(client)?.identity.uid)).collect())
     }
 
-    /// Takes a program off its GPUs until it is resumed, or resumes it. `users`: those that the caller may do it for.
+    /// Pauses a program, which takes it off its GPUs until it is resumed, or resumes it. `users`: the users whose programs the
+    /// caller may control.
     ///
     /// # Errors
-    /// `InvalidArgs` if there is none, or the process id has become that of another user's; `Failed` if it is to be resumed and no
-    /// helper can wake it.
+    /// `InvalidArgs` if no program has this process ID, or if the ID now belongs to another user's process; `Failed` if no helper
+    /// can wake the program to resume it.
     pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<Saving> {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
@@ -259,15 +259,15 @@ impl Core {
         Ok(saving)
     }
 
-    /// Keeps who is paused in that directory, and which GPUs are drained, and has those be so that are named there.
+    /// Stores in this directory which programs are paused and which GPUs are drained, and restores the state stored there.
     pub fn keep_orders(&mut self, directory: &Path) {
         self.paused = Paused::open(directory);
         self.drained =
             Saved::open(directory, DRAINED, "GPUs that are drained will be used again if the scheduler is restarted");
     }
 
-    /// A client has connected that an earlier scheduler may have told to sleep. One whose process is paused stays so, whether it was
-    /// this scheduler or an earlier one that was told.
+    /// Restores the sleep of a client that has connected, and that an earlier scheduler may have told to sleep. A client whose
+    /// process is paused stays paused, no matter which scheduler received the order.
     pub(super) fn restore_sleep(&mut self, client: ClientId, is_asleep: bool) {
         if is_asleep {
             self.apply(Event::FoundAsleep { client });
@@ -278,7 +278,7 @@ impl Core {
         }
     }
 
-    /// Whether all memory that can leave the GPUs has left, or the machine has woken up.
+    /// Whether all memory that can leave the GPUs has left, or the host has resumed.
     pub fn is_evacuated(&self) -> bool {
         !self.asleep || self.machine.is_evacuated()
     }

@@ -1,4 +1,4 @@
-//! [`Core`]: the machine, its clients and GPUs, and the state of the log.
+//! [`Core`]: the scheduler's state machine, its clients and GPUs, and the state of the log.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -48,10 +48,10 @@ use crate::recorder::Recorder;
 use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, RoomId, Settings, Time};
 use crate::sys::clock::{self, Timer};
 
-/// Clients are idle when no message has come from any of them for this long: memory is then sampled less often.
+/// Clients are idle when none of them has sent a message for this long: memory is then sampled less often.
 pub const SAMPLE_QUIET: Duration = Duration::from_secs(2);
 
-/// The machine and all that it decides about.
+/// The scheduler and everything that it decides about.
 pub struct Core {
     pub config: Config,
     pub(super) machine: Machine,
@@ -59,7 +59,7 @@ pub struct Core {
     pub(super) clients: BTreeMap<ClientId, Client>,
     pub(super) gpus: BTreeMap<GpuId, Gpu>,
     pub(super) shared_memory: SharedMemoryRegistry,
-    /// The machine's ids of the groups that rules define.
+    /// The scheduler's IDs of the groups that rules define.
     pub(super) groups: BTreeMap<Instance, GroupId>,
     pub(super) next_group: u64,
     pub(super) next_gang: u64,
@@ -71,14 +71,14 @@ pub struct Core {
     /// Kubernetes' names of the pods of this node.
     pub(super) pods: Pods,
     pub(super) claims: Claims,
-    /// Processes to which GPUs were assigned for a program that they are yet to start.
+    /// Processes that were assigned GPUs for a program that they have yet to start.
     pub(super) pending_placements: Vec<placement::PendingPlacement>,
     pub(super) lock_files: LockDirectories,
     pub(super) next_client: u64,
     pub(super) timer: Rc<Timer>,
-    /// Time that the timer is set to.
+    /// The timer's deadline.
     pub(super) armed: Option<Time>,
-    /// Time of the machine's last tick.
+    /// The time of the scheduler's last tick.
     pub(super) ticked: Time,
     pub(super) started: Time,
     pub(super) host: HostMemory,
@@ -86,9 +86,9 @@ pub struct Core {
     pub(super) swap_files: SwapFiles,
     /// Processes that have disconnected, and when: their GPU memory is freed only a moment later.
     pub(super) departed: BTreeMap<u32, Time>,
-    /// Processes of the clients that have ended last: the recording has only their ids.
+    /// Processes of the clients that ended last: the recording has only the clients' IDs.
     pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
-    /// Processes that were refused memory, the newest last; also after they have ended.
+    /// Processes that were refused memory, the newest last; kept after they have ended.
     pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
@@ -100,32 +100,32 @@ pub struct Core {
     /// Whether NVML answers queries.
     pub(super) nvml_state: nvml::State,
     pub(super) driver: DriverVersions,
-    /// The log has said that clients' reports cannot be verified.
+    /// It has been logged that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     pub(super) settings: watch::Sender<Settings>,
     /// The error of the configuration files when they were last read, and the configuration in effect instead.
     configuration_error: Option<String>,
-    /// Why metrics are not served where the configuration says.
+    /// The reason why metrics are not served on the configured address.
     metrics_error: Option<String>,
     problems: watch::Sender<Vec<String>>,
     pub(super) present: watch::Sender<Present>,
-    /// How often programs have attached GPUs, and whether they have any.
+    /// The number of attachments of programs to GPUs, and whether there are any.
     pub(super) attachments: usize,
     pub(super) attached: watch::Sender<bool>,
-    /// The machine is about to sleep.
+    /// The host is about to suspend.
     pub(super) asleep: bool,
-    /// Has processes taken off their GPUs and put back.
+    /// The receiver takes processes off their GPUs and puts them back.
     pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
-    /// When it was last found that nothing here can do that.
+    /// When the daemon last found that this is not possible here.
     pub(super) no_checkpoints: Option<Time>,
-    /// Clients that may be off their GPUs, where no helper can tell.
+    /// Clients that may be off their GPUs without a helper that can determine it.
     pub(super) undetermined: BTreeSet<ClientId>,
     pub(super) paused: Paused,
-    /// UUIDs of GPUs that are drained, whether they are there or not.
+    /// UUIDs of drained GPUs, whether the GPUs are present or not.
     pub(super) drained: Saved<String>,
-    /// Who waits for a client to be on another GPU.
+    /// The callers that wait for a client to be on another GPU.
     pub(super) migrations: BTreeMap<ClientId, Reply>,
-    /// Memory that is kept free for users, and the newest number of such a room.
+    /// Memory that is kept free for users, and the newest number of a room.
     pub(super) rooms: BTreeMap<RoomId, Room>,
     pub(super) last_room: u64,
     pub signals: Rc<Signals>,
@@ -138,11 +138,11 @@ pub struct Signals {
     pub stopped: Notify,
     /// Clients came or went, or locks moved: for the status line of systemd.
     pub turns: Notify,
-    /// The same, for the D-Bus property `Holders`.
+    /// Clients came or went, or locks moved: for the D-Bus property `Holders`.
     pub holders: Notify,
     /// Clients came or went, for the signals on D-Bus.
     pub arrivals: Notify,
-    /// There is another GPU: clients are to be told their limits on it.
+    /// There is a new GPU: clients must be told their limits on it.
     pub limits: Notify,
     /// A client did something after [`SAMPLE_QUIET`].
     pub activity: Notify,
@@ -151,18 +151,18 @@ pub struct Signals {
     pub clients: Cell<usize>,
 }
 
-/// Memory that a client is to adopt.
+/// Memory that a client must adopt.
 #[derive(Default)]
 pub(super) struct Adoptions {
-    /// What it has not been told yet.
+    /// Memory that the client has yet to be told to adopt.
     pub waiting: VecDeque<Import>,
-    /// Number of those that it has been told and has not answered.
+    /// Number of adoptions that the client has been told of and has not answered.
     pub asked: usize,
 }
 
 /// Clients whose kernels wait for each other.
 pub(super) struct Gang {
-    /// The machine's number.
+    /// The scheduler's number of the gang.
     pub number: u64,
     pub members: BTreeSet<ClientId>,
 }
@@ -174,40 +174,40 @@ pub(super) struct Client {
     pub identity: Arc<Identity>,
     pub library: String,
     pub connected: SystemTime,
-    /// The GPUs that it is attached to.
+    /// The GPUs that the client has attached.
     pub gpus: BTreeMap<GpuId, ClientGpuStats>,
-    /// Its gang, by the number that the client sent and by the machine's; 0: none.
+    /// The gang: the number that the client sent, and the scheduler's; 0: none.
     pub gang: (u64, u64),
-    /// Its rule, and the group that it counts with.
+    /// The client's rule, and the group that it counts with.
     pub rule: Option<Instance>,
-    /// That group has used up its `gpu-hours`.
+    /// The group has used up its `gpu-hours`.
     pub has_used_up: bool,
-    /// Limits from its environment.
+    /// Limits from the client's environment.
     pub env_limits: EnvLimits,
-    /// The memory limits by rule that were announced to it, bytes by GPU.
+    /// The memory limits from rules that were announced to the client, in bytes by GPU.
     pub announced_limits: BTreeMap<GpuId, u64>,
     pub adoptions: Adoptions,
-    /// The exporter that it asked for last and that is not known, and when it did so first.
+    /// The unknown exporter that the client last requested, and when it first did so.
     pub asked_for: Option<(Secret, Time)>,
-    /// It was connected before, and may have received other limits then.
+    /// The client was connected before, and may have received other limits then.
     pub reconnects: bool,
     pub file_use: FileUse,
-    /// A pidfd, if its process is visible here.
+    /// A pidfd, if the process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
-    /// Of the newest request to the checkpoint helper: dropped with the client, it takes that back.
+    /// The newest request to the checkpoint helper; dropping it with the client cancels the request.
     pub checkpoint: Option<oneshot::Receiver<Infallible>>,
-    /// The name of its connection in systemd's descriptor store, if it is there.
+    /// The name of the connection in systemd's descriptor store, if it is there.
     pub stored_as: Option<ConnectionName>,
-    /// Of a lock that was acquired over D-Bus, which has no memory; `None` for a program with the library.
+    /// The files of a lock that was acquired over D-Bus, which has no memory; `None` for a program with the library.
     pub lock: Option<Rc<LockFiles>>,
 }
 
-/// The descriptors by which a lock over D-Bus outlives the daemon.
+/// The descriptors that let a D-Bus lock outlive the daemon.
 #[derive(Debug)]
 pub struct LockFiles {
-    /// The other end of the socket that the caller of `AcquireLock` has.
+    /// The daemon's end of the socket whose other end the caller of `AcquireLock` has.
     pub owner: UnixStream,
-    /// A file in memory with what the next daemon has to know; `connections::lock` writes it.
+    /// A file in memory with the data for the next daemon; `connections::lock` writes it.
     pub record: File,
 }
 
@@ -216,53 +216,53 @@ pub struct Arrival {
     pub connection: Rc<Connection>,
     pub identity: Arc<Identity>,
     pub version: u16,
-    /// The number of its gang, as the client sent it; 0: none.
+    /// The number of the client's gang, as the client sent it; 0: none.
     pub gang: u64,
     pub library: String,
     /// As in the client's entry.
     pub lock: Option<Rc<LockFiles>>,
-    /// It was connected before, to this daemon or an earlier one.
+    /// The client was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
-    /// It has been told to sleep by an earlier scheduler.
+    /// An earlier scheduler told the client to sleep.
     pub is_asleep: bool,
-    /// A pidfd, if it is visible here.
+    /// A pidfd, if the process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
 }
 
-/// State of a client on one GPU that the machine does not keep.
+/// State of a client on one GPU that the scheduler does not keep.
 pub(super) struct ClientGpuStats {
-    /// When it attached the GPU.
+    /// When the client attached the GPU.
     pub attached: Time,
-    /// When it last neither held nor awaited the lock.
+    /// When the client last neither held nor awaited the lock.
     pub idle_since: Time,
     /// Bytes.
     pub mapped: u64,
     /// Bytes.
     pub allowance: u64,
-    /// Bounds on its mapped memory in the recent past.
+    /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
     /// Bytes.
     pub limit: Option<u64>,
-    /// Its own newest report.
+    /// The client's newest report.
     pub report: Option<MemoryReport>,
-    /// Bytes of host memory that it holds.
+    /// Bytes of host memory that the client holds.
     pub host: u64,
-    /// Bytes that it has in a swap file.
+    /// Bytes that the client has in a swap file.
     pub in_file: u64,
-    /// When the log last said that it was refused memory.
+    /// When it was last logged that the client was refused memory.
     pub refusal_logged: Option<Time>,
-    /// When the log last said that mapping its memory failed.
+    /// When it was last logged that mapping the client's memory failed.
     pub failure_logged: Option<Time>,
-    /// When the log last said that its memory cannot be evicted.
+    /// When it was last logged that the client's memory cannot be evicted.
     pub eviction_block_logged: Option<Time>,
-    /// It submits work in a way that passes no gate.
+    /// The client submits work in a way that bypasses the gates.
     pub untracked_work: bool,
-    /// Why it has its engine.
+    /// The reason for the client's engine.
     pub reason: EngineReason,
 }
 
 pub(super) struct Gpu {
-    /// It reports errors.
+    /// The GPU reports errors.
     pub failing: bool,
     pub kind: GpuKind,
     pub name: String,
@@ -270,20 +270,20 @@ pub(super) struct Gpu {
     pub total: u64,
     /// NVML's index; `None` while only clients know the GPU.
     pub index: Option<u32>,
-    /// NVML knew it and no longer lists it, and clients still use it.
+    /// NVML used to list the GPU and no longer does, and clients still use it.
     pub gone: bool,
-    /// Minor number of its device file; a MIG slice has its GPU's.
+    /// Minor number of the GPU's device file; a MIG slice has the number of its GPU.
     pub minor: Option<u32>,
-    /// Its compute capability.
+    /// The GPU's compute capability.
     pub capability: Option<(i32, i32)>,
     pub accounting: Accounting,
     /// The newest measurement by NVML.
     pub sample: Option<Sample>,
-    /// A display is attached to it.
+    /// A display is attached to the GPU.
     pub has_display: bool,
-    /// Programs that are no clients use it, or may.
+    /// Programs that are not clients use the GPU, or may use it.
     pub has_others: bool,
-    /// The part of a tenant's budget that it is, if a client named it and NVML does not list it.
+    /// The GPU's share of a tenant's budget, if a client named the GPU and NVML does not list it.
     pub _named_by: Option<Share>,
 }
 
@@ -298,7 +298,7 @@ impl Gpu {
 }
 
 impl Core {
-    /// `record`: a file for what the recorder records.
+    /// `record`: the file for the scheduler's recording.
     ///
     /// # Errors
     /// If the process has no file descriptors left, or the record cannot be written.
@@ -372,7 +372,7 @@ impl Core {
         })
     }
 
-    /// Expires at the machine's next deadline.
+    /// Expires at the scheduler's next deadline.
     pub fn timer(&self) -> Rc<Timer> {
         self.timer.clone()
     }
@@ -399,7 +399,7 @@ impl Core {
         }
     }
 
-    /// Applies a configuration. `by`: who changed it, for the log.
+    /// Applies a configuration. `by`: the author of the change, for the log.
     pub fn configure(&mut self, config: Config, by: &str) {
         let before = std::mem::replace(&mut self.config, config);
         self.config.rules.put_last(self.claims.rules(), self.pods.rules());
@@ -444,7 +444,7 @@ impl Core {
         self.publish_problems();
     }
 
-    /// Sentences about what keeps the scheduler from working as it is set up.
+    /// Sentences that describe why the scheduler does not work as configured.
     pub fn problems(&self) -> watch::Receiver<Vec<String>> {
         self.problems.subscribe()
     }
@@ -456,7 +456,7 @@ impl Core {
         }
     }
 
-    /// Publishes them after a change.
+    /// Publishes the problems after a change.
     pub(super) fn publish_problems(&self) {
         let configuration = self.configuration_error.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));

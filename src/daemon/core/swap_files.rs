@@ -1,22 +1,22 @@
-//! The tier behind host memory: which clients' memory may stay in RAM, and how much space their files have.
+//! The tier behind host memory: which clients' memory may stay in RAM, and how much space their swap files have.
 //!
-//! A limit is a promise that there is room. The machine promises what does not fit on GPUs against one number of bytes in the host.
-//! That is the RAM that may be used, or more where files back it: **in the worst case a client has all that it was promised off its
-//! GPUs, and needs RAM for what its file has no space for.** Where Σ over clients of max(0, committed − reserved) is at most the RAM,
-//! every promise can be kept, whichever clients run. With Σ committed ≤ Σ excess + Σ offers of the GPUs, the excess may be
+//! A limit is a promise that there is room. The scheduler backs all promises that do not fit on GPUs with one number of bytes on
+//! the host: the usable RAM, or more where files back it. **In the worst case all memory promised to a client is off its GPUs,
+//! and the part that its file has no space for needs RAM.** If Σ over clients of max(0, committed − reserved) is at most the RAM,
+//! every promise can be kept, no matter which clients run. With Σ committed ≤ Σ excess + Σ offers of the GPUs, the excess may be
 //! RAM + Σ min(reserved, committed) − Σ offers. Clients without a file need no exception.
 //!
-//! Space is reserved before anything is promised on account of it: a client's request for a higher limit that RAM has no room for waits
-//! for the disk, for [`PATIENCE`] at most.
+//! Space is reserved before any promise relies on it: if RAM has no room for the higher limit that a client requests, the request
+//! waits for the disk, for [`PATIENCE`] at most.
 //!
-//! The RAM is divided among the clients, so that copies leave it in time: what their files have no space for first; then those that
-//! wait for a GPU have as much as they need, then those that run, then idle ones, the most recent first. While processes of the host wait
-//! for memory, idle ones have none. So the copies of programs that have been idle for longest go to the disk first, and the sum never
-//! exceeds the RAM.
+//! The RAM is divided among the clients, so that copies leave it before it runs out. Memory that files have no space for comes
+//! first. The rest goes to clients that wait for a GPU, as far as they need it, then to running clients, then to idle ones, the
+//! most recent first. While processes on the host wait for memory, idle clients get none of the rest. So the copies of the
+//! programs that have been idle longest go to the disk first, and the sum never exceeds the RAM.
 //!
-//! What a client needs of the RAM is what is there: memory that was never written, or holds one repeated value, takes none once it has
-//! left the GPU, so others' copies do not have to leave RAM for it. Only what a file has reserved space for is counted so. The rest is
-//! charged in full, since it may be written at any time, and then has nowhere else to go.
+//! A client needs RAM only for memory with contents: memory that was never written, or that holds one repeated value, takes no
+//! RAM once it has left the GPU, so no other client's copies have to leave RAM for it. This applies only within the space that
+//! the file has reserved. The rest is charged in full, since it may be written at any time, and then has nowhere else to go.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,11 +34,11 @@ use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
 use crate::sys::clock;
 
-/// The longest wait of a request for the disk. Then it is decided without.
+/// The longest time that a request waits for the disk. It is then decided without the additional space.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// A disk that had no space is asked again after this time.
+/// Time after which space is requested again, if it could not be reserved.
 const RETRY: Duration = Duration::from_secs(10);
-/// Time between two looks at whether a client writes more than it may.
+/// Time between two checks whether clients write more than they may.
 const CHECK_PERIOD: Duration = Duration::from_secs(5);
 
 /// The files of all clients.
@@ -46,21 +46,21 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
-    /// Requests for higher limits that wait for the disk, with the time at which they came.
+    /// Requests for higher limits that wait for the disk, each with its arrival time.
     held: Vec<(Time, ClientId, GpuId, u64)>,
-    /// RAM has no room for all that programs have and request.
+    /// RAM has no room for all memory that programs have and request, or the host is short of memory.
     is_short: bool,
-    /// When the disk last had no space.
+    /// When space last could not be reserved.
     failed: Option<Time>,
-    /// The log has said so.
+    /// The failure has been logged.
     has_warned: bool,
     checked: Time,
-    /// What the machine has been told last.
+    /// The bytes that the scheduler was last told it may promise.
     promised: Option<u64>,
 }
 
 impl ClientFile {
-    /// Whether the thread has yet to answer.
+    /// Whether the thread has yet to answer a request for space.
     fn is_growing(&self) -> bool {
         self.asked > self.reserved
     }
@@ -69,30 +69,31 @@ impl ClientFile {
 #[derive(Debug, Default)]
 struct ClientFile {
     file: Option<Arc<File>>,
-    /// Bytes that are reserved.
+    /// Bytes reserved in the file.
     reserved: u64,
-    /// The thread has been asked for so many bytes in all.
+    /// Total bytes that the thread has been asked to reserve.
     asked: u64,
-    /// The client has the descriptor.
+    /// The client has the file's descriptor.
     is_passed: bool,
-    /// What the client was told last: bytes in RAM, and in the file.
+    /// The figures last sent to the client: bytes in RAM, and in the file.
     told: Option<(u64, u64)>,
 }
 
-/// What a client needs of the host, in bytes.
+/// A client's need for host memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Need {
     client: ClientId,
-    /// It can use a file.
+    /// The client can use a file.
     files: bool,
-    /// The most that it may have off its GPUs.
+    /// The most memory that the client may have off its GPUs.
     demand: u64,
-    /// The part of it that takes host memory if it leaves the GPUs now: what is on them, and what has contents elsewhere.
+    /// The part of `demand` that takes host memory if it leaves the GPUs now: memory on the GPUs, and memory elsewhere that has
+    /// contents.
     present: u64,
     reserved: u64,
-    /// What its control groups allow.
+    /// The host memory that the client's control groups allow.
     ram_max: u64,
-    /// Who has RAM first.
+    /// The client's place in the order in which RAM is given.
     rank: Rank,
 }
 
@@ -101,9 +102,9 @@ struct Need {
 pub enum FileUse {
     #[default]
     Unasked,
-    /// It has not answered, and does not if it cannot.
+    /// The client was asked and has not answered. A client that cannot use a file never answers.
     Offered,
-    /// It can, and its control groups allow it so many bytes of host memory.
+    /// The client can use a file, and its control groups allow it `ram_max` bytes of host memory.
     Possible { ram_max: u64 },
 }
 
@@ -111,16 +112,16 @@ pub enum FileUse {
 enum Rank {
     Waits,
     Runs,
-    /// Since when: those before are behind.
+    /// Idle since this time. The longer a client has been idle, the later it gets RAM.
     Idle(Reverse<Time>),
 }
 
-/// What a client's file has no space for.
+/// Bytes that a client's file has no space for.
 fn beyond(need: &Need) -> u64 {
     need.demand.saturating_sub(if need.files { need.reserved } else { 0 })
 }
 
-/// Divides the RAM. `short`: the host lacks memory, so that idle clients have only what their files have no space for.
+/// Divides the RAM. `short`: the host lacks memory, so idle clients get RAM only for memory that their files have no space for.
 fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
     let mut left = needs.iter().fold(ram, |left, need| left.saturating_sub(beyond(need)));
     let mut order: Vec<&Need> = needs.iter().filter(|need| need.files).collect();
@@ -136,12 +137,12 @@ fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
     shares
 }
 
-/// So many bytes in the steps in which space is reserved.
+/// Rounds up to the steps in which space is reserved.
 fn in_steps(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(STEP).unwrap_or(bytes)
 }
 
-/// Divides `most` bytes equally; who wants less than an equal part leaves the rest to the others.
+/// Divides `most` bytes equally; a tenant that wants less than an equal part leaves the rest to the others.
 fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
     let mut order: Vec<usize> = (0..wanted.len()).collect();
     order.sort_by_key(|at| wanted[*at]);
@@ -155,18 +156,18 @@ fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
 }
 
 impl Core {
-    /// Has files made by this thread.
+    /// Sets the thread that creates the files.
     pub fn use_swap_files(&mut self, keeper: Keeper) {
         self.swap_files.keeper = Some(keeper);
     }
 
-    /// Whether memory may lie in files, so that the host's memory has to be watched.
+    /// Whether memory may be in files, so that the host's memory has to be watched.
     pub(super) fn has_swap_files(&self) -> bool {
         self.config.swap_file.is_some() || !self.swap_files.of.is_empty()
     }
 
-    /// Asks a client that attaches a GPU whether it can use a file, once, if there are files. It has not been told that it may create its
-    /// context, so its answer is there before it asks for memory.
+    /// Asks a client that attaches a GPU whether it can use a file, once, if files are configured. The client has not yet been
+    /// told that it may create its context, so its answer comes before its first request for memory.
     pub(super) fn offer_swap_file(&mut self, client: ClientId) {
         let is_wanted = self.config.swap_file.is_some();
         let Some(entry) = self.clients.get_mut(&client) else { return };
@@ -176,21 +177,21 @@ impl Core {
         }
     }
 
-    /// The same for all clients with GPUs, when there are files from now on.
+    /// Asks all clients with GPUs, when files have just been configured.
     pub(super) fn offer_swap_files(&mut self) {
         let attached = self.clients.iter().filter(|(_, entry)| !entry.gpus.is_empty());
         let clients: Vec<ClientId> = attached.map(|(client, _)| *client).collect();
         clients.into_iter().for_each(|client| self.offer_swap_file(client));
     }
 
-    /// A client has said that it can use a file.
+    /// Handles a client's message that it can use a file.
     pub(super) fn uses_swap_file(&mut self, client: ClientId, ram_max: u64) {
         if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.file_use != FileUse::Unasked) {
             entry.file_use = FileUse::Possible { ram_max };
         }
     }
 
-    /// What clients need of the host, if one of them had so much more.
+    /// The clients' needs for host memory. `wanted`: a client's request, which counts as its demand on that GPU if it is higher.
     fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
         let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
         let need = |(client, entry): (&ClientId, &super::state::Client)| {
@@ -222,13 +223,13 @@ impl Core {
                 FileUse::Possible { ram_max } => (true, ram_max),
                 FileUse::Unasked | FileUse::Offered => (false, u64::MAX),
             };
-            // A file serves the memory that the library copies.
+            // Files hold only memory that the library copies.
             Need { client: *client, files: copies && can_use, demand, present, reserved, ram_max, rank }
         };
         programs.map(need).collect()
     }
 
-    /// Has space reserved for what RAM has no room for.
+    /// Reserves space for memory that RAM has no room for.
     fn reserve_files(&mut self, needs: &[Need]) {
         self.swap_files.is_short = false;
         let Some(directory) = self.config.swap_file.clone() else { return };
@@ -238,8 +239,8 @@ impl Core {
         }
         let Some(ram) = self.host.bytes() else { return };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
-        // What a control group has left is for its programs, which may take it at any time: a client in one needs a file although the
-        // host has room.
+        // A control group's headroom is for its own programs, which may take it at any time: a client in a group with a limit
+        // needs a file even if the host has room.
         let is_short = total > ram || self.host_ahead.is_short(now);
         let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
         self.swap_files.is_short = is_short;
@@ -255,7 +256,7 @@ impl Core {
             let share = tenant.and_then(|tenant| shares.get_mut(&tenant));
             let entry = self.swap_files.of.entry(need.client).or_default();
             let Some(share) = share.filter(|_| !entry.is_growing()) else { continue };
-            // In steps, so that a client that allocates bit by bit is not waited for each time.
+            // Space is reserved in steps, so that a client that allocates in small amounts does not wait each time.
             let more = swap_files::usable(in_steps(need.demand - need.reserved).min(left).min(*share));
             if more == 0 {
                 is_lacking = true;
@@ -279,14 +280,15 @@ impl Core {
         }
     }
 
-    /// Whether what a client requests depends on space that is on its way. While RAM has room for all, that is only its own: what
-    /// others have in files is nothing to it.
+    /// Whether the decision on a client's request depends on space that is being reserved. While RAM has room for all, only the
+    /// client's own file matters.
     fn awaits_space(&self, client: ClientId) -> bool {
         let mut all = self.swap_files.of.iter();
         all.any(|(owner, file)| file.is_growing() && (self.swap_files.is_short || *owner == client))
     }
 
-    /// How much more of `most` bytes each tenant may have reserved: they have equal parts, and what one does not need is for the others.
+    /// How much more of `most` bytes each tenant may reserve. Tenants have equal parts, and the part that one does not need is
+    /// for the others.
     fn file_shares(&self, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
         let mut tenants: BTreeMap<Tenant, (u64, u64)> = BTreeMap::new();
         for need in needs.iter().filter(|need| need.files) {
@@ -300,7 +302,7 @@ impl Core {
         tenants.into_iter().zip(parts).map(|((tenant, (_, has)), part)| (tenant, part.saturating_sub(has))).collect()
     }
 
-    /// The thread has done something.
+    /// Handles a report of the thread.
     pub fn swap_file_report(&mut self, report: Report) {
         match report {
             Report::Grown { client, file, reserved, error } => {
@@ -338,7 +340,7 @@ impl Core {
         }
     }
 
-    /// Whether a request for a higher limit has to wait for the disk; it is then decided later.
+    /// Whether a request for a higher limit has to wait for the disk. If so, it is decided later.
     pub(super) fn hold_for_file(&mut self, client: ClientId, gpu: GpuId, bytes: u64) -> bool {
         if self.config.swap_file.is_none() {
             return false;
@@ -355,7 +357,7 @@ impl Core {
         waits
     }
 
-    /// Passes on the requests that waited for the disk, once it has done what it was asked.
+    /// Passes on the requests that waited for the disk, once the thread has answered or `PATIENCE` is over.
     fn release_held(&mut self) {
         let now = clock::now();
         let held = std::mem::take(&mut self.swap_files.held).into_iter();
@@ -370,8 +372,8 @@ impl Core {
         }
     }
 
-    /// Tells the machine how much can be promised of what does not fit on GPUs. What clients request counts as theirs while that is
-    /// decided, since their files have space for it. `wanted`: what one is about to request.
+    /// Tells the scheduler how many bytes it can promise beyond the GPUs' memory. A client's pending request counts as committed
+    /// in this sum, since its file has space for it. `wanted`: a request that is about to be made.
     pub(super) fn promise(&mut self, wanted: Option<(ClientId, GpuId, u64)>) {
         let Some(ram) = self.host.bytes() else { return };
         let backed = self.swap_files.of.iter().fold(0u64, |sum, (client, file)| {
@@ -388,13 +390,13 @@ impl Core {
         }
     }
 
-    /// What the GPUs that clients use offer to them, together.
+    /// The sum of the memory that the GPUs in use offer to clients.
     fn offers(&self) -> u64 {
         let used: BTreeSet<GpuId> = self.clients.values().flat_map(|entry| entry.gpus.keys().copied()).collect();
         used.iter().fold(0u64, |sum, gpu| sum.saturating_add(self.machine.offer(*gpu)))
     }
 
-    /// Brings everything up to date with what clients have and what the host has.
+    /// Updates reservations, promises and the clients' shares of RAM to the memory that clients and the host have now.
     pub(super) fn balance_host(&mut self) {
         let now = clock::now();
         if !self.has_swap_files() {
@@ -419,7 +421,7 @@ impl Core {
             if file.is_passed {
                 entry.connection.send(message);
             } else {
-                // A client that does not read now is told the next time.
+                // A client that does not read now is sent the message the next time.
                 let Ok(copy) = descriptor.try_clone() else { continue };
                 if entry.connection.send_with(message, &[copy.into()]).is_err() {
                     continue;
@@ -441,7 +443,7 @@ impl Core {
         self.release_held();
     }
 
-    /// A client has gone. What its process still has open lasts for as long as the process.
+    /// Forgets a client that has gone. A file that its process still has open lasts until the process ends.
     pub(super) fn forget_swap_file(&mut self, client: ClientId) {
         self.swap_files.of.remove(&client);
         self.swap_files.held.retain(|(_, who, ..)| *who != client);
@@ -508,7 +510,7 @@ mod tests {
         assert_eq!(equal_parts(u64::MAX, vec![7, u64::MAX]), [7, u64::MAX - 7]);
     }
 
-    /// For any figures, the sum is no more than the RAM, unless what has nowhere else to be is more.
+    /// For any numbers, the sum is no more than the RAM, unless the memory that has nowhere else to be is more.
     #[test]
     fn the_ram_is_divided_once() {
         let mut seed = 7u64;

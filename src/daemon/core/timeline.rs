@@ -1,4 +1,4 @@
-//! The timeline of the flight recorder as one user may see it: the user's own programs by their names, others without.
+//! The timeline of the flight recorder as one user may see it: the user's own programs with their names, other programs without.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -10,7 +10,7 @@ use crate::recorder::replay;
 use crate::scheduler::TenantId;
 use crate::timeline::{Lane, Timeline, from_recording, json};
 
-/// For whom a timeline is.
+/// The user that a timeline is for.
 #[derive(Debug, Clone)]
 pub struct Viewer {
     pub uid: u32,
@@ -31,7 +31,7 @@ impl Snapshot {
                 labels.insert(client.0, process(client, identity, false).label());
             }
         }
-        // Of programs that have ended long ago only their tenants are known.
+        // For programs that ended long ago, only the tenant is known.
         for (client, tenant) in &replay.tenants {
             if viewer.sees_all || *tenant == TenantId(viewer.tenant.number()) {
                 labels.entry(client.0).or_insert_with(|| format!("client {}, which has ended", client.0));
@@ -50,7 +50,7 @@ impl Snapshot {
     }
 }
 
-/// Without the names, the numbers and the bytes of those that have no label.
+/// Removes the names, the client numbers and the bytes of lanes without a label.
 fn anonymous(timeline: Timeline, labels: &BTreeMap<u64, String>) -> Timeline {
     let lanes = timeline.lanes.into_iter().map(|(gpu, lanes)| {
         let (own, mut others): (BTreeMap<u64, Lane>, _) =
@@ -59,7 +59,7 @@ fn anonymous(timeline: Timeline, labels: &BTreeMap<u64, String>) -> Timeline {
             lane.label = "another user's program".into();
             lane.spans.iter_mut().for_each(|span| span.bytes = 0);
         }
-        // The viewer's own come first.
+        // The viewer's own lanes come first.
         (gpu, (1u64..).zip(own.into_values().chain(others.into_values())).collect())
     });
     Timeline { lanes: lanes.collect(), ..timeline }

@@ -1,5 +1,5 @@
-//! What tenants, units and containers use, for the records that [`crate::daemon::usage`] keeps: how much clients' counters have grown
-//! since they were last looked at, and bytes multiplied by the time that they were there.
+//! The usage of tenants, units and containers, for the records that [`crate::daemon::usage`] keeps: the growth of clients'
+//! counters since the last record, and the product of bytes and the time for which they were in use.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,21 +15,21 @@ use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 use nvshare_wire::client::GpuKind;
 
-/// What of a client's counters on one GPU has been recorded, and what it has there now.
+/// The part of a client's counters on one GPU that has been recorded, and the client's bytes there now.
 #[derive(Debug, Clone, Default)]
 pub struct Used {
     recorded: Counted,
-    /// Bytes on the GPU and in host memory since that time.
+    /// Bytes on the GPU and in host memory since `since`.
     resident: u64,
     swapped: u64,
     since: Time,
-    /// Their products with the time that have not been recorded.
+    /// Products of bytes and time that have not been recorded.
     resident_byte_seconds: f64,
     swapped_byte_seconds: f64,
 }
 
 impl Used {
-    /// From now on the client has so many bytes on the GPU and in host memory.
+    /// Sets the client's bytes on the GPU and in host memory from now on.
     pub fn has(&mut self, now: Time, resident: u64, swapped: u64) {
         let seconds = now.saturating_sub(self.since).as_secs_f64();
         self.resident_byte_seconds += self.resident as f64 * seconds;
@@ -37,7 +37,7 @@ impl Used {
         (self.resident, self.swapped, self.since) = (resident, swapped, self.since.max(now));
     }
 
-    /// What was used since the last time.
+    /// Takes the usage since the last call.
     fn take(&mut self, now: Time, counted: Counted) -> Amounts {
         self.has(now, self.resident, self.swapped);
         let before = std::mem::replace(&mut self.recorded, counted.clone());
@@ -55,25 +55,25 @@ impl Used {
     }
 }
 
-/// What has not been given to the thread that records it.
+/// Usage that has not been passed to the recording thread.
 #[derive(Debug, Default)]
 pub struct Usage {
     keeper: Option<Keeper>,
     pending: Tenants,
-    /// Since when it is pending, in seconds since 1970.
+    /// The time since which usage is pending, in seconds since 1970.
     since: u64,
 }
 
 impl Usage {
-    /// Changes for how long records are kept.
+    /// Changes the time for which records are kept.
     pub fn keep(&self, keep: Duration) {
         if let Some(keeper) = &self.keeper {
             keeper.keep(keep);
         }
     }
 
-    /// Gives it away: it belongs to the hour in which the time began that it was used in, which is at most a minute, and ends with
-    /// the hour.
+    /// Passes pending usage to the thread. It counts for the hour in which its period began; periods last a minute at most, and
+    /// end with the hour.
     fn give(&mut self, hours: BTreeMap<String, f64>) {
         let (since, now) = (std::mem::replace(&mut self.since, unix_time()), std::mem::take(&mut self.pending));
         let hour = i64::try_from(since).unwrap_or(0).div_euclid(HOUR) * HOUR;
@@ -88,7 +88,7 @@ pub(super) fn unix_time() -> u64 {
 }
 
 impl Core {
-    /// Has what programs use recorded in that directory. What comes is for [`load_hours`](Self::load_hours).
+    /// Records the usage of programs in this directory. The receiver's value is for [`load_hours`](Self::load_hours).
     pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<HoursUsed> {
         let keeper = Keeper::start(directory, self.config.keep_usage);
         let (reply, saved) = oneshot::channel();
@@ -99,7 +99,7 @@ impl Core {
         saved
     }
 
-    /// Takes note of the bytes that a client has on a GPU and in host memory from now on.
+    /// Records the bytes that a client has on a GPU and in host memory from now on.
     pub(super) fn note_bytes(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some((resident, swapped)) = self.machine.resident_and_swapped(client, gpu) else { return };
         if let Some(counts) = self.counts.of(client, gpu) {
@@ -107,7 +107,7 @@ impl Core {
         }
     }
 
-    /// Takes what a client has used of a GPU since the last time. `to` is the GPU that it has for it now.
+    /// Takes a client's usage of a GPU since the last call. `to` is the GPU that the client has moved to, or the same GPU.
     pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
         let turns = self.machine.turns(client, to, now).unwrap_or_default();
         let Some(counts) = self.counts.of(client, gpu) else { return };
@@ -124,14 +124,14 @@ impl Core {
         self.usage.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
     }
 
-    /// The same for all GPUs of a client that is about to go.
+    /// Takes the usage of all GPUs of a client that is about to go.
     pub(super) fn record_usage_of_all(&mut self, client: ClientId, now: Time) {
         for gpu in self.counts.gpus_of(client) {
             self.record_usage_of(client, gpu, gpu, now);
         }
     }
 
-    /// Gives what all clients have used until now to the thread that records it.
+    /// Passes the usage of all clients until now to the recording thread.
     pub(super) fn record_usage(&mut self) {
         let now = clock::now();
         let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
@@ -143,7 +143,7 @@ impl Core {
         self.check_hours();
     }
 
-    /// Has it saved what all clients have used until now.
+    /// Saves the usage of all clients until now.
     pub fn save_usage(&mut self) {
         self.record_usage();
         if let Some(keeper) = &self.usage.keeper {
@@ -151,7 +151,7 @@ impl Core {
         }
     }
 
-    /// The same, before the daemon ends: waits so long at most.
+    /// Saves usage before the daemon ends, and waits for `patience` at most.
     pub fn finish_usage(&mut self, patience: Duration) {
         self.save_usage();
         if let Some(keeper) = self.usage.keeper.take() {
@@ -159,7 +159,7 @@ impl Core {
         }
     }
 
-    /// Answers what was used, until now.
+    /// Answers a query with the usage until now.
     pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<Answer>) {
         self.record_usage();
         match &self.usage.keeper {
@@ -192,7 +192,7 @@ mod tests {
         used.has(at(103), 5, 7);
         let first = used.take(at(104), Counted::default());
         assert_eq!((first.resident_byte_seconds, first.swapped_byte_seconds), (35.0, 10.0));
-        used.has(at(106), 0, 0); // it ends
+        used.has(at(106), 0, 0); // the client ends
         let then = used.take(at(200), Counted::default());
         assert_eq!((then.resident_byte_seconds, then.swapped_byte_seconds), (10.0, 14.0));
         assert_eq!(used.take(at(300), Counted::default()), Amounts::default());

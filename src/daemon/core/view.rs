@@ -1,5 +1,5 @@
-//! The state of the scheduling loop at one moment, for all who read it: D-Bus, the control socket, metrics, and the status line
-//! of systemd. The loop copies it; what readers are told is made from the copy on other threads, and no decision depends on it.
+//! The state of the scheduling loop at one moment, for all readers: D-Bus, the control socket, metrics, and the status line of
+//! systemd. The loop copies it; answers are made from the copy on other threads, and no decision depends on them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -19,7 +19,7 @@ use crate::identity::{Identity, printable};
 use crate::scheduler::{ClientId, GpuId, Machine, RoomId, Time};
 use crate::sys::clock;
 
-/// A copy of the state. What is made from it for several readers is made once.
+/// A copy of the state. Results that several readers need are made once.
 #[derive(Debug)]
 pub struct View {
     pub(super) now: Time,
@@ -37,7 +37,7 @@ pub struct View {
     pub(super) listed_gpus: OnceLock<Arc<Vec<bus::Gpu>>>,
 }
 
-/// What the view has of a client beyond the machine's copy.
+/// The view's data of a client beyond the scheduler's copy.
 #[derive(Debug)]
 pub(super) struct CopiedClient {
     pub identity: Arc<Identity>,
@@ -45,17 +45,17 @@ pub(super) struct CopiedClient {
     pub connected: SystemTime,
     pub rule: Option<Instance>,
     pub has_used_up: bool,
-    /// The `gpu-hours` of its rule, and the time used of them.
+    /// The `gpu-hours` of the client's rule, and the time used of them.
     pub hours: Option<(GpuHours, Duration)>,
     pub env_limits: EnvLimits,
-    /// It is a lock that was acquired over D-Bus.
+    /// The client is a lock that was acquired over D-Bus.
     pub is_lock: bool,
-    /// No helper can tell whether it sleeps.
+    /// No helper can determine whether the client sleeps.
     pub is_undetermined: bool,
     pub uses: BTreeMap<GpuId, CopiedUse>,
 }
 
-/// What the view has of a client on one GPU beyond the machine's copy.
+/// The view's data of a client on one GPU beyond the scheduler's copy.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CopiedUse {
     pub idle_since: Time,
@@ -65,7 +65,7 @@ pub(super) struct CopiedUse {
     pub reason: EngineReason,
 }
 
-/// What the view has of a GPU beyond the machine's copy.
+/// The view's data of a GPU beyond the scheduler's copy.
 #[derive(Debug)]
 pub(super) struct CopiedGpu {
     pub kind: GpuKind,
@@ -73,9 +73,9 @@ pub(super) struct CopiedGpu {
     pub total: u64,
     pub index: Option<u32>,
     pub overhead: Option<u64>,
-    /// The source of its figures.
+    /// The source of the GPU's figures.
     pub basis: Basis,
-    /// Bytes of the contexts of all clients, where NVML lists processes.
+    /// Bytes of the contexts of all clients, if NVML lists processes.
     pub contexts: Option<u64>,
 }
 
@@ -150,12 +150,12 @@ impl View {
         self.rules.get(self.clients.get(&client)?.rule.as_ref()?.rule)
     }
 
-    /// Every rule in effect, in the order in which they are tried, and where it is from.
+    /// Every rule in effect, in the order in which rules are tried, and its origin.
     pub fn rules(&self) -> Vec<(toml::Table, String)> {
         self.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string())).collect()
     }
 
-    /// Sentences about what keeps the scheduler from working as it is set up.
+    /// Sentences that describe why the scheduler does not work as configured.
     pub fn problems(&self) -> &[String] {
         &self.problems
     }

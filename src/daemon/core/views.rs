@@ -15,33 +15,33 @@ use crate::config::units;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
 
-/// Attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; more than so many are
-/// no use to people, and a list of all would be larger than the bus carries.
+/// The most attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; longer lists
+/// are of no use to people, and a list of all would be larger than the bus carries.
 const MAX_USES: usize = 2048;
 
-/// Requests in the queue of a GPU whose start is estimated.
+/// The most requests in the queue of a GPU whose start is estimated.
 const MAX_EXPECTED: usize = 128;
 
-/// A client, for the D-Bus object, which leaves out what its caller may not see.
+/// A client, for the D-Bus object, which leaves out fields that its caller may not see.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
     pub identity: Arc<Identity>,
     pub library: String,
-    /// Its rule: name, origin, and its share in words.
+    /// The client's rule: name, origin, and its share in words.
     pub rule: (String, String, String),
-    /// The number of the group whose limits it shares. `None`: no rule applies to it.
+    /// The number of the group whose limits the client shares. `None`: no rule applies to it.
     pub rule_group: Option<u64>,
-    /// Its limits from the environment: those in effect, and remarks about those that are not.
+    /// The client's limits from the environment: limits in effect, and remarks about the others.
     pub env_limits: (String, Vec<String>),
-    /// The other members of its gang.
+    /// The other members of the client's gang.
     pub gang_peers: Vec<ClientId>,
-    /// Labels of the GPUs that the scheduler assigned to it.
+    /// Labels of the GPUs that the scheduler assigned to the client.
     pub placed: Vec<String>,
     pub connected: SystemTime,
     pub stopped: bool,
     pub sleep: SleepView,
-    /// The label of the GPU that it is on its way to, or empty.
+    /// The label of the GPU that the client is moving to, or empty.
     pub moving: String,
     pub uses: Vec<bus::GpuUse>,
 }
@@ -88,10 +88,10 @@ impl ClientView {
     }
 }
 
-/// Ids of the clients that hold the lock of each GPU, by the GPU's UUID.
+/// IDs of the clients that hold the lock of each GPU, by the GPU's UUID.
 pub type Holders = HashMap<String, Vec<u64>>;
 
-/// The process of each client, by the client's id.
+/// The process of each client, by the client's ID.
 pub type ClientPids = BTreeMap<u64, u32>;
 
 /// The share of a rule in words: `weight 50, time-max 20%`.
@@ -108,7 +108,7 @@ fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String 
 }
 
 impl View {
-    /// What a client's rule says of its time: `weight 50, gpu-hours 20h/week (3h 05min used)`.
+    /// The shares of time in a client's rule: `weight 50, gpu-hours 20h/week (3h 05min used)`.
     fn share_in_words(&self, client: ClientId, rule: &Rule) -> String {
         let has_used_up = self.clients.get(&client).is_some_and(|entry| entry.has_used_up);
         let limits = if has_used_up { rule.limits_when_used_up() } else { rule.limits };
@@ -117,7 +117,7 @@ impl View {
         limits.share.map(in_words).into_iter().chain(hours).collect::<Vec<_>>().join(", ")
     }
 
-    /// The clients. Of the attachments of one tenant's clients only the first [`MAX_USES`] are there.
+    /// The clients. Of the attachments of one tenant's clients, only the first [`MAX_USES`] are included.
     pub fn list_clients(&self) -> Arc<Vec<ClientView>> {
         self.listed_clients.get_or_init(|| Arc::new(self.make_clients())).clone()
     }
@@ -191,7 +191,7 @@ impl View {
         self.machine.clients().into_iter().filter_map(&mut view).collect()
     }
 
-    /// Since when each holder has held, and each waiter waited.
+    /// The time since which each holder has held, and each waiter has waited.
     fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
         let mut since = HashMap::new();
         for gpu in self.machine.gpus() {
@@ -201,7 +201,7 @@ impl View {
         since
     }
 
-    /// In the order of their indices; those that only clients know come last.
+    /// In the order of their indices; GPUs that only clients know come last.
     pub fn list_gpus(&self) -> Arc<Vec<bus::Gpu>> {
         self.listed_gpus.get_or_init(|| Arc::new(self.make_gpus())).clone()
     }
@@ -271,16 +271,16 @@ impl Core {
         self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
     }
 
-    /// Why no GPU is known.
+    /// The reason why no GPU is known.
     pub(super) fn no_gpu(&self) -> String {
         let why = self.driver_problem().map_or(String::new(), |problem| format!(": {problem}"));
         format!("the scheduler knows no GPU{why}")
     }
 
-    /// The GPU with that UUID or index; for an empty name, the only GPU.
+    /// The GPU with this UUID or index; for an empty name, the only GPU.
     ///
     /// # Errors
-    /// A sentence with the GPUs that there are.
+    /// A sentence that lists the GPUs.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
         let here = || self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
         let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
@@ -315,6 +315,6 @@ pub struct NamedGpu {
     pub minor: Option<u32>,
     /// As `nvidia-smi -L` writes it.
     pub label: String,
-    /// For people: its number and its model, where they are known.
+    /// For users: its number and its model, if they are known.
     pub title: String,
 }

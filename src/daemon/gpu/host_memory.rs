@@ -11,7 +11,7 @@ use crate::scheduler::Time;
 const RESERVE: u64 = 512 << 20;
 const EXCHANGE: u64 = 512 << 20;
 const SMALLEST_PART: u64 = 16;
-/// Less memory is believed when there was no more for so long: buffers are made before they are reported, and would
+/// A smaller figure is accepted only if it has persisted for this time: buffers are made before they are reported, and would
 /// count twice.
 const BELIEVED_AFTER: Duration = Duration::from_secs(2);
 /// Smaller changes do not lead to new limits: this many bytes, and the last figure divided by this.
@@ -46,7 +46,7 @@ impl MemInfo {
     }
 }
 
-/// Bytes that are reserved on a host of that size.
+/// Bytes that are reserved on a host of this size.
 fn reserve(total: u64) -> u64 {
     RESERVE + EXCHANGE.min(total / SMALLEST_PART)
 }
@@ -59,7 +59,7 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// The bytes that the last measurements have led to.
+    /// The bytes that resulted from the last measurements.
     pub fn bytes(&self) -> Option<u64> {
         self.told
     }
@@ -81,7 +81,7 @@ impl HostMemory {
     }
 }
 
-/// How long some process of the host has waited for memory since it was booted (PSI); `None` if the kernel does not say.
+/// The time for which processes on the host have waited for memory since boot (PSI); `None` if the kernel does not report it.
 fn stalled() -> Option<Duration> {
     parse_stalled(&std::fs::read_to_string("/proc/pressure/memory").ok()?)
 }
@@ -95,7 +95,7 @@ fn parse_stalled(text: &str) -> Option<Duration> {
 /// The host memory that programs may allocate for memory that is still on a GPU.
 #[derive(Debug, Default)]
 pub struct HostAhead {
-    /// How long processes had waited by that time.
+    /// The time for which processes had waited at that measurement.
     since: Option<(Time, Duration)>,
     short_until: Time,
     told: Option<Option<u64>>,
@@ -105,15 +105,15 @@ pub struct HostAhead {
 #[derive(Debug, Clone, Copy)]
 pub struct HostUse {
     pub info: MemInfo,
-    /// Clients hold so much, and so much of that holds memory that is not on a GPU.
+    /// Bytes that clients hold, and the part of them that contains memory that is not on a GPU.
     pub held: u64,
     pub swapped: u64,
 }
 
 impl HostAhead {
-    /// What all clients together may allocate, if that changed significantly: `Some(None)` if the host lacks memory, so that
-    /// they may keep none that holds nothing. It is at most `most`, and half of what is available, or a quarter where the kernel
-    /// does not tell of pressure (PSI), as many do by default.
+    /// The amount that all clients together may allocate, if it has changed significantly: `Some(None)` if the host lacks memory,
+    /// and clients may keep no empty memory. It is at most `most`, and half of the available memory, or a quarter if the kernel
+    /// does not report pressure (PSI), as many do not by default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }
@@ -121,7 +121,7 @@ impl HostAhead {
     fn decide(&mut self, now: Time, host: HostUse, most: SwapMax, stalled: Option<Duration>) -> Option<Option<u64>> {
         let HostUse { info, held, swapped } = host;
         let spare = info.available.saturating_sub(reserve(info.total));
-        // A kernel that does not tell of pressure is noticed to need the memory only when hardly any is available.
+        // Without pressure reports, the kernel's need for memory is noticed only when hardly any is available.
         let part = if stalled.is_some() { 2 } else { 4 };
         if self.stalls(now, stalled) || (spare == 0 && held > swapped) {
             self.short_until = now + SHORT_FOR;
@@ -145,7 +145,7 @@ impl HostAhead {
         now < self.short_until
     }
 
-    /// Whether processes have waited for memory lately.
+    /// Whether processes have waited for memory recently.
     fn stalls(&mut self, now: Time, stalled: Option<Duration>) -> bool {
         let Some(stalled) = stalled else { return false };
         let (at, before) = *self.since.get_or_insert((now, stalled));

@@ -1,7 +1,7 @@
-//! The way of log lines to the journal. The thread that logs makes each line a [`Line`], a value that owns its fields, and
-//! goes on. A thread of its own gives lines to tracing-journald, which writes their fields by name (`NVSHARE_CLIENT=`,
-//! `NVSHARE_GPU=`, …) with the `MESSAGE_ID` that the catalog explains. journald may read late, and writing to it then waits:
-//! if it falls far behind, lines are dropped and counted, and the scheduling loop never waits.
+//! Passes log lines to the journal. The thread that logs turns each line into a [`Line`], a value that owns its fields, and
+//! continues. A separate thread passes lines to tracing-journald, which writes their fields by name (`NVSHARE_CLIENT=`,
+//! `NVSHARE_GPU=`, …) with the `MESSAGE_ID` that the catalog explains. Writing blocks while journald does not read: if it falls
+//! far behind, lines are dropped and counted, and the scheduling loop never waits.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write as _};
@@ -23,11 +23,11 @@ use super::messages;
 const IDENTIFIER: &str = "nvshare-scheduler";
 /// The prefix of the names of our own fields.
 const PREFIX: &str = "NVSHARE";
-/// Lines that may wait for journald.
+/// The most lines that wait for journald.
 const MAX_WAITING: usize = 4096;
 /// Longer values are cut.
 const MAX_VALUE: usize = 4096;
-/// Time that a daemon which ends waits for its last lines to be read.
+/// Time that an ending daemon waits for its last lines to be read.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(300);
 
 /// One log line: where it is in the code, with its level and the names of its fields, and the fields' values in that order.
@@ -40,7 +40,7 @@ struct Line {
 #[derive(Debug)]
 enum Entry {
     Line(Line),
-    /// Everything before this has been written.
+    /// Replies once all earlier lines have been written.
     Flush(mpsc::Sender<()>),
 }
 
@@ -48,11 +48,11 @@ enum Entry {
 #[derive(Debug)]
 pub struct Journal(Sender);
 
-/// The way of lines to the thread.
+/// The queue of lines to the thread.
 #[derive(Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
-    /// Number of lines that were dropped since that was last logged.
+    /// Number of dropped lines since the last line that reported them.
     lost: Arc<AtomicU64>,
     /// The entries for the thread, until it is started.
     waiting: Arc<Mutex<Option<Receiver<Entry>>>>,
@@ -83,18 +83,18 @@ impl Sender {
                     }
                     Entry::Flush(reply) => drop(reply.send(())),
                 }
-                // journald reads again. This line comes after those that already wait.
+                // journald reads again. This line comes after the lines that already wait.
                 if let left_out @ 1.. = lost.swap(0, Ordering::Relaxed) {
                     let text = "log lines were lost: the journal did not accept them in time";
                     warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
                 }
             }
         };
-        // Without a thread there is no log, and no way to report that.
+        // Without the thread nothing is logged, and this failure cannot be reported either.
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
     }
 
-    /// Waits a moment until what was logged has been written.
+    /// Waits a moment until earlier lines have been written.
     pub fn flush(&self) {
         self.begin();
         let (reply, flushed) = mpsc::channel();
@@ -155,7 +155,7 @@ impl Visit for Line {
     }
 }
 
-/// tracing-journald with the id of a message, as one of its constant fields.
+/// tracing-journald with a message's ID as one of its constant fields.
 fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     let priorities =
         PriorityMappings { info: Priority::Informational, debug: Priority::Debug, ..PriorityMappings::new() };
@@ -166,10 +166,10 @@ fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     Ok(layer.with_custom_fields(id.map(|id| ("MESSAGE_ID", id))))
 }
 
-/// Writes lines. There is a layer for each message id that has occurred, since a layer's constant fields are set once.
+/// Writes lines. Each message ID that has occurred has a layer, since a layer's constant fields are set once.
 ///
-/// The layers are used directly: as dispatchers of tracing they would have every thread ask them about each line, also about
-/// those that are not logged.
+/// The layers are used directly: as dispatchers of tracing they would make every thread query them about each line, including
+/// lines that are not logged.
 struct Writer<L> {
     open: fn(Option<&'static str>) -> io::Result<L>,
     by_id: HashMap<Option<&'static str>, Layered<L, Registry>>,

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use crate::identity::Tenant;
 
-/// Lines of one topic about one tenant that are logged in a window.
+/// The most lines of one topic about one tenant in a window.
 const BURST: u32 = 10;
-/// The same for lines about clients that come and go: a job may be hundreds of processes.
+/// The most lines about clients that come and go: a job may be hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(10);
 /// Expired windows are dropped beyond this many, so that a fleet of tenants does not cost memory.
@@ -24,7 +24,7 @@ struct Window {
 }
 
 impl LogRateLimit {
-    /// Counts one more line of that topic about that tenant. True if it may be logged.
+    /// Counts one more line of this topic about this tenant. True if it may be logged.
     pub fn allows(&mut self, topic: &'static str, tenant: &Tenant) -> bool {
         let burst = if matches!(topic, "connected" | "gone") { BURST_OF_CLIENTS } else { BURST };
         let now = Instant::now();

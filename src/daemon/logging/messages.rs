@@ -1,5 +1,5 @@
-//! The log lines that have a meaning of their own: the name that each has in the code (`name:` of tracing's macros), and
-//! the id by which the journal and its catalog (`systemd/nvshare.catalog`) know it. Ids never change.
+//! The log lines that have a documented meaning: each has a name in the code (`name:` of tracing's macros), and an ID in the
+//! journal and its catalog (`systemd/nvshare.catalog`). IDs never change.
 
 /// The `MESSAGE_ID` of a line.
 pub fn id(name: &str) -> Option<&'static str> {

@@ -1,6 +1,6 @@
-//! The log: to the journal, with fields, where systemd started the daemon, else to stderr.
+//! The log: to the journal, with fields, if systemd started the daemon, else to stderr.
 //!
-//! - `journal`: log lines on their way to the journal; `messages`: their ids.
+//! - `journal`: passes log lines to the journal; `messages`: their IDs.
 //! - [`log_rate_limit`]: limits lines about one user's clients.
 mod journal;
 pub mod log_rate_limit;
@@ -55,12 +55,12 @@ pub fn start(level: LogLevel) -> Control {
             tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false).compact(),
         ),
     };
-    // The filter is under the sink, so that it can be changed whatever the sink is.
+    // The filter is below the sink, so that it can be changed for either sink.
     tracing_subscriber::registry().with(filter).with(sink).init();
     Control { filter: handle, journal: sender }
 }
 
-/// Our own lines at the level that was asked for, those of libraries only from warnings on.
+/// Our own lines at the requested level, and warnings and errors of libraries.
 fn filter(level: LogLevel) -> Targets {
     let own = match level {
         LogLevel::Error => Level::ERROR,

@@ -1,5 +1,5 @@
-//! Every metric that there is: its name, unit, type and meaning, and where its value is in a snapshot. Names and types are for
-//! good, since dashboards and alerts have them. The same table for people is in nvshare.service(8).
+//! Every metric: its name, unit, type and meaning, and the source of its value in a snapshot. Names and types never change, since
+//! dashboards and alerts depend on them. The same table for users is in nvshare.service(8).
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Waits};
 /// Metrics of one name, of each `T`.
 #[derive(Debug)]
 pub struct Family<T: 'static> {
-    /// Without the unit, and without what the type appends.
+    /// The name without the unit, and without the suffix of the type.
     pub name: &'static str,
     pub unit: Option<Unit>,
     pub value: Value<T>,

@@ -10,7 +10,7 @@ use crate::sys::descriptors;
 use crate::sys::listen::{self, Bound};
 use crate::sys::socket::{self, Kind};
 
-/// The group may read them, as it may use the control socket.
+/// The group that may use the control socket may also read metrics.
 const MODE: u32 = 0o660;
 
 /// Binds the configured socket; call it before there are other threads. Dropping the second value removes the

@@ -1,5 +1,5 @@
-//! Metrics in the OpenMetrics format over HTTP, if they are configured. They have a thread and a runtime of their
-//! own, so that no scraper can delay a hand-over: the scheduling loop only copies its state.
+//! Metrics in the OpenMetrics format over HTTP, if they are configured. They have a separate thread and runtime, so that no
+//! scraper can delay a hand-over: the scheduling loop only copies its state.
 //!
 //! - `listen`: the sockets.
 //! - `server`: HTTP.
@@ -27,7 +27,7 @@ use snapshot::Figures;
 pub use source::Question;
 use source::Source;
 
-/// Starts to serve them on these sockets, if there are any, until the process ends.
+/// Starts to serve metrics on these sockets, if there are any, until the process ends.
 pub fn start<V: Figures + 'static>(
     sockets: Vec<OwnedFd>,
     questions: mpsc::UnboundedSender<Question<V>>,

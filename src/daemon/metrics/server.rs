@@ -24,18 +24,19 @@ use super::snapshot::Figures;
 use super::source::Source;
 use super::text;
 
-/// Connections at a time; more wait.
+/// The most concurrent connections; more wait.
 const MAX_CONNECTIONS: usize = 64;
-/// A peer that has not asked by then is hung up on.
+/// A peer that has not sent a request by then is disconnected.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer that has not read all of the answer by then is hung up on: as long as Prometheus waits for one, by default.
+/// A peer that has not read the whole answer by then is disconnected. Prometheus waits for an answer for the same time, by
+/// default.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a request. hyper allows no less.
+/// The most bytes of a request. hyper allows no less.
 const MAX_REQUEST: usize = 8 << 10;
 /// Pause after a connection could not be accepted, for instance without descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
-/// The connections that there are, on all sockets.
+/// The places for connections, on all sockets together.
 pub type Places = Arc<Semaphore>;
 
 pub fn places() -> Places {

@@ -1,12 +1,12 @@
-//! The figures that metrics are made of.
+//! The figures behind the metrics.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::identity::Identity;
 
-/// Upper bounds of the buckets into which waits are sorted, in seconds: from a hand-over for which nothing must move to
-/// several turns of the longest time quantum in common use.
+/// Upper bounds of the buckets for waits, in seconds: from a hand-over that moves no memory to several turns of the longest time
+/// quantum in common use.
 pub const WAIT_BOUNDS: [f64; 14] =
     [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
 
@@ -19,7 +19,7 @@ pub trait Figures: Send + Sync {
 pub struct Snapshot {
     pub gpus: Vec<OfGpu>,
     pub workloads: Vec<OfWorkload>,
-    /// One for each GPU that a client uses or has used. Empty unless they are asked for.
+    /// One for each GPU that a client uses or has used. Empty unless requested.
     pub clients: Vec<OfClient>,
     pub groups: Vec<OfGroup>,
 }
@@ -29,13 +29,13 @@ pub struct Snapshot {
 pub struct OfGroup {
     pub kind: &'static str,
     pub name: String,
-    /// For how long at least one was stalled, and none ran meanwhile.
+    /// The time for which at least one client was stalled (`some`), and for which also none ran (`full`).
     pub some: Duration,
     pub full: Duration,
 }
 
-/// What programs are counted together for metrics: those of one tenant in one unit, or in one container of a pod. Unlike programs, the
-/// same ones come again.
+/// The programs that are counted together for metrics: programs of one tenant in one unit, or in one container of a pod. Unlike
+/// programs, workloads recur.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Workload {
     pub tenant: String,
@@ -58,7 +58,7 @@ impl Workload {
     }
 }
 
-/// The container of a process. Kubernetes has names for what has only numbers elsewhere.
+/// The container of a process: Kubernetes' name if it has one, otherwise its ID.
 pub fn container_name(identity: &Identity) -> &str {
     if identity.pod.container.is_empty() { &identity.container } else { &identity.pod.container }
 }
@@ -68,15 +68,15 @@ pub fn container_name(identity: &Identity) -> &str {
 pub struct OfWorkload {
     pub gpu: Arc<str>,
     pub workload: Workload,
-    /// Programs that have ended included.
+    /// Includes programs that have ended.
     pub counted: Counted,
     pub programs: u64,
     pub memory: Memory,
-    /// The sum of its programs' limits.
+    /// The sum of the programs' limits.
     pub limit: u64,
-    /// The highest of the limits that rules set for its programs' groups.
+    /// The highest limit that a rule sets for a group of the programs.
     pub memory_max: Option<u64>,
-    /// The longest wait that goes on.
+    /// The longest present wait.
     pub waits: Duration,
 }
 
@@ -94,7 +94,7 @@ impl OfWorkload {
         }
     }
 
-    /// Adds one of its programs.
+    /// Adds a program of the workload.
     pub fn add(&mut self, client: &OfClient) {
         self.counted.add(&client.counted);
         let Some(attachment) = client.attachment else { return };
@@ -110,7 +110,7 @@ impl OfWorkload {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counted {
     pub lock_time: Duration,
-    /// Of waits that ended with the lock.
+    /// The time of waits that ended with the lock.
     pub wait_time: Duration,
     pub grants: u64,
     pub hand_overs: u64,
@@ -134,7 +134,7 @@ impl Counted {
             (&mut self.refused, more.refused),
             (&mut self.mapping_failures, more.mapping_failures),
         ];
-        // Some of them are a client's word, which can be any number.
+        // Some counters are reported by clients, and may be any number.
         numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
     }
 }
@@ -143,7 +143,7 @@ impl Counted {
 #[derive(Debug, Clone, Default)]
 pub struct Waits {
     sum: Duration,
-    /// Those up to each bound and above the one before, and those above all.
+    /// Waits up to each bound and above the one before, and waits above all bounds.
     buckets: [u64; WAIT_BOUNDS.len() + 1],
 }
 

@@ -1,4 +1,5 @@
-//! The text that is served: made from a view of the scheduling loop's state, and the same for all who ask at about the same time.
+//! The text of the metrics: made from a view of the scheduling loop's state, and shared by all scrapers that request it at about
+//! the same time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use super::{snapshot::Figures, text};
 
 /// Scrapers within this time get the same text, so that their number does not matter to the scheduling loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
-/// The scheduling loop answers within a tenth of a second, or something is wrong with it.
+/// The scheduling loop answers within a tenth of a second, unless there is something wrong with it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A request for a view.
@@ -20,7 +21,7 @@ pub type Question<V> = oneshot::Sender<Arc<V>>;
 #[derive(Debug)]
 pub struct Source<V> {
     questions: mpsc::UnboundedSender<Question<V>>,
-    /// The newest text, and when it was asked for.
+    /// The newest text, and the time of its request.
     newest: Mutex<Option<(Instant, Bytes)>>,
 }
 

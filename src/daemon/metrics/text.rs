@@ -19,10 +19,10 @@ use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Bytes of a client's metrics on average, to allocate the text at once.
+/// Bytes of a client's metrics on average, to allocate the text in one step.
 const BYTES_A_CLIENT: usize = 4096;
 
-/// All of it.
+/// The text of all metrics.
 pub fn written(snapshot: Snapshot) -> Result<String, Error> {
     let parts = 1 + snapshot.workloads.len() + snapshot.clients.len();
     let mut text = String::with_capacity(parts * BYTES_A_CLIENT);

@@ -3,13 +3,13 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// Whose connection it is.
+/// The kind of a connection's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A program's: one socket.
     Program,
-    /// A lock's: the scheduler's end of the socket that was given to the caller of `AcquireLock`, and a memory file with what the
-    /// next daemon has to know, both under the same name.
+    /// A lock's: the daemon's end of the socket that was given to the caller of `AcquireLock`, and a memory file with the data
+    /// for the next daemon, both under the same name.
     Lock,
 }
 

@@ -1,7 +1,6 @@
 //! Socket activation, notifications to systemd and its descriptor store. Without systemd, all of this does nothing.
 //!
-//! Notifications go through a thread of their own, since systemd may read them late and the scheduling loop must not
-//! wait.
+//! Notifications go through a separate thread, since systemd may read them late and the scheduling loop must not wait.
 
 pub mod fd_store;
 
@@ -25,17 +24,17 @@ const CLIENTS: &str = "clients";
 const CONTROL: &str = "control";
 const METRICS: &str = "metrics";
 
-/// Time that a daemon which ends waits for systemd to read its notifications.
+/// Time that an ending daemon waits for systemd to read its notifications.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
-/// The descriptors that systemd has for us.
+/// The descriptors that systemd passes to the daemon.
 #[derive(Debug, Default)]
 pub struct Activated {
     pub clients: Option<OwnedFd>,
     pub control: Option<OwnedFd>,
     /// Any number of them: a unit can listen in several places.
     pub metrics: Vec<OwnedFd>,
-    /// Connections of the daemon before.
+    /// Connections of the previous daemon.
     pub stored: Vec<StoredConnection>,
     /// Names of descriptors that this version does not know.
     pub unknown: Vec<String>,
@@ -94,7 +93,7 @@ pub fn activated() -> Result<Activated, String> {
 
 enum Note {
     Say(String),
-    /// Has systemd keep descriptors.
+    /// Stores descriptors with systemd.
     Keep(String, Vec<OwnedFd>),
     /// Notifies the sender of this note once all earlier notes have been sent.
     Said(Sender<()>),
@@ -137,7 +136,7 @@ pub fn start() {
     }
 }
 
-/// True if systemd started the daemon and listens.
+/// True if systemd started the daemon and listens for notifications.
 pub fn is_there() -> bool {
     NOTES.get().is_some()
 }
@@ -183,7 +182,7 @@ pub fn watchdog_period() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| limit / 2)
 }
 
-/// Has systemd keep descriptors, under one name, for the daemon after this one. `false`: it will not.
+/// Stores descriptors with systemd, under one name, for the next daemon. `false` if systemd will not keep them.
 pub fn keep(name: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     if !is_there() {
         return false;
@@ -192,7 +191,7 @@ pub fn keep(name: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     copies.is_ok_and(|copies| tell(|| Note::Keep(name.to_owned(), copies)))
 }
 
-/// Has systemd close what it keeps under that name.
+/// Removes the descriptors with this name from systemd's store.
 pub fn forget(name: &str) {
     say(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
 }

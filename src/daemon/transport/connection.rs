@@ -22,14 +22,14 @@ pub struct Connection {
     outbox: RefCell<Outbox>,
     /// The outbox is not empty.
     wake: Notify,
-    /// The outbox is full: the connection is to be closed.
+    /// The outbox is full: the connection must be closed.
     overflow: Notify,
     version: Cell<u16>,
     budget: Rc<Budget>,
 }
 
 impl Connection {
-    /// `version` is the protocol version, 0 before the handshake; `budget` is that of the client's tenant.
+    /// `version` is the protocol version, 0 before the handshake; `budget` is the budget of the client's tenant.
     pub fn new(socket: OwnedFd, version: u16, budget: Rc<Budget>) -> io::Result<Self> {
         Ok(Self {
             socket: descriptors::watch(socket)?,
@@ -51,7 +51,7 @@ impl Connection {
         self.version.set(version);
     }
 
-    /// Sends at once, or queues the message until the client reads again.
+    /// Sends immediately, or queues the message until the client reads again.
     pub fn send(&self, message: SchedulerMessage) {
         let mut outbox = self.outbox.borrow_mut();
         if outbox.is_empty() {
@@ -132,7 +132,7 @@ impl Connection {
 
     /// Waits until there may be a packet, or the end of the connection.
     pub async fn readable(&self) {
-        // On an error, receiving fails as well.
+        // On an error, receiving fails, too.
         let _ = self.socket.readable().await;
     }
 
@@ -156,7 +156,7 @@ impl Connection {
         if length == 0 {
             return Ok(Received::End);
         }
-        // The kernel reports the length of a packet that it cut off.
+        // The kernel reports the length of a packet that it truncated.
         if length > buffer.len() {
             return Err(Violation::Wire(WireError::Oversized { have: length }));
         }
@@ -164,10 +164,10 @@ impl Connection {
     }
 }
 
-/// What was received.
+/// The result of a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Received {
-    /// A packet of so many bytes.
+    /// A packet of this many bytes.
     Packet(usize),
     Nothing,
     /// The end of the connection.

@@ -54,7 +54,7 @@ fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
         (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,
         (Contended { gpus: new, .. }, Contended { gpus: old, .. }) => new == old,
-        // The library's patience goes by each reason, which it is told once.
+        // The library's patience is separate for each reason, and each is sent once.
         (Waiting { gpus: new, why: a }, Waiting { gpus: old, why: b }) => new == old && a == b,
         (Revoke { gpus: new }, Revoke { gpus: old }) => new == old,
         _ => false,

@@ -2,9 +2,9 @@
 //! unit and container. None of this is the client's own word, except the name and the reason of a lock acquired over
 //! D-Bus.
 //!
-//! The kernel records who *connected*. That process may have ended since, and its number may be another's: what `/proc`
-//! says counts only if a descriptor of the process (pidfd) shows before and after that it still runs. About a process that
-//! has ended, and about one whose `/proc` cannot be read, nothing is known, and nothing is granted.
+//! The kernel records the process that *connected*. It may have ended since, and its PID may belong to another process: data from
+//! `/proc` counts only if a descriptor of the process (pidfd) shows before and after that the process still runs. A process that
+//! has ended, or whose `/proc` cannot be read, counts as unknown, and is granted nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -27,8 +27,7 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((identity, process.pidfd))
 }
 
-/// The tenant of the process at the other end as far as it can be told quickly. It may be another one if that process has
-/// ended.
+/// The tenant of the process at the other end, as far as it can be determined quickly. It may be wrong if that process has ended.
 pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
     let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
         return Tenant::default();
@@ -44,20 +43,20 @@ pub struct Process {
     /// 0 if it is not visible in this PID namespace.
     pub pid: i32,
     pub uid: u32,
-    /// `None` if it has ended or is not visible.
+    /// `None` if the process has ended or is not visible.
     pidfd: Option<OwnedFd>,
 }
 
-/// Where a process is.
+/// The place of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {
     /// In this PID namespace.
     Host,
-    /// In another one, as processes in containers are.
+    /// In another PID namespace, as processes in containers are.
     Elsewhere,
-    /// It has ended.
+    /// The process has ended.
     Ended,
-    /// `/proc` does not show it, as with the mount option `hidepid`.
+    /// `/proc` does not show the process, as with the mount option `hidepid`.
     Hidden,
 }
 
@@ -71,15 +70,15 @@ impl Process {
         Ok(Self { pid: pid.max(0), uid, pidfd: credentials::pidfd(socket, pid)? })
     }
 
-    /// A process of which another one says that it connected with these credentials. Without a `pidfd` from there, it is
-    /// the process that has this number now.
+    /// A process that connected with these credentials, as another process reports. Without its `pidfd`, this is the process that
+    /// has this PID now.
     pub fn named(pid: i32, uid: u32, pidfd: Option<BorrowedFd<'_>>) -> Self {
         let own = pidfd.and_then(|fd| fd.try_clone_to_owned().ok());
         let pidfd = own.or_else(|| credentials::pidfd_of(pid).ok().flatten());
         Self { pid: pid.max(0), uid, pidfd }
     }
 
-    /// Where it is now.
+    /// The place of the process now.
     pub fn place(&self) -> Where {
         match self.status() {
             Ok(status) if status.depth == 1 => Where::Host,
@@ -93,7 +92,7 @@ impl Process {
         self.pid > 0 && self.pidfd.as_ref().is_some_and(|pidfd| !credentials::has_ended(pidfd.as_fd()))
     }
 
-    /// Its status, as far as that is certainly its own.
+    /// The status of the process, if it certainly belongs to it.
     fn status(&self) -> Result<Status, Where> {
         let status = Status::read(self.pid);
         if !self.runs() {
@@ -102,7 +101,7 @@ impl Process {
         status.ok_or(Where::Hidden)
     }
 
-    /// All that is known about it, but its groups.
+    /// The identity of the process, except for its groups.
     pub fn describe(&self) -> Identity {
         let &Self { pid, uid, .. } = self;
         let unknown = Identity { pid, uid, tenant: Tenant::User(uid), ..Identity::default() };
@@ -113,7 +112,7 @@ impl Process {
         let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
         let own_ids = read("uid_map") == own_ids();
         let status = match self.status() {
-            // On kernels before 6.5 the descriptor may be of a process that got the number of the one that connected.
+            // On kernels before 6.5 the descriptor may belong to a process that got the PID of the process that connected.
             Ok(status) if status.uids.contains(&uid) => status,
             Ok(_) => return unknown,
             Err(Where::Hidden) => {
@@ -130,7 +129,7 @@ impl Process {
     }
 }
 
-/// Adds the control group of a process, and what follows from it. `on_host` and `own_ids` are those of [`Place`].
+/// Adds the control group of a process, and the fields that derive from it. `on_host` and `own_ids` are the fields of [`Place`].
 pub fn place(identity: &mut Identity, cgroup: Cgroup, on_host: bool, own_ids: bool) {
     let place = Place { cgroup: &cgroup, on_host, own_ids };
     identity.tenant = Tenant::of(identity.uid, place, own_cgroup(), owner);
@@ -147,7 +146,7 @@ pub fn name(pid: i32) -> Option<String> {
     Some(printable(&std::fs::read(format!("/proc/{pid}/comm")).ok()?)).filter(|_| pid > 0)
 }
 
-/// Says once that `/proc` hides processes.
+/// Logs once that `/proc` hides processes.
 pub fn log_hidden() {
     static LOGGED: OnceLock<()> = OnceLock::new();
     LOGGED.get_or_init(|| {
@@ -159,17 +158,17 @@ pub fn log_hidden() {
     });
 }
 
-/// What `/proc/PID/status` says.
+/// The contents of `/proc/PID/status`.
 struct Status {
     /// The real, effective, saved and file system user.
     uids: Vec<u32>,
-    /// Number of PID namespaces that the process is in, this one and those below.
+    /// Number of PID namespaces that contain the process: this one and those below.
     depth: usize,
 }
 
 impl Status {
     fn read(pid: i32) -> Option<Self> {
-        // A process may call itself anything.
+        // The name of a process may be any bytes.
         Self::parse(&String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/status")).ok()?))
     }
 
@@ -188,13 +187,13 @@ fn own_cgroup() -> &'static Cgroup {
     OWN.get_or_init(|| Cgroup::read(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default()))
 }
 
-/// The user ids of this process's user namespace, as `/proc` shows them for each process in it.
+/// The user IDs of this process's user namespace, as `/proc` shows them for each process in it.
 fn own_ids() -> &'static [u8] {
     static OWN: OnceLock<Vec<u8>> = OnceLock::new();
     OWN.get_or_init(|| std::fs::read("/proc/self/uid_map").unwrap_or_default())
 }
 
-/// The owner of a control group; `None` where it is not visible.
+/// The owner of a control group; `None` if it is not visible.
 fn owner(path: &str) -> Option<u32> {
     let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"];
     let relative = path.trim_start_matches('/');
@@ -210,7 +209,7 @@ pub fn is_stopped(pid: i32) -> bool {
     matches!(state(&stat), Some(b'T' | b't'))
 }
 
-/// When a process began, as `/proc/PID/stat` counts it: with its number this is a name that is never used twice.
+/// The start time of a process, as `/proc/PID/stat` counts it: together with the PID it is never used twice.
 pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
@@ -219,7 +218,7 @@ pub fn start_time(pid: i32) -> Option<u64> {
     rest.split(' ').nth(22 - 3)?.parse().ok()
 }
 
-/// The process that started it, or who is in its place.
+/// The process that started this one, or the process that has adopted it.
 pub fn parent(pid: i32) -> Option<i32> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
@@ -227,13 +226,13 @@ pub fn parent(pid: i32) -> Option<i32> {
     std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(1)?.parse().ok()
 }
 
-/// The state letter of `/proc/PID/stat`. The name before it is in parentheses and may contain some itself.
+/// The state letter of `/proc/PID/stat`. The name before it is in parentheses, and may contain parentheses.
 fn state(stat: &[u8]) -> Option<u8> {
     let end = stat.iter().rposition(|b| *b == b')')?;
     stat.get(end + 2).copied()
 }
 
-/// Bytes of a command line that are kept.
+/// The most bytes of a command line that are kept.
 const MAX_COMMAND: usize = 512;
 
 fn command_line(raw: &[u8]) -> String {

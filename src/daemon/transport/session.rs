@@ -1,5 +1,5 @@
-//! The protocol's state of one connection: its slots, and values that take several messages. Turns packets into
-//! [`ClientAction`]s, and rejects those that break the protocol. No I/O.
+//! The protocol state of one connection: its slots, and values that take several messages. Turns packets into [`ClientAction`]s,
+//! and rejects packets that break the protocol. No I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstac
 
 /// Larger numbers of bytes are rejected: no such memory exists, and sums of them could overflow.
 const MAX_BYTES: u64 = 1 << 50;
-/// Bytes of the longest list of GPUs: as many as a client can attach, each by its whole UUID.
+/// Bytes of the longest list of GPUs: every GPU that a client can attach, each by its full UUID.
 const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
-/// A breach of the protocol. The client is disconnected; others are not affected.
+/// A breach of the protocol. The client is disconnected; other clients are not affected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Violation {
     Wire(WireError),
@@ -65,10 +65,10 @@ impl From<WireError> for Violation {
     }
 }
 
-/// What the daemon does about a packet.
+/// The daemon's response to a packet.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClientAction {
-    /// Passes the event to the machine.
+    /// Passes the event to the scheduler.
     Event(Event),
     Attach {
         event: Event,
@@ -85,7 +85,7 @@ pub enum ClientAction {
         device_free: Option<u64>,
         /// Bytes of host memory that the client holds.
         host: u64,
-        /// Bytes that it has in a swap file.
+        /// Bytes that the client has in a swap file.
         in_file: u64,
         counts: Counts,
     },
@@ -96,11 +96,11 @@ pub enum ClientAction {
         limit: LimitName,
         text: String,
     },
-    /// The client can use a swap file, and has so many bytes of host memory at most.
+    /// The client can use a swap file, and has at most `ram_max` bytes of host memory.
     UseSwapFile {
         ram_max: u64,
     },
-    /// Does nothing: a value takes several messages, or was known.
+    /// Does nothing: a value takes several messages, or was already known.
     Incomplete,
     /// Handles a message about shared memory, on the GPU that the message names, if any.
     SharedMemory {
@@ -109,16 +109,16 @@ pub enum ClientAction {
     },
 }
 
-/// A client's request to be told which GPUs it sees.
+/// A client's request for the GPUs that it may see.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementQuery {
     pub chooser: Chooser,
-    /// Its list of GPUs, if it has one.
+    /// The client's list of GPUs, if it has one.
     pub choice: String,
-    /// Number of GPUs; 0: not given.
+    /// Number of GPUs; 0 if not given.
     pub count: u32,
     pub bytes: Option<u64>,
-    /// Set of minor numbers of the device files that it can open; 0: unknown.
+    /// Set of minor numbers of the device files that the client can open; 0 if unknown.
     pub devices: u64,
     /// The GPUs are for a program that this process will execute or start.
     pub ahead: bool,
@@ -130,13 +130,13 @@ pub struct Session {
     client: ClientId,
     pub version: u16,
     slots: Vec<Option<GpuId>>,
-    /// The parts of its list of GPUs that have arrived.
+    /// The parts of the client's list of GPUs that have arrived.
     choice: String,
     /// The parts of an environment limit that have arrived.
     env_limit: Option<(LimitName, String)>,
-    /// The connection is one of an earlier daemon, which may have asked for the client's state as well.
+    /// The connection was taken over from an earlier daemon, which may have requested the client's state, too.
     is_taken_over: bool,
-    /// The client is saying again what it has said, up to `Held`.
+    /// The client is repeating its state, up to `Held`.
     repeats: bool,
 }
 
@@ -153,9 +153,9 @@ impl Session {
         }
     }
 
-    /// From now on the client may send its whole state again. It does once for each daemon that asked and did not live to read the
-    /// answer, without having read anything from this one in between: so that says nothing new, except for memory that has
-    /// changed meanwhile.
+    /// From now on the client may send its whole state again. It does so once for each daemon that requested it and ended before
+    /// reading the answer. Until then the client has read nothing from this daemon, so the repeated state is not new, except for
+    /// memory that has changed in the meantime.
     pub fn taken_over(&mut self) {
         self.is_taken_over = true;
     }
@@ -311,17 +311,17 @@ impl Session {
         self.slots.iter().position(|slot| *slot == Some(gpu)).map(|slot| slot as u32)
     }
 
-    /// The slots of those GPUs that are still attached.
+    /// The slots of the GPUs in `gpus` that are still attached.
     pub fn slots(&self, gpus: &GpuSet) -> SlotSet {
         gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
     }
 
-    /// The client's slot of one GPU is that of another from now on.
+    /// Assigns the client's slot of one GPU to another GPU.
     pub fn moved(&mut self, from: GpuId, to: GpuId) {
         self.slots.iter_mut().filter(|slot| **slot == Some(from)).for_each(|slot| *slot = Some(to));
     }
 
-    /// The GPUs of those slots that are attached.
+    /// The GPUs of the slots in `set` that are attached.
     pub fn attached(&self, set: SlotSet) -> GpuSet {
         (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()
     }

@@ -1,5 +1,5 @@
-//! What the thread does: keeps what is not saved yet in memory, saves it, and answers questions. A disk that is full or read-only,
-//! or a directory that is missing, is reported once and tried again each time; a damaged database is set aside.
+//! The work of the usage thread: it holds unsaved usage in memory, saves it, and answers queries. If the disk is full or
+//! read-only, or the directory is missing, it reports this once and retries each time; it sets a damaged database aside.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,21 +10,21 @@ use tracing::{info, warn};
 use super::store::{FILE, Failure, MAX_ANSWER, Store, set_aside};
 use super::{Accounts, Answer, HOUR, HoursUsed, Job, Key, Query, Tenants};
 
-/// Tenants' hours, and those of programs whose rules limit their time, that are kept in memory while they cannot be saved. The oldest
-/// are given up.
+/// The most entries that are kept in memory while they cannot be saved: tenants' hours, and hours of programs whose rules limit
+/// their time. Beyond them, the oldest are dropped.
 const MAX_UNSAVED: usize = 10_000;
 
 pub struct Records {
     path: PathBuf,
     store: Option<Store>,
     keep: Duration,
-    /// By the hour, in seconds since 1970, and the tenant.
+    /// Usage by the start of the hour, in seconds since 1970, and the tenant.
     unsaved: BTreeMap<(i64, String), Accounts>,
     /// Seconds with the lock of programs whose rules limit it, by the hour and the programs.
     unsaved_hours: BTreeMap<(i64, String), f64>,
-    /// When the database was tidied last: the hour, in seconds since 1970.
+    /// The hour in which the database was last tidied, in seconds since 1970.
     tidied: Option<i64>,
-    /// The log has said that records cannot be saved.
+    /// The failure to save records has been logged.
     has_failed: bool,
 }
 
@@ -55,7 +55,7 @@ impl Records {
                 (self.keep, self.tidied) = (keep, None);
                 self.save();
             }
-            // It is no error if nobody waits for the answer any more.
+            // The receiver may be gone, which is no error.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
             Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }
@@ -79,7 +79,7 @@ impl Records {
 
     fn save(&mut self) {
         let hour = now().div_euclid(HOUR) * HOUR;
-        // While nobody has used anything there is no file.
+        // No file is created before there is usage to save.
         if self.unsaved.is_empty()
             && self.unsaved_hours.is_empty()
             && (self.tidied == Some(hour) || !self.path.exists())
@@ -135,7 +135,7 @@ impl Records {
         Ok(rows.into_iter().collect())
     }
 
-    /// What is saved; without an answer, nothing: the failure is reported when something is to be saved.
+    /// The saved hours; empty if they cannot be read. That failure is reported when records are saved.
     fn read_hours(&mut self) -> HoursUsed {
         if !self.path.exists() {
             return HoursUsed::new();
@@ -143,7 +143,7 @@ impl Records {
         self.with_store(|store, _| store.read_hours()).unwrap_or_default()
     }
 
-    /// Does something with the database, and, if that is damaged, again with a new one.
+    /// Runs `what` on the database, and again on a new one if the database is damaged.
     fn with_store<T>(
         &mut self,
         mut what: impl FnMut(&mut Store, &mut Self) -> Result<T, Failure>,
@@ -154,7 +154,7 @@ impl Records {
                 None => Store::open(&records.path)?,
             };
             let result = what(&mut store, records);
-            // One that failed is opened again, as another file may be there now.
+            // After a failure the file is opened again, as it may have been replaced.
             records.store = result.is_ok().then_some(store);
             result
         };
@@ -227,7 +227,7 @@ mod tests {
         records.does(Job::Save);
         assert!(std::fs::read_to_string(&aside).expect("set aside").starts_with("nonsense"));
         assert_eq!(read(&mut Records::new(&directory.0, KEEP)), Ok(vec![("root".into(), 2.0)]));
-        // Somebody writes over it.
+        // Another program overwrites the database.
         std::fs::write(&path, "other nonsense ".repeat(1000)).expect("a file");
         records.does(Job::Add(hour(), used("root", 4.0), BTreeMap::new()));
         records.does(Job::Save);

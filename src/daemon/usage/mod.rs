@@ -1,8 +1,8 @@
-//! What tenants, their systemd units and containers have had of each GPU, hour by hour, kept in the directory that systemd provides
-//! (`StateDirectory=`).
+//! The usage of each GPU by tenants and their systemd units and containers, hour by hour, kept in the directory that systemd
+//! provides (`StateDirectory=`).
 //!
-//! A thread of its own writes and reads, since a disk can take long: the scheduling loop sends it what was used and never waits.
-//! `store` is the database; `keeper` the thread. Without the feature `accounting` there is neither, and nothing is recorded.
+//! A separate thread writes and reads it, since a disk can be slow: the scheduling loop sends it usage and never waits. `store`
+//! is the database; `keeper` the thread. Without the feature `accounting` there is neither, and usage is not recorded.
 
 #![cfg_attr(not(feature = "accounting"), expect(dead_code))]
 
@@ -21,9 +21,9 @@ use tracing::warn;
 
 /// Seconds.
 pub const HOUR: i64 = 3600;
-/// Accounts of one tenant in one hour. What it uses beyond them is counted together.
+/// The most accounts of one tenant in one hour. Usage beyond them is counted together.
 pub const MAX_ACCOUNTS: usize = 100;
-/// The unit under which that is counted, which is no unit's name.
+/// The unit under which such usage is counted. No real unit has this name.
 pub const OTHERS: &str = "others";
 
 /// What a tenant has had, of one GPU by one unit and container. Empty where there is none.
@@ -45,10 +45,10 @@ impl Account {
 pub struct Amounts {
     /// Time with the lock.
     pub lock_seconds: f64,
-    /// Waits that ended with the lock: how many, and how long all together.
+    /// Waits that ended with the lock: their number, and their total time.
     pub grants: f64,
     pub wait_seconds: f64,
-    /// Bytes on the GPU and in host memory, multiplied by the time that they were there.
+    /// Bytes on the GPU and in host memory, multiplied by the time for which they were there.
     pub resident_byte_seconds: f64,
     pub swapped_byte_seconds: f64,
     /// Bytes that were copied to the GPU, and from it.
@@ -97,7 +97,7 @@ impl Amounts {
     }
 }
 
-/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one for what is more.
+/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one that collects the rest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accounts(BTreeMap<Account, Amounts>);
 
@@ -108,13 +108,13 @@ impl Accounts {
     }
 }
 
-/// What tenants have used, by their names.
+/// The usage of tenants, by their names.
 pub type Tenants = BTreeMap<String, Accounts>;
 
-/// Seconds with the lock by the hour that begins at that time, seconds since 1970, of programs whose rules limit it.
+/// Seconds with the lock of programs whose rules limit it, by the programs and by the start of the hour, in seconds since 1970.
 pub type HoursUsed = BTreeMap<String, BTreeMap<i64, f64>>;
 
-/// By what records are told apart in an answer; over all else they are added up.
+/// The columns that an answer can group records by; records that agree in the requested columns are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Column {
     /// The hours, and, a month later, the days.
@@ -142,24 +142,24 @@ impl Column {
 
 #[derive(Debug, Clone)]
 pub struct Query {
-    /// Seconds since 1970: records that end later are meant.
+    /// Seconds since 1970. Records that end later are included.
     pub since: f64,
     pub by: BTreeSet<Column>,
-    /// Only of this one.
+    /// Only records of this tenant.
     pub tenant: Option<String>,
 }
 
-/// What is in one hour or day, or over all of them; empty where the question does not tell it apart.
+/// The key of one hour or day, or of all of them together; columns that the query does not group by are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
-    /// Seconds since 1970 at which it begins, and seconds for which it lasts.
+    /// The start in seconds since 1970, and the length in seconds.
     pub time: (i64, i64),
     pub tenant: String,
     pub account: Account,
 }
 
 impl Key {
-    /// The key with what the question tells apart.
+    /// The key with only the columns that the query groups by.
     fn reduced(self, by: &BTreeSet<Column>) -> Self {
         let text = |column, text: String| if by.contains(&column) { text } else { String::new() };
         Self {
@@ -174,11 +174,12 @@ impl Key {
     }
 }
 
-/// The rows, or a sentence that says why there are none.
+/// The rows, or a sentence that explains why there are none.
 pub type Answer = Result<Vec<(Key, Amounts)>, String>;
 
 enum Job {
-    /// Used in the hour that begins at that time, seconds since 1970, and seconds with the lock of programs whose rules limit it.
+    /// Usage in the hour that begins at this time, in seconds since 1970, and seconds with the lock of programs whose rules limit
+    /// it.
     Add(i64, Tenants, BTreeMap<String, f64>),
     Save,
     Keep(Duration),
@@ -186,7 +187,7 @@ enum Job {
     ReadHours(oneshot::Sender<HoursUsed>),
 }
 
-/// The thread.
+/// Sends jobs to the thread.
 #[derive(Debug)]
 pub struct Keeper {
     jobs: Sender<Job>,
@@ -194,7 +195,7 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Starts the thread on the database in that directory. Records are deleted `keep` after they end.
+    /// Starts the thread on the database in this directory. Records are deleted `keep` after they end.
     #[cfg(feature = "accounting")]
     pub fn start(directory: &Path, keep: Duration) -> Option<Self> {
         let (jobs, asked) = std::sync::mpsc::channel();
@@ -214,7 +215,7 @@ impl Keeper {
         None
     }
 
-    /// Adds what was used in the hour that begins at that time, seconds since 1970. `hours`: seconds with the lock, of programs whose
+    /// Adds usage in the hour that begins at this time, in seconds since 1970. `hours`: seconds with the lock of programs whose
     /// rules limit it.
     pub fn add(&self, hour: i64, used: Tenants, hours: BTreeMap<String, f64>) {
         let _ = self.jobs.send(Job::Add(hour, used, hours));
@@ -224,7 +225,7 @@ impl Keeper {
         let _ = self.jobs.send(Job::Save);
     }
 
-    /// Changes for how long records are kept.
+    /// Changes the time for which records are kept.
     pub fn keep(&self, keep: Duration) {
         let _ = self.jobs.send(Job::Keep(keep));
     }
@@ -233,12 +234,12 @@ impl Keeper {
         let _ = self.jobs.send(Job::Read(query, reply));
     }
 
-    /// Answers what is saved of programs whose rules limit their time; nothing if it cannot be read.
+    /// Answers with the saved hours of programs whose rules limit their time; empty if they cannot be read.
     pub fn read_hours(&self, reply: oneshot::Sender<HoursUsed>) {
         let _ = self.jobs.send(Job::ReadHours(reply));
     }
 
-    /// Waits until everything is saved, but not for ever: a disk may not answer.
+    /// Waits until everything is saved, but not forever: a disk may not answer.
     pub fn finish(self, patience: Duration) {
         let Self { jobs, ended } = self;
         drop(jobs);

@@ -1,6 +1,6 @@
-//! The database: a table with a row for each hour, tenant, GPU, unit and container. Hours become days after a month, and rows are
-//! deleted when they are older than they are to be kept, or are too many. Another table has the last month of programs whose rules
-//! limit their time.
+//! The database: a table with a row for each hour, tenant, GPU, unit and container. Hours become days after a month. Rows that
+//! are older than the retention time, or too many, are deleted. Another table has the last month of programs whose rules limit
+//! their time.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -14,10 +14,10 @@ use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
 use super::{Account, Accounts, Amounts, HOUR, HoursUsed, Key, MAX_ACCOUNTS, Query};
 
 pub const FILE: &str = "usage.sqlite";
-/// What follows the name of a database that was set aside.
+/// The suffix of a database that was set aside.
 pub const DAMAGED: &str = ".damaged";
 
-/// The number of this schema. A database with another one was written by another version, and is not understood.
+/// The number of this schema. A database with another number was written by another version of nvshare, and is not understood.
 const VERSION: i64 = 1;
 const SCHEMA: &str = "
     CREATE TABLE usage (
@@ -47,11 +47,11 @@ const SCHEMA: &str = "
 pub const DAY: i64 = 24 * HOUR;
 /// Hours become days after this many seconds: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
-/// The rows that there may be in all, about 100 MB: the oldest are deleted.
+/// The most rows in total, about 100 MB. Beyond them, the oldest are deleted.
 const MAX_ROWS: i64 = 500_000;
-/// The rows of programs whose rules limit their time: the oldest are deleted.
+/// The most rows of programs whose rules limit their time. Beyond them, the oldest are deleted.
 const MAX_HOURS: i64 = 100_000;
-/// The rows of an answer.
+/// The most rows of an answer.
 pub const MAX_ANSWER: usize = 10_000;
 
 const ADD: &str = "
@@ -68,9 +68,9 @@ const ADD: &str = "
 /// Why the database cannot be used.
 #[derive(Debug)]
 pub enum Failure {
-    /// It is damaged.
+    /// The database is damaged.
     Unusable(String),
-    /// The disk is full or read-only, the database is of another version of nvshare, or anything else that may pass.
+    /// The disk is full or read-only, the database is of another version of nvshare, or another condition that may pass.
     Other(String),
 }
 
@@ -86,7 +86,7 @@ impl From<rusqlite::Error> for Failure {
     fn from(error: rusqlite::Error) -> Self {
         match error.sqlite_error_code() {
             Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase) => Self::Unusable(error.to_string()),
-            // A table or a column is missing, or has something else in it.
+            // A table or a column is missing, or has other contents.
             Some(ErrorCode::Unknown | ErrorCode::TypeMismatch | ErrorCode::ConstraintViolation) => {
                 Self::Unusable(error.to_string())
             }
@@ -103,7 +103,7 @@ pub struct Store {
 impl Store {
     /// Opens the database, or creates it.
     pub fn open(path: &Path) -> Result<Self, Failure> {
-        // What programs of others are called is nobody's business.
+        // Other users must not read the names of programs.
         let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
         created.map_err(|e| Failure::Other(e.to_string()))?;
         let mut connection = Connection::open(path)?;
@@ -122,7 +122,7 @@ impl Store {
                     return Err(Failure::Unusable(found));
                 }
             }
-            // It is as whoever goes back to the other version needs it.
+            // The database stays as it is, for a return to the other version.
             _ => {
                 return Err(Failure::Other(format!(
                     "it has the format {version}, of another version of nvshare, instead of {VERSION}: move it away to begin a new one"
@@ -132,8 +132,8 @@ impl Store {
         Ok(Self { connection })
     }
 
-    /// Adds what was used: all of it, or, if that fails, nothing. The hours are given by their beginnings, in seconds since 1970.
-    /// `hours`: seconds with the lock, of programs whose rules limit it.
+    /// Adds usage: all of it, or none if that fails. Hours are given by their start, in seconds since 1970. `hours`: seconds with
+    /// the lock of programs whose rules limit it.
     pub fn add<'a>(
         &mut self,
         used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>,
@@ -183,8 +183,8 @@ impl Store {
         Ok(all)
     }
 
-    /// Makes days of the hours before the last month, and deletes what is older than `keep`, and the oldest of what is too much.
-    /// `now` in seconds since 1970.
+    /// Joins hours before the last month into days, deletes rows older than `keep`, and deletes the oldest rows beyond the
+    /// limits. `now` in seconds since 1970.
     pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), Failure> {
         self.tidy_to(now, keep, MAX_ROWS)
     }
@@ -201,22 +201,22 @@ impl Store {
         for day in days {
             make_day(&transaction, day)?;
         }
-        // The longest time that a rule can limit is a month.
+        // The longest window of a rule is a month.
         transaction.execute("DELETE FROM hours WHERE begins + ?2 <= ?1", [now - HOURS_LAST, HOUR])?;
         transaction.execute(
             "DELETE FROM hours WHERE begins <= (SELECT begins FROM hours ORDER BY begins DESC LIMIT 1 OFFSET ?1)",
             [MAX_HOURS],
         )?;
-        // All of the hours and days that do not fit as a whole.
+        // Hours and days are deleted as a whole.
         let beyond =
             "DELETE FROM usage WHERE begins <= (SELECT begins FROM usage ORDER BY begins DESC LIMIT 1 OFFSET ?1)";
         transaction.execute(beyond, [most])?;
         Ok(transaction.commit()?)
     }
 
-    /// The rows that a question is about, added up by what it tells apart: at most one more than [`MAX_ANSWER`].
+    /// The rows that match a query, summed by its columns: at most one more than [`MAX_ANSWER`].
     pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, Failure> {
-        // By columns that are named by nobody but this function.
+        // Groups by columns whose names only this function uses.
         let mut statement = self.connection.prepare(
             "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
                 CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
@@ -248,7 +248,7 @@ impl Store {
     }
 }
 
-/// Amounts from the columns that begin with that one.
+/// Amounts from the columns that begin with `first`.
 fn amounts(row: &Row<'_>, first: usize) -> rusqlite::Result<Amounts> {
     let mut all = [0.0; 7];
     for (at, amount) in all.iter_mut().enumerate() {
@@ -272,7 +272,8 @@ fn insert(
     Ok(())
 }
 
-/// Makes one row of each account's hours of a day. Of a tenant with many accounts, those that used a GPU longest stay.
+/// Joins each account's hours of a day into one row. Of a tenant with many accounts, the ones with the most GPU time keep
+/// their rows.
 fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     let sums = "SELECT tenant, gpu, unit, container, sum(lock_seconds), sum(grants), sum(wait_seconds),
             sum(resident_byte_seconds), sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
@@ -297,17 +298,17 @@ fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     Ok(())
 }
 
-/// How many databases that were set aside are kept; the last is replaced.
+/// The most databases that are kept after being set aside; the last one is replaced.
 const MAX_ASIDE: u32 = 9;
 
-/// Sets a database aside, beside those that were set aside before.
+/// Sets a database aside, next to databases set aside before.
 pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let with = |end: &str| {
         let mut name = path.as_os_str().to_owned();
         name.push(end);
         PathBuf::from(name)
     };
-    // The journal of this one is not for the next one.
+    // The new database must not find the journal of this one.
     match std::fs::remove_file(with("-journal")) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
@@ -393,7 +394,7 @@ mod tests {
         store.tidy(33 * DAY + 1, keep).expect("tidied");
         let days = [((0, DAY), seconds(24.0)), ((DAY, DAY), seconds(24.0))];
         assert_eq!(times(&store), days);
-        // What comes late, since the disk was full, adds to the day.
+        // Usage that comes late, since the disk was full, is added to the day.
         add(&mut store, HOUR, "user 1", "a.service", 3.0);
         store.tidy(33 * DAY + 1, keep).expect("tidied");
         assert_eq!(times(&store)[0], ((0, DAY), seconds(27.0)));

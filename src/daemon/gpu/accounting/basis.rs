@@ -6,8 +6,7 @@ pub enum Basis {
     /// Clients' reports: NVML is not available.
     #[default]
     Reports,
-    /// NVML's figures for the whole GPU. It has none for processes, or knows the processes by the ids of another PID
-    /// namespace.
+    /// NVML's figures for the whole GPU. NVML has none for processes, or knows processes by the IDs of another PID namespace.
     Total,
     /// NVML's figures for each process.
     Processes,

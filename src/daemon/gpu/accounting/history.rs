@@ -7,9 +7,9 @@ use crate::scheduler::Time;
 
 /// Time that a report takes to arrive.
 const REPORT_DELAY: Duration = Duration::from_millis(50);
-/// Time between the beginning of a sample and its handling, at most.
+/// The longest time between the beginning of a sample and its handling.
 const MAX_SAMPLE_AGE: Duration = Duration::from_secs(2);
-/// Changes that are kept; older ones are merged.
+/// The most changes that are kept; older ones are merged.
 const MAX_CHANGES: usize = 32;
 
 /// Bounds on a client's mapped memory over the last seconds.
@@ -17,8 +17,8 @@ const MAX_CHANGES: usize = 32;
 pub struct History(VecDeque<(Time, (u64, u64))>);
 
 impl History {
-    /// Of a client that has just attached: until its first report it may have mapped any part of the `total` bytes of the GPU. One that
-    /// an earlier scheduler served has had memory there all along.
+    /// The history of a client that has just attached: until its first report it may have mapped any part of the `total` bytes of
+    /// the GPU. A client that an earlier scheduler served has had memory there all along.
     pub fn unknown(now: Time, total: u64) -> Self {
         Self(VecDeque::from([(now, (0, total))]))
     }

@@ -1,4 +1,4 @@
-//! Bounds on the memory that each client has mapped, by NVML's figures.
+//! Bounds on the memory that each client has mapped, from NVML's figures.
 
 use std::collections::BTreeMap;
 
@@ -44,12 +44,12 @@ impl Accounting {
     }
 }
 
-/// Bytes that several clients share. They count once: each client takes what it may have mapped and the others need not have,
-/// and the last takes the rest.
+/// Bytes that several clients share. They count once: each client takes the bytes that it may have mapped and that the other
+/// clients need not have mapped, and the last client takes the rest.
 #[derive(Debug)]
 struct Shared {
     bytes: u64,
-    /// Of the clients that have not taken theirs yet: their least bytes in sum, and their number.
+    /// The clients that have not taken their part yet: the sum of their least bytes, and their number.
     least: u64,
     clients: usize,
 }

@@ -1,19 +1,19 @@
 //! Memory accounting of one GPU: reconciles clients' reports with NVML's measurements.
 //!
-//! A sample and a client's reports are of different moments, so the bytes that the client had mapped at the moment of the
+//! A sample and a client's reports are taken at different times, so the bytes that the client had mapped at the time of the
 //! sample are known as an interval, [`Attached::least`] to [`Attached::most`], and so are quantities derived from them. An
-//! estimate is kept while it lies in the newest interval, and clamped to it otherwise, so that a wrong estimate lasts until
-//! the next sample at most, even while memory moves.
+//! estimate is kept while it lies in the newest interval, and clamped to it otherwise, so that a wrong estimate lasts until the
+//! next sample at most, even while memory moves.
 //!
-//! - *Context*: the memory of a client's process beyond what it has mapped. It counts only once it is complete: the driver
-//!   takes seconds to create one, and a sample taken meanwhile shows a part.
+//! - *Context*: the memory of a client's process beyond its mapped memory. It counts only once it is complete: the driver takes
+//!   seconds to create a context, and a sample taken in that time shows a part.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
-//! - *Others*: the overhead without contexts. Without figures for processes, contexts count as large as they are assumed to be.
-//! - *Found*: bounds on what a client has mapped, whatever it reports. The scheduler accepts no report beyond them.
+//! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their assumed size.
+//! - *Found*: bounds on a client's mapped memory, whatever the client reports. The scheduler accepts no report beyond them.
 //! - *Adopted*: shared memory whose exporter has freed it, and which another client counts now. NVML may show it for the
 //!   exporter, for no process, or for the adopter. It counts for the adopter as far as NVML shows it anywhere.
 //!
-//! `history` keeps the intervals, [`Basis`] says which figures NVML has, `mapped` finds the memory of each client.
+//! `history` keeps the intervals, [`Basis`] tells which figures NVML has, `mapped` finds the memory of each client.
 
 mod basis;
 mod history;
@@ -37,7 +37,7 @@ pub struct Accounting {
     overhead: Option<u64>,
     /// Without figures for processes: the estimate of the overhead, before small changes are suppressed.
     total: Option<u64>,
-    /// What programs that are no clients use.
+    /// Memory of programs that are not clients.
     others: u64,
     basis: Basis,
     /// By process: adopted memory of its clients that the last sample did not show for it.
@@ -49,12 +49,12 @@ pub struct Accounting {
 pub struct Attached {
     pub client: ClientId,
     pub pid: u32,
-    /// Bounds on the bytes that it had mapped at the moment of the sample.
+    /// Bounds on the bytes that the client had mapped at the time of the sample.
     pub least: u64,
     pub most: u64,
-    /// Of that, adopted bytes.
+    /// The adopted bytes among them.
     pub adopted: u64,
-    /// Its context may have been incomplete at that moment. The scheduler reserves memory for it.
+    /// The client's context may have been incomplete at that time. The scheduler reserves memory for it.
     pub is_new: bool,
 }
 
@@ -64,9 +64,9 @@ struct Process {
     used: u64,
     least: u64,
     most: u64,
-    /// Adopted by its clients.
+    /// Bytes adopted by the process's clients.
     adopted: u64,
-    /// One of its clients is new.
+    /// One of the process's clients is new.
     is_new: bool,
     clients: usize,
     /// The client under which its context is recorded: a process may be several clients.
@@ -76,8 +76,8 @@ struct Process {
 impl Accounting {
     /// Processes a sample. Returns the overhead, with small changes suppressed; `None` if it is still unknown.
     ///
-    /// `guess` is the size assumed for a context that was not measured. `is_own` tells of a process that is not a client
-    /// whether it was one, or may be about to reconnect: its memory is not overhead.
+    /// `guess` is the size assumed for a context that was not measured. `is_own` tells whether a process that is not a client was
+    /// one, or may be about to reconnect: its memory is not overhead.
     pub fn sample(
         &mut self,
         sample: &Sample,
@@ -141,7 +141,7 @@ impl Accounting {
                 return known.copied().unwrap_or(guess);
             }
             match known {
-                // Only while no memory moves is it known to the byte; a limit counts each.
+                // The context is known to the byte only while no memory moves; a limit counts each byte.
                 _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);
                     range.1
@@ -199,7 +199,7 @@ impl Accounting {
         self.overhead
     }
 
-    /// What programs that are no clients used at the last sample.
+    /// Memory of programs that are not clients, at the last sample.
     pub fn others(&self) -> u64 {
         self.others
     }

@@ -53,8 +53,8 @@ fn moving_memory_changes_nothing() {
     }
 }
 
-/// The standstill of two servers that were started at once: a part of each context was taken for the whole, and the
-/// figure was kept, as their memory was never at rest afterwards.
+/// Two servers that were started together came to a standstill: a part of each context was taken for the whole, and the
+/// figure was kept, since their memory was never at rest afterwards.
 #[test]
 fn a_context_that_is_being_created_is_not_measured() {
     let mut accounting = Accounting::default();

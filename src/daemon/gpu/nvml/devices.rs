@@ -1,4 +1,4 @@
-//! Calls of an NVML that is initialized: which GPUs and MIG slices there are, and what is in use on each.
+//! Calls of an initialised NVML: which GPUs and MIG slices exist, and the memory in use on each.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -28,17 +28,17 @@ pub struct Found<'a> {
     minor: Option<u32>,
 }
 
-/// What NVML lists.
+/// The GPUs and slices that NVML lists.
 #[derive(Default)]
 pub struct Devices<'a> {
     pub found: Vec<Found<'a>>,
-    /// The error of a call that should have worked: GPUs may be missing in `found` that are there.
+    /// The error of a call that should have worked: `found` may lack GPUs that exist.
     pub error: Option<NvmlError>,
 }
 
 impl<'a> Devices<'a> {
-    /// Every GPU that work can run on: a GPU that is cut into slices is its slices. GPUs that NVML reports as lost are left
-    /// out.
+    /// Lists every GPU that work can run on; a GPU that is cut into slices is represented by its slices. GPUs that NVML reports
+    /// as lost are left out.
     pub fn list(nvml: &'a Nvml) -> Self {
         let mut devices = Self::default();
         match nvml.device_count() {
@@ -48,7 +48,7 @@ impl<'a> Devices<'a> {
         devices
     }
 
-    /// The error, if calls fail so that nothing is listed.
+    /// The error, if calls failed and nothing was listed.
     pub fn broken(&mut self) -> Option<NvmlError> {
         self.error.take_if(|_| self.found.is_empty())
     }
@@ -56,7 +56,7 @@ impl<'a> Devices<'a> {
     fn add_gpu(&mut self, nvml: &'a Nvml, index: u32) {
         let Some(device) = self.answer(nvml.device_by_index(index)) else { return };
         let minor = device.minor_number().ok();
-        // Nothing runs on the whole of a GPU in MIG mode, even if it has no slices.
+        // Work cannot run on a GPU in MIG mode as a whole, even if it has no slices.
         if !device.mig_mode().is_ok_and(|mode| mode.current == MIG_ENABLED) {
             return self.add(device, GpuKind::Gpu, index, minor);
         }
@@ -64,7 +64,7 @@ impl<'a> Devices<'a> {
         for place in 0..places {
             match device.mig_device_by_index(place) {
                 Ok(slice) => self.add(slice, GpuKind::Mig, index, minor),
-                Err(NvmlError::NotFound) => {} // no slice is there
+                Err(NvmlError::NotFound) => {} // an empty place
                 Err(e) => self.error = Some(e),
             }
         }
@@ -78,7 +78,7 @@ impl<'a> Devices<'a> {
         }
     }
 
-    /// The answer of a call about one GPU. Errors by which NVML says that the GPU cannot be used are answers, too.
+    /// The answer of a call about one GPU. Errors that say that the GPU cannot be used are answers, too.
     fn answer<T>(&mut self, result: Result<T, NvmlError>) -> Option<T> {
         use NvmlError::{GpuLost, NoPermission, ResetRequired};
         match result {
@@ -89,7 +89,7 @@ impl<'a> Devices<'a> {
         None
     }
 
-    /// Descriptions of all GPUs. Where one fails, an error is noted.
+    /// Descriptions of all GPUs. If a call about one fails, the error is kept in `error`.
     pub fn describe(&mut self) -> Vec<GpuDescription> {
         let mut described = Vec::with_capacity(self.found.len());
         for Found { device, gpu, kind, index, minor } in &self.found {
@@ -112,7 +112,7 @@ impl<'a> Devices<'a> {
         described
     }
 
-    /// GPUs that have faults, and which. Slices have those of their GPU.
+    /// GPUs that have faults, with their faults. A slice has the faults of its GPU.
     pub fn failing(&self, nvml: &Nvml, faults: &mut Faults) -> BTreeMap<GpuId, String> {
         let uuids = self.found.iter().filter_map(|found| Some((found, nvml.device_by_index(found.index).ok()?)));
         let uuids = uuids.filter_map(|(found, board)| Some((found, board.uuid().ok()?, board)));
@@ -137,9 +137,9 @@ fn link(device: &Device<'_>) -> Option<u64> {
     link_rate(device.max_pcie_link_gen().ok()?, device.max_pcie_link_width().ok()?)
 }
 
-/// Three quarters of the raw rate: an H200 reaches 46 of 59 GiB/s with copies both ways at once.
+/// Three quarters of the raw rate: an H200 reaches 46 of 59 GiB/s with copies in both directions.
 fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
-    // Bytes per second of a lane, less the line code: 8 of 10 bits at first, 128 of 130 from the third generation on.
+    // Bytes per second of a lane, less the line code: 8 of 10 bits in the first two generations, 128 of 130 from the third on.
     let lane: u64 = match generation {
         0 => return None,
         1 | 2 => 250_000_000 << (generation - 1),
@@ -151,7 +151,8 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
 /// Attempts to take a sample during which nothing changes.
 const TRIES: usize = 3;
 
-/// The figures of a GPU are several calls, so they are taken again if the first has changed by the last, a few times.
+/// Several calls make up the figures of a GPU. If the memory in use changed between the first and the last call, the sample is
+/// repeated, a few times.
 fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {
@@ -171,7 +172,7 @@ fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     Some(sample)
 }
 
-/// Whether these are process ids of this PID namespace: most of the processes exist. One may just have ended.
+/// Whether these process IDs belong to this PID namespace: most of the processes exist. A process may just have ended.
 fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     let (mut all, mut here) = (0, 0);
     for pid in pids {
@@ -181,7 +182,7 @@ fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     2 * here >= all
 }
 
-/// The memory of each process; `None` if that of any process is unknown.
+/// The memory of each process; `None` if any process's memory is unknown.
 fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
     let mut processes = BTreeMap::new();
     for process in all {

@@ -1,17 +1,17 @@
-//! Whether the driver is loaded and which GPUs it has, as files say, which can be read without using the driver.
+//! Whether the driver is loaded and which GPUs it has, from files that can be read without using the driver.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The driver's directory; it is there while the module is loaded.
 const PROC: &str = "/proc/driver/nvidia";
-/// Whoever opens it has the kernel load the module.
+/// Opening this file makes the kernel load the module.
 const DEVICE: &str = "/dev/nvidiactl";
 
-/// The most files that are compared: more than eight GPUs cut into seven slices have.
+/// The most files that are compared: more than eight GPUs with seven slices each have.
 const MAX_FILES: usize = 1024;
 
-/// The files, and what they were when last looked at.
+/// The files, and their state at the last check.
 #[derive(Debug)]
 pub struct Driver {
     proc: PathBuf,
@@ -32,7 +32,7 @@ impl Driver {
         driver
     }
 
-    /// Whether the driver was loaded or unloaded, or has other GPUs or slices, since the last look.
+    /// Whether the driver was loaded or unloaded, or has other GPUs or slices, since the last check.
     pub fn has_changed(&mut self) -> bool {
         let mut files = Vec::new();
         let version = self.proc.join("version");
@@ -48,8 +48,8 @@ impl Driver {
         has_changed
     }
 
-    /// Whether the driver is certain not to be loaded. NVML must not be used then: it would open the device, and so have
-    /// an administrator's `modprobe -r` undone. Systems that do not show the driver, such as WSL, have neither file.
+    /// Whether the driver is certain not to be loaded. NVML must not be used then: it would open the device, and so undo an
+    /// administrator's `modprobe -r`. Systems that do not show the driver, such as WSL, have neither file.
     pub fn is_unloaded(&self) -> bool {
         !self.proc.join("version").exists() && (self.was_loaded || self.device.exists())
     }

@@ -1,12 +1,12 @@
-//! NVML, in a thread of its own because its calls can take long, which also starts without anybody waiting for it: which GPUs
-//! and MIG slices there are, and how much of their memory is in use.
+//! NVML: which GPUs and MIG slices exist, and how much of their memory is in use. It runs in a separate thread because its calls
+//! can take long, and so that the daemon starts without waiting for it.
 //!
-//! A host without NVML works too; then GPUs are known from the clients that use them. An NVML that is open uses the driver,
-//! which can then neither be unloaded nor have a GPU reset. So it is open only while it is needed.
+//! A host without NVML works too; GPUs are then known from the clients that use them. While NVML is open it uses the driver,
+//! which can then be neither unloaded nor asked to reset a GPU. So NVML is open only while it is needed.
 //!
 //! - `schedule`: when NVML is opened and closed.
-//! - `driver`: what can be known without it, from files.
-//! - `devices`: its calls.
+//! - `driver`: facts that files give without NVML.
+//! - `devices`: calls of NVML.
 
 mod devices;
 mod driver;
@@ -36,17 +36,17 @@ use schedule::{Due, Schedule};
 /// A query of the scheduling loop.
 #[derive(Debug)]
 pub enum Query {
-    /// Which GPUs there are, and how much memory is in use. Ends a release, as `Attach` does.
+    /// The GPUs that exist, and the memory in use. Ends a release, as `Attach` does.
     Scan,
     /// The memory in use.
     Sample,
-    /// A client attaches a GPU: the memory in use, and the end of a release.
+    /// A client attaches a GPU: samples the memory in use, and ends a release.
     Attach,
-    /// Let go of the driver, and leave it alone until a client attaches or that time has passed.
+    /// Closes NVML, and keeps it closed until a client attaches or the time has passed.
     Release(Duration, oneshot::Sender<()>),
 }
 
-/// The queries since the last answer: those that arrived during a slow call are merged.
+/// The queries since the last answer. Queries that arrive during a slow call are merged.
 #[derive(Debug, Default)]
 struct Asked {
     scan: bool,
@@ -59,7 +59,8 @@ impl Asked {
     }
 }
 
-/// How often GPUs are asked whether they report errors, while there are queries. Where the driver tells of one by itself, at once.
+/// How often GPUs are checked for errors, while there are queries. After a fault event of the
+/// driver, they are checked with the next query.
 const FAILING_PERIOD: Duration = Duration::from_secs(10);
 
 /// A report to the scheduling loop.
@@ -68,28 +69,28 @@ pub enum Report {
     Gpus(Listing),
     Used(Vec<Sample>),
     Driver(DriverVersions),
-    /// Whether queries are answered from now on.
+    /// Whether the daemon answers queries from now on.
     State(State),
 }
 
-/// Whether NVML can be asked.
+/// Whether NVML can be queried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// It is open, or will be opened for the next query.
+    /// NVML is open, or will be opened for the next query.
     Usable,
-    /// An administrator had it released.
+    /// An administrator released NVML.
     Released,
-    /// It fails, with this error.
+    /// NVML fails, with this error.
     Failed(String),
 }
 
-/// The GPUs that there are.
+/// The GPUs that exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// Those that report errors, and which: the driver wants a reset or something like it, or has told of a fault.
+    /// GPUs that report errors, with their errors: the driver wants a reset or similar, or has reported a fault.
     pub failing: BTreeMap<GpuId, String>,
-    /// GPUs that are missing are gone. Otherwise NVML may have failed to list them.
+    /// Whether missing GPUs are gone. Otherwise NVML may have failed to list them.
     pub is_complete: bool,
 }
 
@@ -104,14 +105,13 @@ pub struct DriverVersions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub gpu: GpuId,
-    /// When it was begun to be taken.
+    /// The time at which sampling began.
     pub begun: Time,
-    /// Nothing changed meanwhile, so that the figures go together.
+    /// The memory in use did not change during the sample, so its figures are consistent.
     pub steady: bool,
     /// Bytes in use in total, the driver's own included.
     pub used: u64,
-    /// Bytes in use by each process, by PID; `None` where NVML has no such figures, or knows processes by the numbers of
-    /// another PID namespace.
+    /// Bytes in use by each process, by PID; `None` if NVML has no such figures, or reports PIDs of another PID namespace.
     pub processes: Option<BTreeMap<u32, u64>>,
 }
 
@@ -121,13 +121,13 @@ pub struct GpuDescription {
     pub kind: GpuKind,
     pub name: String,
     pub total: u64,
-    /// NVML's number of the GPU; a slice has its GPU's.
+    /// NVML's number of the GPU; a slice has the number of its GPU.
     pub index: u32,
-    /// The number of its device file; a slice has its GPU's.
+    /// The number of the GPU's device file; a slice has the number of its GPU.
     pub minor: Option<u32>,
     /// Compute capability.
     pub capability: Option<(i32, i32)>,
-    /// Bytes per second that copies over its PCIe link reach, by what both ends can do.
+    /// Bytes per second that copies over the PCIe link reach, from the fastest link that both ends support.
     pub link: Option<u64>,
     /// A display is attached, or initialised without a monitor.
     pub has_display: bool,
@@ -137,7 +137,7 @@ pub struct GpuDescription {
 pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     let (ask, queries) = mpsc::channel();
     let supervisor = Supervisor::new(reports.clone());
-    // It ends with the scheduling loop, to which it cannot report any more.
+    // The thread ends with the scheduling loop, when it can no longer report to it.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
         let _ = reports.send(Report::State(State::Failed(format!("there is no thread for it: {e}"))));
@@ -148,7 +148,7 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
 type Events<'nvml> = Option<EventSet<'nvml>>;
 
 self_cell! {
-    /// NVML, and what the driver tells of its GPUs unasked, where it does.
+    /// NVML, and the events that the driver sends about its GPUs, if it does.
     struct Opened {
         owner: Nvml,
         #[covariant]
@@ -165,11 +165,11 @@ struct Supervisor {
     asked: Asked,
     /// The GPUs that were last reported.
     listed: BTreeSet<GpuId>,
-    /// Those of them that report errors, and when they were last asked.
+    /// Errors of these GPUs, and the time of the last check.
     failing: BTreeMap<GpuId, String>,
     asked_failing: Option<Time>,
     faults: Faults,
-    /// As last reported.
+    /// The last reported state.
     state: State,
 }
 
@@ -227,7 +227,7 @@ impl Supervisor {
                 self.close();
                 self.schedule.release(now, lasts);
                 self.say(State::Released)?;
-                let _ = done.send(()); // nobody may wait for it any more
+                let _ = done.send(()); // the receiver may be gone
                 return Ok(());
             }
         }
@@ -297,7 +297,7 @@ impl Supervisor {
         }
     }
 
-    /// Reports that there is no driver, and so no GPU.
+    /// Reports that the driver is not loaded, and so that there are no GPUs.
     fn driver_is_gone(&mut self) -> Sent {
         self.faults.only_there(&BTreeSet::new());
         if !std::mem::take(&mut self.listed).is_empty() {
@@ -314,7 +314,7 @@ impl Supervisor {
         self.asked = Asked::default();
         match self.schedule.is_released() {
             true => Ok(()),
-            // Which library loads libraries says nothing to people.
+            // The name of the crate that loads libraries means nothing to users.
             false => {
                 self.say(State::Failed(why.to_string().trim_start_matches("a libloading error occurred: ").into()))
             }
@@ -329,7 +329,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Answers queries, the slowest last. While NVML is closed there is no answer.
+    /// Answers queries, the slowest last. While NVML is closed, queries are not answered.
     fn answer(&mut self) -> Sent {
         let asked = std::mem::take(&mut self.asked);
         let Some(opened) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };
@@ -373,16 +373,16 @@ impl Supervisor {
     }
 }
 
-/// Has the driver tell of faults of all GPUs, as far as it can.
+/// Subscribes to the driver's fault events for all GPUs, if the driver supports them.
 fn watched(nvml: &Nvml) -> Events<'_> {
     let devices = (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok());
     nvml_faults::watch(nvml, devices.collect()).0
 }
 
-/// Takes the faults that the driver has told of. Returns whether there were any.
+/// Takes the faults that the driver has reported. Returns whether there were any.
 fn take_faults(events: &EventSet<'_>, faults: &mut Faults) -> bool {
     let mut has_failed = false;
-    // Without events it is an error: the time is over.
+    // Without an event, `wait` fails with a timeout.
     while let Ok(told) = events.wait(0) {
         let (Some(event), Ok(uuid)) = (nvml_faults::event(&told), told.device.uuid()) else { continue };
         let is_fault = faults.happened(&uuid, event, &BTreeSet::new(), Instant::now());

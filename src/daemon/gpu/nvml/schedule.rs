@@ -1,47 +1,47 @@
-//! When NVML is opened and closed, in the time of its caller: it is used while somebody needs it, let go of when nobody has
-//! for a while, and tried again where it fails.
+//! Decides when NVML is opened and closed; the caller passes the time. NVML is open while it is needed, closed when it has been
+//! idle for a while, and retried after a failure.
 
 use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// NVML is closed when nothing was asked for this long. A scheduler with clients asks every five seconds.
+/// NVML is closed after this time without a query. A scheduler with clients sends one every five seconds.
 pub const IDLE: Duration = Duration::from_secs(30);
-/// How often it is looked whether GPUs came or went.
+/// Time between two checks whether GPUs came or went.
 pub const LOOK: Duration = Duration::from_secs(5);
-/// NVML that fails is tried again after the first of these, then after twice as long each time, up to the second.
+/// The first wait before NVML is retried after a failure, and the longest one. The wait doubles each time.
 pub const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
 /// When NVML is opened and closed.
 #[derive(Debug)]
 pub struct Schedule {
     is_open: bool,
-    /// When something was last asked of NVML.
+    /// The time of the last query.
     asked: Time,
-    /// NVML is not to be opened before this, unless a client attaches: an administrator works on the driver.
+    /// NVML stays closed until then, unless a client attaches: an administrator works on the driver.
     released_until: Option<Time>,
-    /// When NVML is to be opened, if it is to be.
+    /// When to open NVML; `None` if it is not needed.
     open: Option<Time>,
-    /// NVML failed: how long was waited after that.
+    /// The wait after the last failure; zero if NVML has worked since.
     waited: Duration,
-    /// When it is looked again whether GPUs came or went.
+    /// When to check next whether GPUs came or went.
     look: Time,
 }
 
-/// What to do now.
+/// An action that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
-    /// Look whether GPUs came or went.
+    /// Check whether GPUs came or went.
     Look,
     /// Try to open NVML.
     Open,
     Close,
-    /// The time is over for which an administrator had NVML released.
+    /// The release that an administrator requested is over.
     ReleaseEnds,
 }
 
 impl Schedule {
-    /// NVML is to be opened at once: which GPUs there are has to be found out.
+    /// NVML is to open immediately, to list the GPUs.
     pub fn new(now: Time) -> Self {
         Self {
             is_open: false,
@@ -53,7 +53,7 @@ impl Schedule {
         }
     }
 
-    /// What is due, and taken care of with this call.
+    /// The next action that is due. The caller must carry it out.
     pub fn due(&mut self, now: Time) -> Option<Due> {
         if self.released_until.is_some_and(|until| until <= now) {
             self.released_until = None;
@@ -70,14 +70,14 @@ impl Schedule {
         (is_due && self.released_until.is_none()).then_some(Due::Open)
     }
 
-    /// When something is due next.
+    /// The time of the next action.
     pub fn next(&self) -> Time {
         let idle = self.is_open.then_some(self.asked + IDLE);
         let open = self.open.filter(|_| self.released_until.is_none());
         [idle, open, self.released_until].into_iter().flatten().fold(self.look, Time::min)
     }
 
-    /// Something is asked of NVML. While that is neither failing nor released, it is to be open.
+    /// Records a query. NVML opens for it, unless NVML is failing or released.
     pub fn ask(&mut self, now: Time) {
         self.asked = now;
         if !self.is_open && self.open.is_none() {
@@ -85,7 +85,7 @@ impl Schedule {
         }
     }
 
-    /// GPUs came or went: NVML is to be open, even if it has failed so far.
+    /// GPUs came or went: NVML opens even if it has failed so far, unless it is released.
     pub fn need(&mut self, now: Time) {
         (self.asked, self.waited) = (now, Duration::ZERO);
         if !self.is_open {
@@ -93,13 +93,13 @@ impl Schedule {
         }
     }
 
-    /// A client attaches. Returns whether that ends a release.
+    /// A client attaches. Returns whether this ends a release.
     pub fn attach(&mut self, now: Time) -> bool {
         self.ask(now);
         self.released_until.take().is_some()
     }
 
-    /// NVML was opened, and is to be used before it is closed for idleness.
+    /// NVML was opened. The time that it may be idle starts now.
     pub fn opened(&mut self, now: Time) {
         (self.is_open, self.open, self.asked) = (true, None, now);
     }
@@ -113,13 +113,13 @@ impl Schedule {
         (self.is_open, self.open) = (false, None);
     }
 
-    /// NVML failed: it is tried again later.
+    /// NVML failed. It is retried later.
     pub fn failed(&mut self, now: Time) {
         self.waited = (self.waited * 2).clamp(RETRY.0, RETRY.1);
         (self.is_open, self.open) = (false, Some(now + self.waited));
     }
 
-    /// NVML is released, for that long at most.
+    /// NVML is released, for `lasts` at most.
     pub fn release(&mut self, now: Time, lasts: Duration) {
         self.closed();
         self.released_until = Some(now + lasts);
@@ -140,7 +140,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Everything but looks that is due until then, and when.
+    /// All actions due until `end` except checks for GPUs, with their times since `START`.
     fn until(schedule: &mut Schedule, end: Time) -> Vec<(Duration, Due)> {
         let mut all = Vec::new();
         loop {
@@ -167,7 +167,7 @@ mod tests {
         let mut schedule = Schedule::new(START);
         let tried: Vec<u64> = until(&mut schedule, START + s(250)).iter().map(|(at, _)| at.as_secs()).collect();
         assert_eq!(tried, [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]);
-        // Questions do not change that, but the driver's files do.
+        // Queries do not change that, but the driver's files do.
         schedule.ask(START + s(251));
         assert_eq!(until(&mut schedule, START + s(252)), []);
         schedule.need(START + s(252));
