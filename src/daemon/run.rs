@@ -342,7 +342,7 @@ impl Startup {
         let mut feed = tokio::time::interval(watchdog.unwrap_or(Duration::from_secs(3600)));
         loop {
             tokio::select! {
-                // The machine must handle an event for systemd to see that the loop works.
+                // The scheduler must handle an event for systemd to see that the loop works.
                 _ = feed.tick(), if watchdog.is_some() => {
                     core.borrow_mut().tick();
                     systemd::watchdog();
