@@ -11,7 +11,7 @@ program=$!
 until_true "a program" sh -c 'nvsharectl --json | grep -q cuda-program'
 until_true "NVML to be used" uses_driver
 refused "may not" as_user nvsharectl release-driver
-refused "cuda-program (pid" nvsharectl release-driver --for 300
+refused "cuda-program (process" nvsharectl release-driver --for 300
 pkill -x cuda-program
 wait $program || true
 until_true "the program to be gone" kept 0
