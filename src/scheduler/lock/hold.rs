@@ -32,11 +32,17 @@ impl ClientLock {
         }
     }
 
+    /// Whether the client holds the lock, cannot drain, and has said so, now or in its last hold: it may be mapping memory in order
+    /// to drain, and need more. A holder that became undrainable because it says nothing does not.
+    pub fn may_need_memory(&self) -> bool {
+        self.hold.as_ref().is_some_and(|hold| hold.is_undrainable() && (hold.stuck || self.slow_to_drain))
+    }
+
     /// Records the end of a hold.
     pub fn ended(&mut self, now: Time, hold: &Hold) {
         self.lock_time += now.saturating_sub(hold.since);
         self.last_run = now;
-        self.slow_to_drain = hold.undrainable;
+        self.slow_to_drain = hold.undrainable && (hold.stuck || self.slow_to_drain);
         if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
             self.drains.drained(now.saturating_sub(revoked.first), hold.lags);
         }
@@ -148,11 +154,6 @@ impl Hold {
     /// Whether the holder was revoked and has failed to drain in time.
     pub fn is_undrainable(&self) -> bool {
         self.undrainable && self.revoked.is_some()
-    }
-
-    /// Whether it has said that it cannot drain: it may be mapping memory, and need more, in order to.
-    pub fn may_need_memory(&self) -> bool {
-        self.is_undrainable() && self.stuck
     }
 
     /// Whether the holder may need other members of its gang in order to drain.

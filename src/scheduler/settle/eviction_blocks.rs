@@ -1,7 +1,12 @@
 //! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the
 //! client does not answer. It counts as unevictable, so other clients are asked for theirs, until it can leave again.
 
-use crate::{api::*, lock::Hold, machine::Machine, timers::Wake};
+use crate::{
+    api::*,
+    lock::{ClientLock, Hold},
+    machine::Machine,
+    timers::Wake,
+};
 use std::time::Duration;
 
 /// A client that could not evict is asked again after the first of these times; the delay doubles with each attempt, up
@@ -99,10 +104,11 @@ impl Machine {
     pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };
-        let has = match self.lock.hold(client, id).filter(|hold| hold.is_undrainable()) {
-            Some(hold) if hold.may_need_memory() => None,
-            Some(_) => account.less_than_charged(),
-            None => account.unanswered(now),
+        let is_undrainable = self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
+        let has = match is_undrainable {
+            true if self.lock.of(client, id).is_some_and(ClientLock::may_need_memory) => None,
+            true => account.less_than_charged(),
+            false => account.unanswered(now),
         };
         let Some(has) = has else { return };
         if has < account.allowance {

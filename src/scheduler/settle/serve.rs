@@ -3,7 +3,7 @@
 use super::Pressure;
 use crate::{
     api::*,
-    lock::{Blocked, Entity},
+    lock::{Blocked, ClientLock, Entity},
     machine::Machine,
     memory::Access,
     policy::Precedence,
@@ -124,7 +124,10 @@ impl Machine {
     /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all waiting
     /// requests, and no holder gives anything for them. Returns the bytes that they lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
-        let holders = self.lock.holds_on(id).filter(|(_, hold)| hold.may_need_memory());
+        let holders = self
+            .lock
+            .holds_on(id)
+            .filter(|(client, _)| self.lock.of(*client, id).is_some_and(ClientLock::may_need_memory));
         let mut lacking = 0u64;
         for holder in holders.map(|(client, _)| client).collect::<Vec<_>>() {
             lacking = lacking.saturating_add(self.credit(holder, id, lacking));

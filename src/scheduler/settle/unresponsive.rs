@@ -9,7 +9,7 @@
 
 use crate::{
     api::*,
-    lock::{Blocked, Entity, Gang, Hold},
+    lock::{Blocked, ClientLock, Entity, Gang, Hold},
     machine::Machine,
     timers::Wake,
 };
@@ -216,7 +216,7 @@ impl Machine {
         }
         for id in &gpus {
             self.change_hold(client, *id, |hold| hold.undrainable = true);
-            if !self.lock.hold(client, *id).is_some_and(Hold::may_need_memory) {
+            if !self.lock.of(client, *id).is_some_and(ClientLock::may_need_memory) {
                 self.measure(*id);
             }
         }

@@ -58,6 +58,12 @@ fn others_run_beside_a_holder_that_runs_and_says_nothing() {
     assert_eq!((t.attachment(1).charge, t.state(2)), (GIB, LockState::Holding), "nothing says that it has less");
     t.release(1, ReleaseReason::Revoked);
     assert_eq!(t.state(1), LockState::Idle);
+    // Silence says nothing of how long its work takes: in its next turn it has as long.
+    t.request(1);
+    t.release(2, ReleaseReason::Idle);
+    t.request(2);
+    let (t, commands) = silent(t, 4);
+    assert_eq!((t.state(1), commands.contains(&grant(2))), (LockState::Revoking, false));
 }
 
 #[test]
