@@ -211,7 +211,6 @@ impl Core {
         let now = clock::now();
         self.record_usage_of_all(client, now);
         let Some(gone) = self.clients.remove(&client) else { return };
-        self.set_undetermined(client, false);
         if gone.lock.is_none() {
             self.count_attachments(|count| count - gone.gpus.len());
         }

@@ -137,7 +137,6 @@ impl Core {
         };
         let Some(requests) = &self.checkpoints else {
             // An earlier scheduler had a helper, and may have taken the process off its GPUs: a turn would never end.
-            self.set_undetermined(client, operation != Operation::Sleep);
             return Some(Event::Checkpointed { client, outcome: untouched });
         };
         let (awaited, awaits) = oneshot::channel();
@@ -151,27 +150,11 @@ impl Core {
         Some(Event::Checkpointed { client, outcome: untouched })
     }
 
-    /// Sets whether a client may be off its GPUs without a helper that can determine it.
-    pub(super) fn set_undetermined(&mut self, client: ClientId, is_undetermined: bool) {
-        let is_changed =
-            if is_undetermined { self.undetermined.insert(client) } else { self.undetermined.remove(&client) };
-        if is_changed {
-            self.publish_problems();
-        }
-    }
-
-    /// The programs that get no turn because no helper can tell whether they sleep.
-    pub(super) fn undetermined_problem(&self) -> Option<String> {
-        let pids =
-            self.undetermined.iter().filter_map(|client| Some(self.clients.get(client)?.identity.pid.to_string()));
-        let pids: BTreeSet<String> = pids.collect();
-        let whose = match pids.len() {
-            0 => return None,
-            1 => "process",
-            _ => "processes",
-        };
-        let pids: Vec<String> = pids.into_iter().collect();
-        Some(format!("{whose} {} may be asleep, and {NO_HELPER}", pids.join(", ")))
+    /// Whether a client may be asleep without a helper that can tell. It says itself that it was put to sleep, so this is shown only
+    /// for the client: as a problem of the scheduler, it would let any program make a Kubernetes node's pod not ready.
+    pub(super) fn is_undetermined(&self, client: ClientId) -> bool {
+        let is_unable = self.checkpoints.is_none() || self.no_checkpoints.is_some();
+        is_unable && self.machine.sleep_of(client).phase == SleepPhase::Settling
     }
 
     /// Whether a client is due to return to its GPUs.
@@ -190,8 +173,6 @@ impl Core {
             let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
             warn!(client = client.0, pid, "{name} cannot be {what} its GPUs: {failure}");
         }
-        let is_unable = matches!(answer.failure, Some(Failure::NoCalls | Failure::NotStarted(_)));
-        self.set_undetermined(client, is_unable && matches!(answer.outcome, Outcome::Unknown));
         match answer.failure {
             Some(Failure::NoCalls | Failure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
             None => self.no_checkpoints = None, // checkpoints work by now
@@ -238,7 +219,7 @@ impl Core {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
         }
-        if !is_paused && self.program(pid)?.iter().any(|client| self.undetermined.contains(client)) {
+        if !is_paused && self.program(pid)?.iter().any(|client| self.is_undetermined(*client)) {
             return Err(fdo::Error::Failed(format!(
                 "cannot resume process {pid}: it may be asleep, and {NO_HELPER}. Install nvshare-checkpoint again, on Kubernetes with \
                  the component sleep/, and resume it then"

@@ -118,8 +118,6 @@ pub struct Core {
     pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
     /// When the daemon last found that this is not possible here.
     pub(super) no_checkpoints: Option<Time>,
-    /// Clients that may be off their GPUs without a helper that can determine it.
-    pub(super) undetermined: BTreeSet<ClientId>,
     pub(super) paused: Paused,
     /// UUIDs of drained GPUs, whether the GPUs are present or not.
     pub(super) drained: Saved<String>,
@@ -362,7 +360,6 @@ impl Core {
             asleep: false,
             checkpoints: None,
             no_checkpoints: None,
-            undetermined: BTreeSet::new(),
             paused: Paused::default(),
             drained: Saved::default(),
             migrations: BTreeMap::new(),
@@ -460,7 +457,7 @@ impl Core {
     pub(super) fn publish_problems(&self) {
         let configuration = self.configuration_error.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
-        let others = [self.metrics_error.clone(), self.driver_problem(), self.undetermined_problem()];
+        let others = [self.metrics_error.clone(), self.driver_problem()];
         let problems: Vec<String> = configuration.into_iter().chain(others.into_iter().flatten()).collect();
         if *self.problems.borrow() != problems {
             self.problems.send_replace(problems);

@@ -108,7 +108,7 @@ impl Core {
                 hours: self.hours_of(*id),
                 env_limits: client.env_limits.clone(),
                 is_lock: client.lock.is_some(),
-                is_undetermined: self.undetermined.contains(id),
+                is_undetermined: self.is_undetermined(*id),
                 uses: uses.collect(),
             };
             (*id, copied)
