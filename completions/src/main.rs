@@ -65,5 +65,5 @@ _nvsharectl_of_this_host() {
     esac
     _nvsharectl "$@"
 }
-complete -F _nvsharectl_of_this_host -o nosort -o bashdefault -o default nvsharectl
+complete -F _nvsharectl_of_this_host -o bashdefault -o default nvsharectl
 "#;

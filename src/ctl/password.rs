@@ -10,7 +10,6 @@ use zbus::proxy::{CacheProperties, MethodFlags};
 use zbus::wire::{DynamicDeserialize, DynamicType};
 use zbus::{Proxy, Variant};
 
-use super::progress::LOOK;
 use crate::bus::{NAME, SchedulerProxy};
 
 const PASSWORD_NEEDED: &str = "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired";
@@ -47,8 +46,6 @@ where
     let reply = match proxy.call_with_flags(method, MethodFlags::empty(), body).await {
         Err(e) if needs_password(&e) && std::io::stdin().is_terminal() => {
             let _question = Question::begin();
-            // Until then a progress line is erased, over which polkit would ask otherwise.
-            tokio::time::sleep(2 * LOOK).await;
             let _agent = Agent::start();
             proxy.call_with_flags(method, MethodFlags::ALLOW_INTERACTIVE_AUTH, body).await?
         }
@@ -67,7 +64,7 @@ fn needs_password(error: &zbus::Error) -> bool {
 
 static ASKS: AtomicBool = AtomicBool::new(false);
 
-/// Whether polkit may be asking for a password on the terminal: nothing else writes there meanwhile.
+/// Whether polkit may be asking for a password on the terminal: then no progress line is written over its question.
 pub(super) fn asks() -> bool {
     ASKS.load(Ordering::Relaxed)
 }

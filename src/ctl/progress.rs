@@ -53,9 +53,8 @@ impl Progress {
                     return done;
                 }
                 () = tokio::time::sleep(LOOK), if self.is_shown => {
-                    match password::asks() {
-                        true => self.show(""),
-                        false => self.show(&format!("{text}: {} s", begin.elapsed().as_secs())),
+                    if !password::asks() {
+                        self.show(&format!("{text}: {} s", begin.elapsed().as_secs()));
                     }
                 }
             }

@@ -60,7 +60,7 @@ enum Account {
 pub enum Unknown {
     /// It is a mistake.
     Mistake,
-    /// The rule is for nobody.
+    /// The rule matches no program.
     Nobody,
 }
 

@@ -73,11 +73,12 @@ pub fn in_effect_despite(error: &str, is_default: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use test_support::Directory;
 
     #[test]
     fn a_rule_for_an_account_that_is_gone_is_for_nobody_and_the_others_hold() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let kept = LastGood::new(Some(directory.path()));
+        let directory = Directory::new();
+        let kept = LastGood::new(Some(&directory.0));
         let text = r#"
             [[file]]
             path = "/etc/nvshare/nvshare.toml"
@@ -90,7 +91,7 @@ mod tests {
             memory-max = "9G"
             """
         "#;
-        std::fs::write(directory.path().join(FILE), text).expect("a file");
+        std::fs::write(directory.0.join(FILE), text).expect("a file");
         let Fallback { config, is_default } = kept.fallback().expect("a configuration");
         let users: Vec<Option<u32>> = config.rules.all().map(|rule| rule.subject.user).collect();
         assert_eq!((is_default, users), (false, vec![Some(u32::MAX), Some(5)]));
