@@ -191,7 +191,7 @@ impl Helpers {
     /// sleep. `tenant`: the tenant of the process. `pairs`: for a wake, each GPU that the process sees and the GPU on which its
     /// memory is restored; empty to restore all memory where it was; at most `MAX_PAIRS`.
     ///
-    /// The answer comes after 130 seconds at the latest. A process that was to sleep, and that no helper has touched, runs. If
+    /// The answer comes after 120 seconds at the latest. A process that was to sleep, and that no helper has touched, runs. If
     /// the process now sleeps, the helper is returned and can be asked again.
     pub async fn ask(
         &self,
@@ -209,7 +209,7 @@ impl Helpers {
         };
         let helper = match self.send(prepared, operation, &[process], uid, pairs) {
             Ok(helper) => helper,
-            Err(e) => return (not_begun(Failure::NotStarted(e)), None),
+            Err(failure) => return (not_begun(failure), None),
         };
         let patience = match operation {
             Operation::Settle => self.patience.settled,
@@ -266,6 +266,9 @@ impl Helpers {
     }
 
     /// Sends a request to the prepared helper, or to a new one if there is none or it has ended since.
+    ///
+    /// # Errors
+    /// [`Failure::NotStarted`]; [`Failure::Died`] if the new helper has ended already, which says nothing of the next one.
     fn send(
         &self,
         prepared: Option<Helper>,
@@ -273,17 +276,17 @@ impl Helpers {
         process: &[OwnedFd],
         uid: u32,
         pairs: Vec<(Uuid, Uuid)>,
-    ) -> io::Result<Helper> {
+    ) -> Result<Helper, Failure> {
         if pairs.len() > MAX_PAIRS {
-            return Err(io::Error::other(format!("{} GPUs are too many", pairs.len())));
+            return Err(Failure::NotStarted(io::Error::other(format!("{} GPUs are too many", pairs.len()))));
         }
         let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT.as_millis() as u32, pairs }.encode();
         let ask = |helper: &Helper| socket::send_with(helper.socket.get_ref().as_fd(), &request, process);
         if let Some(helper) = prepared.filter(|helper| ask(helper).is_ok()) {
             return Ok(helper);
         }
-        let helper = self.start()?;
-        ask(&helper)?;
+        let helper = self.start().map_err(Failure::NotStarted)?;
+        ask(&helper).map_err(|_| Failure::Died)?;
         Ok(helper)
     }
 
