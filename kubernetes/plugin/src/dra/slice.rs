@@ -200,33 +200,23 @@ mod tests {
         assert_eq!(gpu.get("taints"), None);
     }
 
+    /// The others come from NVML: tests/dra.rs.
     #[test]
-    fn selectors_for_nvidia_s_driver_find_the_same_attributes() {
+    fn a_slice_has_the_attributes_of_its_place() {
         let mut all = gpus();
         all.gpus[0].properties = Properties {
-            architecture: Some("Hopper"),
-            brand: Some("Nvidia"),
-            compute_capability: Some("9.0.0".into()),
-            driver_version: Some("580.65.6".into()),
-            cuda_driver_version: Some("13.0.0".into()),
-            pci_bus_id: Some("0000:65:00.0".into()),
             pcie_root: Some("pci0000:64".into()),
-            parent: None,
-            profile: None,
+            parent: Some("GPU-P".into()),
+            profile: Some("1g.10gb".into()),
+            ..Properties::default()
         };
-        let gpu = serde_json::to_value(&devices(&all, true)[0]).expect("JSON");
-        for (name, kind, value) in [
-            ("architecture", "string", "Hopper"),
-            ("brand", "string", "Nvidia"),
-            ("cudaComputeCapability", "version", "9.0.0"),
-            ("driverVersion", "version", "580.65.6"),
-            ("cudaDriverVersion", "version", "13.0.0"),
-            ("pcieBusID", "string", "0000:65:00.0"),
-            ("resource.kubernetes.io/pcieRoot", "string", "pci0000:64"),
-        ] {
-            assert_eq!(gpu["attributes"][name][kind], value, "{name}");
+        let attributes = &serde_json::to_value(&devices(&all, true)[0]).expect("JSON")["attributes"];
+        for (name, value) in
+            [("resource.kubernetes.io/pcieRoot", "pci0000:64"), ("parentUUID", "GPU-P"), ("profile", "1g.10gb")]
+        {
+            assert_eq!(attributes[name]["string"], value, "{name}");
         }
-        assert_eq!(gpu["attributes"].get("parentUUID"), None);
+        assert_eq!(attributes.get("architecture"), None);
     }
 
     #[test]
