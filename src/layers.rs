@@ -41,7 +41,7 @@ const SCHEDULER: [&str; 17] = [
     "policy",
     "fairness",
     "quota",
-    "memory",
+    "gpu",
     "placement",
     "sleep",
     "machine",

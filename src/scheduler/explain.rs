@@ -6,9 +6,9 @@
 
 use crate::{
     api::*,
+    gpu::Access,
     lock::{Blocked, Entity, Hold, QueueKey, Tier},
     machine::Machine,
-    memory::Access,
     policy::{self, Precedence, Waiter},
     view::{LockState, NO_TURN},
 };
@@ -168,7 +168,7 @@ impl Machine {
             explanation.holders = holders.map(ahead).collect();
         }
         let lacking = self.lacking(entity, id);
-        let gpu = self.memory.get(&id)?;
+        let gpu = self.gpus.get(&id)?;
         explanation.leaves = lacking.saturating_sub(gpu.free(&self.settings));
         let reports = self.lock.wanting(entity, id).filter_map(|member| Some(self.account(member, id)?.report));
         let swapped = reports.fold(0u64, |sum, report| sum.saturating_add(report.swapped));
@@ -192,7 +192,7 @@ impl Machine {
 
     fn kept_out_by(&self, client: ClientId, id: GpuId, now: Time) -> Option<Obstacle> {
         let sleep = self.sleep.view(client);
-        let gpu = self.memory.get(&id)?;
+        let gpu = self.gpus.get(&id)?;
         if sleep.paused {
             return Some(Obstacle::Paused);
         }
@@ -226,10 +226,10 @@ impl Machine {
             }
             Blocked::Undrained => Obstacle::OwnHold,
             Blocked::Pinned(full) if self.is_crowded_out(full, &self.lock.members(entity, full)) => {
-                Obstacle::Room(full, self.memory.get(&full).map_or(0, |gpu| gpu.others.kept()))
+                Obstacle::Room(full, self.gpus.get(&full).map_or(0, |gpu| gpu.others.kept()))
             }
             Blocked::Pinned(full) => {
-                let ledger = self.memory.get(&full).map(|gpu| &gpu.ledger);
+                let ledger = self.gpus.get(&full).map(|gpu| &gpu.ledger);
                 let stays = ledger.map_or(0, |all| all.unevictable().saturating_sub(all.unevictable_of(client)));
                 Obstacle::Pinned(full, stays)
             }
@@ -283,7 +283,7 @@ impl Machine {
     /// Time to move memory before a request is granted, once nothing else delays the grant. For the first request,
     /// memory that idle clients can give does not count: it moves while others run.
     fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
-        let Some(gpu) = self.memory.get(&id) else { return Duration::ZERO };
+        let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
         let lacking = self.lacking(entity, id);
         let ready = if is_first { gpu.free(&self.settings).saturating_add(gpu.ledger.evicting()) } else { 0 };
         let others = || gpu.ledger.eviction_order().filter(|(_, client)| self.lock.waiting(*client) != Some(entity));
@@ -295,10 +295,10 @@ impl Machine {
     /// How long a queued request keeps a GPU from the next one: the time it is expected to need, at most a turn, after
     /// its memory has moved in. `None`: until it has no work, and that time is unknown.
     fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
-        let gpu = self.memory.get(&id)?;
+        let gpu = self.gpus.get(&id)?;
         let next = next?;
         let burst = |entity: Entity| {
-            let members = self.lock.wanting(entity, id).filter_map(|member| self.histories.of(member, id));
+            let members = self.lock.wanting(entity, id).filter_map(|member| self.history(member, id));
             members.map(|history| history.bursts.expected()).max().unwrap_or_default()
         };
         let moves = gpu.rates.both_ways(self.lacking(next, id), None);
@@ -319,8 +319,7 @@ impl Machine {
             fills: gpu.rates.both_ways(self.need(client, id), None),
             batch: self.shares().share_of(client).weight == 0,
             attained: self
-                .histories
-                .of(client, id)
+                .history(client, id)
                 .map_or(Duration::ZERO, |it| it.progress.after(self.now, Duration::ZERO).0),
             same_owner: self.owner_of(entity) == self.owner_of(next),
             ..policy::Holder::default()

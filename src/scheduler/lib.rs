@@ -7,7 +7,7 @@
 //! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
 //! - `machine`: the state, and the dispatch of events to components.
 //! - `settle`: the ordered steps that bring one GPU to rest after a change: memory first, then the lock.
-//! - `memory`: the ledger of each GPU: how many bytes each client may have mapped.
+//! - `gpu`: the clients that have attached a GPU, and the memory that each may have mapped there.
 //! - `lock`: the holders of each GPU's lock, and the queue of requests for it.
 //! - `quota`: how much each client may allocate.
 //! - `fairness`: the order in which clients are served, and the part of the GPU's time that each gets.
@@ -29,9 +29,9 @@ mod encoding;
 mod entity;
 pub mod explain;
 mod fairness;
+mod gpu;
 mod lock;
 mod machine;
-mod memory;
 mod placement;
 mod policy;
 mod quota;

@@ -4,7 +4,7 @@
 
 use crate::{
     api::*,
-    memory::{Access, GpuMemory},
+    gpu::{Access, Gpu},
     rules::Rules,
 };
 use std::collections::BTreeMap;
@@ -182,7 +182,7 @@ pub(crate) struct Sites<'a> {
     pub now: Time,
     pub settings: &'a Settings,
     pub rules: &'a Rules,
-    pub memory: &'a BTreeMap<GpuId, GpuMemory>,
+    pub gpus: &'a BTreeMap<GpuId, Gpu>,
     pub places: &'a Placements,
 }
 
@@ -198,7 +198,7 @@ impl Sites<'_> {
 
     fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
         let count = request.count.max(1) as usize;
-        let is_there = |id: &&GpuId| self.memory.get(id).is_some_and(|gpu| gpu.access != Access::Gone);
+        let is_there = |id: &&GpuId| self.gpus.get(id).is_some_and(|gpu| gpu.access != Access::Gone);
         let known = request.candidates.iter().filter(is_there);
         let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
         if left.len() < count {
@@ -232,7 +232,7 @@ impl Sites<'_> {
 
     /// How well a GPU suits a client: the lower, the better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
-        let Some(gpu) = self.memory.get(&id) else { return (true, u64::MAX, u64::MAX) };
+        let Some(gpu) = self.gpus.get(&id) else { return (true, u64::MAX, u64::MAX) };
         // A client that is placed on a drained GPU waits; a GPU that reports errors is avoided.
         let is_drained = gpu.drained || gpu.failing;
         if self.settings.placement != Placement::Pack {
@@ -250,32 +250,32 @@ impl Sites<'_> {
 
     /// Bytes that a client is expected to need on a GPU, its context left out. `None`: unknown.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
-        let gpu = self.memory.get(&id)?;
+        let gpu = self.gpus.get(&id)?;
         let of_rules = [self.rules.memory_max(client, gpu.total), self.rules.env_memory_max(client, gpu.total)];
         let max = || of_rules.into_iter().flatten().min();
         let allowed = || Some(max()?.saturating_sub(self.context_bytes(gpu)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }
 
-    fn context_bytes(&self, gpu: &GpuMemory) -> u64 {
+    fn context_bytes(&self, gpu: &Gpu) -> u64 {
         gpu.context_bytes(self.settings, 1)
     }
 
     /// The programs that have attached a GPU or were placed on it.
     fn neighbours(&self, id: GpuId) -> Neighbours {
         let mut all = Neighbours { labels: Vec::new(), bytes: 0 };
-        let Some(gpu) = self.memory.get(&id) else { return all };
+        let Some(gpu) = self.gpus.get(&id) else { return all };
         let expected = |client: &ClientId| {
             let place = self.places.places.get(client).filter(|place| place.is_expected(self.now))?;
             place.gpus.get(&id).copied()
         };
-        for client in gpu.clients.keys() {
+        for client in gpu.attachments.keys() {
             let demand = gpu.ledger.account(*client).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
             all.labels.push(self.places.labels(*client));
         }
         let to_come = self.places.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
-        for (client, _) in to_come.filter(|(client, _)| !gpu.clients.contains_key(client)) {
+        for (client, _) in to_come.filter(|(client, _)| !gpu.attachments.contains_key(client)) {
             let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.context_bytes(gpu)));
             all.bytes = all.bytes.saturating_add(bytes);
             all.labels.push(self.places.labels(*client));
@@ -286,6 +286,6 @@ impl Sites<'_> {
     /// The GPUs of programs with this affinity.
     fn gpus_with(&self, affinity: &Option<String>) -> GpuSet {
         let has = |id: &&GpuId| self.neighbours(**id).labels.iter().any(|labels| labels.affinity == *affinity);
-        self.memory.keys().filter(has).copied().collect()
+        self.gpus.keys().filter(has).copied().collect()
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::{
     api::*,
+    gpu::{Access, Gpu, others::Room},
     lock::Blocked,
     machine::Machine,
-    memory::{Access, GpuMemory, others::Room},
 };
 use std::{collections::BTreeMap, time::Duration};
 
@@ -180,7 +180,7 @@ impl Machine {
 
     /// Bytes that clients report to have in host memory, over all GPUs.
     pub fn swapped(&self) -> u64 {
-        let accounts = self.memory.values().flat_map(|gpu| gpu.clients.keys().filter_map(|c| gpu.ledger.account(*c)));
+        let accounts = self.gpus.values().flat_map(|gpu| gpu.attachments.keys().filter_map(|c| gpu.ledger.account(*c)));
         accounts.fold(0, |sum, account| sum.saturating_add(account.report.swapped))
     }
 
@@ -191,12 +191,12 @@ impl Machine {
 
     /// Whether a GPU is known: it was found, and has not been forgotten.
     pub fn is_known(&self, id: GpuId) -> bool {
-        self.memory.contains_key(&id)
+        self.gpus.contains_key(&id)
     }
 
     /// All known GPUs.
     pub fn gpus(&self) -> Vec<GpuView> {
-        self.memory.keys().filter_map(|id| self.gpu(*id)).collect()
+        self.gpus.keys().filter_map(|id| self.gpu(*id)).collect()
     }
 
     /// All connected clients.
@@ -211,7 +211,7 @@ impl Machine {
 
     /// One GPU. `None`: it is unknown.
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
-        let gpu = self.memory.get(&id)?;
+        let gpu = self.gpus.get(&id)?;
         let holders = self.lock.holds_on(id).map(|(client, hold)| HolderView {
             client,
             since: hold.since,
@@ -240,7 +240,7 @@ impl Machine {
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),
-            shortfall: gpu.clients.keys().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
+            shortfall: gpu.attachments.keys().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
             charged: gpu.ledger.charged(),
             committed: self.quota.committed(id),
             holders: holders.collect(),
@@ -267,8 +267,8 @@ impl Machine {
         let client = self.clients.get(&id)?;
         let waiting = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
         let attachments = self.lock.all_of(id).filter_map(|(gpu, lock)| {
-            let (memory, account) = (self.memory_of(id, gpu)?, self.account(id, gpu)?);
-            let (limit, history) = (self.quota.limit(id, gpu)?, self.histories.of(id, gpu)?);
+            let (attachment, account) = (self.attachment(id, gpu)?, self.account(id, gpu)?);
+            let (limit, history) = (self.quota.limit(id, gpu)?, self.history(id, gpu)?);
             let present = account.frees.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(&gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
@@ -276,8 +276,8 @@ impl Machine {
             let holds = lock.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
             Some(AttachmentView {
                 gpu,
-                engine: memory.engine,
-                attached: memory.attached.is_some(),
+                engine: attachment.engine,
+                attached: attachment.attached.is_some(),
                 state: self.state(id, gpu),
                 demand: account.report.demand,
                 limit: limit.limit,
@@ -291,7 +291,7 @@ impl Machine {
                 unfreed: present,
                 unverified: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
-                failures: memory.failures.in_a_row,
+                failures: attachment.failures.in_a_row,
                 eviction_blocked: self.eviction_block(id, gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
                 utilization: history.utilization.permille(),
                 grants: lock.grants,
@@ -311,13 +311,13 @@ impl Machine {
 
     /// How a client's memory can leave a GPU. `None`: it has not attached the GPU.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
-        Some(self.memory_of(id, gpu)?.engine)
+        Some(self.attachment(id, gpu)?.engine)
     }
 
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment. `None`: it has not attached
     /// the GPU.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
-        let ignored = self.memory.get(&gpu).map_or(0, GpuMemory::ignored_unverified);
+        let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_unverified);
         Some(self.account(id, gpu)?.extent(ignored))
     }
 
@@ -335,7 +335,7 @@ impl Machine {
 
     /// Bytes of a GPU that limits count on.
     pub fn offer(&self, gpu: GpuId) -> u64 {
-        self.memory.get(&gpu).map_or(0, |memory| memory.promisable(&self.settings))
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.promisable(&self.settings))
     }
 
     /// What a client does on each of its GPUs.
@@ -343,7 +343,7 @@ impl Machine {
         let sleep = self.sleep.view(id);
         let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
         self.lock.all_of(id).map(move |(gpu, lock)| {
-            let waits_for_context = self.memory_of(id, gpu).is_some_and(|memory| memory.attached.is_none());
+            let waits_for_context = self.attachment(id, gpu).is_some_and(|attachment| attachment.attached.is_none());
             let waits_for_memory = self.quota.limit(id, gpu).is_some_and(|limit| limit.wanted.is_some());
             let waits = self.lock.waits_for(id, gpu) || is_returning || waits_for_context || waits_for_memory;
             let runs = lock.hold.as_ref().is_some_and(|hold| !hold.suspended);
@@ -368,7 +368,7 @@ impl Machine {
 
     /// Bytes of a GPU that are charged to clients.
     pub fn charged(&self, gpu: GpuId) -> u64 {
-        self.memory.get(&gpu).map_or(0, |gpu| gpu.ledger.charged())
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.ledger.charged())
     }
 
     /// Whether any client holds the lock of a GPU.

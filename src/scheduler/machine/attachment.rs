@@ -3,8 +3,8 @@
 use super::Machine;
 use crate::{
     api::*,
+    gpu::{Account, account::Evicted},
     lock::Blocked,
-    memory::{Account, account::Evicted},
     quota::Limit,
     timers::Wake,
 };
@@ -13,10 +13,10 @@ use std::time::Duration;
 impl Machine {
     pub(super) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
         let now = self.now;
-        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.memory.get_mut(&id)) else { return };
-        if let Some(memory) = gpu.clients.get_mut(&client) {
-            memory.engine = engine; // a repeated request is answered again, unless the answer is still to come
-            if memory.attached.is_some() {
+        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&id)) else { return };
+        if let Some(attachment) = gpu.attachments.get_mut(&client) {
+            attachment.engine = engine; // a repeated request is answered again, unless the answer is still to come
+            if attachment.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
                 self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
             }
@@ -25,14 +25,13 @@ impl Machine {
         gpu.attach(now, client, state.tenant, engine);
         self.quota.attach(client, id);
         self.lock.attach(now, client, id);
-        self.histories.begin(now, client, id);
         self.touch(id);
         self.attached_asleep(client);
     }
 
     /// Removes a client from a GPU: its memory, its hold and its requests.
     pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
-        if self.memory_of(client, id).is_none() {
+        if self.attachment(client, id).is_none() {
             return;
         }
         self.touch_conflicting_gangs(self.lock.entity(client));
@@ -40,8 +39,7 @@ impl Machine {
         self.end_hold(client, id, Duration::ZERO, false);
         self.quota.detach(client, id, &self.rules);
         self.lock.detach(client, id);
-        self.histories.end(client, id);
-        if let Some(gpu) = self.memory.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.detach(client);
         }
         self.effects.wake(Wake::Eviction(client, id), None);
@@ -59,9 +57,9 @@ impl Machine {
     /// Handles a client's report of its memory on a GPU.
     pub(super) fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
         let now = self.now;
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
         if report.demand > 0 {
-            memory.used.get_or_insert(now);
+            attachment.used.get_or_insert(now);
         }
         let on_gpu = self.account(client, id).map_or(0, |account| account.report.mapped);
         let Some((evicted, report)) = self.change_account(client, id, |account| {
@@ -71,12 +69,12 @@ impl Machine {
             return;
         };
         let needed = self.quota.limit(client, id).map_or(0, Limit::demand);
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
         if report.mapped >= report.demand {
-            memory.failures.succeeded();
+            attachment.failures.succeeded();
         }
         if report.demand > needed {
-            memory.grows(now);
+            attachment.grows(now);
         }
         if report.mapped != on_gpu {
             self.memory_changed(client, id);
@@ -91,7 +89,7 @@ impl Machine {
         if unverified_until.is_some() && self.effects.wakes_at(Wake::Verification(id)).is_none() {
             self.effects.wake(Wake::Verification(id), unverified_until);
         }
-        if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.memory.get_mut(&id)) {
+        if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.gpus.get_mut(&id)) {
             gpu.learn_rate(client, bytes, contents, time);
         }
         self.update_eviction_block(client, id);
@@ -106,7 +104,7 @@ impl Machine {
         // waits for nothing.
         self.effects.untouch(id);
         self.settle(id);
-        if self.memory.get(&id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {
+        if self.gpus.get(&id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {
             self.credit(client, id, self.overdrawn(id));
         }
     }

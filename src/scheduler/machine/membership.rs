@@ -5,8 +5,8 @@ use super::{Client, Machine};
 use crate::{
     api::*,
     effects::Effects,
+    gpu::capacity::GpuCapacities,
     lock::Gang,
-    memory::capacity::GpuCapacities,
     placement::Sites,
     quota::{self, Quota},
     timers::Wake,
@@ -132,8 +132,8 @@ impl Machine {
         let Some(tenant) = self.clients.get(&client).map(|state| state.tenant) else { return };
         self.end_expected_placements();
         self.places.forget(client);
-        let Self { now, settings, rules, memory, places, .. } = &*self;
-        match (Sites { now: *now, settings, rules, memory, places }).place(client, request) {
+        let Self { now, settings, rules, gpus, places, .. } = &*self;
+        match (Sites { now: *now, settings, rules, gpus, places }).place(client, request) {
             Err(why) => self.effects.command(Command::Unplaced { client, why }),
             Ok(needs) => {
                 let gpus = needs.iter().map(|(id, _)| *id).collect();
@@ -157,8 +157,8 @@ impl Machine {
     /// Handles a client's request for a higher limit.
     pub(crate) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
-        if let Some(memory) = self.memory_of_mut(client, id) {
-            memory.used.get_or_insert(now); // allocations are made in a context
+        if let Some(attachment) = self.attachment_mut(client, id) {
+            attachment.used.get_or_insert(now); // allocations are made in a context
         }
         if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
             self.measure(id);
@@ -167,7 +167,7 @@ impl Machine {
 
     /// Handles the timeout of a measurement that limit requests wait for.
     pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
-        if let Some(gpu) = self.memory.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.measurement_requested = false; // the answer may never come
         }
         if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
@@ -177,14 +177,14 @@ impl Machine {
 
     /// Runs `act` on the quota, which may change its state and send messages.
     pub(crate) fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
-        let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
+        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
     }
 
     /// Runs `ask` on the quota, which stays as it is.
     pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
-        let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
+        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
         ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })
     }
 }

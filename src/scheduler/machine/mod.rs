@@ -8,10 +8,10 @@ use crate::{
     api::*,
     effects::Effects,
     fairness::Fairness,
+    gpu::{Access, Account, Attachment, Gpu, ledger::State},
     lock::{Hold, Lock},
-    memory::{Access, Account, ClientMemory, GpuMemory, ledger::State},
     placement::Placements,
-    policy::{self, Histories, Policy},
+    policy::{self, History, Policy},
     quota::Quota,
     rules::Rules,
     sleep::Sleep,
@@ -37,14 +37,13 @@ impl Settings {
 pub struct Machine {
     pub(crate) now: Time,
     pub(crate) settings: Settings,
-    pub(crate) memory: BTreeMap<GpuId, GpuMemory>,
+    pub(crate) gpus: BTreeMap<GpuId, Gpu>,
     pub(crate) clients: BTreeMap<ClientId, Client>,
     pub(crate) lock: Lock,
     pub(crate) fairness: Fairness,
     pub(crate) rules: Rules,
     pub(crate) quota: Quota,
     pub(crate) places: Placements,
-    pub(crate) histories: Histories,
     #[serde(default)]
     pub(crate) sleep: Sleep,
     pub(crate) effects: Effects,
@@ -71,14 +70,13 @@ impl Machine {
         Self {
             now: Time::ZERO,
             settings,
-            memory: BTreeMap::new(),
+            gpus: BTreeMap::new(),
             clients: BTreeMap::new(),
             lock: Lock::default(),
             fairness: Fairness::default(),
             rules: Rules::default(),
             quota: Quota::default(),
             places: Placements::default(),
-            histories: Histories::default(),
             sleep: Sleep::default(),
             effects: Effects::default(),
             asleep: false,
@@ -220,7 +218,7 @@ impl Machine {
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
             Event::Kinds { kinds } => self.places.set_kinds(kinds),
             Event::Failing { gpu, failing } => {
-                self.memory.get_mut(&gpu).into_iter().for_each(|gpu| gpu.failing = failing);
+                self.gpus.get_mut(&gpu).into_iter().for_each(|gpu| gpu.failing = failing);
             }
             Event::Allowed { allowed } => self.places.allow(allowed),
             Event::SleepReady { client } => {
@@ -250,12 +248,12 @@ impl Machine {
         if !(is_same && is_same_policy) {
             self.requeue_all();
         }
-        self.effects.touch_all(self.memory.keys().copied());
+        self.effects.touch_all(self.gpus.keys().copied());
         self.admit_needless();
     }
 
     fn gpu_found(&mut self, id: GpuId, total: u64) {
-        let gpu = self.memory.entry(id).or_insert_with(|| GpuMemory::new(total));
+        let gpu = self.gpus.entry(id).or_insert_with(|| Gpu::new(total));
         gpu.total = total;
         gpu.failing = false;
         gpu.access = if self.asleep { Access::Asleep } else { Access::Turns };
@@ -266,7 +264,7 @@ impl Machine {
     }
 
     fn gpu_gone(&mut self, id: GpuId) {
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.access = Access::Gone;
         self.end_rooms(id);
         self.touch(id);
@@ -275,10 +273,10 @@ impl Machine {
 
     /// Forgets a GPU that is gone and has no clients.
     pub(crate) fn forget_if_gone(&mut self, id: GpuId) {
-        if !self.memory.get(&id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.clients.is_empty()) {
+        if !self.gpus.get(&id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.attachments.is_empty()) {
             return;
         }
-        self.memory.remove(&id);
+        self.gpus.remove(&id);
         self.quota.gpu_forgotten(id);
         self.lock.gpu_forgotten(id);
         self.fairness.gpu_forgotten(id);
@@ -287,35 +285,44 @@ impl Machine {
 
     fn sleep(&mut self, asleep: bool) {
         self.asleep = asleep;
-        for gpu in self.memory.values_mut().filter(|gpu| gpu.access != Access::Gone) {
+        for gpu in self.gpus.values_mut().filter(|gpu| gpu.access != Access::Gone) {
             gpu.access = if asleep { Access::Asleep } else { Access::Turns };
         }
-        self.effects.touch_all(self.memory.keys().copied());
+        self.effects.touch_all(self.gpus.keys().copied());
         self.admit_needless();
     }
 
     pub(crate) fn access(&self, id: GpuId) -> Access {
-        self.memory.get(&id).map_or(Access::default(), |gpu| gpu.access)
+        self.gpus.get(&id).map_or(Access::default(), |gpu| gpu.access)
     }
 
     /// Marks a GPU to be settled.
     pub(crate) fn touch(&mut self, gpu: GpuId) {
-        if self.memory.contains_key(&gpu) {
+        if self.gpus.contains_key(&gpu) {
             self.effects.touch(gpu);
         }
     }
 
     /// A client's memory on a GPU; `None`: it has not attached the GPU.
-    pub(crate) fn memory_of(&self, client: ClientId, id: GpuId) -> Option<&ClientMemory> {
-        self.memory.get(&id)?.clients.get(&client)
+    pub(crate) fn attachment(&self, client: ClientId, id: GpuId) -> Option<&Attachment> {
+        self.gpus.get(&id)?.attachments.get(&client)
     }
 
-    pub(crate) fn memory_of_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientMemory> {
-        self.memory.get_mut(&id)?.clients.get_mut(&client)
+    pub(crate) fn attachment_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Attachment> {
+        self.gpus.get_mut(&id)?.attachments.get_mut(&client)
+    }
+
+    /// What policies know of a client on a GPU.
+    pub(crate) fn history(&self, client: ClientId, id: GpuId) -> Option<&History> {
+        Some(&self.attachment(client, id)?.history)
+    }
+
+    pub(crate) fn history_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
+        Some(&mut self.attachment_mut(client, id)?.history)
     }
 
     pub(crate) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
-        self.memory.get(&gpu)?.ledger.account(client)
+        self.gpus.get(&gpu)?.ledger.account(client)
     }
 
     pub(crate) fn change_account<R>(
@@ -324,7 +331,7 @@ impl Machine {
         id: GpuId,
         change: impl FnOnce(&mut Account) -> R,
     ) -> Option<R> {
-        let gpu = self.memory.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(&id)?;
         let result = gpu.ledger.change(client, change);
         if gpu.ledger.unevictable_fell() {
             self.effects.touch(id);
@@ -345,7 +352,7 @@ impl Machine {
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
         self.touch(id);
         let block = self.eviction_block(client, id);
-        let (Some(lock), Some(gpu)) = (self.lock.of(client, id), self.memory.get_mut(&id)) else { return };
+        let (Some(lock), Some(gpu)) = (self.lock.of(client, id), self.gpus.get_mut(&id)) else { return };
         let now = match block {
             Some(_) => State::Unevictable,
             None if lock.hold.is_some() => State::Running,

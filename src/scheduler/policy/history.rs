@@ -2,7 +2,6 @@
 
 use super::{progress::Progress, utilization::Utilization};
 use crate::api::*;
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The expected length of a client's first burst.
@@ -16,38 +15,9 @@ pub(crate) struct History {
     pub utilization: Utilization,
 }
 
-/// The history of each client on each GPU that it has attached.
-#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Histories {
-    gpus: BTreeMap<GpuId, BTreeMap<ClientId, History>>,
-}
-
-impl Histories {
-    pub fn begin(&mut self, now: Time, client: ClientId, id: GpuId) {
-        let (bursts, progress) = (Bursts::default(), Progress::new(now));
-        let history = History { bursts, progress, utilization: Utilization::default() };
-        self.gpus.entry(id).or_default().insert(client, history);
-    }
-
-    pub fn end(&mut self, client: ClientId, id: GpuId) {
-        if let Some(clients) = self.gpus.get_mut(&id) {
-            clients.remove(&client);
-        }
-    }
-
-    /// A client has gone from one GPU to another.
-    pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
-        if let Some(history) = self.gpus.get_mut(&from).and_then(|clients| clients.remove(&client)) {
-            self.gpus.entry(to).or_default().insert(client, history);
-        }
-    }
-
-    pub fn of(&self, client: ClientId, id: GpuId) -> Option<&History> {
-        self.gpus.get(&id)?.get(&client)
-    }
-
-    pub fn of_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
-        self.gpus.get_mut(&id)?.get_mut(&client)
+impl History {
+    pub fn new(now: Time) -> Self {
+        Self { bursts: Bursts::default(), progress: Progress::new(now), utilization: Utilization::default() }
     }
 }
 

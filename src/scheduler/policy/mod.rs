@@ -12,7 +12,7 @@ mod history;
 mod progress;
 pub(crate) mod utilization;
 
-pub(crate) use history::Histories;
+pub(crate) use history::History;
 
 use crate::api::{PolicyName, Settings, Time};
 use std::fmt::Debug;

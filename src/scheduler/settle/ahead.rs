@@ -2,7 +2,7 @@
 //! longer than copying it. So a client whose memory has been at rest on a GPU is asked to allocate that beforehand, as far as
 //! the daemon has told that the host can spare it.
 
-use crate::{api::*, machine::Machine, memory::Account, timers::Wake};
+use crate::{api::*, gpu::Account, machine::Machine, timers::Wake};
 use std::time::Duration;
 
 /// For how long a client's memory has to be at rest: programs that end soon, or are still allocating, would gain nothing.
@@ -16,8 +16,8 @@ impl Machine {
 
     /// Asks a client whose memory is at rest to allocate host memory for it.
     pub(crate) fn ask_ahead(&mut self, client: ClientId, id: GpuId) {
-        let Some(memory) = self.memory_of(client, id) else { return };
-        if memory.engine != Engine::Swap || memory.eviction_block.is_some() {
+        let Some(attachment) = self.attachment(client, id) else { return };
+        if attachment.engine != Engine::Swap || attachment.eviction_block.is_some() {
             return;
         }
         let on_gpu = |account: &Account| account.report.mapped.saturating_sub(account.report.pinned);
@@ -31,8 +31,8 @@ impl Machine {
     pub(crate) fn host_ahead(&mut self, bytes: Option<u64>) {
         if self.with_quota(|quota, cx, fx| quota.host_ahead(cx, fx, bytes)) {
             let at = Some(self.now + AT_REST);
-            for (id, gpu) in &self.memory {
-                gpu.clients.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, *id), at));
+            for (id, gpu) in &self.gpus {
+                gpu.attachments.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, *id), at));
             }
         }
     }

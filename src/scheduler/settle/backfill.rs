@@ -7,9 +7,9 @@
 
 use crate::{
     api::*,
+    gpu::{Access, Account},
     lock::{Entity, Hold},
     machine::Machine,
-    memory::{Access, Account},
 };
 use std::time::Duration;
 
@@ -90,7 +90,7 @@ impl Machine {
         let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
         let fits = |account: &Account| account.report.demand <= account.allowance;
         self.lock.wants(client).is_some_and(|gpus| gpus.len() == 1)
-            && self.histories.of(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
+            && self.history(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
             && self.lock.of(client, id).is_some_and(|lock| !lock.slow_to_drain)
             && self.account(client, id).is_some_and(fits)
             && self.is_admissible(Entity::Solo(client), id)

@@ -4,9 +4,9 @@
 
 use crate::{
     api::*,
+    gpu::{Access, context_queue::PendingContext},
     lock::Gang,
     machine::Machine,
-    memory::{Access, context_queue::PendingContext},
     quota::{CONTEXT_APPEARS, FIRST_LIMIT_TIMEOUT},
 };
 use std::time::Duration;
@@ -25,13 +25,13 @@ pub(super) const RESTORE: Duration = Duration::from_secs(10);
 impl Machine {
     /// Whether a client's context existed, all of it, by `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
-        let Some(memory) = self.memory_of(client, id) else { return false };
-        if self.memory.get(&id).is_some_and(|gpu| gpu.away.contains_key(&client)) {
+        let Some(attachment) = self.attachment(client, id) else { return false };
+        if self.gpus.get(&id).is_some_and(|gpu| gpu.away.contains_key(&client)) {
             return false;
         }
-        let since = memory.attached.map(|allowed| {
+        let since = attachment.attached.map(|allowed| {
             let at_last = allowed.saturating_add(CONTEXT_APPEARS);
-            memory.used.map_or(at_last, |used| used.max(allowed).min(at_last))
+            attachment.used.map_or(at_last, |used| used.max(allowed).min(at_last))
         });
         since.is_some_and(|since| since <= begun)
     }
@@ -40,7 +40,7 @@ impl Machine {
     /// have its whole demand on the GPU again, so that it could never run. They wait until that client needs less or
     /// has gone.
     pub(crate) fn count_deferred(&mut self, id: GpuId) {
-        let Some(gpu) = self.memory.get(&id) else { return };
+        let Some(gpu) = self.gpus.get(&id) else { return };
         if gpu.contexts.is_empty() && gpu.contexts.deferred() == 0 {
             return;
         }
@@ -55,8 +55,8 @@ impl Machine {
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
         let waits_with = |gang: Gang| gpu.contexts.iter().any(|pending| self.lock.gang(pending.client) == Some(gang));
         let is_kept_from_running = |client: ClientId| {
-            let memory = gpu.clients.get(&client);
-            memory.is_some_and(|memory| memory.attached.is_some() && memory.engine != Engine::Managed)
+            let attachment = gpu.attachments.get(&client);
+            attachment.is_some_and(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)
                 && !self.lock.gang(client).is_some_and(waits_with)
         };
         // Demands that do not fit anyway are not made worse by contexts.
@@ -66,14 +66,14 @@ impl Machine {
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
         let too_many = if gpu.drained { gpu.contexts.len() } else { gpu.contexts.len().saturating_sub(room) };
         let deferred = gpu.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
-        if let Some(gpu) = self.memory.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.contexts.defer(if gpu.access == Access::Gone { 0 } else { deferred });
         }
     }
 
     /// Tells deferred clients that they may wait for long.
     fn notify_deferred(&mut self, id: GpuId) {
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         for pending in gpu.contexts.deferred_mut().filter(|pending| !pending.told) {
             pending.told = true;
             let (client, why) = (pending.client, WaitReason::Context);
@@ -85,7 +85,7 @@ impl Machine {
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             self.count_deferred(id);
-            let gpu = self.memory.get(&id).filter(|gpu| !gpu.contexts.is_empty())?;
+            let gpu = self.gpus.get(&id).filter(|gpu| !gpu.contexts.is_empty())?;
             let Some((client, since, behind)) = gpu.contexts.first() else {
                 self.notify_deferred(id);
                 return self.refuse_contexts(id);
@@ -96,7 +96,7 @@ impl Machine {
             // Capacity sets aside the contexts of all waiting clients; those behind this one do not exist yet.
             let behind = gpu.context_bytes(&self.settings, behind);
             let unverified = self.request_verification(client, id);
-            let gpu = self.memory.get(&id)?;
+            let gpu = self.gpus.get(&id)?;
             let room =
                 gpu.capacity(&self.settings).saturating_add(behind) >= gpu.ledger.charged().saturating_add(unverified);
             let reserved = gpu.total.saturating_sub(gpu.reserve(&self.settings))
@@ -114,9 +114,9 @@ impl Machine {
                 return Some(committed);
             }
             let now = self.now;
-            let gpu = self.memory.get_mut(&id)?;
+            let gpu = self.gpus.get_mut(&id)?;
             gpu.contexts.pop();
-            gpu.clients.get_mut(&client)?.attached = Some(now);
+            gpu.attachments.get_mut(&client)?.attached = Some(now);
             self.effects.command(Command::Attached { client, gpu: id });
             let is_drained = gpu.drained;
             self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
@@ -129,10 +129,10 @@ impl Machine {
     /// Tells clients that have been deferred for long that their contexts have no room. The request stays until the
     /// client detaches. Returns when to tell the next.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
-        if self.memory.get(&id).is_some_and(|gpu| gpu.drained) {
+        if self.gpus.get(&id).is_some_and(|gpu| gpu.drained) {
             return None; // until it is in use again
         }
-        let waiting = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.contexts.iter());
+        let waiting = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.contexts.iter());
         let waiting: Vec<(ClientId, Time)> =
             waiting.filter(|pending| !pending.refused).map(|pending| (pending.client, pending.since)).collect();
         let mut next: Option<Time> = None;
@@ -145,7 +145,7 @@ impl Machine {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
             }
-            let attaching = self.memory.get_mut(&id).into_iter().flat_map(|gpu| gpu.contexts.iter_mut());
+            let attaching = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| gpu.contexts.iter_mut());
             attaching.filter(|pending| pending.client == client).for_each(|pending| pending.refused = true);
             self.effects.command(Command::Denied { client, gpu: id, bytes: 0, why: Denial::NoContext });
         }

@@ -12,7 +12,7 @@ impl Machine {
         let entity = self.lock.hold(client, id).map(|hold| hold.entity);
         let is_alone = entity.is_some() && self.lock.holds_on(id).all(|(_, hold)| Some(hold.entity) == entity);
         let is_measured = permille > FULL || is_alone;
-        let Some(history) = self.histories.of_mut(client, id).filter(|_| is_measured) else { return };
+        let Some(history) = self.history_mut(client, id).filter(|_| is_measured) else { return };
         history.utilization.reported(permille);
         self.touch(id);
     }
@@ -43,7 +43,7 @@ impl Machine {
 
     /// Until when the holders' reports are believed.
     fn believed_until(&self, id: GpuId) -> Option<Time> {
-        let histories = || self.lock.running_on(id).filter_map(|client| self.histories.of(client, id));
+        let histories = || self.lock.running_on(id).filter_map(|client| self.history(client, id));
         let last = self.lock.running_on(id).filter_map(|client| Some(self.lock.hold(client, id)?.since)).max()?;
         let believed = histories().map(|history| history.utilization.believed()).min()?;
         Some(last.saturating_add(believed))
@@ -52,7 +52,7 @@ impl Machine {
     /// Stops believing what holders reported before they ran together.
     pub(crate) fn forget_utilization(&mut self, id: GpuId) {
         for client in self.lock.running_on(id).collect::<Vec<_>>() {
-            if let Some(history) = self.histories.of_mut(client, id) {
+            if let Some(history) = self.history_mut(client, id) {
                 history.utilization.forget();
             }
         }
@@ -60,17 +60,17 @@ impl Machine {
 
     /// Whether the utilization of all holders is known, or a turn would not tell it.
     pub(crate) fn are_measured(&self, id: GpuId) -> bool {
-        self.lock.running_on(id).filter_map(|c| self.histories.of(c, id)).all(|history| !history.utilization.is_open())
+        self.lock.running_on(id).filter_map(|c| self.history(c, id)).all(|history| !history.utilization.is_open())
     }
 
     /// Whether these clients may run together: they leave the GPU idle at times, and all of their memory fits.
     pub(crate) fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
-        let Some(gpu) = self.memory.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
+        let Some(gpu) = self.gpus.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;
         };
         let (mut full, mut need, mut own_unevictable) = (0u32, 0u64, 0u64);
         for client in clients {
-            let Some(history) = self.histories.of(client, id) else { return false };
+            let Some(history) = self.history(client, id) else { return false };
             if self.shares().runs_alone(client) {
                 return false;
             }

@@ -2,8 +2,8 @@
 
 use crate::{
     api::*,
+    gpu::{Account, Attachment, Gpu},
     machine::Machine,
-    memory::{Account, ClientMemory, GpuMemory},
 };
 
 /// A smaller credit that does not meet a client's need is not worth a message.
@@ -38,14 +38,14 @@ impl Machine {
     /// Whether a client runs without its memory on the GPU: its pages fault in and out.
     pub(crate) fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
         self.settings.anti_thrash == AntiThrash::Off
-            && self.memory_of(client, id).is_some_and(|memory| memory.engine == Engine::Managed)
+            && self.attachment(client, id).is_some_and(|attachment| attachment.engine == Engine::Managed)
     }
 
     /// The bytes that a client must be allowed in order to run on a GPU: its demand and its shortfall, up to the
     /// capacity.
     pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
         let is_off = self.sleep.is_held_off(client) && self.lock.hold(client, id).is_none();
-        let Some(gpu) = self.memory.get(&id).filter(|_| !is_off && !self.faults_in(client, id)) else { return 0 };
+        let Some(gpu) = self.gpus.get(&id).filter(|_| !is_off && !self.faults_in(client, id)) else { return 0 };
         gpu.ledger
             .account(client)
             .map_or(0, |account| account.report.demand)
@@ -58,7 +58,7 @@ impl Machine {
     /// other clients.
     pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         let need = self.need(client, id);
-        let Some(gpu) = self.memory.get(&id) else { return 0 };
+        let Some(gpu) = self.gpus.get(&id) else { return 0 };
         let Some(account) = gpu.ledger.account(client) else { return 0 };
         if account.awaits_measurement() {
             return need; // an allowance below its present memory would make it evict
@@ -82,13 +82,14 @@ impl Machine {
     /// wait for no message. The excess is taken back when other clients lack bytes
     /// ([`take_back_ahead`](Self::take_back_ahead)).
     pub(crate) fn credit_ahead(&mut self, id: GpuId) {
-        let is_idle = |gpu: &GpuMemory| gpu.contexts.is_empty() && gpu.reservations.is_empty();
-        if !self.memory.get(&id).is_some_and(is_idle) {
+        let is_idle = |gpu: &Gpu| gpu.contexts.is_empty() && gpu.reservations.is_empty();
+        if !self.gpus.get(&id).is_some_and(is_idle) {
             return;
         }
         for client in self.lock.holders(id).collect::<Vec<_>>() {
-            let keeps_growing = |memory: &ClientMemory| memory.keeps_growing(self.now) && memory.engine == Engine::Swap;
-            let grows_now = self.memory_of(client, id).is_some_and(keeps_growing);
+            let keeps_growing =
+                |attachment: &Attachment| attachment.keeps_growing(self.now) && attachment.engine == Engine::Swap;
+            let grows_now = self.attachment(client, id).is_some_and(keeps_growing);
             let is_running = self.lock.hold(client, id).is_some_and(|hold| hold.revoked.is_none());
             let allowance = self.account(client, id).map_or(0, |account| account.allowance);
             let limit = self.quota.limit(client, id).map_or(0, |limit| limit.limit);

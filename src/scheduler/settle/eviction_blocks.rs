@@ -21,8 +21,8 @@ impl Machine {
     /// Why no memory of a client can leave a GPU now. `None`: it can.
     pub(crate) fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
         let state = self.clients.get(&client)?;
-        let memory = self.memory_of(client, id)?;
-        match memory.eviction_block {
+        let attachment = self.attachment(client, id)?;
+        match attachment.eviction_block {
             _ if state.stopped => Some(EvictionBlock::Stopped),
             _ if self.lock.hold(client, id).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
             block => block,
@@ -32,9 +32,9 @@ impl Machine {
     /// Handles a client's report that it could not carry out an eviction and has given it up.
     pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: EvictionBlock) {
         for id in gpus {
-            let Some(memory) = self.memory_of_mut(client, *id) else { continue };
-            memory.eviction_backoff = (memory.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
-            let until = memory.eviction_backoff;
+            let Some(attachment) = self.attachment_mut(client, *id) else { continue };
+            attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
+            let until = attachment.eviction_backoff;
             self.block_eviction(client, *id, why);
             self.effects.wake(Wake::Eviction(client, *id), Some(self.now + until));
             self.stop_evicting(client, *id);
@@ -52,8 +52,8 @@ impl Machine {
     }
 
     fn block_eviction(&mut self, client: ClientId, id: GpuId, why: EvictionBlock) {
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
-        let before = memory.eviction_block.replace(why);
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let before = attachment.eviction_block.replace(why);
         self.lock_changed(client, id);
         if before != Some(why) {
             self.effects.command(Command::EvictionBlocked { client, gpu: id, why });
@@ -62,7 +62,7 @@ impl Machine {
 
     /// Ends the block on evicting a client's memory.
     pub(crate) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
-        if self.memory_of_mut(client, id).is_some_and(|memory| memory.eviction_block.take().is_some()) {
+        if self.attachment_mut(client, id).is_some_and(|attachment| attachment.eviction_block.take().is_some()) {
             self.lock_changed(client, id);
         }
     }
@@ -73,10 +73,10 @@ impl Machine {
         let Some(account) = self.account(client, id) else { return };
         let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
         let progresses = account.eviction.as_ref().is_some_and(|eviction| eviction.progress == now);
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
-        let late = memory.eviction_block == Some(EvictionBlock::Late);
-        if done && fits && memory.eviction_block.is_none() {
-            memory.eviction_backoff = Duration::ZERO;
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let late = attachment.eviction_block == Some(EvictionBlock::Late);
+        if done && fits && attachment.eviction_block.is_none() {
+            attachment.eviction_backoff = Duration::ZERO;
         }
         if late && (done || progresses) {
             self.unblock_eviction(client, id);
@@ -86,9 +86,9 @@ impl Machine {
     /// When the eviction that a client was asked for will be late. `None`: it was not asked for one, or is blocked
     /// already.
     pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
-        let (memory, gpu) = (self.memory_of(client, id)?, self.memory.get(&id)?);
+        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
         let account = gpu.ledger.account(client)?;
-        let eviction = account.eviction.as_ref().filter(|_| memory.eviction_block.is_none())?;
+        let eviction = account.eviction.as_ref().filter(|_| attachment.eviction_block.is_none())?;
         let rest = account.report.mapped.saturating_sub(account.allowance);
         Some(eviction.progress.saturating_add(LATE.max(gpu.rates.moving(rest).saturating_mul(LATE_TIMES))))
     }

@@ -2,12 +2,12 @@
 
 use crate::{
     api::*,
-    lock::{Blocked, Entity, Request},
-    machine::Machine,
-    memory::{
-        GpuMemory,
+    gpu::{
+        Gpu,
         shortfall::{Failure, Trial},
     },
+    lock::{Blocked, Entity, Request},
+    machine::Machine,
     timers::Wake,
 };
 use std::collections::BTreeMap;
@@ -30,25 +30,25 @@ const PROOF: u32 = 12;
 impl Machine {
     /// Until when a client is not granted these GPUs because mapping failed there; 0: it may be.
     pub(crate) fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
-        let memories = gpus.iter().filter_map(|id| self.memory_of(client, *id));
-        memories.map(|memory| memory.failures.not_before).max().unwrap_or_default()
+        let memories = gpus.iter().filter_map(|id| self.attachment(client, *id));
+        memories.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
     }
 
     /// Handles a release because mapping failed.
     pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
-        let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied());
+        let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied());
         let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
         let Some(report) = self.account(client, id).map(|account| account.report) else { return };
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
         let bytes = report.demand.saturating_sub(report.mapped);
         if bytes == 0 {
             return;
         }
-        memory.failures.in_a_row = memory.failures.in_a_row.saturating_add(1);
-        memory.failures.unexplained = Some(Failure { at: now, others });
-        let failures = memory.failures.in_a_row;
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        attachment.failures.in_a_row = attachment.failures.in_a_row.saturating_add(1);
+        attachment.failures.unexplained = Some(Failure { at: now, others });
+        let failures = attachment.failures.in_a_row;
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         // A measurement under way may have begun before the failure.
         gpu.measurement_requested = false;
         self.effects.command(Command::MappingFailed { client, gpu: id, bytes, failures });
@@ -60,8 +60,8 @@ impl Machine {
     /// Delays a client's request for a GPU.
     fn delay_request(&mut self, client: ClientId, id: GpuId, delay: Duration) {
         let now = self.now;
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
-        memory.failures.not_before = now + delay;
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        attachment.failures.not_before = now + delay;
         let waiting = self.lock.waiting(client);
         let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.lock.request(entity)?))) else {
             return;
@@ -85,14 +85,14 @@ impl Machine {
         free: Option<u64>,
         found: &BTreeMap<ClientId, Found>,
     ) {
-        let in_use = self.memory.get(&id).map_or(0, GpuMemory::in_use);
+        let in_use = self.gpus.get(&id).map_or(0, Gpu::in_use);
         let clients: Vec<ClientId> =
-            self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied()).collect();
+            self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied()).collect();
         let mut is_over = true;
         for client in clients {
-            let Some(memory) = self.memory_of_mut(client, id) else { continue };
-            memory.failures.measured(free, in_use);
-            match memory.failures.unexplained.take_if(|failure| failure.at <= begun) {
+            let Some(attachment) = self.attachment_mut(client, id) else { continue };
+            attachment.failures.measured(free, in_use);
+            match attachment.failures.unexplained.take_if(|failure| failure.at <= begun) {
                 Some(Failure { others, .. }) => {
                     let has_others = others.iter().any(|other| match self.account(*other, id) {
                         None => true, // it has gone, which made room
@@ -103,7 +103,7 @@ impl Machine {
                     });
                     self.explain_failure(client, id, has_others, found.contains_key(&client));
                 }
-                None => is_over &= memory.failures.unexplained.is_none(),
+                None => is_over &= attachment.failures.unexplained.is_none(),
             }
         }
         if is_over {
@@ -113,7 +113,7 @@ impl Machine {
 
     /// Decides on failures for which no measurement has come in time.
     pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
-        if let Some(gpu) = self.memory.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.measurement_requested = false; // the answer may never come
         }
         self.explain_failures(id, self.now.saturating_sub(TIMEOUT), None, &BTreeMap::new());
@@ -121,29 +121,31 @@ impl Machine {
 
     fn explain_failure(&mut self, client: ClientId, id: GpuId, has_others: bool, is_measured: bool) {
         let now = self.now;
-        let Some(gpu) = self.memory.get(&id) else { return };
-        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.clients.len() == 1);
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        let (usable, charged, is_alone) =
+            (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.attachments.len() == 1);
         let Some(account) = gpu.ledger.account(client) else { return };
         let MemoryReport { demand, mapped, .. } = account.report;
         let is_overstated = account.is_overstated();
-        let Some(memory) = self.memory_of_mut(client, id) else { return };
-        let steps = memory.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let steps = attachment.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
         // A client that was measured to have less than it reports has not tried to map its memory.
         let overstates = is_measured && is_overstated;
-        memory.failures.alone = if has_others || overstates { 0 } else { memory.failures.alone.saturating_add(1) };
-        let is_proof = memory.failures.alone >= PROOF;
+        attachment.failures.alone =
+            if has_others || overstates { 0 } else { attachment.failures.alone.saturating_add(1) };
+        let is_proof = attachment.failures.alone >= PROOF;
         // Without other clients, what is measured as free may be usable in a moment; and where the ledger is overdrawn,
         // that explains the failure.
         if has_others && !overstates && (steps > 0 || charged <= usable) {
             let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
-            memory.failures.learn(now, usable.saturating_sub(charged), more);
+            attachment.failures.learn(now, usable.saturating_sub(charged), more);
         }
         let delay = if has_others && steps < MOST_STEPS {
             Duration::ZERO
         } else {
             let most = if is_alone { BACKOFF.1 } else { BACKOFF_BESIDE_OTHERS };
-            memory.failures.backoff = (memory.failures.backoff * 2).clamp(BACKOFF.0, most);
-            memory.failures.backoff
+            attachment.failures.backoff = (attachment.failures.backoff * 2).clamp(BACKOFF.0, most);
+            attachment.failures.backoff
         };
         if is_proof {
             self.effects.command(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
@@ -155,14 +157,14 @@ impl Machine {
     /// The bytes that a client needs beyond its demand, since it could not map what seemed free: no more than all other
     /// clients can give.
     pub(crate) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some(gpu) = self.memory.get(&id) else { return 0 };
-        let bytes = gpu.clients.get(&client).map_or(0, |memory| memory.failures.shortfall(self.now));
+        let Some(gpu) = self.gpus.get(&id) else { return 0 };
+        let bytes = gpu.attachments.get(&client).map_or(0, |attachment| attachment.failures.shortfall(self.now));
         if bytes == 0 {
             return 0;
         }
         // The remaining room is shared with the clients that run together with it.
         let entity = self.lock.entity(client);
-        let together = gpu.clients.keys().filter(|other| self.lock.entity(**other) == entity);
+        let together = gpu.attachments.keys().filter(|other| self.lock.entity(**other) == entity);
         let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
         for member in together {
             let Some(account) = gpu.ledger.account(*member) else { continue };
@@ -199,7 +201,7 @@ impl Machine {
         if charge > account.allowance {
             return;
         }
-        let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
             return;
         };
         let beyond = demand.saturating_sub(gpu.usable(&self.settings));
@@ -208,7 +210,7 @@ impl Machine {
         if beyond == 0 || !fits || self.unverified_for(client, id) > 0 {
             return;
         }
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.trial = Some(Trial { client, demand, beyond });
         if self.credit(client, id, 0) > 0 {
             self.end_trial(client, id);
@@ -218,16 +220,16 @@ impl Machine {
     /// The demand of a client that must have all of it mapped (engine `swap`), if the GPU is large enough. `None`: it
     /// is not, or the client can do with less.
     fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        let (memory, gpu) = (self.memory_of(client, id)?, self.memory.get(&id)?);
+        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
         let demand = gpu.ledger.account(client)?.report.demand;
-        (memory.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
+        (attachment.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
     }
 
     /// Adjusts the trial after the client's demand or the overhead has changed.
     pub(crate) fn adjust_trial(&mut self, id: GpuId) {
-        let Some(trial) = self.memory.get(&id).and_then(|gpu| gpu.trial) else { return };
+        let Some(trial) = self.gpus.get(&id).and_then(|gpu| gpu.trial) else { return };
         let demand = self.demand_of_trial(trial.client, id).unwrap_or(0);
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         // If there is less than before, others need it: that part is not tried.
         let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
         let beyond = demand.saturating_sub(gpu.usable(&self.settings)).min(most);
@@ -236,7 +238,7 @@ impl Machine {
 
     /// Ends a client's trial, if it has one.
     pub(crate) fn end_trial(&mut self, client: ClientId, id: GpuId) {
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         if gpu.trial.take_if(|trial| trial.client == client).is_some() {
             self.touch(id);
         }

@@ -43,7 +43,7 @@ mod sleep;
 mod turns;
 mod unresponsive;
 
-use crate::{api::*, lock::Entity, machine::Machine, memory::Access, policy::Waiter, timers::Wake};
+use crate::{api::*, gpu::Access, lock::Entity, machine::Machine, policy::Waiter, timers::Wake};
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
@@ -112,7 +112,7 @@ impl Machine {
             lacking = self.serve_undrainable(id);
         }
         let is_enough = reserved_ahead == 0 && lacking == 0;
-        if let Some(gpu) = self.memory.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.lacking = !is_enough;
         }
         let returning = self.serve_returning(id);
@@ -150,14 +150,14 @@ impl Machine {
 
     /// Requeues requests that unevictable memory blocked, once there is more room.
     fn note_capacity(&mut self, id: GpuId) {
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if gpu.ledger.take_unevictable_fell() || capacity > gpu.capacity {
             for entity in self.lock.take_blocked_by_pinned(id) {
                 self.enqueue(entity);
             }
         }
-        if let Some(gpu) = self.memory.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.capacity = capacity;
         }
     }

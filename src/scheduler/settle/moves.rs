@@ -7,8 +7,8 @@
 
 use crate::{
     api::*,
+    gpu::Access,
     machine::Machine,
-    memory::Access,
     quota::{Expected, RoomToMove},
     sleep::Step,
     timers::Wake,
@@ -44,15 +44,15 @@ impl Machine {
 
     /// Why a client cannot be moved, whether or not it can sleep.
     fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
-        let total = |id| self.memory.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
+        let total = |id| self.gpus.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
         // Whether clients can be measured shows only on a GPU that has clients. On the first GPU they can, or the
         // client would not sleep.
-        let is_measured = self.memory.get(&to).is_some_and(|gpu| gpu.measured.is_some());
+        let is_measured = self.gpus.get(&to).is_some_and(|gpu| gpu.measured.is_some());
         let is_gang = self.lock.gang_peers(client).next().is_some();
-        let is_like_it = total(to).is_some() && total(to) == self.memory.get(&from).map(|gpu| gpu.total);
+        let is_like_it = total(to).is_some() && total(to) == self.gpus.get(&from).map(|gpu| gpu.total);
         let obstacles = [
-            (self.memory_of(client, from).is_none(), MoveObstacle::NotThere),
-            (self.memory_of(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
+            (self.attachment(client, from).is_none(), MoveObstacle::NotThere),
+            (self.attachment(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
             (!is_like_it, MoveObstacle::NoGpu),
             (self.is_drained(to), MoveObstacle::Drained),
             (is_gang, MoveObstacle::Sleep(SleepObstacle::Gang)),
@@ -69,7 +69,7 @@ impl Machine {
 
     /// Bytes that a client's context will need on a GPU other than this one.
     pub(super) fn context_elsewhere(&self, client: ClientId, from: GpuId) -> u64 {
-        let away = self.memory.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
+        let away = self.gpus.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
@@ -77,13 +77,13 @@ impl Machine {
     /// leave, and for its context beside the needs of any other client there. And whether the bytes that it was
     /// promised can be kept there.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
-        let (Some(account), Some(gpu)) = (self.account(client, from), self.memory.get(&to)) else {
+        let (Some(account), Some(gpu)) = (self.account(client, from), self.gpus.get(&to)) else {
             return RoomToMove::None;
         };
         let here = gpu.promisable(&self.settings);
         let context = self.context_elsewhere(client, from);
         let room = here.saturating_sub(context);
-        let runs_all_at_once = |id: &ClientId| gpu.clients.get(id).is_some_and(|it| it.engine != Engine::Managed);
+        let runs_all_at_once = |id: &ClientId| gpu.attachments.get(id).is_some_and(|it| it.engine != Engine::Managed);
         // Clients whose needs do not fit anyway are no worse off.
         let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
         let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
@@ -144,21 +144,21 @@ impl Machine {
 
     /// Starts to empty the GPU (`drained`), or puts it back in use.
     pub(crate) fn drain(&mut self, id: GpuId, drained: bool) {
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.drained = drained;
-        let clients: Vec<ClientId> = gpu.clients.keys().copied().collect();
+        let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
         clients.into_iter().for_each(|client| self.drain_client(client));
         self.touch(id);
     }
 
     fn is_drained(&self, id: GpuId) -> bool {
-        self.memory.get(&id).is_some_and(|gpu| gpu.drained)
+        self.gpus.get(&id).is_some_and(|gpu| gpu.drained)
     }
 
     /// Whether a client has a context on a drained GPU, or comes back to one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
-        let has_context = |id| self.memory_of(client, id).is_some_and(|memory| memory.attached.is_some());
+        let has_context = |id| self.attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
         self.gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
@@ -183,7 +183,7 @@ impl Machine {
             let candidates = self.places.candidates(client, from).filter(|to| !self.sleep.has_missed(client, *to));
             let moves = candidates.map(|to| Move { from, to });
             let free = moves.filter(|both| self.move_obstacle(client, *both).is_none());
-            let clients = |both: &Move| self.memory.get(&both.to).map_or(0, |gpu| gpu.clients.len());
+            let clients = |both: &Move| self.gpus.get(&both.to).map_or(0, |gpu| gpu.attachments.len());
             if let Some(both) = free.min_by_key(clients) {
                 self.sleep.want_move(client, both);
                 self.limit_sleeper(client);
@@ -195,19 +195,18 @@ impl Machine {
     /// Moves all records of a sleeping client from one GPU to another. Does nothing if that GPU is unknown, or the
     /// client is already there.
     fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
-        if self.memory_of(client, to).is_some() || !self.memory.contains_key(&to) {
+        if self.attachment(client, to).is_some() || !self.gpus.contains_key(&to) {
             return;
         }
         let now = self.now;
-        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.memory.get_mut(&from)) else { return };
+        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&from)) else { return };
         let (tenant, Some(attachment)) = (state.tenant, gpu.take(client)) else { return };
-        if let Some(gpu) = self.memory.get_mut(&to) {
+        if let Some(gpu) = self.gpus.get_mut(&to) {
             gpu.put(now, client, tenant, attachment);
         }
         let wanted = self.with_quota(|quota, cx, _| quota.move_client(cx, client, from, to));
         let wants = self.lock.wants(client).filter(|wants| wants.contains(&from)).cloned();
         self.lock.move_client(client, from, to);
-        self.histories.move_client(client, from, to);
         self.places.move_client(client, from, to);
         self.effects.wake(Wake::Eviction(client, from), None);
         self.effects.wake(Wake::Ahead(client, from), None);

@@ -3,9 +3,9 @@
 use crate::{
     api::*,
     fairness::{ShareOwner, Shares},
+    gpu::Access,
     lock::{Blocked, Entity, Hold, QueueKey, Request},
     machine::Machine,
-    memory::Access,
     policy::{self, Precedence, Waiter},
 };
 use std::cmp::Reverse;
@@ -94,7 +94,7 @@ impl Machine {
 
     /// A client that waits for a GPU or holds it, as the policy sees it.
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
-        let (Some(history), Some(gpu)) = (self.histories.of(client, id), self.memory.get(&id)) else {
+        let (Some(history), Some(gpu)) = (self.history(client, id), self.gpus.get(&id)) else {
             return Waiter::default();
         };
         let lacking =
@@ -127,7 +127,7 @@ impl Machine {
             rank: self.policy().rank(&self.settings, self.now, &waiter),
             attained: waiter.attained,
             exchange: hold.exchange.map_or(Duration::ZERO, |(_, exchange)| exchange),
-            fills: self.memory.get(&id).map_or(Duration::ZERO, |gpu| gpu.rates.both_ways(self.need(client, id), None)),
+            fills: self.gpus.get(&id).map_or(Duration::ZERO, |gpu| gpu.rates.both_ways(self.need(client, id), None)),
             batch: self.shares().share_of(client).weight == 0,
             waited: hold.waited(self.now),
             aged: hold.aged,
@@ -240,7 +240,7 @@ impl Machine {
         let (owner, key) = (self.shares().owner(holder)?, self.lock.request(other)?.key);
         let waited = hold.waited(self.now);
         let waiter =
-            Waiter { burst: self.histories.of(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
+            Waiter { burst: self.history(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
         let is_same_owner = self.owner_of(other) == Some(owner);
         if key.has_turn.0 {
             return None;
@@ -359,7 +359,7 @@ impl Machine {
             }
         }
         self.fairness.forget_usage(self.now, self.settings.time_period);
-        self.effects.touch_all(self.memory.keys().copied());
+        self.effects.touch_all(self.gpus.keys().copied());
     }
 
     /// Moves requests whose class depends on usage to their present positions. Returns when to look again.

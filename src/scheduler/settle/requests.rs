@@ -2,10 +2,10 @@
 
 use crate::{
     api::*,
+    gpu::Access,
     lock::Class,
     lock::{Blocked, Entity, Hold, QueueKey, Request, Revoked},
     machine::Machine,
-    memory::Access,
     settle::unresponsive::STUCK,
     timers::Wake,
 };
@@ -36,10 +36,10 @@ impl Machine {
         let now = self.now;
         for id in &wants {
             let is_new = old.is_none() && self.lock.hold(client, *id).is_none();
-            if let Some(memory) = self.memory_of_mut(client, *id) {
-                memory.used.get_or_insert(now);
+            if let Some(attachment) = self.attachment_mut(client, *id) {
+                attachment.used.get_or_insert(now);
             }
-            if let Some(history) = self.histories.of_mut(client, *id).filter(|_| is_new) {
+            if let Some(history) = self.history_mut(client, *id).filter(|_| is_new) {
                 history.progress.asks(now);
             }
         }
@@ -264,7 +264,7 @@ impl Machine {
 
     /// Whether the holders of a GPU let an entity be admitted now.
     pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
-        let (true, Some(request)) = (self.memory.contains_key(&id), self.lock.request(entity)) else { return false };
+        let (true, Some(request)) = (self.gpus.contains_key(&id), self.lock.request(entity)) else { return false };
         let is_gone = match self.access(id) {
             Access::Turns => false,
             Access::Gone => true,
@@ -424,8 +424,8 @@ impl Machine {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
                 self.mapping_failed(client, *id);
-            } else if let Some(memory) = self.memory_of_mut(client, *id) {
-                memory.failures.has_run();
+            } else if let Some(attachment) = self.attachment_mut(client, *id) {
+                attachment.failures.has_run();
             }
             self.swap_surplus(client, *id);
         }
@@ -445,7 +445,7 @@ impl Machine {
         if let Some(lock) = self.lock.of_mut(client, id) {
             lock.ended(now, &hold);
         }
-        if let Some(history) = self.histories.of_mut(client, id) {
+        if let Some(history) = self.history_mut(client, id) {
             // As with bursts: of its uncontended time, no more than one burst counts if the client ran out of work.
             let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
             history.progress.ran(now, ran, idle);

@@ -3,9 +3,9 @@
 use super::Pressure;
 use crate::{
     api::*,
+    gpu::Access,
     lock::{Blocked, ClientLock, Entity},
     machine::Machine,
-    memory::Access,
     policy::Precedence,
     policy::Waiter,
 };
@@ -95,7 +95,7 @@ impl Machine {
                 self.report_wait(entity, WaitReason::Eviction);
             }
             let burst =
-                members.iter().filter_map(|m| self.histories.of(*m, id)).map(|history| history.bursts.expected()).max();
+                members.iter().filter_map(|m| self.history(*m, id)).map(|history| history.bursts.expected()).max();
             let both_ways = |bytes| self.moving_both_ways(id, bytes, &members);
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
@@ -109,7 +109,7 @@ impl Machine {
                 evicts: lacking > 0,
                 unmeasured: members
                     .iter()
-                    .any(|m| self.histories.of(*m, id).is_some_and(|history| history.utilization.is_open())),
+                    .any(|m| self.history(*m, id).is_some_and(|history| history.utilization.is_open())),
                 holders_measured: self.are_measured(id),
                 waiters: self.lock.queue_length(id),
                 rank: self.lock.request(entity).map_or(Time::ZERO, |request| request.key.rank),
@@ -158,7 +158,7 @@ impl Machine {
     /// Whether a request could be served if every client gave all bytes that it can. A request with memory on the GPU
     /// can be served as it is, unless that memory has to leave for a room.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
-        let (Some(gpu), Some(_)) = (self.memory.get(&id), self.lock.request(entity)) else { return true };
+        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.lock.request(entity)) else { return true };
         if gpu.access != Access::Turns {
             return true;
         }

@@ -7,7 +7,7 @@
 
 use super::contexts::RESTORE;
 use crate::{
-    api::*, lock::Entity, machine::Machine, memory::Access, memory::returning::Returning, quota::Expected, sleep::Step,
+    api::*, gpu::Access, gpu::returning::Returning, lock::Entity, machine::Machine, quota::Expected, sleep::Step,
     timers::Wake,
 };
 use std::time::Duration;
@@ -53,7 +53,7 @@ impl Machine {
     /// The next client to put to sleep on a GPU, and when. One after the other, since the memory of one may be enough,
     /// and the GPU is measured first.
     fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
-        let gpu = self.memory.get(&id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
+        let gpu = self.gpus.get(&id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
         let lacks_contexts = self.lacks_contexts(id);
         let demand = |client: &ClientId| match self.sleep.is_away(*client) {
             true => 0,
@@ -64,8 +64,9 @@ impl Machine {
         if !lacks_contexts && gpu.ledger.demanded() <= usable {
             return None;
         }
-        let demands = gpu.clients.keys().fold(0u64, |sum, client| sum.saturating_add(demand(client)));
-        if !(lacks_contexts || demands > usable) || gpu.clients.keys().any(|client| self.sleep.is_leaving(*client)) {
+        let demands = gpu.attachments.keys().fold(0u64, |sum, client| sum.saturating_add(demand(client)));
+        if !(lacks_contexts || demands > usable) || gpu.attachments.keys().any(|client| self.sleep.is_leaving(*client))
+        {
             return None;
         }
         let makes_room = |client: &ClientId| lacks_contexts || demands - demand(client) > usable;
@@ -73,23 +74,23 @@ impl Machine {
         let due = |client: &ClientId| {
             let after = self.sleep_after(*client)?;
             let idle = self.gpus_of(*client).into_iter().filter_map(|id| {
-                let used = self.memory_of(*client, id)?.used.unwrap_or_default();
+                let used = self.attachment(*client, id)?.used.unwrap_or_default();
                 Some(self.lock.of(*client, id)?.last_run.max(used))
             });
             Some(idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after))
         };
-        let candidates = gpu.clients.keys().filter(|client| makes_room(client) && can(client));
+        let candidates = gpu.attachments.keys().filter(|client| makes_room(client) && can(client));
         candidates.filter_map(|client| Some((due(client)?, *client))).min().map(|(due, client)| (client, due))
     }
 
     /// Whether room for contexts is lacking, and other clients could sleep to make it.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
-        let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.has_only_clients) else { return false };
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.has_only_clients) else { return false };
         let all = gpu.total.saturating_sub(gpu.reserve(&self.settings));
         let is_full =
             || gpu.overhead_wanted(&self.settings) > all || gpu.ledger.unevictable() > gpu.capacity(&self.settings);
         (gpu.contexts.deferred() > 0 || (!gpu.contexts.is_empty() && is_full()))
-            && gpu.clients.keys().any(|client| self.sleep_after(*client).is_some())
+            && gpu.attachments.keys().any(|client| self.sleep_after(*client).is_some())
     }
 
     fn sleep_after(&self, client: ClientId) -> Option<Duration> {
@@ -174,10 +175,10 @@ impl Machine {
             return Some(SleepObstacle::NoContext);
         }
         gpus.into_iter().find_map(|id| {
-            let (gpu, memory) = (self.memory.get(&id)?, self.memory_of(client, id)?);
+            let (gpu, attachment) = (self.gpus.get(&id)?, self.attachment(client, id)?);
             let obstacles = [
-                (memory.attached.is_none(), SleepObstacle::NoContext),
-                (memory.engine != Engine::Swap, SleepObstacle::Managed),
+                (attachment.attached.is_none(), SleepObstacle::NoContext),
+                (attachment.engine != Engine::Swap, SleepObstacle::Managed),
                 (gpu.measured.is_none() || !gpu.verifies, SleepObstacle::Unmeasured),
                 (gpu.access != Access::Turns, SleepObstacle::Busy),
             ];
@@ -281,7 +282,7 @@ impl Machine {
             Step::IsLost => {
                 self.has_left(client);
                 for id in self.gpus_of(client) {
-                    if let Some(bytes) = self.memory.get_mut(&id).and_then(|gpu| gpu.away.get_mut(&client)) {
+                    if let Some(bytes) = self.gpus.get_mut(&id).and_then(|gpu| gpu.away.get_mut(&client)) {
                         *bytes = 0; // it will need nothing
                     }
                     self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
@@ -317,11 +318,11 @@ impl Machine {
         self.quota.set_stopped(client, true); // it reads no message
         for id in self.gpus_of(client) {
             let bytes = self.context_of(client, id);
-            let Some(gpu) = self.memory.get_mut(&id) else { continue };
+            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
             gpu.unmeasured.remove(&client);
             gpu.contexts.remove(client);
             gpu.end_return(client);
-            if gpu.clients.contains_key(&client) {
+            if gpu.attachments.contains_key(&client) {
                 gpu.away.entry(client).or_insert(bytes);
             }
             self.measure(id);
@@ -334,14 +335,14 @@ impl Machine {
         let (now, is_stopped) = (self.now, self.clients.get(&client).is_some_and(|state| state.stopped));
         self.quota.set_stopped(client, is_stopped);
         for id in self.gpus_of(client) {
-            let Some(gpu) = self.memory.get_mut(&id) else { continue };
+            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
             gpu.end_return(client);
-            if let Some(memory) = gpu.clients.get_mut(&client)
+            if let Some(attachment) = gpu.attachments.get_mut(&client)
                 && gpu.away.remove(&client).is_some()
             {
                 gpu.unmeasured.insert(client);
-                memory.used = Some(now);
-                match &mut memory.attached {
+                attachment.used = Some(now);
+                match &mut attachment.attached {
                     Some(attached) => *attached = now,
                     None => gpu.contexts.push(now, client), // this scheduler has sent it no limit
                 }
@@ -372,7 +373,7 @@ impl Machine {
 
     /// Bytes that a restore needs for a client's context on a GPU.
     pub(super) fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some(gpu) = self.memory.get(&id) else { return 0 };
+        let Some(gpu) = self.gpus.get(&id) else { return 0 };
         let measured = self.quota.measured_context(client, id).unwrap_or(0);
         let slack = SLACK.min(gpu.total / SLACK_PART);
         measured.max(gpu.context_bytes(&self.settings, 1)).saturating_add(slack)
@@ -387,7 +388,7 @@ impl Machine {
             // A client that stays asleep after all gives up the room set aside for it.
             if !is_waking
                 && self.sleep.is_away(changed)
-                && let Some(gpu) = self.memory.get_mut(&id)
+                && let Some(gpu) = self.gpus.get_mut(&id)
                 && gpu.returning.take_if(|returning| returning.client == changed).is_some()
             {
                 self.touch(id);
@@ -402,7 +403,7 @@ impl Machine {
                 continue;
             }
             let others = |id: &GpuId| {
-                let returning = self.memory.get(id).and_then(|gpu| gpu.returning);
+                let returning = self.gpus.get(id).and_then(|gpu| gpu.returning);
                 taken.contains(id) || returning.is_some_and(|returning| returning.client != client)
             };
             let is_next = !ids.iter().any(others);
@@ -411,9 +412,9 @@ impl Machine {
                 continue;
             }
             for id in &ids {
-                let bytes = self.memory.get(id).and_then(|gpu| gpu.away.get(&client).copied());
+                let bytes = self.gpus.get(id).and_then(|gpu| gpu.away.get(&client).copied());
                 let bytes = bytes.unwrap_or_else(|| self.context_of(client, *id));
-                let Some(gpu) = self.memory.get_mut(id).filter(|gpu| gpu.returning.is_none()) else { continue };
+                let Some(gpu) = self.gpus.get_mut(id).filter(|gpu| gpu.returning.is_none()) else { continue };
                 gpu.returning = Some(Returning::new(client, bytes));
                 self.touch(*id);
             }
@@ -423,7 +424,7 @@ impl Machine {
     /// Starts the restore of a client once there is room for it on all of its GPUs. Returns when to look again.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
-        let gpu = self.memory.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(&id)?;
         let Returning { client, restored, .. } = gpu.returning?;
         if let Some(due) = restored.map(|since| since + RESTORE) {
             if now < due {
@@ -440,7 +441,7 @@ impl Machine {
             && gpu.ledger.unverified() == 0
             && gpu.ledger.charged() <= gpu.usable(&self.settings)
             && gpu.overhead_wanted(&self.settings) <= gpu.total.saturating_sub(gpu.reserve(&self.settings));
-        let gpu = self.memory.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(&id)?;
         let returning = gpu.returning.as_mut()?;
         returning.set_secured(now, has_room || is_gone);
         if is_gone {
@@ -457,13 +458,13 @@ impl Machine {
             next = Some(due.max(now + MEASURE));
         }
         let is_ready = |id: &GpuId| {
-            let returning = self.memory.get(id).and_then(|gpu| gpu.returning);
+            let returning = self.gpus.get(id).and_then(|gpu| gpu.returning);
             returning.is_some_and(|returning| returning.client == client && returning.is_measured)
         };
         let ids = self.gpus_of(client);
         if ids.iter().all(is_ready) {
             for id in &ids {
-                if let Some(returning) = self.memory.get_mut(id).and_then(|gpu| gpu.returning.as_mut()) {
+                if let Some(returning) = self.gpus.get_mut(id).and_then(|gpu| gpu.returning.as_mut()) {
                     returning.restored = Some(now);
                 }
             }
@@ -475,7 +476,7 @@ impl Machine {
 
     /// Takes a measurement for the client that waits for its restore on a GPU.
     pub(super) fn returning_measured(&mut self, id: GpuId, begun: Time, free: Option<u64>) {
-        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
         // Memory that other clients may map at any time is not free for it.
         let promised = gpu.ledger.charged().saturating_sub(gpu.in_use());
         let others = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());

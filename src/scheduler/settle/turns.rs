@@ -42,7 +42,7 @@ impl Machine {
     /// Returns when the next turn ends.
     pub(super) fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
-        self.memory.get(&id)?;
+        self.gpus.get(&id)?;
         let until = self.together_until(id);
         let all = self.holders_of(id, pressure);
         if until.is_some_and(|until| until <= now) {
@@ -180,7 +180,7 @@ impl Machine {
         let equal = precedence == Precedence::Equal;
         // A client that wants the GPU for itself reports nothing about its work, so it has the quantum that the
         // administrator set.
-        let for_itself = self.histories.of(client, id)?.utilization.is_for_itself();
+        let for_itself = self.history(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
                 let holder = self.policy_holder(client, id, hold, pressure.first);

@@ -1,6 +1,6 @@
 //! The speed at which memory leaves a GPU and comes back.
 
-use super::GpuMemory;
+use super::Gpu;
 use crate::api::*;
 use std::time::Duration;
 
@@ -62,7 +62,7 @@ impl Rates {
     }
 }
 
-impl GpuMemory {
+impl Gpu {
     /// Learns from an eviction: the client's own rate, and the rate of clients that have not evicted yet.
     pub fn learn_rate(&mut self, client: ClientId, bytes: u64, contents: u64, time: Duration) {
         let before = self.rates.out;
@@ -70,7 +70,7 @@ impl GpuMemory {
             // Some of it may have been in host memory already.
             self.rates.out = measured(before, contents, time).min(self.rates.back);
         }
-        if let Some(client) = self.clients.get_mut(&client).filter(|_| bytes >= MEASURABLE) {
+        if let Some(client) = self.attachments.get_mut(&client).filter(|_| bytes >= MEASURABLE) {
             client.rate = Some(measured(client.rate.unwrap_or(before), bytes, time));
         }
     }

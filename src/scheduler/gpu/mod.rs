@@ -1,4 +1,6 @@
-//! The memory of a GPU: the bytes that each client may have mapped there, and the known use of the rest.
+//! A GPU: the clients that have attached it, the bytes that each may have mapped there, and the known use of the rest.
+//!
+//! All that is known of a client on one GPU is its [`Attachment`].
 //!
 //! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are in flight.
 //!
@@ -27,7 +29,7 @@ pub(crate) mod verification;
 
 pub(crate) use account::Account;
 
-use crate::api::*;
+use crate::{api::*, policy::History};
 use context_queue::ContextQueue;
 use ledger::Ledger;
 use others::Others;
@@ -53,9 +55,9 @@ pub(crate) enum Access {
     Asleep,
 }
 
-/// The memory of one GPU.
+/// One GPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-pub(crate) struct GpuMemory {
+pub(crate) struct Gpu {
     /// Size of the GPU in bytes.
     pub total: u64,
     pub access: Access,
@@ -70,7 +72,7 @@ pub(crate) struct GpuMemory {
     /// Clients whose context may be missing in the newest measurement.
     pub unmeasured: BTreeSet<ClientId>,
     /// Clients that have attached the GPU.
-    pub clients: BTreeMap<ClientId, ClientMemory>,
+    pub attachments: BTreeMap<ClientId, Attachment>,
     /// Clients that are off the GPU, and the bytes that their contexts will need.
     #[serde(default)]
     pub away: BTreeMap<ClientId, u64>,
@@ -103,11 +105,13 @@ pub(crate) struct GpuMemory {
     pub others: Others,
 }
 
-/// A client's state on one GPU, apart from its account.
+/// A client on one GPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-pub(crate) struct ClientMemory {
+pub(crate) struct Attachment {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
+    /// Its earlier turns, from which policies predict the next ones.
+    pub history: History,
     /// When the client was told that it may create its context, and when it first did something that needs one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
@@ -126,13 +130,13 @@ pub(crate) struct ClientMemory {
 #[derive(Debug)]
 pub(crate) struct Moved {
     account: Account,
-    memory: ClientMemory,
+    attachment: Attachment,
     context: Option<u64>,
     /// One that waits.
     reservation: Option<Reservation>,
 }
 
-impl GpuMemory {
+impl Gpu {
     pub fn new(total: u64) -> Self {
         Self {
             total,
@@ -142,7 +146,7 @@ impl GpuMemory {
             trial: None,
             verifies: false,
             unmeasured: BTreeSet::new(),
-            clients: BTreeMap::new(),
+            attachments: BTreeMap::new(),
             away: BTreeMap::new(),
             ledger: Ledger::default(),
             measurement_requested: false,
@@ -167,7 +171,7 @@ impl GpuMemory {
             account.distrust();
         }
         self.ledger.open(now, client, tenant, account);
-        self.clients.insert(client, ClientMemory::new(engine));
+        self.attachments.insert(client, Attachment::new(now, engine));
         self.unmeasured.insert(client);
         self.contexts.push(now, client);
     }
@@ -175,7 +179,7 @@ impl GpuMemory {
     /// Removes a client that no longer has a context on the GPU.
     pub fn detach(&mut self, client: ClientId) {
         self.ledger.close(client);
-        self.clients.remove(&client);
+        self.attachments.remove(&client);
         self.away.remove(&client);
         self.unmeasured.remove(&client);
         self.reservations.retain(|reservation| !reservation.is_of(client));
@@ -208,7 +212,7 @@ impl GpuMemory {
         let waits = |reservation: &Reservation| reservation.is_of(client) && reservation.answered.is_none();
         let moved = Moved {
             account: self.ledger.account(client)?.clone(),
-            memory: self.clients.remove(&client)?,
+            attachment: self.attachments.remove(&client)?,
             context: self.away.get(&client).copied(),
             reservation: self.reservations.iter().find(|reservation| waits(reservation)).copied(),
         };
@@ -222,22 +226,23 @@ impl GpuMemory {
         account.is_off(self.verifies);
         self.ledger.open(now, client, tenant, account);
         self.ledger.change(client, |_| ());
-        self.clients.insert(client, moved.memory);
+        self.attachments.insert(client, moved.attachment);
         self.away.extend(moved.context.map(|bytes| (client, bytes)));
         self.reservations.extend(moved.reservation.map(|waits| Reservation { secured: 0, ..waits }));
     }
 
     /// Bytes that clients have on the GPU, as far as is known.
     pub fn in_use(&self) -> u64 {
-        let accounts = self.clients.keys().filter_map(|client| self.ledger.account(*client));
+        let accounts = self.attachments.keys().filter_map(|client| self.ledger.account(*client));
         accounts.fold(0, |sum, account| sum.saturating_add(account.in_use()))
     }
 }
 
-impl ClientMemory {
-    fn new(engine: Engine) -> Self {
+impl Attachment {
+    fn new(now: Time, engine: Engine) -> Self {
         Self {
             engine,
+            history: History::new(now),
             attached: None,
             used: None,
             failures: Failures::default(),

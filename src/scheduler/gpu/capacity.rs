@@ -2,7 +2,7 @@
 
 use crate::{
     api::*,
-    memory::{Access, GpuMemory},
+    gpu::{Access, Gpu},
     quota::Capacities,
 };
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ impl Settings {
     }
 }
 
-impl GpuMemory {
+impl Gpu {
     /// Bytes that are given to no client.
     pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
@@ -91,7 +91,7 @@ impl GpuMemory {
 
 /// What the quota sees of the GPUs.
 pub(crate) struct GpuCapacities<'a> {
-    pub gpus: &'a BTreeMap<GpuId, GpuMemory>,
+    pub gpus: &'a BTreeMap<GpuId, Gpu>,
     pub settings: &'a Settings,
 }
 
