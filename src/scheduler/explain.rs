@@ -229,8 +229,8 @@ impl Machine {
                 Obstacle::Room(full, self.gpus.get(&full).map_or(0, |gpu| gpu.others.kept()))
             }
             Blocked::Pinned(full) => {
-                let ledger = self.gpus.get(&full).map(|gpu| &gpu.ledger);
-                let stays = ledger.map_or(0, |all| all.unevictable().saturating_sub(all.unevictable_of(client)));
+                let gpu = self.gpus.get(&full);
+                let stays = gpu.map_or(0, |it| it.ledger.unevictable().saturating_sub(it.unevictable_of(client)));
                 Obstacle::Pinned(full, stays)
             }
             Blocked::Behind(other) => Obstacle::Behind(other),
@@ -287,7 +287,7 @@ impl Machine {
         let lacking = self.lacking(entity, id);
         let ready = if is_first { gpu.free(&self.settings).saturating_add(gpu.ledger.evicting()) } else { 0 };
         let others = || gpu.ledger.eviction_order().filter(|(_, client)| self.lock.waiting(*client) != Some(entity));
-        let idle = || others().filter_map(|(_, client)| Some(gpu.ledger.account(client)?.evictable()));
+        let idle = || others().filter_map(|(_, client)| Some(gpu.account(client)?.evictable()));
         let given = if is_first { idle().fold(ready, u64::saturating_add) } else { 0 };
         gpu.rates.both_ways(lacking.saturating_sub(given), None)
     }

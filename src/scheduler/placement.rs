@@ -270,7 +270,7 @@ impl Sites<'_> {
             place.gpus.get(&id).copied()
         };
         for client in gpu.attachments.keys() {
-            let demand = gpu.ledger.account(*client).map_or(0, |account| account.report.demand);
+            let demand = gpu.account(*client).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
             all.labels.push(self.places.labels(*client));
         }

@@ -180,7 +180,7 @@ impl Machine {
 
     /// Bytes that clients report to have in host memory, over all GPUs.
     pub fn swapped(&self) -> u64 {
-        let accounts = self.gpus.values().flat_map(|gpu| gpu.attachments.keys().filter_map(|c| gpu.ledger.account(*c)));
+        let accounts = self.gpus.values().flat_map(|gpu| gpu.accounts());
         accounts.fold(0, |sum, account| sum.saturating_add(account.report.swapped))
     }
 

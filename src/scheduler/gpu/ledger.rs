@@ -1,5 +1,5 @@
-//! The ledger of one GPU's memory: an [`Account`] for each client, and the sums over all accounts, which follow every
-//! change of an account. `settle` decides which client gains or loses bytes.
+//! The ledger of one GPU's memory: the sums over the [`Account`]s of its clients, which follow every change of an account.
+//! `settle` decides which client gains or loses bytes.
 //!
 //! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped. A measurement that lowers the capacity
 //! can break it; then the excess is evicted first.
@@ -65,8 +65,10 @@ pub(crate) enum State {
     Unevictable,
 }
 
+/// A client's account on one GPU, with what the ledger's sums contain of it. Only the ledger changes it, so that the
+/// sums follow.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-struct Entry {
+pub(crate) struct Entry {
     tenant: TenantId,
     state: State,
     account: Account,
@@ -74,10 +76,25 @@ struct Entry {
     sums: Sums,
 }
 
-/// The accounts of one GPU, and their sums in bytes.
+impl Entry {
+    /// The account of a client that is idle since then. It counts in the sums from its first change on.
+    pub fn new(now: Time, tenant: TenantId, account: Account) -> Self {
+        Self { tenant, state: State::Idle(now), account, sums: Sums::default() }
+    }
+
+    pub fn account(&self) -> &Account {
+        &self.account
+    }
+
+    /// Bytes of the charge that cannot leave.
+    pub fn unevictable(&self) -> u64 {
+        self.sums.unevictable
+    }
+}
+
+/// The sums over the accounts of one GPU, in bytes.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Ledger {
-    accounts: BTreeMap<ClientId, Entry>,
     /// Σ charge, including memory that measurements still show although its client reported it as freed.
     charged: u64,
     unevictable: u64,
@@ -97,47 +114,28 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// Opens an account for an idle client.
-    pub fn open(&mut self, now: Time, client: ClientId, tenant: TenantId, account: Account) {
-        let entry = Entry { tenant, state: State::Idle(now), account, sums: Sums::default() };
-        self.accounts.insert(client, entry);
+    /// Takes an account out of the sums.
+    pub fn close(&mut self, client: ClientId, entry: &Entry) {
+        self.replace((client, entry.tenant), entry.sums, Sums::default());
     }
 
-    pub fn close(&mut self, client: ClientId) {
-        if let Some(entry) = self.accounts.remove(&client) {
-            self.replace((client, entry.tenant), entry.sums, Sums::default());
-        }
-    }
-
-    pub fn account(&self, client: ClientId) -> Option<&Account> {
-        Some(&self.accounts.get(&client)?.account)
-    }
-
-    /// Changes an account and updates the sums. Returns the result of `change`; `None`: the client has no account.
-    pub fn change<R>(&mut self, client: ClientId, change: impl FnOnce(&mut Account) -> R) -> Option<R> {
-        let result = change(&mut self.accounts.get_mut(&client)?.account);
-        self.sum_up(client);
-        Some(result)
+    /// Changes an account and updates the sums. Returns the result of `change`.
+    pub fn change<R>(&mut self, client: ClientId, entry: &mut Entry, change: impl FnOnce(&mut Account) -> R) -> R {
+        let result = change(&mut entry.account);
+        self.sum_up(client, entry);
+        result
     }
 
     /// Sets whether a client's memory can leave, and changes the sums with it.
-    pub fn set_state(&mut self, client: ClientId, state: State) {
-        if let Some(entry) = self.accounts.get_mut(&client) {
-            entry.state = state;
-            self.sum_up(client);
-        }
+    pub fn set_state(&mut self, client: ClientId, entry: &mut Entry, state: State) {
+        entry.state = state;
+        self.sum_up(client, entry);
     }
 
-    fn sum_up(&mut self, client: ClientId) {
-        let Some(entry) = self.accounts.get_mut(&client) else { return };
-        let (tenant, new) = (entry.tenant, entry.account.divide(entry.state));
+    fn sum_up(&mut self, client: ClientId, entry: &mut Entry) {
+        let new = entry.account.divide(entry.state);
         let old = std::mem::replace(&mut entry.sums, new);
-        self.replace((client, tenant), old, new);
-    }
-
-    /// Bytes of a client's charge that cannot leave.
-    pub fn unevictable_of(&self, client: ClientId) -> u64 {
-        self.accounts.get(&client).map_or(0, |entry| entry.sums.unevictable)
+        self.replace((client, entry.tenant), old, new);
     }
 
     pub fn charged(&self) -> u64 {
@@ -243,50 +241,51 @@ mod tests {
     }
 
     /// Two clients of two tenants, with `a` and `b` bytes, none of them pinned.
-    fn ledger(a: u64, b: u64) -> Ledger {
+    fn ledger(a: u64, b: u64) -> (Ledger, Entry, Entry) {
         let mut ledger = Ledger::default();
-        for (client, tenant, bytes) in [(A, TenantId(1), a), (B, TenantId(2), b)] {
-            ledger.open(at(client.0), client, tenant, Account::default());
-            ledger.change(client, |account| account.set(at(10), bytes));
-            report(&mut ledger, client, bytes, 0);
-        }
-        ledger
+        let [a, b] = [(A, TenantId(1), a), (B, TenantId(2), b)].map(|(client, tenant, bytes)| {
+            let mut entry = Entry::new(at(client.0), tenant, Account::default());
+            ledger.change(client, &mut entry, |account| account.set(at(10), bytes));
+            report(&mut ledger, client, &mut entry, bytes, 0);
+            entry
+        });
+        (ledger, a, b)
     }
 
     /// A report that acknowledges all allowances.
-    fn report(ledger: &mut Ledger, client: ClientId, mapped: u64, pinned: u64) {
+    fn report(ledger: &mut Ledger, client: ClientId, entry: &mut Entry, mapped: u64, pinned: u64) {
         let report = MemoryReport { ack: u32::MAX, demand: mapped, mapped, pinned, ..MemoryReport::default() };
-        ledger.change(client, |account| account.reported(at(11), report));
+        ledger.change(client, entry, |account| account.reported(at(11), report));
     }
 
     #[test]
     fn the_sums_follow_the_accounts() {
-        let mut ledger = ledger(5, 3);
+        let (mut ledger, mut a, mut b) = ledger(5, 3);
         assert_eq!((ledger.charged(), ledger.unevictable(), ledger.evicting()), (8, 0, 0));
-        report(&mut ledger, B, 3, 2);
-        assert_eq!((ledger.unevictable(), ledger.unevictable_of(A), ledger.unevictable_of(B)), (2, 0, 2));
-        ledger.change(A, |account| account.set(at(12), 1));
+        report(&mut ledger, B, &mut b, 3, 2);
+        assert_eq!((ledger.unevictable(), a.unevictable(), b.unevictable()), (2, 0, 2));
+        ledger.change(A, &mut a, |account| account.set(at(12), 1));
         assert_eq!((ledger.charged(), ledger.evicting()), (8, 4), "all of it may still be mapped");
-        report(&mut ledger, A, 1, 0);
+        report(&mut ledger, A, &mut a, 1, 0);
         assert_eq!((ledger.charged(), ledger.evicting()), (4, 0));
         assert_eq!(ledger.unverified_for(TenantId(2)), 4, "no measurement has confirmed it");
         assert_eq!(ledger.unverified_for(TenantId(1)), 0);
         assert_eq!(ledger.needs_up_to(4).collect::<Vec<_>>(), [(3, B), (1, A)]);
         assert_eq!((ledger.needs_up_to(2).next(), ledger.ahead().next()), (Some((1, A)), None));
-        ledger.change(B, |account| account.set(at(13), 4));
+        ledger.change(B, &mut b, |account| account.set(at(13), 4));
         assert_eq!(ledger.ahead().collect::<Vec<_>>(), [B]);
-        ledger.close(A);
-        ledger.close(B);
+        ledger.close(A, &a);
+        ledger.close(B, &b);
         assert_eq!((ledger.needs_up_to(9).next(), ledger.ahead().next()), (None, None));
         assert_eq!((ledger.charged(), ledger.unevictable(), ledger.unverified_for(TenantId(2))), (0, 0, 0));
     }
 
     #[test]
     fn unevictable_memory_counts_until_it_can_leave() {
-        let mut ledger = ledger(5, 3);
-        ledger.set_state(A, State::Unevictable);
+        let (mut ledger, mut a, _) = ledger(5, 3);
+        ledger.set_state(A, &mut a, State::Unevictable);
         assert_eq!((ledger.unevictable(), ledger.take_unevictable_fell()), (5, false));
-        ledger.set_state(A, State::Running);
+        ledger.set_state(A, &mut a, State::Running);
         assert_eq!(
             (ledger.unevictable(), ledger.take_unevictable_fell(), ledger.take_unevictable_fell()),
             (0, true, false)
@@ -295,12 +294,12 @@ mod tests {
 
     #[test]
     fn least_recently_run_clients_are_evicted_first() {
-        let mut ledger = ledger(5, 3);
+        let (mut ledger, mut a, mut b) = ledger(5, 3);
         let order = |ledger: &Ledger| ledger.eviction_order().map(|(_, client)| client).collect::<Vec<_>>();
         assert_eq!(order(&ledger), [A, B]);
-        ledger.set_state(A, State::Idle(at(20)));
+        ledger.set_state(A, &mut a, State::Idle(at(20)));
         assert_eq!(order(&ledger), [B, A]);
-        ledger.set_state(B, State::Running);
+        ledger.set_state(B, &mut b, State::Running);
         assert_eq!(order(&ledger), [A], "a running client is not idle");
     }
 }

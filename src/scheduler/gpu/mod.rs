@@ -4,7 +4,7 @@
 //!
 //! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are in flight.
 //!
-//! - `ledger`: the account of each client, and the sums over all accounts. `account`: one of them.
+//! - `account`: the bytes that a client may have mapped. `ledger`: the sums over all accounts.
 //! - `capacity`: the bytes that can be charged to clients.
 //! - `verification`: frees that clients report and that no measurement has confirmed yet.
 //! - `shortfall`: mappings that failed although the ledger had room for them.
@@ -31,7 +31,7 @@ pub(crate) use account::Account;
 
 use crate::{api::*, policy::History};
 use context_queue::ContextQueue;
-use ledger::Ledger;
+use ledger::{Entry, Ledger, State};
 use others::Others;
 use rate::Rates;
 use reservation::Reservation;
@@ -110,6 +110,8 @@ pub(crate) struct Gpu {
 pub(crate) struct Attachment {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
+    /// Its account, changed by [`Gpu::change_account`] and [`Gpu::set_state`] alone.
+    entry: Entry,
     /// Its earlier turns, from which policies predict the next ones.
     pub history: History,
     /// When the client was told that it may create its context, and when it first did something that needs one.
@@ -129,7 +131,6 @@ pub(crate) struct Attachment {
 /// What is known of a client that is off its GPU.
 #[derive(Debug)]
 pub(crate) struct Moved {
-    account: Account,
     attachment: Attachment,
     context: Option<u64>,
     /// One that waits.
@@ -170,16 +171,16 @@ impl Gpu {
         if self.verifies {
             account.distrust();
         }
-        self.ledger.open(now, client, tenant, account);
-        self.attachments.insert(client, Attachment::new(now, engine));
+        self.attachments.insert(client, Attachment::new(now, engine, Entry::new(now, tenant, account)));
         self.unmeasured.insert(client);
         self.contexts.push(now, client);
     }
 
     /// Removes a client that no longer has a context on the GPU.
     pub fn detach(&mut self, client: ClientId) {
-        self.ledger.close(client);
-        self.attachments.remove(&client);
+        if let Some(attachment) = self.attachments.remove(&client) {
+            self.ledger.close(client, &attachment.entry);
+        }
         self.away.remove(&client);
         self.unmeasured.remove(&client);
         self.reservations.retain(|reservation| !reservation.is_of(client));
@@ -211,37 +212,63 @@ impl Gpu {
     pub fn take(&mut self, client: ClientId) -> Option<Moved> {
         let waits = |reservation: &Reservation| reservation.is_of(client) && reservation.answered.is_none();
         let moved = Moved {
-            account: self.ledger.account(client)?.clone(),
             attachment: self.attachments.remove(&client)?,
             context: self.away.get(&client).copied(),
             reservation: self.reservations.iter().find(|reservation| waits(reservation)).copied(),
         };
+        self.ledger.close(client, &moved.attachment.entry);
         self.detach(client);
         Some(moved)
     }
 
     /// Adds a client that is off the GPU, and was so on another.
     pub fn put(&mut self, now: Time, client: ClientId, tenant: TenantId, moved: Moved) {
-        let mut account = moved.account;
-        account.is_off(self.verifies);
-        self.ledger.open(now, client, tenant, account);
-        self.ledger.change(client, |_| ());
-        self.attachments.insert(client, moved.attachment);
+        let mut attachment = moved.attachment;
+        attachment.entry = Entry::new(now, tenant, attachment.account().clone());
+        self.ledger.change(client, &mut attachment.entry, |account| account.is_off(self.verifies));
+        self.attachments.insert(client, attachment);
         self.away.extend(moved.context.map(|bytes| (client, bytes)));
         self.reservations.extend(moved.reservation.map(|waits| Reservation { secured: 0, ..waits }));
     }
 
     /// Bytes that clients have on the GPU, as far as is known.
     pub fn in_use(&self) -> u64 {
-        let accounts = self.attachments.keys().filter_map(|client| self.ledger.account(*client));
-        accounts.fold(0, |sum, account| sum.saturating_add(account.in_use()))
+        self.accounts().fold(0, |sum, account| sum.saturating_add(account.in_use()))
+    }
+
+    /// A client's account; `None`: it has not attached the GPU.
+    pub fn account(&self, client: ClientId) -> Option<&Account> {
+        Some(self.attachments.get(&client)?.account())
+    }
+
+    /// The accounts of all clients.
+    pub fn accounts(&self) -> impl Iterator<Item = &Account> {
+        self.attachments.values().map(Attachment::account)
+    }
+
+    /// Changes a client's account, and the sums with it. Returns the result of `change`.
+    pub fn change_account<R>(&mut self, client: ClientId, change: impl FnOnce(&mut Account) -> R) -> Option<R> {
+        Some(self.ledger.change(client, &mut self.attachments.get_mut(&client)?.entry, change))
+    }
+
+    /// Sets whether a client's memory can leave, and changes the sums with it.
+    pub fn set_state(&mut self, client: ClientId, state: State) {
+        if let Some(attachment) = self.attachments.get_mut(&client) {
+            self.ledger.set_state(client, &mut attachment.entry, state);
+        }
+    }
+
+    /// Bytes of a client's charge that cannot leave.
+    pub fn unevictable_of(&self, client: ClientId) -> u64 {
+        self.attachments.get(&client).map_or(0, |attachment| attachment.entry.unevictable())
     }
 }
 
 impl Attachment {
-    fn new(now: Time, engine: Engine) -> Self {
+    fn new(now: Time, engine: Engine, entry: Entry) -> Self {
         Self {
             engine,
+            entry,
             history: History::new(now),
             attached: None,
             used: None,
@@ -252,6 +279,10 @@ impl Attachment {
             grew: None,
             keeps_growing: false,
         }
+    }
+
+    pub fn account(&self) -> &Account {
+        self.entry.account()
     }
 
     /// Records that the client's demand grew.

@@ -322,7 +322,7 @@ impl Machine {
     }
 
     pub(crate) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
-        self.gpus.get(&gpu)?.ledger.account(client)
+        self.gpus.get(&gpu)?.account(client)
     }
 
     pub(crate) fn change_account<R>(
@@ -332,7 +332,7 @@ impl Machine {
         change: impl FnOnce(&mut Account) -> R,
     ) -> Option<R> {
         let gpu = self.gpus.get_mut(&id)?;
-        let result = gpu.ledger.change(client, change);
+        let result = gpu.change_account(client, change);
         if gpu.ledger.unevictable_fell() {
             self.effects.touch(id);
         }
@@ -358,7 +358,7 @@ impl Machine {
             None if lock.hold.is_some() => State::Running,
             None => State::Idle(lock.last_run),
         };
-        gpu.ledger.set_state(client, now);
+        gpu.set_state(client, now);
         if gpu.ledger.unevictable_fell() {
             self.effects.touch(id);
         }

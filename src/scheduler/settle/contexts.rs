@@ -46,7 +46,7 @@ impl Machine {
         }
         // A client of an earlier scheduler has its context already.
         let waits = |pending: &PendingContext| {
-            let needs_nothing = gpu.ledger.account(pending.client).is_some_and(|account| account.report.demand == 0);
+            let needs_nothing = gpu.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && self.lock.waiting(pending.client).is_none()
         };
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());

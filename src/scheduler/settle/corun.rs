@@ -77,7 +77,7 @@ impl Machine {
             let Some(permille) = history.utilization.permille() else { return false };
             full = full.saturating_add(permille);
             need = need.saturating_add(self.need(client, id));
-            own_unevictable = own_unevictable.saturating_add(gpu.ledger.unevictable_of(client));
+            own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
         }
         let room =
             gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));

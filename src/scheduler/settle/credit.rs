@@ -46,8 +46,7 @@ impl Machine {
     pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
         let is_off = self.sleep.is_held_off(client) && self.lock.hold(client, id).is_none();
         let Some(gpu) = self.gpus.get(&id).filter(|_| !is_off && !self.faults_in(client, id)) else { return 0 };
-        gpu.ledger
-            .account(client)
+        gpu.account(client)
             .map_or(0, |account| account.report.demand)
             .saturating_add(self.shortfall(client, id))
             .min(gpu.capacity(&self.settings))
@@ -59,7 +58,7 @@ impl Machine {
     pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         let need = self.need(client, id);
         let Some(gpu) = self.gpus.get(&id) else { return 0 };
-        let Some(account) = gpu.ledger.account(client) else { return 0 };
+        let Some(account) = gpu.account(client) else { return 0 };
         if account.awaits_measurement() {
             return need; // an allowance below its present memory would make it evict
         }

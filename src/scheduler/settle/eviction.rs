@@ -50,7 +50,7 @@ impl Machine {
             if rest == 0 {
                 break;
             }
-            let (Some(attachment), Some(account)) = (gpu.attachments.get(&client), gpu.ledger.account(client)) else {
+            let (Some(attachment), Some(account)) = (gpu.attachments.get(&client), gpu.account(client)) else {
                 continue;
             };
             let part = account.evictable().min(rest);

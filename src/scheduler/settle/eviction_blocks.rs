@@ -87,7 +87,7 @@ impl Machine {
     /// already.
     pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
-        let account = gpu.ledger.account(client)?;
+        let account = gpu.account(client)?;
         let eviction = account.eviction.as_ref().filter(|_| attachment.eviction_block.is_none())?;
         let rest = account.report.mapped.saturating_sub(account.allowance);
         Some(eviction.progress.saturating_add(LATE.max(gpu.rates.moving(rest).saturating_mul(LATE_TIMES))))

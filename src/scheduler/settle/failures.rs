@@ -124,7 +124,7 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let (usable, charged, is_alone) =
             (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.attachments.len() == 1);
-        let Some(account) = gpu.ledger.account(client) else { return };
+        let Some(account) = gpu.account(client) else { return };
         let MemoryReport { demand, mapped, .. } = account.report;
         let is_overstated = account.is_overstated();
         let Some(attachment) = self.attachment_mut(client, id) else { return };
@@ -167,9 +167,9 @@ impl Machine {
         let together = gpu.attachments.keys().filter(|other| self.lock.entity(**other) == entity);
         let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
         for member in together {
-            let Some(account) = gpu.ledger.account(*member) else { continue };
+            let Some(account) = gpu.account(*member) else { continue };
             demand = demand.saturating_add(account.report.demand);
-            unevictable = unevictable.saturating_add(gpu.ledger.unevictable_of(*member));
+            unevictable = unevictable.saturating_add(gpu.unevictable_of(*member));
             count += 1;
         }
         let others = gpu.ledger.unevictable().saturating_sub(unevictable);
@@ -221,7 +221,7 @@ impl Machine {
     /// is not, or the client can do with less.
     fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
-        let demand = gpu.ledger.account(client)?.report.demand;
+        let demand = gpu.account(client)?.report.demand;
         (attachment.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
     }
 

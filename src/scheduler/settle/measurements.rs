@@ -73,8 +73,7 @@ impl Machine {
     /// from time to time anyway.
     pub(crate) fn request_any_verification(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id).filter(|gpu| !gpu.measurement_requested) else { return };
-        let mut accounts = gpu.attachments.keys().filter_map(|client| gpu.ledger.account(*client));
-        if accounts.any(|account| account.frees.is_unmeasured()) {
+        if gpu.accounts().any(|account| account.frees.is_unmeasured()) {
             self.measure(id);
         }
     }
@@ -116,7 +115,7 @@ impl Machine {
     /// Sets the time at which the next unverified bytes expire.
     pub(crate) fn schedule_verification(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let accounts = gpu.attachments.keys().filter_map(|client| gpu.ledger.account(*client));
+        let accounts = gpu.accounts();
         let next = accounts.filter_map(Account::expires).min();
         self.effects.wake(Wake::Verification(id), next);
     }

@@ -97,8 +97,7 @@ impl Machine {
         let (Some(history), Some(gpu)) = (self.history(client, id), self.gpus.get(&id)) else {
             return Waiter::default();
         };
-        let lacking =
-            self.need(client, id).saturating_sub(gpu.ledger.account(client).map_or(0, |account| account.allowance));
+        let lacking = self.need(client, id).saturating_sub(gpu.account(client).map_or(0, |account| account.allowance));
         let hold = self.lock.hold(client, id);
         let held = hold.map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
         let (attained, level_since) = history.progress.after(self.now, held);

@@ -57,7 +57,7 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
         let protected = self.rules.groups().filter_map(|(group, limits)| {
             let low = limits.memory_low?;
-            let accounts = self.rules.members(group).filter_map(|client| gpu.ledger.account(client));
+            let accounts = self.rules.members(group).filter_map(|client| gpu.account(client));
             let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
             Some((group, has.saturating_sub(low.on(gpu.total).unwrap_or(u64::MAX))))
         });

@@ -138,9 +138,9 @@ impl Machine {
         };
         let (mut need, mut unevictable) = (0u64, gpu.ledger.unevictable());
         for client in clients {
-            unevictable = unevictable.saturating_sub(gpu.ledger.unevictable_of(*client));
+            unevictable = unevictable.saturating_sub(gpu.unevictable_of(*client));
             let needs_all = gpu.attachments.get(client).is_some_and(|attachment| attachment.engine != Engine::Managed);
-            if let Some(account) = gpu.ledger.account(*client).filter(|_| needs_all) {
+            if let Some(account) = gpu.account(*client).filter(|_| needs_all) {
                 need = need.saturating_add(account.report.demand);
             }
         }

@@ -168,7 +168,7 @@ impl Machine {
         let mut own_unevictable = 0u64;
         let mut need = 0u64;
         for member in members {
-            own_unevictable = own_unevictable.saturating_add(gpu.ledger.unevictable_of(*member));
+            own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(*member));
             need = need.saturating_add(self.need(*member, id));
         }
         let room =

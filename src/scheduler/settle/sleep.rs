@@ -57,7 +57,7 @@ impl Machine {
         let lacks_contexts = self.lacks_contexts(id);
         let demand = |client: &ClientId| match self.sleep.is_away(*client) {
             true => 0,
-            false => gpu.ledger.account(*client).map_or(0, |account| account.report.demand),
+            false => gpu.account(*client).map_or(0, |account| account.report.demand),
         };
         let usable = gpu.usable(&self.settings);
         // Mostly the demands fit even if sleeping clients count.
