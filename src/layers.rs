@@ -37,7 +37,7 @@ const SCHEDULER: [&str; 17] = [
     "timers",
     "effects",
     "rules",
-    "lock",
+    "queue",
     "policy",
     "fairness",
     "quota",

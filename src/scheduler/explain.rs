@@ -6,10 +6,10 @@
 
 use crate::{
     api::*,
-    gpu::Access,
-    lock::{Blocked, Entity, Hold, QueueKey, Tier},
+    gpu::{Access, Hold},
     machine::Machine,
     policy::{self, Precedence, Waiter},
+    queue::{Blocked, Entity, QueueKey, Tier},
     view::{LockState, NO_TURN},
 };
 use std::time::Duration;
@@ -120,7 +120,7 @@ impl Machine {
     /// Explains what a client waits for on each of its GPUs. An iterator, since each explanation takes time
     /// proportional to the queue. `now` must not be before the newest event.
     pub fn explain(&self, client: ClientId, now: Time) -> impl Iterator<Item = Explanation> {
-        self.lock.all_of(client).filter_map(move |(id, _)| self.explain_on(client, id, now))
+        self.gpus.locks_of(client).filter_map(move |(id, _)| self.explain_on(client, id, now))
     }
 
     /// Estimates the time until each of the next `most` requests in the queue of a GPU runs, the next one first. Stops
@@ -132,7 +132,7 @@ impl Machine {
             return starts;
         };
         for (position, entity) in queue.iter().take(most).enumerate() {
-            let clients = self.lock.wanting(*entity, id);
+            let clients = self.queues.wanting(*entity, id);
             starts.extend(clients.map(|client| (client, at.saturating_add(self.arrival(*entity, id, position == 0)))));
             let Some(takes) = self.takes(*entity, queue.get(position + 1).copied(), id, position == 0) else { break };
             at = at.saturating_add(takes);
@@ -142,8 +142,8 @@ impl Machine {
 
     fn explain_on(&self, client: ClientId, id: GpuId, now: Time) -> Option<Explanation> {
         let state = self.state(client, id);
-        let entity = self.lock.waiting(client).filter(|_| self.lock.waits_for(client, id));
-        let request = entity.and_then(|entity| self.lock.request(entity));
+        let entity = self.queues.waiting(client).filter(|_| self.queues.waits_for(client, id));
+        let request = entity.and_then(|entity| self.queues.request(entity));
         let waits = request.and_then(|request| request.since.get(&client)).map(|since| now.saturating_sub(*since));
         let mut explanation = Explanation {
             gpu: id,
@@ -157,20 +157,20 @@ impl Machine {
             moving: Duration::ZERO,
             starts: None,
         };
-        if let Some(hold) = self.lock.hold(client, id) {
+        if let Some(hold) = self.gpus.hold(client, id) {
             explanation.holders = vec![self.holder_ahead(client, hold, None, now, state)];
         }
         let Some((entity, request)) = entity.zip(request) else { return Some(explanation) };
         let is_let_in = self.is_admissible(entity, id);
         if !is_let_in {
-            let holders = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
+            let holders = self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
             let ahead = |(holder, hold)| self.holder_ahead(holder, hold, Some(entity), now, self.state(holder, id));
             explanation.holders = holders.map(ahead).collect();
         }
         let lacking = self.lacking(entity, id);
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.gpus.get(id)?;
         explanation.leaves = lacking.saturating_sub(gpu.free(&self.settings));
-        let reports = self.lock.wanting(entity, id).filter_map(|member| Some(self.account(member, id)?.report));
+        let reports = self.queues.wanting(entity, id).filter_map(|member| Some(self.account(member, id)?.report));
         let swapped = reports.fold(0u64, |sum, report| sum.saturating_add(report.swapped));
         explanation.comes = swapped.min(lacking);
         explanation.moving = gpu.rates.moving(explanation.leaves) + gpu.rates.coming(explanation.comes);
@@ -183,7 +183,7 @@ impl Machine {
         for (position, other) in queue[..own].iter().enumerate() {
             let takes = self.takes(*other, queue.get(position + 1).copied(), id, position == 0);
             at = at.zip(takes).map(|(at, takes)| at.saturating_add(takes));
-            let clients = self.lock.members(*other, id);
+            let clients = self.queues.members(*other, id);
             explanation.ahead.push(Ahead { clients, reason: self.reason(*other, entity), takes });
         }
         explanation.starts = at.map(|at| at.saturating_add(self.arrival(entity, id, own == 0)));
@@ -192,7 +192,7 @@ impl Machine {
 
     fn kept_out_by(&self, client: ClientId, id: GpuId, now: Time) -> Option<Obstacle> {
         let sleep = self.sleep.view(client);
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.gpus.get(id)?;
         if sleep.paused {
             return Some(Obstacle::Paused);
         }
@@ -216,20 +216,20 @@ impl Machine {
         {
             return Some(Obstacle::Memory(wanted.bytes));
         }
-        let entity = self.lock.waiting(client).filter(|_| self.lock.waits_for(client, id))?;
-        Some(match self.lock.request(entity)?.blocked? {
+        let entity = self.queues.waiting(client).filter(|_| self.queues.waits_for(client, id))?;
+        Some(match self.queues.request(entity)?.blocked? {
             Blocked::Until(until) if self.is_delayed(entity) => Obstacle::MappingFailed(until.saturating_sub(now)),
             Blocked::Until(until) => Obstacle::TimeMax(until.saturating_sub(now)),
             Blocked::Absent => {
-                let members = self.lock.clients_of_entity(entity).into_iter();
+                let members = self.queues.clients_of_entity(entity).into_iter();
                 Obstacle::Away(members.filter(|member| self.is_absent(*member)).collect())
             }
             Blocked::Undrained => Obstacle::OwnHold,
-            Blocked::Pinned(full) if self.is_crowded_out(full, &self.lock.members(entity, full)) => {
-                Obstacle::Room(full, self.gpus.get(&full).map_or(0, |gpu| gpu.others.kept()))
+            Blocked::Pinned(full) if self.is_crowded_out(full, &self.queues.members(entity, full)) => {
+                Obstacle::Room(full, self.gpus.get(full).map_or(0, |gpu| gpu.others.kept()))
             }
             Blocked::Pinned(full) => {
-                let gpu = self.gpus.get(&full);
+                let gpu = self.gpus.get(full);
                 let stays = gpu.map_or(0, |it| it.ledger.unevictable().saturating_sub(it.unevictable_of(client)));
                 Obstacle::Pinned(full, stays)
             }
@@ -260,12 +260,12 @@ impl Machine {
         }
         // Without a holder here, the request waits for something elsewhere, such as another gang.
         let mut latest = None;
-        for (holder, hold) in self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()) {
+        for (holder, hold) in self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()) {
             if hold.stuck {
                 return None;
             }
             let left = self.holder_ahead(holder, hold, None, now, LockState::Holding).left?;
-            let drain = self.lock.of(holder, id).map_or(Duration::ZERO, |lock| lock.drains.expected());
+            let drain = self.gpus.lock(holder, id).map_or(Duration::ZERO, |lock| lock.drains.expected());
             latest = latest.max(Some(left.saturating_add(drain)));
         }
         latest
@@ -277,16 +277,16 @@ impl Machine {
             let allowed = self.account(client, id).map_or(0, |account| account.allowance);
             self.need(client, id).saturating_sub(allowed)
         };
-        self.lock.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
+        self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
     }
 
     /// Time to move memory before a request is granted, once nothing else delays the grant. For the first request,
     /// memory that idle clients can give does not count: it moves while others run.
     fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
-        let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
+        let Some(gpu) = self.gpus.get(id) else { return Duration::ZERO };
         let lacking = self.lacking(entity, id);
         let ready = if is_first { gpu.free(&self.settings).saturating_add(gpu.ledger.evicting()) } else { 0 };
-        let others = || gpu.ledger.eviction_order().filter(|(_, client)| self.lock.waiting(*client) != Some(entity));
+        let others = || gpu.ledger.eviction_order().filter(|(_, client)| self.queues.waiting(*client) != Some(entity));
         let idle = || others().filter_map(|(_, client)| Some(gpu.account(client)?.evictable()));
         let given = if is_first { idle().fold(ready, u64::saturating_add) } else { 0 };
         gpu.rates.both_ways(lacking.saturating_sub(given), None)
@@ -295,14 +295,14 @@ impl Machine {
     /// How long a queued request keeps a GPU from the next one: the time it is expected to need, at most a turn, after
     /// its memory has moved in. `None`: until it has no work, and that time is unknown.
     fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.gpus.get(id)?;
         let next = next?;
         let burst = |entity: Entity| {
-            let members = self.lock.wanting(entity, id).filter_map(|member| self.history(member, id));
+            let members = self.queues.wanting(entity, id).filter_map(|member| self.history(member, id));
             members.map(|history| history.bursts.expected()).max().unwrap_or_default()
         };
         let moves = gpu.rates.both_ways(self.lacking(next, id), None);
-        let client = self.lock.wanting(entity, id).next()?;
+        let client = self.queues.wanting(entity, id).next()?;
         let (tier, next_tier) = (self.tier(entity)?, self.tier(next)?);
         let waiter = Waiter {
             precedence: if tier < next_tier { Precedence::After } else { Precedence::Equal },
@@ -311,7 +311,7 @@ impl Machine {
             arrives: moves,
             evicts: !moves.is_zero(),
             holders_measured: true,
-            waiters: self.lock.queue_length(id),
+            waiters: self.queues.queue_length(id),
             ..Waiter::default()
         };
         let holder = policy::Holder {
@@ -325,18 +325,18 @@ impl Machine {
             ..policy::Holder::default()
         };
         let turn = self.policy().turn(&self.settings, &holder, &waiter);
-        let has_run = self.lock.of(client, id).is_some_and(|lock| lock.grants > 0);
+        let has_run = self.gpus.lock(client, id).is_some_and(|lock| lock.grants > 0);
         let runs = if has_run { turn.min(burst(entity)) } else { turn };
         (runs < NO_TURN).then(|| runs.saturating_add(self.arrival(entity, id, is_first)))
     }
 
     fn tier(&self, entity: Entity) -> Option<Tier> {
-        Some(self.lock.request(entity)?.key.class.tier)
+        Some(self.queues.request(entity)?.key.class.tier)
     }
 
     /// Why a queued request is served before another one.
     fn reason(&self, ahead: Entity, behind: Entity) -> Reason {
-        let (Some(one), Some(other)) = (self.lock.request(ahead), self.lock.request(behind)) else {
+        let (Some(one), Some(other)) = (self.queues.request(ahead), self.queues.request(behind)) else {
             return Reason::Earlier;
         };
         let (own, its) = (self.key_now(ahead, &one.key), self.key_now(behind, &other.key));
@@ -361,7 +361,7 @@ impl Machine {
         if one.aged && !other.aged {
             return Reason::Aged;
         }
-        let since = |request: &crate::lock::Request| request.since.values().min().copied();
+        let since = |request: &crate::queue::Request| request.since.values().min().copied();
         match (since(one) <= since(other), self.policy().tenants_take_turns()) {
             (true, true) => Reason::Earlier,
             (false, true) => Reason::Shorter,

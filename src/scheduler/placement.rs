@@ -4,7 +4,7 @@
 
 use crate::{
     api::*,
-    gpu::{Access, Gpu},
+    gpu::{Access, Gpu, Gpus},
     rules::Rules,
 };
 use std::collections::BTreeMap;
@@ -182,7 +182,7 @@ pub(crate) struct Sites<'a> {
     pub now: Time,
     pub settings: &'a Settings,
     pub rules: &'a Rules,
-    pub gpus: &'a BTreeMap<GpuId, Gpu>,
+    pub gpus: &'a Gpus,
     pub places: &'a Placements,
 }
 
@@ -198,7 +198,7 @@ impl Sites<'_> {
 
     fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
         let count = request.count.max(1) as usize;
-        let is_there = |id: &&GpuId| self.gpus.get(id).is_some_and(|gpu| gpu.access != Access::Gone);
+        let is_there = |id: &&GpuId| self.gpus.get(**id).is_some_and(|gpu| gpu.access != Access::Gone);
         let known = request.candidates.iter().filter(is_there);
         let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
         if left.len() < count {
@@ -232,7 +232,7 @@ impl Sites<'_> {
 
     /// How well a GPU suits a client: the lower, the better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
-        let Some(gpu) = self.gpus.get(&id) else { return (true, u64::MAX, u64::MAX) };
+        let Some(gpu) = self.gpus.get(id) else { return (true, u64::MAX, u64::MAX) };
         // A client that is placed on a drained GPU waits; a GPU that reports errors is avoided.
         let is_drained = gpu.drained || gpu.failing;
         if self.settings.placement != Placement::Pack {
@@ -250,7 +250,7 @@ impl Sites<'_> {
 
     /// Bytes that a client is expected to need on a GPU, its context left out. `None`: unknown.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.gpus.get(id)?;
         let of_rules = [self.rules.memory_max(client, gpu.total), self.rules.env_memory_max(client, gpu.total)];
         let max = || of_rules.into_iter().flatten().min();
         let allowed = || Some(max()?.saturating_sub(self.context_bytes(gpu)));
@@ -264,7 +264,7 @@ impl Sites<'_> {
     /// The programs that have attached a GPU or were placed on it.
     fn neighbours(&self, id: GpuId) -> Neighbours {
         let mut all = Neighbours { labels: Vec::new(), bytes: 0 };
-        let Some(gpu) = self.gpus.get(&id) else { return all };
+        let Some(gpu) = self.gpus.get(id) else { return all };
         let expected = |client: &ClientId| {
             let place = self.places.places.get(client).filter(|place| place.is_expected(self.now))?;
             place.gpus.get(&id).copied()
@@ -285,7 +285,7 @@ impl Sites<'_> {
 
     /// The GPUs of programs with this affinity.
     fn gpus_with(&self, affinity: &Option<String>) -> GpuSet {
-        let has = |id: &&GpuId| self.neighbours(**id).labels.iter().any(|labels| labels.affinity == *affinity);
-        self.gpus.keys().filter(has).copied().collect()
+        let has = |id: &GpuId| self.neighbours(*id).labels.iter().any(|labels| labels.affinity == *affinity);
+        self.gpus.ids().filter(has).collect()
     }
 }

@@ -3,8 +3,8 @@
 use crate::{
     api::*,
     gpu::{Access, Gpu, others::Room},
-    lock::Blocked,
     machine::Machine,
+    queue::Blocked,
 };
 use std::{collections::BTreeMap, time::Duration};
 
@@ -180,7 +180,7 @@ impl Machine {
 
     /// Bytes that clients report to have in host memory, over all GPUs.
     pub fn swapped(&self) -> u64 {
-        let accounts = self.gpus.values().flat_map(|gpu| gpu.accounts());
+        let accounts = self.gpus.iter().flat_map(|(_, gpu)| gpu.accounts());
         accounts.fold(0, |sum, account| sum.saturating_add(account.report.swapped))
     }
 
@@ -191,12 +191,12 @@ impl Machine {
 
     /// Whether a GPU is known: it was found, and has not been forgotten.
     pub fn is_known(&self, id: GpuId) -> bool {
-        self.gpus.contains_key(&id)
+        self.gpus.contains(id)
     }
 
     /// All known GPUs.
     pub fn gpus(&self) -> Vec<GpuView> {
-        self.gpus.keys().filter_map(|id| self.gpu(*id)).collect()
+        self.gpus.ids().filter_map(|id| self.gpu(id)).collect()
     }
 
     /// All connected clients.
@@ -211,17 +211,17 @@ impl Machine {
 
     /// One GPU. `None`: it is unknown.
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
-        let gpu = self.gpus.get(&id)?;
-        let holders = self.lock.holds_on(id).map(|(client, hold)| HolderView {
+        let gpu = self.gpus.get(id)?;
+        let holders = self.gpus.holds_on(id).map(|(client, hold)| HolderView {
             client,
             since: hold.since,
             state: self.state(client, id),
             ends: hold.ends.filter(|ends| ends.saturating_sub(self.now) < NO_TURN),
         });
-        let blocked = self.lock.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
+        let blocked = self.queues.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
         let entities = self.whole_queue(id).into_iter().chain(blocked);
         let mut waiters = Vec::new();
-        for request in entities.filter_map(|entity| self.lock.request(entity)) {
+        for request in entities.filter_map(|entity| self.queues.request(entity)) {
             let blocked = request.blocked.map(|why| match why {
                 Blocked::Pinned(_) => WaitReason::Pinned,
                 Blocked::Undrained => WaitReason::HolderStuck,
@@ -265,8 +265,8 @@ impl Machine {
     /// One client. `None`: it is not connected.
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
-        let waiting = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
-        let attachments = self.lock.all_of(id).filter_map(|(gpu, lock)| {
+        let waiting = self.queues.waiting(id).and_then(|entity| self.queues.request(entity));
+        let attachments = self.gpus.locks_of(id).filter_map(|(gpu, lock)| {
             let (attachment, account) = (self.attachment(id, gpu)?, self.account(id, gpu)?);
             let (limit, history) = (self.quota.limit(id, gpu)?, self.history(id, gpu)?);
             let present = account.frees.present();
@@ -302,7 +302,7 @@ impl Machine {
         Some(ClientView {
             client: id,
             group: self.rules.group(id),
-            gang_peers: self.lock.gang_peers(id).collect(),
+            gang_peers: self.queues.gang_peers(id).collect(),
             placed: self.places.of(id),
             stopped: client.stopped,
             attachments: attachments.collect(),
@@ -317,7 +317,7 @@ impl Machine {
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment. `None`: it has not attached
     /// the GPU.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
-        let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_unverified);
+        let ignored = self.gpus.get(gpu).map_or(0, Gpu::ignored_unverified);
         Some(self.account(id, gpu)?.extent(ignored))
     }
 
@@ -335,17 +335,17 @@ impl Machine {
 
     /// Bytes of a GPU that limits count on.
     pub fn offer(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.promisable(&self.settings))
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.promisable(&self.settings))
     }
 
     /// What a client does on each of its GPUs.
     pub fn activities(&self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
         let sleep = self.sleep.view(id);
         let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
-        self.lock.all_of(id).map(move |(gpu, lock)| {
+        self.gpus.locks_of(id).map(move |(gpu, lock)| {
             let waits_for_context = self.attachment(id, gpu).is_some_and(|attachment| attachment.attached.is_none());
             let waits_for_memory = self.quota.limit(id, gpu).is_some_and(|limit| limit.wanted.is_some());
-            let waits = self.lock.waits_for(id, gpu) || is_returning || waits_for_context || waits_for_memory;
+            let waits = self.queues.waits_for(id, gpu) || is_returning || waits_for_context || waits_for_memory;
             let runs = lock.hold.as_ref().is_some_and(|hold| !hold.suspended);
             (gpu, Activity { is_stalled: waits && !sleep.paused, runs })
         })
@@ -353,8 +353,8 @@ impl Machine {
 
     /// A client's turns up to `now`, which must not be before the newest event.
     pub fn turns(&self, id: ClientId, gpu: GpuId, now: Time) -> Option<Turns> {
-        let lock = self.lock.of(id, gpu)?;
-        let request = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
+        let lock = self.gpus.lock(id, gpu)?;
+        let request = self.queues.waiting(id).and_then(|entity| self.queues.request(entity));
         let request = request.filter(|r| r.wants.get(&id).is_some_and(|gpus| gpus.contains(&gpu)));
         let since = request.and_then(|r| r.since.get(&id));
         let until_now = |since: Time| now.saturating_sub(since);
@@ -368,22 +368,22 @@ impl Machine {
 
     /// Bytes of a GPU that are charged to clients.
     pub fn charged(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.ledger.charged())
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.ledger.charged())
     }
 
     /// Whether any client holds the lock of a GPU.
     pub fn is_held(&self, gpu: GpuId) -> bool {
-        self.lock.is_held(gpu)
+        self.gpus.holders(gpu).next().is_some()
     }
 
     pub(crate) fn state(&self, client: ClientId, id: GpuId) -> LockState {
-        match self.lock.hold(client, id) {
+        match self.gpus.hold(client, id) {
             Some(hold) if hold.suspended => LockState::Suspended,
             Some(hold) if hold.revoked.is_none() => LockState::Holding,
             Some(hold) if hold.undrainable => LockState::Undrainable,
             Some(hold) if hold.stuck => LockState::Stuck,
             Some(_) => LockState::Revoking,
-            None if self.lock.waits_for(client, id) => LockState::Waiting,
+            None if self.queues.waits_for(client, id) => LockState::Waiting,
             None => LockState::Idle,
         }
     }

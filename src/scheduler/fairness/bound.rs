@@ -1,10 +1,7 @@
 //! The least and the most GPU time that an owner gets within a period.
 
 use super::{ShareOwner, Shares, usage::Window};
-use crate::{
-    api::*,
-    lock::{Entity, Hold},
-};
+use crate::{api::*, gpu::Hold, queue::Entity};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -30,7 +27,7 @@ impl<'a> Shares<'a> {
     fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'a> {
         // A bypassed holder takes nothing from others of its owner.
         let is_own = |client, hold: &Hold| self.owner(client) == Some(owner) && !hold.is_bypassed();
-        let holds = self.lock.holds_on(id).filter(|(client, hold)| is_own(*client, hold));
+        let holds = self.gpus.holds_on(id).filter(|(client, hold)| is_own(*client, hold));
         let since = holds.map(|(_, hold)| hold.since).min();
         Window {
             usage: self.state.gpus.get(&id).and_then(|gpu| gpu.used.get(&owner)),
@@ -91,7 +88,7 @@ impl<'a> Shares<'a> {
         if self.rules.are_none() {
             return None;
         }
-        let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
+        let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
     }
 
@@ -107,9 +104,9 @@ impl<'a> Shares<'a> {
     /// When the class of an owner that waits for a GPU or holds it will change, if nothing else happens. `None`: not
     /// within a period.
     pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
-        let waiting = self.lock.queued(id).flat_map(|entity| self.lock.clients_of(entity));
+        let waiting = self.queues.queued(id).flat_map(|entity| self.queues.clients_of(entity));
         let owners: BTreeSet<ShareOwner> =
-            waiting.chain(self.lock.holders(id)).filter_map(|client| self.owner(client)).collect();
+            waiting.chain(self.gpus.holders(id)).filter_map(|client| self.owner(client)).collect();
         let changes = owners.into_iter().filter(|owner| is_watched(self.share(*owner))).filter_map(|owner| {
             let share = self.share(owner);
             let window = self.window(owner, id);

@@ -3,8 +3,8 @@
 use super::{Shares, bound};
 use crate::{
     api::*,
-    lock::{Class, Entity, Gang, Tier},
     policy::Precedence,
+    queue::{Class, Entity, Gang, Tier},
 };
 use std::cmp::{Ordering, Reverse};
 
@@ -27,11 +27,11 @@ impl Shares<'_> {
             return Class::default();
         }
         // All members of a gang made by a rule have the same share, unless the environment of one sets limits.
-        let gang = self.lock.gang(client);
+        let gang = self.queues.gang(client);
         if let (Some(Gang::Group(_)), true) = (gang, self.rules.with_env().next().is_none()) {
             return self.own_class(client, gpus);
         }
-        let all = self.lock.gang_peers(client).chain([client]).map(|member| self.own_class(member, gpus));
+        let all = self.queues.gang_peers(client).chain([client]).map(|member| self.own_class(member, gpus));
         all.max().unwrap_or_default()
     }
 
@@ -53,12 +53,12 @@ impl Shares<'_> {
 
     /// The class of a holder on all GPUs that it holds.
     pub fn class_of_holder(&self, holder: ClientId) -> Class {
-        self.class(holder, &self.lock.holds_of(holder).map(|(id, _)| id).collect())
+        self.class(holder, &self.gpus.holds_of(holder).map(|(id, _)| id).collect())
     }
 
     /// The precedence of a waiting request over a holder.
     pub fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
-        let Some(request) = self.lock.request(waiter) else { return Precedence::Equal };
+        let Some(request) = self.queues.request(waiter) else { return Precedence::Equal };
         if !self.have_classes() {
             return Precedence::Equal;
         }

@@ -2,7 +2,7 @@
 //! decision depends on it.
 
 use super::{ShareOwner, Shares};
-use crate::{api::*, lock::Entity};
+use crate::{api::*, queue::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// All of a GPU's time.
@@ -12,8 +12,8 @@ impl Shares<'_> {
     /// The part, in thousandths, of each client that holds a GPU or waits for it, if all of these always have work: the best tier
     /// divides the time by the weights of its owners, and an owner's requests divide what is due to it.
     pub fn due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
-        let waiting = self.lock.queued(id).flat_map(|entity| self.lock.members(entity, id));
-        let clients: BTreeSet<ClientId> = waiting.chain(self.lock.running_on(id)).collect();
+        let waiting = self.queues.queued(id).flat_map(|entity| self.queues.members(entity, id));
+        let clients: BTreeSet<ClientId> = waiting.chain(self.gpus.running_on(id)).collect();
         let Some(best) = clients.iter().map(|client| self.share_of(*client).tier()).min() else {
             return BTreeMap::new();
         };
@@ -22,7 +22,7 @@ impl Shares<'_> {
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
         for client in clients.iter().filter(is_best) {
             if let Some(owner) = self.owner(*client) {
-                owners.entry(owner).or_default().insert(self.lock.entity(*client));
+                owners.entry(owner).or_default().insert(self.queues.entity(*client));
             }
         }
         // Once for each owner: a weight can take time in proportion to the number of clients.

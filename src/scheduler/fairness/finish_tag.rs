@@ -11,7 +11,7 @@
 //! Tags are times on the machine's clock.
 
 use super::{ShareOwner, Shares};
-use crate::{api::*, lock::Hold};
+use crate::{api::*, gpu::Hold};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -112,12 +112,12 @@ impl Shares<'_> {
         // Without limits of environments, all clients of an owner have its share.
         if let Some(own) = own.filter(|own| *own == owner && self.rules.with_env().next().is_none()) {
             let tier = self.share(own).tier();
-            let others = self.lock.owners_waiting(id).filter(|other| *other != own);
+            let others = self.queues.owners_waiting(id).filter(|other| *other != own);
             let peers = others.filter(|other| self.share(*other).tier() == tier);
             return peers.map(|other| self.waiting_weight(other, id)).fold(0, u32::saturating_add);
         }
         let mut others: BTreeMap<ShareOwner, u32> = BTreeMap::new();
-        for waiting in self.lock.waiting_on(id) {
+        for waiting in self.queues.waiting_on(id) {
             let Some(other) = self.owner(waiting) else { continue };
             let is_self = if own == Some(owner) { own == Some(other) } else { waiting == client };
             if !is_self && self.are_peers(waiting, client) {
@@ -133,7 +133,7 @@ impl Shares<'_> {
         let weight = self.weight(owner);
         match owner {
             ShareOwner::Others => {
-                let clients = u32::try_from(self.lock.queued_of(id, owner).count()).unwrap_or(u32::MAX);
+                let clients = u32::try_from(self.queues.queued_of(id, owner).count()).unwrap_or(u32::MAX);
                 weight.saturating_mul(clients).min(self.weight_on(owner, id))
             }
             _ => weight,
@@ -144,13 +144,13 @@ impl Shares<'_> {
     /// wants the GPU: time used without competition is not charged.
     pub fn finish_tags_before(&self, client: ClientId, id: GpuId) -> (Time, Time) {
         let Some(owner) = self.owner(client) else { return Default::default() };
-        let preempted = self.lock.preempted(id);
+        let preempted = self.gpus.preempted(id);
         let tag = |owner: ShareOwner, is_wanted: bool| {
             self.state.finish_tag(owner, id).filter(|_| is_wanted).unwrap_or_default()
         };
-        let owners = self.lock.owners_waiting(id).chain(preempted.and_then(|other| self.owner(other)));
+        let owners = self.queues.owners_waiting(id).chain(preempted.and_then(|other| self.owner(other)));
         let by_others = owners.into_iter().any(|other| other != owner);
-        let by_any = self.lock.waiting_on(id).chain(preempted).any(|other| other != client);
+        let by_any = self.queues.waiting_on(id).chain(preempted).any(|other| other != client);
         (tag(owner, by_others), tag(ShareOwner::Client(client), by_any))
     }
 
@@ -165,7 +165,7 @@ impl Shares<'_> {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let mut least = Duration::MAX;
         // Mostly it is the first that has no more than that.
-        for client in self.lock.waiting_on(id).chain([granted]) {
+        for client in self.queues.waiting_on(id).chain([granted]) {
             least = least.min(self.latest_finish_tag(client, id));
             if least <= until {
                 return Duration::ZERO;

@@ -23,7 +23,7 @@ mod usage;
 
 pub(crate) use crate::entity::ShareOwner;
 
-use crate::{api::*, lock::Lock, policy, rules::Rules};
+use crate::{api::*, gpu::Gpus, policy, queue::Queues, rules::Rules};
 use finish_tag::FinishTags;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -51,7 +51,8 @@ pub(crate) struct Shares<'a> {
     pub now: Time,
     pub settings: &'a Settings,
     pub rules: &'a Rules,
-    pub lock: &'a Lock,
+    pub gpus: &'a Gpus,
+    pub queues: &'a Queues,
     pub state: &'a Fairness,
 }
 
@@ -169,8 +170,8 @@ impl<'a> Shares<'a> {
     /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that waits there or holds it.
     fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let tenants = || {
-            let waiting = self.lock.queued(id).flat_map(|entity| self.lock.clients_of(entity));
-            let clients = waiting.chain(self.lock.holders(id));
+            let waiting = self.queues.queued(id).flat_map(|entity| self.queues.clients_of(entity));
+            let clients = waiting.chain(self.gpus.holders(id));
             let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
             let tenants: BTreeSet<TenantId> =
                 others.filter_map(|client| self.state.tenants.get(&client).copied()).collect();

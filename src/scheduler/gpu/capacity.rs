@@ -2,10 +2,9 @@
 
 use crate::{
     api::*,
-    gpu::{Access, Gpu},
+    gpu::{Access, Gpu, Gpus},
     quota::Capacities,
 };
-use std::collections::BTreeMap;
 
 /// The reserve, and a context, take no more than this part of a GPU: on small GPUs contexts are smaller, too.
 const SMALLEST_PART: u64 = 16;
@@ -91,33 +90,33 @@ impl Gpu {
 
 /// What the quota sees of the GPUs.
 pub(crate) struct GpuCapacities<'a> {
-    pub gpus: &'a BTreeMap<GpuId, Gpu>,
+    pub gpus: &'a Gpus,
     pub settings: &'a Settings,
 }
 
 impl Capacities for GpuCapacities<'_> {
     fn total(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.total)
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.total)
     }
 
     fn offer(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.promisable(self.settings).min(MOST))
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.promisable(self.settings).min(MOST))
     }
 
     fn offer_as_measured(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable_as_measured(self.settings).min(MOST))
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.usable_as_measured(self.settings).min(MOST))
     }
 
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64> {
-        let gpu = self.gpus.get(&gpu).filter(|gpu| gpu.measured.is_some())?;
+        let gpu = self.gpus.get(gpu).filter(|gpu| gpu.measured.is_some())?;
         Some(gpu.total.saturating_sub(gpu.reserve(self.settings)))
     }
 
     fn context(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.context_bytes(self.settings, 1))
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.context_bytes(self.settings, 1))
     }
 
     fn is_attaching(&self, gpu: GpuId) -> bool {
-        self.gpus.get(&gpu).is_some_and(|gpu| !gpu.contexts.is_empty())
+        self.gpus.get(gpu).is_some_and(|gpu| !gpu.contexts.is_empty())
     }
 }

@@ -82,6 +82,11 @@ impl Entry {
         Self { tenant, state: State::Idle(now), account, sums: Sums::default() }
     }
 
+    /// The account on another GPU, where the client is idle since then.
+    pub fn reopen(&self, now: Time) -> Self {
+        Self::new(now, self.tenant, self.account.clone())
+    }
+
     pub fn account(&self) -> &Account {
         &self.account
     }

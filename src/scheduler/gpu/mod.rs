@@ -4,6 +4,8 @@
 //!
 //! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are in flight.
 //!
+//! - `gpus`: all GPUs. `hold`: a client's lock of a GPU, and statistics of earlier ones; `drain_time`: the time that it usually
+//!   takes to finish its work and release the lock.
 //! - `account`: the bytes that a client may have mapped. `ledger`: the sums over all accounts.
 //! - `capacity`: the bytes that can be charged to clients.
 //! - `verification`: frees that clients report and that no measurement has confirmed yet.
@@ -19,6 +21,9 @@
 pub(crate) mod account;
 pub(crate) mod capacity;
 pub(crate) mod context_queue;
+mod drain_time;
+mod gpus;
+mod hold;
 pub(crate) mod ledger;
 pub(crate) mod others;
 pub(crate) mod rate;
@@ -28,10 +33,12 @@ pub(crate) mod shortfall;
 pub(crate) mod verification;
 
 pub(crate) use account::Account;
+pub(crate) use gpus::Gpus;
+pub(crate) use hold::{ClientLock, Hold, Revoked};
 
-use crate::{api::*, policy::History};
+use crate::{api::*, entity::Entity, policy::History};
 use context_queue::ContextQueue;
-use ledger::{Entry, Ledger, State};
+use ledger::{Ledger, State};
 use others::Others;
 use rate::Rates;
 use reservation::Reservation;
@@ -71,11 +78,17 @@ pub(crate) struct Gpu {
     pub verifies: bool,
     /// Clients whose context may be missing in the newest measurement.
     pub unmeasured: BTreeSet<ClientId>,
-    /// Clients that have attached the GPU.
+    /// Clients that have attached the GPU. They come and go by [`Gpus::attach`] and [`Gpus::detach`].
     pub attachments: BTreeMap<ClientId, Attachment>,
     /// Clients that are off the GPU, and the bytes that their contexts will need.
     #[serde(default)]
     pub away: BTreeMap<ClientId, u64>,
+    /// The holders of the lock, in the order of their grants.
+    holders: BTreeMap<u64, ClientId>,
+    /// The last holder, if it was preempted.
+    preempted: Option<ClientId>,
+    /// The GPU is idle, since then, because memory of this entity, which is next, is still being moved in.
+    idle_for: Option<(Entity, Time)>,
     pub ledger: Ledger,
     /// A measurement has been requested and not received.
     pub measurement_requested: bool,
@@ -111,7 +124,8 @@ pub(crate) struct Attachment {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
     /// Its account, changed by [`Gpu::change_account`] and [`Gpu::set_state`] alone.
-    entry: Entry,
+    entry: ledger::Entry,
+    pub lock: ClientLock,
     /// Its earlier turns, from which policies predict the next ones.
     pub history: History,
     /// When the client was told that it may create its context, and when it first did something that needs one.
@@ -130,7 +144,7 @@ pub(crate) struct Attachment {
 
 /// What is known of a client that is off its GPU.
 #[derive(Debug)]
-pub(crate) struct Moved {
+struct Moved {
     attachment: Attachment,
     context: Option<u64>,
     /// One that waits.
@@ -149,6 +163,9 @@ impl Gpu {
             unmeasured: BTreeSet::new(),
             attachments: BTreeMap::new(),
             away: BTreeMap::new(),
+            holders: BTreeMap::new(),
+            preempted: None,
+            idle_for: None,
             ledger: Ledger::default(),
             measurement_requested: false,
             contexts: ContextQueue::default(),
@@ -166,18 +183,18 @@ impl Gpu {
     }
 
     /// Opens an account for a client that is about to create a context.
-    pub fn attach(&mut self, now: Time, client: ClientId, tenant: TenantId, engine: Engine) {
+    fn attach(&mut self, now: Time, client: ClientId, tenant: TenantId, engine: Engine) {
         let mut account = Account::default();
         if self.verifies {
             account.distrust();
         }
-        self.attachments.insert(client, Attachment::new(now, engine, Entry::new(now, tenant, account)));
+        self.attachments.insert(client, Attachment::new(now, engine, ledger::Entry::new(now, tenant, account)));
         self.unmeasured.insert(client);
         self.contexts.push(now, client);
     }
 
     /// Removes a client that no longer has a context on the GPU.
-    pub fn detach(&mut self, client: ClientId) {
+    fn detach(&mut self, client: ClientId) {
         if let Some(attachment) = self.attachments.remove(&client) {
             self.ledger.close(client, &attachment.entry);
         }
@@ -209,7 +226,7 @@ impl Gpu {
     }
 
     /// Takes out a client that is off the GPU, with all that is known of it.
-    pub fn take(&mut self, client: ClientId) -> Option<Moved> {
+    fn take(&mut self, client: ClientId) -> Option<Moved> {
         let waits = |reservation: &Reservation| reservation.is_of(client) && reservation.answered.is_none();
         let moved = Moved {
             attachment: self.attachments.remove(&client)?,
@@ -222,9 +239,9 @@ impl Gpu {
     }
 
     /// Adds a client that is off the GPU, and was so on another.
-    pub fn put(&mut self, now: Time, client: ClientId, tenant: TenantId, moved: Moved) {
+    fn put(&mut self, now: Time, client: ClientId, moved: Moved) {
         let mut attachment = moved.attachment;
-        attachment.entry = Entry::new(now, tenant, attachment.account().clone());
+        attachment.entry = attachment.entry.reopen(now);
         self.ledger.change(client, &mut attachment.entry, |account| account.is_off(self.verifies));
         self.attachments.insert(client, attachment);
         self.away.extend(moved.context.map(|bytes| (client, bytes)));
@@ -265,10 +282,11 @@ impl Gpu {
 }
 
 impl Attachment {
-    fn new(now: Time, engine: Engine, entry: Entry) -> Self {
+    fn new(now: Time, engine: Engine, entry: ledger::Entry) -> Self {
         Self {
             engine,
             entry,
+            lock: ClientLock::new(now),
             history: History::new(now),
             attached: None,
             used: None,

@@ -4,7 +4,7 @@ use super::Machine;
 use crate::{
     api::*,
     gpu::{Account, account::Evicted},
-    lock::Blocked,
+    queue::Blocked,
     quota::Limit,
     timers::Wake,
 };
@@ -13,8 +13,11 @@ use std::time::Duration;
 impl Machine {
     pub(super) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
         let now = self.now;
-        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&id)) else { return };
-        if let Some(attachment) = gpu.attachments.get_mut(&client) {
+        let Some(tenant) = self.clients.get(&client).filter(|_| self.gpus.contains(id)).map(|state| state.tenant)
+        else {
+            return;
+        };
+        if let Some(attachment) = self.gpus.attachment_mut(client, id) {
             attachment.engine = engine; // a repeated request is answered again, unless the answer is still to come
             if attachment.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
@@ -22,9 +25,8 @@ impl Machine {
             }
             return;
         }
-        gpu.attach(now, client, state.tenant, engine);
+        self.gpus.attach(now, client, id, tenant, engine);
         self.quota.attach(client, id);
-        self.lock.attach(now, client, id);
         self.touch(id);
         self.attached_asleep(client);
     }
@@ -34,14 +36,11 @@ impl Machine {
         if self.attachment(client, id).is_none() {
             return;
         }
-        self.touch_conflicting_gangs(self.lock.entity(client));
+        self.touch_conflicting_gangs(self.queues.entity(client));
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         self.quota.detach(client, id, &self.rules);
-        self.lock.detach(client, id);
-        if let Some(gpu) = self.gpus.get_mut(&id) {
-            gpu.detach(client);
-        }
+        self.gpus.detach(client, id);
         self.effects.wake(Wake::Eviction(client, id), None);
         self.effects.wake(Wake::Ahead(client, id), None);
         self.sleep.detached(client, id);
@@ -89,14 +88,14 @@ impl Machine {
         if unverified_until.is_some() && self.effects.wakes_at(Wake::Verification(id)).is_none() {
             self.effects.wake(Wake::Verification(id), unverified_until);
         }
-        if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.gpus.get_mut(&id)) {
+        if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.gpus.get_mut(id)) {
             gpu.learn_rate(client, bytes, contents, time);
         }
         self.update_eviction_block(client, id);
         self.check(client); // the report may be a late answer
         // The client's need may have changed, and with it whether its request can be served at all.
-        if let Some(entity) = self.lock.waiting(client)
-            && self.lock.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))
+        if let Some(entity) = self.queues.waiting(client)
+            && self.queues.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))
         {
             self.enqueue(entity);
         }
@@ -104,7 +103,7 @@ impl Machine {
         // waits for nothing.
         self.effects.untouch(id);
         self.settle(id);
-        if self.gpus.get(&id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {
+        if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {
             self.credit(client, id, self.overdrawn(id));
         }
     }

@@ -6,8 +6,8 @@ use crate::{
     api::*,
     effects::Effects,
     gpu::capacity::GpuCapacities,
-    lock::Gang,
     placement::Sites,
+    queue::Gang,
     quota::{self, Quota},
     timers::Wake,
 };
@@ -28,7 +28,7 @@ impl Machine {
         if !self.clients.contains_key(&id) {
             return;
         }
-        let gpus: Vec<GpuId> = self.lock.all_of(id).map(|(gpu, _)| gpu).collect();
+        let gpus: Vec<GpuId> = self.gpus.locks_of(id).map(|(gpu, _)| gpu).collect();
         self.withdraw(id);
         self.sleep.forget(id); // a client that is gone is told nothing any more
         self.limit_sleeper(id);
@@ -39,7 +39,7 @@ impl Machine {
         self.leave_group(id);
         self.quota.disconnected(id);
         self.leave_gang(id);
-        self.lock.disconnected(id);
+        self.queues.disconnected(id);
         self.fairness.disconnected(id);
         self.places.leave(id, |client| self.clients.contains_key(client));
         self.clients.remove(&id);
@@ -91,7 +91,7 @@ impl Machine {
 
     /// Whether a client holds a lock or waits for one.
     fn has_position(&self, client: ClientId) -> bool {
-        self.lock.waiting(client).is_some() || self.lock.holds_any(client)
+        self.queues.waiting(client).is_some() || self.gpus.holds_any(client)
     }
 
     fn leave_group(&mut self, client: ClientId) {
@@ -167,7 +167,7 @@ impl Machine {
 
     /// Handles the timeout of a measurement that limit requests wait for.
     pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.measurement_requested = false; // the answer may never come
         }
         if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {

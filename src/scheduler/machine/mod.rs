@@ -8,10 +8,10 @@ use crate::{
     api::*,
     effects::Effects,
     fairness::Fairness,
-    gpu::{Access, Account, Attachment, Gpu, ledger::State},
-    lock::{Hold, Lock},
+    gpu::{Access, Account, Attachment, Gpus, Hold, ledger::State},
     placement::Placements,
     policy::{self, History, Policy},
+    queue::Queues,
     quota::Quota,
     rules::Rules,
     sleep::Sleep,
@@ -37,9 +37,9 @@ impl Settings {
 pub struct Machine {
     pub(crate) now: Time,
     pub(crate) settings: Settings,
-    pub(crate) gpus: BTreeMap<GpuId, Gpu>,
+    pub(crate) gpus: Gpus,
     pub(crate) clients: BTreeMap<ClientId, Client>,
-    pub(crate) lock: Lock,
+    pub(crate) queues: Queues,
     pub(crate) fairness: Fairness,
     pub(crate) rules: Rules,
     pub(crate) quota: Quota,
@@ -70,9 +70,9 @@ impl Machine {
         Self {
             now: Time::ZERO,
             settings,
-            gpus: BTreeMap::new(),
+            gpus: Gpus::default(),
             clients: BTreeMap::new(),
-            lock: Lock::default(),
+            queues: Queues::default(),
             fairness: Fairness::default(),
             rules: Rules::default(),
             quota: Quota::default(),
@@ -218,7 +218,7 @@ impl Machine {
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
             Event::Kinds { kinds } => self.places.set_kinds(kinds),
             Event::Failing { gpu, failing } => {
-                self.gpus.get_mut(&gpu).into_iter().for_each(|gpu| gpu.failing = failing);
+                self.gpus.get_mut(gpu).into_iter().for_each(|gpu| gpu.failing = failing);
             }
             Event::Allowed { allowed } => self.places.allow(allowed),
             Event::SleepReady { client } => {
@@ -248,23 +248,23 @@ impl Machine {
         if !(is_same && is_same_policy) {
             self.requeue_all();
         }
-        self.effects.touch_all(self.gpus.keys().copied());
+        self.effects.touch_all(self.gpus.ids());
         self.admit_needless();
     }
 
     fn gpu_found(&mut self, id: GpuId, total: u64) {
-        let gpu = self.gpus.entry(id).or_insert_with(|| Gpu::new(total));
+        let gpu = self.gpus.found(id, total);
         gpu.total = total;
         gpu.failing = false;
         gpu.access = if self.asleep { Access::Asleep } else { Access::Turns };
         self.quota.gpu_found(id);
-        self.lock.gpu_found(id);
+        self.queues.gpu_found(id);
         self.fairness.gpu_found(id);
         self.touch(id);
     }
 
     fn gpu_gone(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.access = Access::Gone;
         self.end_rooms(id);
         self.touch(id);
@@ -273,43 +273,43 @@ impl Machine {
 
     /// Forgets a GPU that is gone and has no clients.
     pub(crate) fn forget_if_gone(&mut self, id: GpuId) {
-        if !self.gpus.get(&id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.attachments.is_empty()) {
+        if !self.gpus.get(id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.attachments.is_empty()) {
             return;
         }
-        self.gpus.remove(&id);
+        self.gpus.forget(id);
         self.quota.gpu_forgotten(id);
-        self.lock.gpu_forgotten(id);
+        self.queues.gpu_forgotten(id);
         self.fairness.gpu_forgotten(id);
         self.effects.forget(id);
     }
 
     fn sleep(&mut self, asleep: bool) {
         self.asleep = asleep;
-        for gpu in self.gpus.values_mut().filter(|gpu| gpu.access != Access::Gone) {
+        for (_, gpu) in self.gpus.iter_mut().filter(|(_, gpu)| gpu.access != Access::Gone) {
             gpu.access = if asleep { Access::Asleep } else { Access::Turns };
         }
-        self.effects.touch_all(self.gpus.keys().copied());
+        self.effects.touch_all(self.gpus.ids());
         self.admit_needless();
     }
 
     pub(crate) fn access(&self, id: GpuId) -> Access {
-        self.gpus.get(&id).map_or(Access::default(), |gpu| gpu.access)
+        self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
     }
 
     /// Marks a GPU to be settled.
     pub(crate) fn touch(&mut self, gpu: GpuId) {
-        if self.gpus.contains_key(&gpu) {
+        if self.gpus.contains(gpu) {
             self.effects.touch(gpu);
         }
     }
 
     /// A client's memory on a GPU; `None`: it has not attached the GPU.
     pub(crate) fn attachment(&self, client: ClientId, id: GpuId) -> Option<&Attachment> {
-        self.gpus.get(&id)?.attachments.get(&client)
+        self.gpus.attachment(client, id)
     }
 
     pub(crate) fn attachment_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Attachment> {
-        self.gpus.get_mut(&id)?.attachments.get_mut(&client)
+        self.gpus.attachment_mut(client, id)
     }
 
     /// What policies know of a client on a GPU.
@@ -322,7 +322,7 @@ impl Machine {
     }
 
     pub(crate) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
-        self.gpus.get(&gpu)?.account(client)
+        self.gpus.get(gpu)?.account(client)
     }
 
     pub(crate) fn change_account<R>(
@@ -331,7 +331,7 @@ impl Machine {
         id: GpuId,
         change: impl FnOnce(&mut Account) -> R,
     ) -> Option<R> {
-        let gpu = self.gpus.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(id)?;
         let result = gpu.change_account(client, change);
         if gpu.ledger.unevictable_fell() {
             self.effects.touch(id);
@@ -341,7 +341,7 @@ impl Machine {
 
     /// Changes a client's hold of a GPU, and the ledger with it.
     pub(crate) fn change_hold(&mut self, client: ClientId, id: GpuId, change: impl FnOnce(&mut Hold)) {
-        if let Some(hold) = self.lock.hold_mut(client, id) {
+        if let Some(hold) = self.gpus.hold_mut(client, id) {
             change(hold);
             self.lock_changed(client, id);
         }
@@ -352,7 +352,8 @@ impl Machine {
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
         self.touch(id);
         let block = self.eviction_block(client, id);
-        let (Some(lock), Some(gpu)) = (self.lock.of(client, id), self.gpus.get_mut(&id)) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
+        let Some(lock) = gpu.attachments.get(&client).map(|attachment| &attachment.lock) else { return };
         let now = match block {
             Some(_) => State::Unevictable,
             None if lock.hold.is_some() => State::Running,

@@ -31,8 +31,8 @@ impl Machine {
     pub(crate) fn host_ahead(&mut self, bytes: Option<u64>) {
         if self.with_quota(|quota, cx, fx| quota.host_ahead(cx, fx, bytes)) {
             let at = Some(self.now + AT_REST);
-            for (id, gpu) in &self.gpus {
-                gpu.attachments.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, *id), at));
+            for (id, gpu) in self.gpus.iter() {
+                gpu.attachments.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, id), at));
             }
         }
     }

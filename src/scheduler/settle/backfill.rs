@@ -7,9 +7,9 @@
 
 use crate::{
     api::*,
-    gpu::{Access, Account},
-    lock::{Entity, Hold},
+    gpu::{Access, Account, Hold},
     machine::Machine,
+    queue::Entity,
 };
 use std::time::Duration;
 
@@ -22,13 +22,13 @@ impl Machine {
     /// When a GPU lets its first request in, according to the turns of its holders; 0: it would be granted this GPU
     /// now. `None`: unknown.
     fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
-        if self.access(id) == Access::Asleep || self.lock.first(id) != Some(first) {
+        if self.access(id) == Access::Asleep || self.queues.first(id) != Some(first) {
             return None;
         }
         if self.is_admissible(first, id) {
             return Some(Time::ZERO);
         }
-        let in_the_way = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed() && hold.entity != first);
+        let in_the_way = self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed() && hold.entity != first);
         let ends = |hold: &Hold| if hold.revoked.is_some() { Some(Time::ZERO) } else { hold.ends };
         in_the_way.map(|(_, hold)| ends(hold)).try_fold(Time::ZERO, |latest, ends| Some(latest.max(ends?)))
     }
@@ -36,12 +36,12 @@ impl Machine {
     /// Whether the first request of a GPU also waits for other GPUs.
     fn wants_others(&self, id: GpuId, first: Entity) -> bool {
         self.settings.anti_thrash != AntiThrash::Off
-            && self.lock.request(first).is_some_and(|request| request.wants.values().flatten().any(|gpu| *gpu != id))
+            && self.queues.request(first).is_some_and(|request| request.wants.values().flatten().any(|gpu| *gpu != id))
     }
 
     /// When the last of the other GPUs lets the first request of this GPU in. `None`: unknown.
     fn others_open_at(&self, id: GpuId, first: Entity) -> Option<Time> {
-        let request = self.lock.request(first)?;
+        let request = self.queues.request(first)?;
         let others = request.wants.values().flatten().filter(|gpu| **gpu != id && self.access(**gpu) != Access::Gone);
         others.map(|gpu| self.opens_at(*gpu, first)).try_fold(Time::ZERO, |latest, opens| Some(latest.max(opens?)))
     }
@@ -49,11 +49,11 @@ impl Machine {
     /// Marks the other GPUs of this GPU's first request, and of its previous first request, after a change of the time
     /// at which this GPU lets the first one in.
     pub(super) fn note_opening(&mut self, id: GpuId) {
-        let first = self.lock.first(id).filter(|first| self.wants_others(id, *first));
+        let first = self.queues.first(id).filter(|first| self.wants_others(id, *first));
         let opens = first.map(|first| (first, self.opens_at(id, first)));
-        let Some(before) = self.lock.note_opening(id, opens) else { return };
+        let Some(before) = self.queues.note_opening(id, opens) else { return };
         for entity in [before, first].into_iter().flatten() {
-            let gpus = self.lock.request(entity).map(|request| request.gpus()).unwrap_or_default();
+            let gpus = self.queues.request(entity).map(|request| request.gpus()).unwrap_or_default();
             self.effects.touch_all(gpus.into_iter().filter(|gpu| *gpu != id));
         }
     }
@@ -69,7 +69,7 @@ impl Machine {
         if until < self.now.saturating_add(SLOT) {
             return false;
         }
-        let behind = self.lock.queue(id).skip(1).chain(self.lock.behind_first(id));
+        let behind = self.queues.queue(id).skip(1).chain(self.queues.behind_first(id));
         let behind = behind.take(LOOKS).filter_map(|(_, entity)| match entity {
             Entity::Solo(client) => Some(client),
             Entity::Gang(_) => None,
@@ -78,7 +78,7 @@ impl Machine {
             return false;
         };
         self.grant(Entity::Solo(client));
-        if let Some(hold) = self.lock.hold_mut(client, id) {
+        if let Some(hold) = self.gpus.hold_mut(client, id) {
             hold.backfills = Some((first, until));
         }
         true
@@ -89,9 +89,9 @@ impl Machine {
     fn may_backfill(&self, client: ClientId, id: GpuId, until: Time) -> bool {
         let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
         let fits = |account: &Account| account.report.demand <= account.allowance;
-        self.lock.wants(client).is_some_and(|gpus| gpus.len() == 1)
+        self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
             && self.history(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
-            && self.lock.of(client, id).is_some_and(|lock| !lock.slow_to_drain)
+            && self.gpus.lock(client, id).is_some_and(|lock| !lock.slow_to_drain)
             && self.account(client, id).is_some_and(fits)
             && self.is_admissible(Entity::Solo(client), id)
     }

@@ -5,8 +5,8 @@
 use crate::{
     api::*,
     gpu::{Access, context_queue::PendingContext},
-    lock::Gang,
     machine::Machine,
+    queue::Gang,
     quota::{CONTEXT_APPEARS, FIRST_LIMIT_TIMEOUT},
 };
 use std::time::Duration;
@@ -26,7 +26,7 @@ impl Machine {
     /// Whether a client's context existed, all of it, by `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
         let Some(attachment) = self.attachment(client, id) else { return false };
-        if self.gpus.get(&id).is_some_and(|gpu| gpu.away.contains_key(&client)) {
+        if self.gpus.get(id).is_some_and(|gpu| gpu.away.contains_key(&client)) {
             return false;
         }
         let since = attachment.attached.map(|allowed| {
@@ -40,24 +40,24 @@ impl Machine {
     /// have its whole demand on the GPU again, so that it could never run. They wait until that client needs less or
     /// has gone.
     pub(crate) fn count_deferred(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get(&id) else { return };
+        let Some(gpu) = self.gpus.get(id) else { return };
         if gpu.contexts.is_empty() && gpu.contexts.deferred() == 0 {
             return;
         }
         // A client of an earlier scheduler has its context already.
         let waits = |pending: &PendingContext| {
             let needs_nothing = gpu.account(pending.client).is_some_and(|account| account.report.demand == 0);
-            needs_nothing && self.lock.waiting(pending.client).is_none()
+            needs_nothing && self.queues.waiting(pending.client).is_none()
         };
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.context_bytes(&self.settings, unmeasured));
         let taken = taken.saturating_add(gpu.returning_bytes());
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
-        let waits_with = |gang: Gang| gpu.contexts.iter().any(|pending| self.lock.gang(pending.client) == Some(gang));
+        let waits_with = |gang: Gang| gpu.contexts.iter().any(|pending| self.queues.gang(pending.client) == Some(gang));
         let is_kept_from_running = |client: ClientId| {
             let attachment = gpu.attachments.get(&client);
             attachment.is_some_and(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)
-                && !self.lock.gang(client).is_some_and(waits_with)
+                && !self.queues.gang(client).is_some_and(waits_with)
         };
         // Demands that do not fit anyway are not made worse by contexts.
         let most = gpu.ledger.needs_up_to(capacity).find(|(_, client)| is_kept_from_running(*client));
@@ -66,14 +66,14 @@ impl Machine {
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
         let too_many = if gpu.drained { gpu.contexts.len() } else { gpu.contexts.len().saturating_sub(room) };
         let deferred = gpu.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.contexts.defer(if gpu.access == Access::Gone { 0 } else { deferred });
         }
     }
 
     /// Tells deferred clients that they may wait for long.
     fn notify_deferred(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         for pending in gpu.contexts.deferred_mut().filter(|pending| !pending.told) {
             pending.told = true;
             let (client, why) = (pending.client, WaitReason::Context);
@@ -85,7 +85,7 @@ impl Machine {
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             self.count_deferred(id);
-            let gpu = self.gpus.get(&id).filter(|gpu| !gpu.contexts.is_empty())?;
+            let gpu = self.gpus.get(id).filter(|gpu| !gpu.contexts.is_empty())?;
             let Some((client, since, behind)) = gpu.contexts.first() else {
                 self.notify_deferred(id);
                 return self.refuse_contexts(id);
@@ -96,7 +96,7 @@ impl Machine {
             // Capacity sets aside the contexts of all waiting clients; those behind this one do not exist yet.
             let behind = gpu.context_bytes(&self.settings, behind);
             let unverified = self.request_verification(client, id);
-            let gpu = self.gpus.get(&id)?;
+            let gpu = self.gpus.get(id)?;
             let room =
                 gpu.capacity(&self.settings).saturating_add(behind) >= gpu.ledger.charged().saturating_add(unverified);
             let reserved = gpu.total.saturating_sub(gpu.reserve(&self.settings))
@@ -114,7 +114,7 @@ impl Machine {
                 return Some(committed);
             }
             let now = self.now;
-            let gpu = self.gpus.get_mut(&id)?;
+            let gpu = self.gpus.get_mut(id)?;
             gpu.contexts.pop();
             gpu.attachments.get_mut(&client)?.attached = Some(now);
             self.effects.command(Command::Attached { client, gpu: id });
@@ -129,10 +129,10 @@ impl Machine {
     /// Tells clients that have been deferred for long that their contexts have no room. The request stays until the
     /// client detaches. Returns when to tell the next.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
-        if self.gpus.get(&id).is_some_and(|gpu| gpu.drained) {
+        if self.gpus.get(id).is_some_and(|gpu| gpu.drained) {
             return None; // until it is in use again
         }
-        let waiting = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.contexts.iter());
+        let waiting = self.gpus.get(id).into_iter().flat_map(|gpu| gpu.contexts.iter());
         let waiting: Vec<(ClientId, Time)> =
             waiting.filter(|pending| !pending.refused).map(|pending| (pending.client, pending.since)).collect();
         let mut next: Option<Time> = None;
@@ -145,7 +145,7 @@ impl Machine {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
             }
-            let attaching = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| gpu.contexts.iter_mut());
+            let attaching = self.gpus.get_mut(id).into_iter().flat_map(|gpu| gpu.contexts.iter_mut());
             attaching.filter(|pending| pending.client == client).for_each(|pending| pending.refused = true);
             self.effects.command(Command::Denied { client, gpu: id, bytes: 0, why: Denial::NoContext });
         }

@@ -44,8 +44,8 @@ impl Machine {
     /// The bytes that a client must be allowed in order to run on a GPU: its demand and its shortfall, up to the
     /// capacity.
     pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
-        let is_off = self.sleep.is_held_off(client) && self.lock.hold(client, id).is_none();
-        let Some(gpu) = self.gpus.get(&id).filter(|_| !is_off && !self.faults_in(client, id)) else { return 0 };
+        let is_off = self.sleep.is_held_off(client) && self.gpus.hold(client, id).is_none();
+        let Some(gpu) = self.gpus.get(id).filter(|_| !is_off && !self.faults_in(client, id)) else { return 0 };
         gpu.account(client)
             .map_or(0, |account| account.report.demand)
             .saturating_add(self.shortfall(client, id))
@@ -57,7 +57,7 @@ impl Machine {
     /// other clients.
     pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         let need = self.need(client, id);
-        let Some(gpu) = self.gpus.get(&id) else { return 0 };
+        let Some(gpu) = self.gpus.get(id) else { return 0 };
         let Some(account) = gpu.account(client) else { return 0 };
         if account.awaits_measurement() {
             return need; // an allowance below its present memory would make it evict
@@ -82,14 +82,14 @@ impl Machine {
     /// ([`take_back_ahead`](Self::take_back_ahead)).
     pub(crate) fn credit_ahead(&mut self, id: GpuId) {
         let is_idle = |gpu: &Gpu| gpu.contexts.is_empty() && gpu.reservations.is_empty();
-        if !self.gpus.get(&id).is_some_and(is_idle) {
+        if !self.gpus.get(id).is_some_and(is_idle) {
             return;
         }
-        for client in self.lock.holders(id).collect::<Vec<_>>() {
+        for client in self.gpus.holders(id).collect::<Vec<_>>() {
             let keeps_growing =
                 |attachment: &Attachment| attachment.keeps_growing(self.now) && attachment.engine == Engine::Swap;
             let grows_now = self.attachment(client, id).is_some_and(keeps_growing);
-            let is_running = self.lock.hold(client, id).is_some_and(|hold| hold.revoked.is_none());
+            let is_running = self.gpus.hold(client, id).is_some_and(|hold| hold.revoked.is_none());
             let allowance = self.account(client, id).map_or(0, |account| account.allowance);
             let limit = self.quota.limit(client, id).map_or(0, |limit| limit.limit);
             let ahead = self.ahead(client, id);

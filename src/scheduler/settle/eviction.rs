@@ -3,8 +3,8 @@
 use crate::{
     api::*,
     gpu::{Access, Account},
-    lock::Entity,
     machine::Machine,
+    queue::Entity,
 };
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -24,29 +24,29 @@ enum Pass {
 impl Machine {
     /// Bytes by which charges exceed the capacity.
     pub(crate) fn overdrawn(&self, id: GpuId) -> u64 {
-        self.gpus.get(&id).map_or(0, |g| g.ledger.charged().saturating_sub(g.capacity(&self.settings)))
+        self.gpus.get(id).map_or(0, |g| g.ledger.charged().saturating_sub(g.capacity(&self.settings)))
     }
 
     /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
     pub fn is_evacuated(&self) -> bool {
-        let ids = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone).map(|(id, _)| *id);
+        let ids = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone).map(|(id, _)| id);
         ids.into_iter().all(|id| {
-            let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied());
+            let clients = self.gpus.get(id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied());
             let has_left = |client: ClientId| {
                 let is_kept = |account: &Account| account.report.mapped <= account.allowance.max(account.report.pinned);
                 self.eviction_block(client, id).is_some() || self.account(client, id).is_none_or(is_kept)
             };
-            self.lock.running_on(id).next().is_none() && clients.into_iter().all(has_left)
+            self.gpus.running_on(id).next().is_none() && clients.into_iter().all(has_left)
         })
     }
 
     /// The time for `bytes` to leave, from the clients that would be asked for them, and to come back later. Clients in
     /// `exempt` give none.
     pub(crate) fn moving_both_ways(&self, id: GpuId, bytes: u64, exempt: &[ClientId]) -> Duration {
-        let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
+        let Some(gpu) = self.gpus.get(id) else { return Duration::ZERO };
         let idle = gpu.ledger.eviction_order().map(|(_, client)| client);
         let (mut rest, mut time) = (bytes, Duration::ZERO);
-        for client in idle.chain(self.lock.holders(id)).filter(|client| !exempt.contains(client)) {
+        for client in idle.chain(self.gpus.holders(id)).filter(|client| !exempt.contains(client)) {
             if rest == 0 {
                 break;
             }
@@ -62,10 +62,10 @@ impl Machine {
 
     /// Idle clients with evictable bytes, in the order of eviction, where that order depends on the queue.
     fn victims_by_queue(&self, id: GpuId) -> Vec<ClientId> {
-        let idle = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.ledger.eviction_order());
+        let idle = self.gpus.get(id).into_iter().flat_map(|gpu| gpu.ledger.eviction_order());
         let before: BTreeMap<Entity, u32> = self.whole_queue(id).into_iter().zip(0..).collect();
         let expected_idle = |(last_run, client): (Time, ClientId)| {
-            let entity = self.lock.waiting(client);
+            let entity = self.queues.waiting(client);
             let before = entity.and_then(|entity| before.get(&entity).copied());
             (self.policy().expected_idle(&self.settings, self.now.saturating_sub(last_run), before), client)
         };
@@ -77,16 +77,16 @@ impl Machine {
     /// Evicts `bytes` from clients that do not hold the lock, in the order of the policy. Clients in `last` give bytes
     /// only if no other client has any; memory that rules protect comes after that. Clients in `exempt` give none.
     pub(crate) fn evict(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) {
-        let before = self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
+        let before = self.gpus.get(id).map_or(0, |gpu| gpu.ledger.evicting());
         self.take_back_ahead(id, bytes);
-        let after = self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
+        let after = self.gpus.get(id).map_or(0, |gpu| gpu.ledger.evicting());
         let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);
         // Mostly, a few clients have all the missing bytes, so the rest are not listed.
         let by_queue = self.policy().evicts_by_queue().then(|| self.victims_by_queue(id));
         let idle = || {
-            let gpu = self.gpus.get(&id).filter(|_| by_queue.is_none());
+            let gpu = self.gpus.get(id).filter(|_| by_queue.is_none());
             let idle = gpu.into_iter().flat_map(|gpu| gpu.ledger.eviction_order()).map(|(_, client)| client);
             by_queue.iter().flatten().copied().chain(idle)
         };
@@ -128,7 +128,7 @@ impl Machine {
     /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one member of a gang
     /// can have more than it needs while another member lacks bytes.
     fn take_back_ahead(&mut self, id: GpuId, bytes: u64) {
-        let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.ledger.ahead());
+        let clients = self.gpus.get(id).into_iter().flat_map(|gpu| gpu.ledger.ahead());
         let ahead: Vec<(ClientId, u64)> = clients
             .filter(|client| self.eviction_block(*client, id).is_none())
             .map(|client| (client, self.ahead(client, id)))

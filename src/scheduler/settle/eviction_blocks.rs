@@ -3,7 +3,7 @@
 
 use crate::{
     api::*,
-    lock::{ClientLock, Hold},
+    gpu::{ClientLock, Hold},
     machine::Machine,
     timers::Wake,
 };
@@ -24,7 +24,7 @@ impl Machine {
         let attachment = self.attachment(client, id)?;
         match attachment.eviction_block {
             _ if state.stopped => Some(EvictionBlock::Stopped),
-            _ if self.lock.hold(client, id).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
+            _ if self.gpus.hold(client, id).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
             block => block,
         }
     }
@@ -86,7 +86,7 @@ impl Machine {
     /// When the eviction that a client was asked for will be late. `None`: it was not asked for one, or is blocked
     /// already.
     pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
-        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
+        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(id)?);
         let account = gpu.account(client)?;
         let eviction = account.eviction.as_ref().filter(|_| attachment.eviction_block.is_none())?;
         let rest = account.report.mapped.saturating_sub(account.allowance);
@@ -104,9 +104,9 @@ impl Machine {
     pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };
-        let is_undrainable = self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
+        let is_undrainable = self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
         let has = match is_undrainable {
-            true if self.lock.of(client, id).is_some_and(ClientLock::may_need_memory) => None,
+            true if self.gpus.lock(client, id).is_some_and(ClientLock::may_need_memory) => None,
             true => account.less_than_charged(),
             false => account.unanswered(now),
         };

@@ -6,8 +6,8 @@ use crate::{
         Gpu,
         shortfall::{Failure, Trial},
     },
-    lock::{Blocked, Entity, Request},
     machine::Machine,
+    queue::{Blocked, Entity, Request},
     timers::Wake,
 };
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ impl Machine {
     /// Handles a release because mapping failed.
     pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
-        let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied());
+        let clients = self.gpus.get(id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied());
         let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
         let Some(report) = self.account(client, id).map(|account| account.report) else { return };
         let Some(attachment) = self.attachment_mut(client, id) else { return };
@@ -48,7 +48,7 @@ impl Machine {
         attachment.failures.in_a_row = attachment.failures.in_a_row.saturating_add(1);
         attachment.failures.unexplained = Some(Failure { at: now, others });
         let failures = attachment.failures.in_a_row;
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         // A measurement under way may have begun before the failure.
         gpu.measurement_requested = false;
         self.effects.command(Command::MappingFailed { client, gpu: id, bytes, failures });
@@ -62,8 +62,8 @@ impl Machine {
         let now = self.now;
         let Some(attachment) = self.attachment_mut(client, id) else { return };
         attachment.failures.not_before = now + delay;
-        let waiting = self.lock.waiting(client);
-        let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.lock.request(entity)?))) else {
+        let waiting = self.queues.waiting(client);
+        let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.queues.request(entity)?))) else {
             return;
         };
         let until = request.wants.get(&client).map_or(now, |gpus| self.delayed_until(client, gpus));
@@ -85,9 +85,9 @@ impl Machine {
         free: Option<u64>,
         found: &BTreeMap<ClientId, Found>,
     ) {
-        let in_use = self.gpus.get(&id).map_or(0, Gpu::in_use);
+        let in_use = self.gpus.get(id).map_or(0, Gpu::in_use);
         let clients: Vec<ClientId> =
-            self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied()).collect();
+            self.gpus.get(id).into_iter().flat_map(|gpu| gpu.attachments.keys().copied()).collect();
         let mut is_over = true;
         for client in clients {
             let Some(attachment) = self.attachment_mut(client, id) else { continue };
@@ -113,7 +113,7 @@ impl Machine {
 
     /// Decides on failures for which no measurement has come in time.
     pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.measurement_requested = false; // the answer may never come
         }
         self.explain_failures(id, self.now.saturating_sub(TIMEOUT), None, &BTreeMap::new());
@@ -121,7 +121,7 @@ impl Machine {
 
     fn explain_failure(&mut self, client: ClientId, id: GpuId, has_others: bool, is_measured: bool) {
         let now = self.now;
-        let Some(gpu) = self.gpus.get(&id) else { return };
+        let Some(gpu) = self.gpus.get(id) else { return };
         let (usable, charged, is_alone) =
             (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.attachments.len() == 1);
         let Some(account) = gpu.account(client) else { return };
@@ -157,14 +157,14 @@ impl Machine {
     /// The bytes that a client needs beyond its demand, since it could not map what seemed free: no more than all other
     /// clients can give.
     pub(crate) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some(gpu) = self.gpus.get(&id) else { return 0 };
+        let Some(gpu) = self.gpus.get(id) else { return 0 };
         let bytes = gpu.attachments.get(&client).map_or(0, |attachment| attachment.failures.shortfall(self.now));
         if bytes == 0 {
             return 0;
         }
         // The remaining room is shared with the clients that run together with it.
-        let entity = self.lock.entity(client);
-        let together = gpu.attachments.keys().filter(|other| self.lock.entity(**other) == entity);
+        let entity = self.queues.entity(client);
+        let together = gpu.attachments.keys().filter(|other| self.queues.entity(**other) == entity);
         let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
         for member in together {
             let Some(account) = gpu.account(*member) else { continue };
@@ -186,8 +186,8 @@ impl Machine {
     /// Begins trials before a request is granted: a client that has all of a GPU, and needs more than there seems to
     /// be, may try to map the rest.
     pub(crate) fn begin_trials(&mut self, entity: Entity) {
-        for id in self.lock.request(entity).map(Request::gpus).unwrap_or_default() {
-            if let [client] = *self.lock.members(entity, id) {
+        for id in self.queues.request(entity).map(Request::gpus).unwrap_or_default() {
+            if let [client] = *self.queues.members(entity, id) {
                 self.begin_trial(client, id);
             }
         }
@@ -201,7 +201,7 @@ impl Machine {
         if charge > account.allowance {
             return;
         }
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
+        let Some(gpu) = self.gpus.get(id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
             return;
         };
         let beyond = demand.saturating_sub(gpu.usable(&self.settings));
@@ -210,7 +210,7 @@ impl Machine {
         if beyond == 0 || !fits || self.unverified_for(client, id) > 0 {
             return;
         }
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.trial = Some(Trial { client, demand, beyond });
         if self.credit(client, id, 0) > 0 {
             self.end_trial(client, id);
@@ -220,16 +220,16 @@ impl Machine {
     /// The demand of a client that must have all of it mapped (engine `swap`), if the GPU is large enough. `None`: it
     /// is not, or the client can do with less.
     fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
+        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(id)?);
         let demand = gpu.account(client)?.report.demand;
         (attachment.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
     }
 
     /// Adjusts the trial after the client's demand or the overhead has changed.
     pub(crate) fn adjust_trial(&mut self, id: GpuId) {
-        let Some(trial) = self.gpus.get(&id).and_then(|gpu| gpu.trial) else { return };
+        let Some(trial) = self.gpus.get(id).and_then(|gpu| gpu.trial) else { return };
         let demand = self.demand_of_trial(trial.client, id).unwrap_or(0);
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         // If there is less than before, others need it: that part is not tried.
         let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
         let beyond = demand.saturating_sub(gpu.usable(&self.settings)).min(most);
@@ -238,7 +238,7 @@ impl Machine {
 
     /// Ends a client's trial, if it has one.
     pub(crate) fn end_trial(&mut self, client: ClientId, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         if gpu.trial.take_if(|trial| trial.client == client).is_some() {
             self.touch(id);
         }

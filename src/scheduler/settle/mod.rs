@@ -43,7 +43,7 @@ mod sleep;
 mod turns;
 mod unresponsive;
 
-use crate::{api::*, gpu::Access, lock::Entity, machine::Machine, policy::Waiter, timers::Wake};
+use crate::{api::*, gpu::Access, machine::Machine, policy::Waiter, queue::Entity, timers::Wake};
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
@@ -112,7 +112,7 @@ impl Machine {
             lacking = self.serve_undrainable(id);
         }
         let is_enough = reserved_ahead == 0 && lacking == 0;
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.lacking = !is_enough;
         }
         let returning = self.serve_returning(id);
@@ -136,35 +136,35 @@ impl Machine {
     /// Grants all requests for a GPU that is gone that can be granted the other GPUs that they want.
     fn let_through(&mut self, id: GpuId) {
         for entity in self.whole_queue(id) {
-            for member in self.lock.members(entity, id) {
+            for member in self.queues.members(entity, id) {
                 self.credit(member, id, 0);
             }
             if self.is_grantable(entity) {
                 self.grant(entity);
             }
         }
-        for holder in self.lock.holders(id).collect::<Vec<_>>() {
+        for holder in self.gpus.holders(id).collect::<Vec<_>>() {
             self.credit(holder, id, 0);
         }
     }
 
     /// Requeues requests that unevictable memory blocked, once there is more room.
     fn note_capacity(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if gpu.ledger.take_unevictable_fell() || capacity > gpu.capacity {
-            for entity in self.lock.take_blocked_by_pinned(id) {
+            for entity in self.queues.take_blocked_by_pinned(id) {
                 self.enqueue(entity);
             }
         }
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.capacity = capacity;
         }
     }
 
     /// Requeues requests that had to wait for a request of a higher class, if that request has gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
-        let free: Vec<Entity> = self.lock.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
+        let free: Vec<Entity> = self.queues.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
     }
 

@@ -44,12 +44,12 @@ impl Machine {
 
     /// Why a client cannot be moved, whether or not it can sleep.
     fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
-        let total = |id| self.gpus.get(&id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
+        let total = |id| self.gpus.get(id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
         // Whether clients can be measured shows only on a GPU that has clients. On the first GPU they can, or the
         // client would not sleep.
-        let is_measured = self.gpus.get(&to).is_some_and(|gpu| gpu.measured.is_some());
-        let is_gang = self.lock.gang_peers(client).next().is_some();
-        let is_like_it = total(to).is_some() && total(to) == self.gpus.get(&from).map(|gpu| gpu.total);
+        let is_measured = self.gpus.get(to).is_some_and(|gpu| gpu.measured.is_some());
+        let is_gang = self.queues.gang_peers(client).next().is_some();
+        let is_like_it = total(to).is_some() && total(to) == self.gpus.get(from).map(|gpu| gpu.total);
         let obstacles = [
             (self.attachment(client, from).is_none(), MoveObstacle::NotThere),
             (self.attachment(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
@@ -69,7 +69,7 @@ impl Machine {
 
     /// Bytes that a client's context will need on a GPU other than this one.
     pub(super) fn context_elsewhere(&self, client: ClientId, from: GpuId) -> u64 {
-        let away = self.gpus.get(&from).and_then(|gpu| gpu.away.get(&client).copied());
+        let away = self.gpus.get(from).and_then(|gpu| gpu.away.get(&client).copied());
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
@@ -77,7 +77,7 @@ impl Machine {
     /// leave, and for its context beside the needs of any other client there. And whether the bytes that it was
     /// promised can be kept there.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
-        let (Some(account), Some(gpu)) = (self.account(client, from), self.gpus.get(&to)) else {
+        let (Some(account), Some(gpu)) = (self.account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
         };
         let here = gpu.promisable(&self.settings);
@@ -144,7 +144,7 @@ impl Machine {
 
     /// Starts to empty the GPU (`drained`), or puts it back in use.
     pub(crate) fn drain(&mut self, id: GpuId, drained: bool) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.drained = drained;
         let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
         clients.into_iter().for_each(|client| self.drain_client(client));
@@ -152,7 +152,7 @@ impl Machine {
     }
 
     fn is_drained(&self, id: GpuId) -> bool {
-        self.gpus.get(&id).is_some_and(|gpu| gpu.drained)
+        self.gpus.get(id).is_some_and(|gpu| gpu.drained)
     }
 
     /// Whether a client has a context on a drained GPU, or comes back to one.
@@ -183,7 +183,7 @@ impl Machine {
             let candidates = self.places.candidates(client, from).filter(|to| !self.sleep.has_missed(client, *to));
             let moves = candidates.map(|to| Move { from, to });
             let free = moves.filter(|both| self.move_obstacle(client, *both).is_none());
-            let clients = |both: &Move| self.gpus.get(&both.to).map_or(0, |gpu| gpu.attachments.len());
+            let clients = |both: &Move| self.gpus.get(both.to).map_or(0, |gpu| gpu.attachments.len());
             if let Some(both) = free.min_by_key(clients) {
                 self.sleep.want_move(client, both);
                 self.limit_sleeper(client);
@@ -192,21 +192,14 @@ impl Machine {
         }
     }
 
-    /// Moves all records of a sleeping client from one GPU to another. Does nothing if that GPU is unknown, or the
+    /// Moves the attachment of a sleeping client from one GPU to another, and its limit and its request with it. Does nothing if that GPU is unknown, or the
     /// client is already there.
     fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
-        if self.attachment(client, to).is_some() || !self.gpus.contains_key(&to) {
+        if !self.gpus.move_client(self.now, client, both) {
             return;
         }
-        let now = self.now;
-        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&from)) else { return };
-        let (tenant, Some(attachment)) = (state.tenant, gpu.take(client)) else { return };
-        if let Some(gpu) = self.gpus.get_mut(&to) {
-            gpu.put(now, client, tenant, attachment);
-        }
         let wanted = self.with_quota(|quota, cx, _| quota.move_client(cx, client, from, to));
-        let wants = self.lock.wants(client).filter(|wants| wants.contains(&from)).cloned();
-        self.lock.move_client(client, from, to);
+        let wants = self.queues.wants(client).filter(|wants| wants.contains(&from)).cloned();
         self.places.move_client(client, from, to);
         self.effects.wake(Wake::Eviction(client, from), None);
         self.effects.wake(Wake::Ahead(client, from), None);

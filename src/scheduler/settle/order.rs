@@ -3,10 +3,10 @@
 use crate::{
     api::*,
     fairness::{ShareOwner, Shares},
-    gpu::Access,
-    lock::{Blocked, Entity, Hold, QueueKey, Request},
+    gpu::{Access, Hold},
     machine::Machine,
     policy::{self, Precedence, Waiter},
+    queue::{Blocked, Entity, QueueKey, Request},
 };
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,8 +15,8 @@ use std::time::Duration;
 impl Machine {
     /// The fairness state at this moment.
     pub(crate) fn shares(&self) -> Shares<'_> {
-        let Self { now, settings, rules, lock, fairness, .. } = self;
-        Shares { now: *now, settings, rules, lock, state: fairness }
+        let Self { now, settings, rules, gpus, queues, fairness, .. } = self;
+        Shares { now: *now, settings, rules, gpus, queues, state: fairness }
     }
 
     /// The rank of a request that arrives at `arrival` among the requests of its owner, and when its age puts it before
@@ -33,7 +33,7 @@ impl Machine {
             ..a
         });
         let Some(waiter) = waiter else { return (arrival, None) };
-        let several = wants.len() > 1 || self.lock.entity(client).gang().is_some();
+        let several = wants.len() > 1 || self.queues.entity(client).gang().is_some();
         let waiter = Waiter { several, ..waiter };
         let ages_after = self.policy().ages_after(&self.settings, &waiter);
         let at = self.policy().rank(&self.settings, arrival, &waiter);
@@ -47,22 +47,22 @@ impl Machine {
             return Time::ZERO;
         }
         let Some(owner) = self.shares().owner(client) else { return self.now };
-        let peers = wants.iter().flat_map(|id| self.lock.queued_of(*id, owner));
-        peers.filter_map(|entity| Some(self.lock.request(entity)?.key.joined)).min().unwrap_or(self.now)
+        let peers = wants.iter().flat_map(|id| self.queues.queued_of(*id, owner));
+        peers.filter_map(|entity| Some(self.queues.request(entity)?.key.joined)).min().unwrap_or(self.now)
     }
 
     /// Owners with queued requests, where the policy orders the requests of one owner by rank alone: their finish tags
     /// are kept even in the past, as the key that those requests share.
     fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
-        is_by_rank.then(|| self.lock.owners_waiting(id)).into_iter().flatten().collect()
+        is_by_rank.then(|| self.queues.owners_waiting(id)).into_iter().flatten().collect()
     }
 
     /// Ranks all requests anew after a change of the policy. Finish tags of the former policy are forgotten.
     pub(crate) fn rerank_all(&mut self) {
         self.fairness.clear_finish_tags();
-        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
-            let Some(request) = self.lock.request(entity) else { continue };
+        for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
+            let Some(request) = self.queues.request(entity) else { continue };
             let Some((client, wants)) = request.wants.first_key_value() else { continue };
             let arrival = request.since.values().min().copied().unwrap_or(self.now);
             let (rank, ages) = self.rank(*client, wants, arrival);
@@ -70,7 +70,7 @@ impl Machine {
             if is_queued {
                 self.dequeue(entity);
             }
-            if let Some(request) = self.lock.request_mut(entity) {
+            if let Some(request) = self.queues.request_mut(entity) {
                 (request.key.rank, request.ages, request.aged) = (rank, ages, false);
             }
             if is_queued {
@@ -82,11 +82,11 @@ impl Machine {
     /// Puts a request that has waited long enough before all other requests of its owner.
     pub(crate) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
-        if !self.lock.request(entity).is_some_and(is_due) {
+        if !self.queues.request(entity).is_some_and(is_due) {
             return;
         }
         self.dequeue(entity);
-        if let Some(request) = self.lock.request_mut(entity) {
+        if let Some(request) = self.queues.request_mut(entity) {
             request.key.rank = Time::ZERO;
             request.aged = true;
         }
@@ -94,11 +94,11 @@ impl Machine {
 
     /// A client that waits for a GPU or holds it, as the policy sees it.
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
-        let (Some(history), Some(gpu)) = (self.history(client, id), self.gpus.get(&id)) else {
+        let (Some(history), Some(gpu)) = (self.history(client, id), self.gpus.get(id)) else {
             return Waiter::default();
         };
         let lacking = self.need(client, id).saturating_sub(gpu.account(client).map_or(0, |account| account.allowance));
-        let hold = self.lock.hold(client, id);
+        let hold = self.gpus.hold(client, id);
         let held = hold.map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
         let (attained, level_since) = history.progress.after(self.now, held);
         Waiter {
@@ -106,7 +106,7 @@ impl Machine {
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
             unmeasured: hold.is_none() && history.utilization.is_open(),
-            waiters: self.lock.queue_length(id) + 1,
+            waiters: self.queues.queue_length(id) + 1,
             attained,
             level_since,
             ..Waiter::default()
@@ -126,7 +126,7 @@ impl Machine {
             rank: self.policy().rank(&self.settings, self.now, &waiter),
             attained: waiter.attained,
             exchange: hold.exchange.map_or(Duration::ZERO, |(_, exchange)| exchange),
-            fills: self.gpus.get(&id).map_or(Duration::ZERO, |gpu| gpu.rates.both_ways(self.need(client, id), None)),
+            fills: self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.rates.both_ways(self.need(client, id), None)),
             batch: self.shares().share_of(client).weight == 0,
             waited: hold.waited(self.now),
             aged: hold.aged,
@@ -143,10 +143,10 @@ impl Machine {
         }
         let owner = self.shares().owner(client)?;
         let is_other = |entity: Entity| {
-            let other = self.lock.first_client(entity).filter(|other| self.shares().owner(*other) != Some(owner));
+            let other = self.queues.first_client(entity).filter(|other| self.shares().owner(*other) != Some(owner));
             other.is_some_and(|other| self.shares().are_peers(other, client))
         };
-        let (key, _) = self.lock.queue(id).find(|(_, entity)| is_other(*entity))?;
+        let (key, _) = self.queues.queue(id).find(|(_, entity)| is_other(*entity))?;
         let (until, weights) = self.shares().finish_tag(client, owner, id, hold, hold.waited(self.now))?;
         Some(weights.service_until(key.at.saturating_sub(until)))
     }
@@ -175,14 +175,14 @@ impl Machine {
             return None;
         }
         let wants =
-            self.lock.request(entity)?.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
+            self.queues.request(entity)?.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
         wants.filter_map(|(client, id)| self.own_tag(client, id)).min()
     }
 
     /// Requeues a client's request after a change of its owner.
     pub(crate) fn owner_changed(&mut self, client: ClientId) {
-        let Some(entity) = self.lock.waiting(client) else { return };
-        let is_queued = self.lock.request(entity).is_some_and(|request| request.blocked.is_none());
+        let Some(entity) = self.queues.waiting(client) else { return };
+        let is_queued = self.queues.request(entity).is_some_and(|request| request.blocked.is_none());
         if is_queued {
             self.dequeue(entity);
             self.join_queues(entity);
@@ -193,15 +193,15 @@ impl Machine {
     /// stands behind: for assertions.
     pub(crate) fn owners_are_current(&self, id: GpuId) -> bool {
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
-        for entity in self.lock.queued(id) {
+        for entity in self.queues.queued(id) {
             if let Some(owner) = self.owner_of(entity) {
                 owners.entry(owner).or_default().insert(entity);
             }
         }
-        self.lock.owners_waiting(id).eq(owners.keys().copied())
-            && owners.iter().all(|(owner, all)| self.lock.queued_of(id, *owner).collect::<BTreeSet<_>>() == *all)
-            && self.lock.queue(id).all(|(key, entity)| self.lock.request(entity).is_some_and(|own| own.key == *key))
-            && self.whole_queue(id).first().copied() == self.lock.first(id)
+        self.queues.owners_waiting(id).eq(owners.keys().copied())
+            && owners.iter().all(|(owner, all)| self.queues.queued_of(id, *owner).collect::<BTreeSet<_>>() == *all)
+            && self.queues.queue(id).all(|(key, entity)| self.queues.request(entity).is_some_and(|own| own.key == *key))
+            && self.whole_queue(id).first().copied() == self.queues.first(id)
     }
 
     /// Charges a client's owners for a hold that ended, `waited` of it contended: their finish tags rise, and their
@@ -215,8 +215,8 @@ impl Machine {
         let (is_charged, keep) = (!tags.is_empty(), self.owners_with_one_key(id));
         self.fairness.set_finish_tags(self.now, id, &keep, tags);
         if is_charged {
-            let mut own: Vec<Entity> = self.lock.first_of(id, owner).collect();
-            own.sort_unstable_by_key(|entity| self.lock.request(*entity).map(|request| request.key));
+            let mut own: Vec<Entity> = self.queues.first_of(id, owner).collect();
+            own.sort_unstable_by_key(|entity| self.queues.request(*entity).map(|request| request.key));
             own.into_iter().for_each(|entity| self.requeue(entity));
         }
     }
@@ -226,7 +226,7 @@ impl Machine {
         let ahead = self.shares().virtual_time_lead(id, client);
         if !ahead.is_zero() {
             self.fairness.advance_virtual_time(id, ahead);
-            let queue: Vec<Entity> = self.lock.queue(id).map(|(_, entity)| entity).collect();
+            let queue: Vec<Entity> = self.queues.queue(id).map(|(_, entity)| entity).collect();
             queue.into_iter().for_each(|entity| self.requeue(entity));
         }
         self.shares().finish_tags_before(client, id)
@@ -235,8 +235,8 @@ impl Machine {
     /// Until when a holder would precede a waiting request if it released the lock and requested it again. Revoking it
     /// sooner would only cost a drain, since it would be granted again immediately. `None`: the request goes first.
     pub(crate) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
-        let hold = self.lock.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
-        let (owner, key) = (self.shares().owner(holder)?, self.lock.request(other)?.key);
+        let hold = self.gpus.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
+        let (owner, key) = (self.shares().owner(holder)?, self.queues.request(other)?.key);
         let waited = hold.waited(self.now);
         let waiter =
             Waiter { burst: self.history(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
@@ -254,7 +254,8 @@ impl Machine {
             false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
         };
         // Clients of one owner have the same finish tag, unless one has a lower weight of its own.
-        let own_tag = || self.lock.first_client(other).and_then(|client| self.own_tag(client, id)).unwrap_or_default();
+        let own_tag =
+            || self.queues.first_client(other).and_then(|client| self.own_tag(client, id)).unwrap_or_default();
         let other_at = if is_same_owner { key.rank.max(own_tag()) } else { key.at };
         // While the holder keeps running, its arrival would advance as fast as time does.
         let mut ahead = other_at.checked_sub(arrival);
@@ -275,12 +276,12 @@ impl Machine {
 
     /// The owner of a request's turns.
     pub(crate) fn owner_of(&self, entity: Entity) -> Option<ShareOwner> {
-        self.shares().owner(self.lock.first_client(entity)?)
+        self.shares().owner(self.queues.first_client(entity)?)
     }
 
     /// The key of a request as of now.
     pub(crate) fn current_key(&self, entity: Entity) -> Option<QueueKey> {
-        let request = self.lock.request(entity)?;
+        let request = self.queues.request(entity)?;
         let keys = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
         // A gang has the last of its members' classes and the latest of their times.
         let key = keys.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
@@ -290,8 +291,8 @@ impl Machine {
     /// All requests in the queue of a GPU, in the order in which they would be served if nothing changed.
     pub(crate) fn whole_queue(&self, id: GpuId) -> Vec<Entity> {
         let behind =
-            self.lock.behind_first(id).filter_map(|(first, entity)| Some((self.key_behind(first, entity)?, entity)));
-        let mut queue: Vec<_> = self.lock.queue(id).map(|(key, entity)| (*key, entity)).chain(behind).collect();
+            self.queues.behind_first(id).filter_map(|(first, entity)| Some((self.key_behind(first, entity)?, entity)));
+        let mut queue: Vec<_> = self.queues.queue(id).map(|(key, entity)| (*key, entity)).chain(behind).collect();
         queue.sort_unstable();
         queue.into_iter().map(|(_, entity)| entity).collect()
     }
@@ -304,10 +305,10 @@ impl Machine {
 
     /// Moves a queued request to its present position.
     pub(crate) fn requeue(&mut self, entity: Entity) {
-        let Some(request) = self.lock.request(entity).filter(|request| request.blocked.is_none()) else { return };
+        let Some(request) = self.queues.request(entity).filter(|request| request.blocked.is_none()) else { return };
         let Some(key) = self.current_key(entity).filter(|key| *key != request.key) else { return };
         self.dequeue(entity);
-        if let Some(request) = self.lock.request_mut(entity) {
+        if let Some(request) = self.queues.request_mut(entity) {
             request.key = key;
         }
         self.enqueue(entity);
@@ -324,17 +325,17 @@ impl Machine {
     /// Whether a request that also wants other GPUs has to wait here for a request or holder of a better tier. That may
     /// take long, and until then the request would block the other GPUs for all other clients.
     pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
-        let Some(request) = self.lock.request(entity).filter(|_| self.shares().have_classes()) else { return false };
+        let Some(request) = self.queues.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         if self.access(id) == Access::Gone {
             return false;
         }
         let tier = request.key.class.tier;
         let several = request.wants.values().flatten().any(|other| *other != id);
-        let waits = || self.lock.queue(id).next().is_some_and(|(key, _)| key.class.tier < tier);
+        let waits = || self.queues.queue(id).next().is_some_and(|(key, _)| key.class.tier < tier);
         let is_better = |(holder, hold): (ClientId, &Hold)| {
             !hold.is_bypassed() && hold.entity != entity && self.shares().class_of_holder(holder).tier < tier
         };
-        several && (waits() || (self.lock.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
+        several && (waits() || (self.gpus.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
     /// Takes requests out of a queue that would only block other GPUs, since one of a better tier waits here.
@@ -342,23 +343,23 @@ impl Machine {
         if !self.shares().have_classes() {
             return;
         }
-        let queue = self.lock.queue(id).map(|(_, entity)| entity);
+        let queue = self.queues.queue(id).map(|(_, entity)| entity);
         let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.waits_behind(*entity, id)).collect();
         behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
     /// Moves all requests to their present positions after a change of rules.
     pub(crate) fn requeue_all(&mut self) {
-        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
+        for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
             self.requeue(entity);
-            let blocked = self.lock.request(entity).and_then(|request| request.blocked);
+            let blocked = self.queues.request(entity).and_then(|request| request.blocked);
             let is_capped = matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity);
             if is_capped || matches!(blocked, Some(Blocked::Behind(_))) {
                 self.enqueue(entity);
             }
         }
         self.fairness.forget_usage(self.now, self.settings.time_period);
-        self.effects.touch_all(self.gpus.keys().copied());
+        self.effects.touch_all(self.gpus.ids());
     }
 
     /// Moves requests whose class depends on usage to their present positions. Returns when to look again.
@@ -366,15 +367,16 @@ impl Machine {
         if !self.shares().are_watched() {
             return None;
         }
-        let is_watched = |entity: &Entity| self.lock.clients_of(*entity).any(|client| self.shares().is_watched(client));
-        let queue: Vec<Entity> = self.lock.queued(id).filter(is_watched).collect();
+        let is_watched =
+            |entity: &Entity| self.queues.clients_of(*entity).any(|client| self.shares().is_watched(client));
+        let queue: Vec<Entity> = self.queues.queued(id).filter(is_watched).collect();
         for entity in queue {
             match self.shares().request_capped_until(entity) {
                 Some(until) => self.block(entity, Blocked::Until(until)),
                 None => self.requeue(entity),
             }
         }
-        self.lock.first(id)?;
+        self.queues.first(id)?;
         self.shares().class_changes_at(id)
     }
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 impl Machine {
     /// Bytes that a client's group may allocate on a GPU. `None`: it is in no group, or the group is unlimited.
     pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.rules.memory_max(client, self.gpus.get(&id)?.total)
+        self.rules.memory_max(client, self.gpus.get(id)?.total)
     }
 
     /// Bytes that the contexts of a client's group count for on a GPU, as measured or else estimated.
@@ -21,18 +21,18 @@ impl Machine {
 
     /// The lowest of all limits on a client's memory on a GPU, whether or not it uses that GPU. `None`: unlimited.
     pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.rules.lowest_max(client, self.gpus.get(&id)?.total)
+        self.rules.lowest_max(client, self.gpus.get(id)?.total)
     }
 
     /// Bytes that a client's environment lets it allocate on a GPU, its context included. `None`: no limit.
     pub fn env_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.rules.env_memory_max(client, self.gpus.get(&id)?.total)
+        self.rules.env_memory_max(client, self.gpus.get(id)?.total)
     }
 
     /// Whether a client gets no free bytes on a GPU: it neither runs nor waits there, and it or its group exceeds its
     /// limit.
     pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
-        let uses = self.lock.hold(client, id).is_some() || self.lock.waits_for(client, id);
+        let uses = self.gpus.hold(client, id).is_some() || self.queues.waits_for(client, id);
         !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))
     }
 
@@ -54,7 +54,7 @@ impl Machine {
 
     /// For each group with `memory-low`: its bytes on the GPU beyond that.
     pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
-        let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
+        let Some(gpu) = self.gpus.get(id) else { return BTreeMap::new() };
         let protected = self.rules.groups().filter_map(|(group, limits)| {
             let low = limits.memory_low?;
             let accounts = self.rules.members(group).filter_map(|client| gpu.account(client));

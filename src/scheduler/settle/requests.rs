@@ -2,10 +2,10 @@
 
 use crate::{
     api::*,
-    gpu::Access,
-    lock::Class,
-    lock::{Blocked, Entity, Hold, QueueKey, Request, Revoked},
+    gpu::{Access, Hold, Revoked},
     machine::Machine,
+    queue::Class,
+    queue::{Blocked, Entity, QueueKey, Request},
     settle::unresponsive::STUCK,
     timers::Wake,
 };
@@ -22,20 +22,20 @@ impl Machine {
         }
         // It need not wait for locks that it holds; a lock that was revoked has to be released first.
         let is_wanted = |gpu: &GpuId| {
-            self.lock.of(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
+            self.gpus.lock(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
         };
         let wants: GpuSet = gpus.into_iter().filter(is_wanted).collect();
-        let (entity, is_absent) = (self.lock.entity(client), self.is_absent(client));
+        let (entity, is_absent) = (self.queues.entity(client), self.is_absent(client));
         let not_before = self.delayed_until(client, &wants);
         // A request that replaces another keeps its key.
-        let before = self.lock.waiting(client).and_then(|entity| self.lock.request(entity));
+        let before = self.queues.waiting(client).and_then(|entity| self.queues.request(entity));
         let old = before.and_then(|request| request.since.get(&client).copied());
         let key = before.map(|request| (request.key, request.ages, request.aged));
         let since = old.unwrap_or(self.now);
         self.withdraw(client);
         let now = self.now;
         for id in &wants {
-            let is_new = old.is_none() && self.lock.hold(client, *id).is_none();
+            let is_new = old.is_none() && self.gpus.hold(client, *id).is_none();
             if let Some(attachment) = self.attachment_mut(client, *id) {
                 attachment.used.get_or_insert(now);
             }
@@ -48,7 +48,7 @@ impl Machine {
         }
         self.dequeue(entity);
         let mut request = None;
-        if self.lock.request(entity).is_none() {
+        if self.queues.request(entity).is_none() {
             let (key, ages, aged) = key.unwrap_or_else(|| {
                 let (rank, ages) = self.rank(client, &wants, now);
                 let (number, joined) = (self.effects.number(), self.joined(client, &wants));
@@ -60,9 +60,9 @@ impl Machine {
             });
             request = Some(Request::new(key, ages, aged));
         }
-        self.lock.add_to_request(entity, client, since, wants, request);
+        self.queues.add_to_request(entity, client, since, wants, request);
         let (key, gathers) = (self.current_key(entity), self.gathers_until(entity));
-        if let Some(request) = self.lock.request_mut(entity) {
+        if let Some(request) = self.queues.request_mut(entity) {
             request.key = key.unwrap_or(request.key);
             // A member that asks late does not make the others wait longer.
             request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
@@ -86,7 +86,7 @@ impl Machine {
 
     /// The same, without granting it immediately. Returns whether it is queued.
     pub(crate) fn join_queues(&mut self, entity: Entity) -> bool {
-        if self.lock.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Absent)) {
+        if self.queues.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Absent)) {
             return false; // it is queued again when all of its members run
         }
         self.age(entity);
@@ -94,11 +94,11 @@ impl Machine {
             self.block(entity, why);
             return false;
         }
-        let Some(request) = self.lock.request(entity) else { return false };
+        let Some(request) = self.queues.request(entity) else { return false };
         let changes = self.position_changes_at(entity).into_iter().chain(self.turn_passes_at(entity));
         let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
         let (owner, by_rank) = (self.owner_of(entity), self.is_by_rank(entity));
-        self.lock.join_queues(&mut self.effects, entity, owner, by_rank);
+        self.queues.join_queues(&mut self.effects, entity, owner, by_rank);
         self.touch_conflicting_gangs(entity);
         self.effects.wake(Wake::Entity(entity), next);
         true
@@ -110,7 +110,7 @@ impl Machine {
         // may need them in order to drain.
         let undrained = self.undrained(entity);
         if !undrained.is_empty() {
-            if undrained.len() == self.lock.request(entity)?.wants.len() {
+            if undrained.len() == self.queues.request(entity)?.wants.len() {
                 return Some(Blocked::Undrained);
             }
             self.split(entity, &undrained);
@@ -119,16 +119,16 @@ impl Machine {
             return Some(Blocked::Until(until));
         }
         // A request that would take bytes on other GPUs, and could not use them, stays out.
-        let ids = self.lock.request(entity)?.gpus();
+        let ids = self.queues.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
-            let members = self.lock.members(entity, **id);
+            let members = self.queues.members(entity, **id);
             (members.len() == 1 || self.is_crowded_out(**id, &members)) && !self.has_room(entity, **id, &members)
         });
         if let Some(full) = full {
             return Some(Blocked::Pinned(*full));
         }
         let key = self.current_key(entity);
-        let request = self.lock.request_mut(entity)?;
+        let request = self.queues.request_mut(entity)?;
         if request.blocked.take().is_some() {
             request.key = key.unwrap_or(request.key);
         }
@@ -138,10 +138,10 @@ impl Machine {
 
     /// Takes a request out of the queues. The next request behind it is handled as if it came now.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
-        let Some((id, owner, first)) = self.lock.leave_queues(&mut self.effects, entity) else { return };
-        while let Some(next) = self.lock.take_next_of(id, owner) {
+        let Some((id, owner, first)) = self.queues.leave_queues(&mut self.effects, entity) else { return };
+        while let Some(next) = self.queues.take_next_of(id, owner) {
             let key = self.key_behind(&first, next);
-            if let Some((request, key)) = self.lock.request_mut(next).zip(key) {
+            if let Some((request, key)) = self.queues.request_mut(next).zip(key) {
                 request.key = key;
             }
             self.join_queues(next);
@@ -154,17 +154,17 @@ impl Machine {
         let Entity::Solo(client) = entity else { return false };
         self.settings.anti_thrash != AntiThrash::Off
             && self.rules.env(client).is_none()
-            && self.lock.gang_peers(client).next().is_none()
-            && self.lock.wants(client).is_some_and(|gpus| gpus.len() == 1)
+            && self.queues.gang_peers(client).next().is_none()
+            && self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
     }
 
     /// Takes a request out of the queues until something changes. It then reserves no bytes and delays no other
     /// request.
     pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
         self.dequeue(entity);
-        self.lock.set_blocked(&mut self.effects, entity, why);
+        self.queues.set_blocked(&mut self.effects, entity, why);
         match why {
-            Blocked::Until(at) if self.lock.request(entity).is_some() => {
+            Blocked::Until(at) if self.queues.request(entity).is_some() => {
                 self.effects.wake(Wake::Entity(entity), Some(at))
             }
             Blocked::Pinned(_) => self.report_wait(entity, WaitReason::Pinned),
@@ -175,18 +175,18 @@ impl Machine {
 
     /// The clients of a request that want a lock which they still hold and cannot release.
     fn undrained(&self, entity: Entity) -> Vec<ClientId> {
-        let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
-        let is_undrainable = |client: ClientId, id: GpuId| self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
+        let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
+        let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
         let undrained = wants.filter(|(client, gpus)| gpus.iter().any(|id| is_undrainable(**client, *id)));
         undrained.map(|(client, _)| *client).collect()
     }
 
     /// Takes a client out of its request.
     pub(crate) fn withdraw(&mut self, client: ClientId) {
-        let Some(entity) = self.lock.waiting(client) else { return };
+        let Some(entity) = self.queues.waiting(client) else { return };
         self.dequeue(entity);
-        self.lock.take_from_request(client);
-        let Some(blocked) = self.lock.request(entity).map(|request| request.blocked) else { return };
+        self.queues.take_from_request(client);
+        let Some(blocked) = self.queues.request(entity).map(|request| request.blocked) else { return };
         match blocked {
             Some(Blocked::Until(at)) if self.is_delayed(entity) => self.block(entity, Blocked::Until(at)),
             Some(Blocked::Absent) if self.any_absent(entity) => {}
@@ -199,14 +199,14 @@ impl Machine {
 
     /// Clears the reason why a request is blocked.
     pub(crate) fn unblock(&mut self, entity: Entity) {
-        if let Some(request) = self.lock.request_mut(entity) {
+        if let Some(request) = self.queues.request_mut(entity) {
             request.blocked = None;
         }
     }
 
     /// Whether a client of a request may not be granted a GPU yet because mapping failed there.
     pub(crate) fn is_delayed(&self, entity: Entity) -> bool {
-        let mut wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
+        let mut wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
     }
 
@@ -216,11 +216,11 @@ impl Machine {
     }
 
     pub(crate) fn any_absent(&self, entity: Entity) -> bool {
-        self.lock.clients_of(entity).any(|client| self.is_absent(client))
+        self.queues.clients_of(entity).any(|client| self.is_absent(client))
     }
 
     pub(crate) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
-        let Some(wants) = self.lock.wants(client).filter(|wants| !wants.is_disjoint(gpus)) else { return };
+        let Some(wants) = self.queues.wants(client).filter(|wants| !wants.is_disjoint(gpus)) else { return };
         let rest: GpuSet = wants.difference(gpus).copied().collect();
         if rest.is_empty() {
             self.withdraw(client);
@@ -231,7 +231,7 @@ impl Machine {
 
     /// Tells the clients of a request why it waits, if the reason changed.
     pub(crate) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
-        let Some(request) = self.lock.request_mut(entity).filter(|request| request.told != Some(why)) else { return };
+        let Some(request) = self.queues.request_mut(entity).filter(|request| request.told != Some(why)) else { return };
         request.told = Some(why);
         for (client, gpus) in &request.wants {
             self.effects.command(Command::Waiting { client: *client, gpus: gpus.clone(), why });
@@ -241,12 +241,12 @@ impl Machine {
     /// Grants a request immediately if it needs neither bytes nor turns: managed memory with anti-thrash off. While its
     /// memory is leaving for others, it waits in the queue like they do.
     fn admit_if_needless(&mut self, entity: Entity) {
-        let Some(request) = self.lock.request(entity) else { return };
+        let Some(request) = self.queues.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
         let is_needless = |client, id| {
             self.faults_in(client, id)
                 && self.access(id) != Access::Asleep
-                && self.lock.hold(client, id).is_none()
+                && self.gpus.hold(client, id).is_none()
                 && !self.is_evicting(entity, id)
         };
         if wants.all(|(client, id)| is_needless(client, id)) {
@@ -255,8 +255,8 @@ impl Machine {
     }
 
     pub(crate) fn admit_needless(&mut self) {
-        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
-            if self.lock.request(entity).is_some_and(|request| request.blocked.is_none()) {
+        for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
+            if self.queues.request(entity).is_some_and(|request| request.blocked.is_none()) {
                 self.admit_if_needless(entity);
             }
         }
@@ -264,7 +264,7 @@ impl Machine {
 
     /// Whether the holders of a GPU let an entity be admitted now.
     pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
-        let (true, Some(request)) = (self.gpus.contains_key(&id), self.lock.request(entity)) else { return false };
+        let (true, Some(request)) = (self.gpus.contains(id), self.queues.request(entity)) else { return false };
         let is_gone = match self.access(id) {
             Access::Turns => false,
             Access::Gone => true,
@@ -279,7 +279,7 @@ impl Machine {
             let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
             *known.get_or_init(may_join)
         };
-        self.lock.holds_on(id).all(|(holder, hold)| {
+        self.gpus.holds_on(id).all(|(holder, hold)| {
             let is_holding = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
             let beside = || {
                 hold.is_bypassed()
@@ -294,7 +294,7 @@ impl Machine {
     /// Whether a request is allowed all bytes that it needs on a GPU.
     pub(crate) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
         let has = |client| self.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
-        self.lock.request(entity).is_some() && self.lock.wanting(entity, id).all(has)
+        self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
     }
 
     /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while
@@ -306,18 +306,18 @@ impl Machine {
                 && self.faults_in(client, id)
                 && self.eviction_block(client, id).is_none()
         };
-        self.settings.anti_thrash == AntiThrash::Off && self.lock.wanting(entity, id).any(evicts)
+        self.settings.anti_thrash == AntiThrash::Off && self.queues.wanting(entity, id).any(evicts)
     }
 
     /// Whether a request is the first in all of its queues and can be granted.
     pub(crate) fn is_grantable(&self, entity: Entity) -> bool {
-        let Some(request) = self.lock.request(entity) else { return false };
+        let Some(request) = self.queues.request(entity) else { return false };
         if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
             return false;
         }
         let is_served = |id: &GpuId| {
             let is_next = || {
-                self.lock.first(*id) == Some(entity) && self.has_memory(entity, *id) && !self.is_evicting(entity, *id)
+                self.queues.first(*id) == Some(entity) && self.has_memory(entity, *id) && !self.is_evicting(entity, *id)
             };
             self.is_admissible(entity, *id) && (self.access(*id) == Access::Gone || is_next())
         };
@@ -327,27 +327,27 @@ impl Machine {
     /// Grants a request: its clients hold the locks that they want.
     pub(crate) fn grant(&mut self, entity: Entity) {
         self.dequeue(entity);
-        let Some(request) = self.lock.take_request(entity) else { return };
-        self.lock.begin_gang_turn(entity, self.now);
+        let Some(request) = self.queues.take_request(entity) else { return };
+        self.begin_gang_turn(entity, self.now);
         let (now, group) = (self.now, self.effects.number());
         for (client, gpus) in request.wants {
             let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
-            self.lock.join_hold_group(client, group);
+            self.gpus.join_hold_group(client, group);
             for id in &gpus {
                 let number = self.effects.number();
-                if self.lock.of(client, *id).is_none() {
+                if self.gpus.lock(client, *id).is_none() {
                     continue;
                 }
                 // Time in which no client could run, because this client's memory was being moved in, counts as its
                 // own.
-                let idle_since = self.lock.take_idle_since(*id, entity);
+                let idle_since = self.gpus.take_idle_since(*id, entity);
                 let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
                 // Nothing leaves while it holds the lock. Where its pages fault in, it is granted although some are still leaving.
                 self.stop_evicting(client, *id);
                 self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
-                if let Some(lock) = self.lock.of_mut(client, *id) {
+                if let Some(lock) = self.gpus.lock_mut(client, *id) {
                     lock.grants += 1;
                     lock.wait_time += waited;
                 }
@@ -357,17 +357,17 @@ impl Machine {
     }
 
     fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
-        self.lock.begin_hold(client, id, hold);
+        self.gpus.begin_hold(client, id, hold);
         self.lock_changed(client, id);
     }
 
     /// Takes over locks that a previous scheduler granted. Their turns begin now.
     pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
-        let (entity, now, group) = (self.lock.entity(client), self.now, self.effects.number());
-        self.lock.begin_gang_turn(entity, now);
+        let (entity, now, group) = (self.queues.entity(client), self.now, self.effects.number());
+        self.begin_gang_turn(entity, now);
         for id in gpus {
             let number = self.effects.number();
-            if self.lock.of(client, *id).is_some_and(|lock| lock.hold.is_none()) {
+            if self.gpus.lock(client, *id).is_some_and(|lock| lock.hold.is_none()) {
                 self.begin_hold(client, *id, Hold::new(entity, number, group, now));
             }
         }
@@ -376,12 +376,12 @@ impl Machine {
     /// Revokes a lock and all locks that were granted with it: a program that needs several GPUs at the same time gains
     /// nothing from some of them.
     pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
-        let Some(hold) = self.lock.hold(client, id) else { return };
+        let Some(hold) = self.gpus.hold(client, id) else { return };
         let (entity, group) = (hold.entity, hold.group);
-        for member in self.lock.clients_of_entity(entity) {
+        for member in self.queues.clients_of_entity(entity) {
             let is_part =
                 |hold: &Hold| hold.entity == entity && (hold.group == group || entity != Entity::Solo(member));
-            let holds = self.lock.holds_of(member).filter(|(_, hold)| hold.revoked.is_none() && is_part(hold));
+            let holds = self.gpus.holds_of(member).filter(|(_, hold)| hold.revoked.is_none() && is_part(hold));
             let gpus = holds.map(|(id, _)| id).collect();
             self.revoke_now(member, gpus, None);
         }
@@ -391,8 +391,8 @@ impl Machine {
     pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
-            if let Some(entity) = self.lock.hold(client, *id).map(|hold| hold.entity) {
-                self.lock.gang_revoked(now, entity);
+            if let Some(gang) = self.gpus.hold(client, *id).and_then(|hold| hold.entity.gang()) {
+                self.queues.gangs_mut().revoked(now, gang);
             }
             self.change_hold(client, *id, |hold| {
                 hold.revoked = Some(Revoked {
@@ -408,16 +408,16 @@ impl Machine {
             self.check(client);
             // It may need its gang members in order to drain.
             let waiting: BTreeSet<Entity> =
-                self.lock.gang_peers(client).filter_map(|peer| self.lock.waiting(peer)).collect();
+                self.queues.gang_peers(client).filter_map(|peer| self.queues.waiting(peer)).collect();
             waiting.into_iter().for_each(|entity| self.requeue(entity));
         }
     }
 
     /// Handles a client's release.
     pub(crate) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
-        let held: Vec<GpuId> = gpus.iter().filter(|id| self.lock.hold(client, **id).is_some()).copied().collect();
+        let held: Vec<GpuId> = gpus.iter().filter(|id| self.gpus.hold(client, **id).is_some()).copied().collect();
         let revoked = held.iter().find_map(|id| {
-            let hold = self.lock.hold(client, *id)?;
+            let hold = self.gpus.hold(client, *id)?;
             hold.revoked.and(hold.entity.gang())
         });
         for id in &held {
@@ -438,11 +438,11 @@ impl Machine {
     /// Ends a client's hold of a GPU. `idle`: because it had no more work.
     pub(crate) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
-        let Some(hold) = self.lock.end_hold(client, id, !idle) else { return };
+        let Some(hold) = self.gpus.end_hold(client, id, !idle) else { return };
         let held = now.saturating_sub(hold.since);
         let waited = hold.waited(now).min(held);
         let uncontended = held - waited;
-        if let Some(lock) = self.lock.of_mut(client, id) {
+        if let Some(lock) = self.gpus.lock_mut(client, id) {
             lock.ended(now, &hold);
         }
         if let Some(history) = self.history_mut(client, id) {
@@ -459,12 +459,12 @@ impl Machine {
         }
         self.charge_service(client, id, &hold, waited);
         self.touch_conflicting_gangs(hold.entity);
-        self.lock.end_gang_turn(now, hold.entity);
+        self.end_gang_turn(hold.entity);
         self.requeue(hold.entity);
         let is_undrained = |entity: &Entity| {
-            self.lock.request(*entity).is_some_and(|request| request.blocked == Some(Blocked::Undrained))
+            self.queues.request(*entity).is_some_and(|request| request.blocked == Some(Blocked::Undrained))
         };
-        if let Some(entity) = self.lock.waiting(client).filter(is_undrained) {
+        if let Some(entity) = self.queues.waiting(client).filter(is_undrained) {
             self.enqueue(entity);
         }
     }
@@ -474,7 +474,7 @@ impl Machine {
         self.dequeue(entity);
         for client in members {
             let number = self.effects.number();
-            let Some(request) = self.lock.request(entity) else { return };
+            let Some(request) = self.queues.request(entity) else { return };
             if !request.wants.contains_key(client) {
                 continue;
             }
@@ -484,9 +484,9 @@ impl Machine {
                 blocked: is_absent.then_some(Blocked::Absent),
                 ..Request::new(key, request.ages, request.aged)
             };
-            let Some((since, gpus)) = self.lock.take_from_request(*client) else { continue };
+            let Some((since, gpus)) = self.queues.take_from_request(*client) else { continue };
             let solo = Entity::Solo(*client);
-            self.lock.add_to_request(solo, *client, since, gpus, Some(alone));
+            self.queues.add_to_request(solo, *client, since, gpus, Some(alone));
             self.enqueue(solo);
         }
     }

@@ -30,7 +30,7 @@ impl Machine {
         if self.attachment(client, id).is_none() {
             return;
         }
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.reservations.retain(|reservation| reservation.client != client);
         let bytes = bytes.min(gpu.total / LARGEST_PART);
         gpu.reservations.push(Reservation { client, bytes, since, secured: 0, answered: None });
@@ -42,16 +42,16 @@ impl Machine {
     pub(crate) fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();
-        let Some(gpu) = self.gpus.get_mut(&id) else { return all };
+        let Some(gpu) = self.gpus.get_mut(id) else { return all };
         gpu.reservations.retain(|reservation| reservation.answered.is_none_or(|at| now < at + KEPT));
         for i in 0..gpu.reservations.len() {
-            let Some(mut reservation) = self.gpus.get(&id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
+            let Some(mut reservation) = self.gpus.get(id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
                 break;
             };
             let free = if reserved_ahead == 0 { self.free_for(reservation.client, id) } else { 0 };
             if reservation.answered.is_none() {
                 reservation.secured += free.min(reservation.bytes - reservation.secured);
-                if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
+                if let Some(place) = self.gpus.get_mut(id).and_then(|gpu| gpu.reservations.get_mut(i)) {
                     place.secured = reservation.secured; // so that it is not free any more
                 }
                 let short = reservation.bytes - reservation.secured;
@@ -77,7 +77,7 @@ impl Machine {
             }
             let at = reservation.answered.map_or(reservation.since + TIMEOUT, |at| at + KEPT);
             all.next = Some(all.next.map_or(at, |next| next.min(at)));
-            if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
+            if let Some(place) = self.gpus.get_mut(id).and_then(|gpu| gpu.reservations.get_mut(i)) {
                 *place = reservation;
             }
         }
@@ -86,7 +86,7 @@ impl Machine {
 
     /// Bytes that holders other than `client` could give if they released the lock.
     fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
-        let gives = self.lock.running_on(id).filter(|holder| *holder != client);
+        let gives = self.gpus.running_on(id).filter(|holder| *holder != client);
         let evictable = gives.filter_map(|holder| Some(self.account(holder, id)?.evictable()));
         evictable.fold(0, u64::saturating_add)
     }

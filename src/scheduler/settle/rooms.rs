@@ -11,7 +11,7 @@ const VACATING: Duration = Duration::from_secs(10);
 impl Machine {
     /// Makes a room, or changes it: see [`Event::RoomRequested`].
     pub(crate) fn request_room(&mut self, room: RoomId, id: GpuId, bytes: u64, until: Time) {
-        let gpu = self.gpus.get(&id).filter(|gpu| gpu.access != Access::Gone);
+        let gpu = self.gpus.get(id).filter(|gpu| gpu.access != Access::Gone);
         let most = gpu.map(|gpu| {
             let others = gpu.others.rooms().filter(|(other, _)| *other != room);
             let rooms = others.fold(0u64, |sum, (_, room)| sum.saturating_add(room.bytes));
@@ -31,7 +31,7 @@ impl Machine {
             return self.effects.command(Command::RoomRefused { room, gpu: id, why });
         }
         let now = self.now;
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.others.keep(now, room, bytes, until);
         }
         if self.is_ready(room, id) {
@@ -41,21 +41,21 @@ impl Machine {
     }
 
     fn is_ready(&self, room: RoomId, id: GpuId) -> bool {
-        self.gpus.get(&id).is_some_and(|gpu| gpu.others.rooms().any(|(other, it)| other == room && it.is_ready))
+        self.gpus.get(id).is_some_and(|gpu| gpu.others.rooms().any(|(other, it)| other == room && it.is_ready))
     }
 
     /// Ends a room, if it has not ended.
     pub(crate) fn end_room(&mut self, room: RoomId) {
-        for (id, gpu) in &mut self.gpus {
+        for (id, gpu) in self.gpus.iter_mut() {
             if gpu.others.end(room).is_some() {
-                self.effects.touch(*id);
+                self.effects.touch(id);
             }
         }
     }
 
     /// Ends all rooms on a GPU that is gone.
     pub(crate) fn end_rooms(&mut self, id: GpuId) {
-        let rooms: Vec<_> = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.others.rooms()).collect();
+        let rooms: Vec<_> = self.gpus.get(id).into_iter().flat_map(|gpu| gpu.others.rooms()).collect();
         for (room, state) in rooms {
             self.end_room(room);
             self.effects.command(match state.is_ready {
@@ -68,7 +68,7 @@ impl Machine {
     /// Reports which rooms are ready, are over, or cannot be made. Returns when to look again.
     pub(super) fn serve_rooms(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
-        let gpu = self.gpus.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(id)?;
         gpu.others.expire(now);
         let mut next = gpu.others.next();
         let rooms: Vec<_> = gpu.others.rooms().collect();
@@ -82,7 +82,7 @@ impl Machine {
             if !state.is_ready {
                 let why = self.room_obstacle(id).or((due <= now).then_some(RoomObstacle::Late));
                 if self.is_vacated(id) {
-                    self.gpus.get_mut(&id).into_iter().for_each(|gpu| gpu.others.set_ready(room));
+                    self.gpus.get_mut(id).into_iter().for_each(|gpu| gpu.others.set_ready(room));
                     self.effects.command(Command::RoomReady { room, gpu: id });
                     next = next.into_iter().chain([state.until]).min();
                     continue;
@@ -100,7 +100,7 @@ impl Machine {
 
     /// Whether memory to be kept free on a GPU is free: neither charged nor reserved, and measured to be free.
     fn is_vacated(&mut self, id: GpuId) -> bool {
-        let Some(gpu) = self.gpus.get(&id) else { return false };
+        let Some(gpu) = self.gpus.get(id) else { return false };
         let reserved = gpu.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
         let room = gpu.usable(&self.settings).checked_sub(gpu.ledger.charged().saturating_add(reserved));
         let unverified = gpu.ledger.unverified();
@@ -113,27 +113,27 @@ impl Machine {
 
     /// Whether contexts and other programs leave too little to keep free, whatever clients give.
     fn is_overdrawn_by_overhead(&self, id: GpuId) -> bool {
-        self.gpus.get(&id).is_some_and(|gpu| {
+        self.gpus.get(id).is_some_and(|gpu| {
             gpu.overhead_wanted(&self.settings) > gpu.total.saturating_sub(gpu.reserve(&self.settings))
         })
     }
 
     /// Memory that does not leave for the rooms on a GPU, as it stands.
     fn room_obstacle(&self, id: GpuId) -> Option<RoomObstacle> {
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.gpus.get(id)?;
         let bytes = gpu.ledger.unevictable().saturating_sub(gpu.usable(&self.settings));
         (bytes > 0).then_some(RoomObstacle::Unevictable { bytes })
     }
 
     /// Whether memory still has to leave for the bytes kept free on a GPU.
     pub(super) fn vacates(&self, id: GpuId) -> bool {
-        self.gpus.get(&id).is_some_and(|gpu| gpu.others.kept() > 0) && self.overdrawn(id) > 0
+        self.gpus.get(id).is_some_and(|gpu| gpu.others.kept() > 0) && self.overdrawn(id) > 0
     }
 
     /// Whether these clients together need more of a GPU than the bytes kept free on it leave. Without them, they can
     /// run only by page faults.
     pub(crate) fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.access == Access::Turns && gpu.others.kept() > 0) else {
+        let Some(gpu) = self.gpus.get(id).filter(|gpu| gpu.access == Access::Turns && gpu.others.kept() > 0) else {
             return false;
         };
         let (mut need, mut unevictable) = (0u64, gpu.ledger.unevictable());

@@ -3,11 +3,11 @@
 use super::Pressure;
 use crate::{
     api::*,
-    gpu::Access,
-    lock::{Blocked, ClientLock, Entity},
+    gpu::{Access, ClientLock},
     machine::Machine,
     policy::Precedence,
     policy::Waiter,
+    queue::{Blocked, Entity},
 };
 
 impl Machine {
@@ -20,8 +20,8 @@ impl Machine {
             pressure.short = self.collect(id, reserved_ahead, &[], &next);
             pressure.at_once = pressure.short > 0 && self.vacates(id);
         }
-        for holder in self.lock.holders(id).collect::<Vec<_>>() {
-            if self.lock.hold(holder, id).is_none_or(|hold| hold.revoked.is_some()) {
+        for holder in self.gpus.holders(id).collect::<Vec<_>>() {
+            if self.gpus.hold(holder, id).is_none_or(|hold| hold.revoked.is_some()) {
                 continue;
             }
             let lacking = self.credit(holder, id, reserved_ahead);
@@ -51,15 +51,15 @@ impl Machine {
     }
 
     fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
-        self.lock.first(id).map(|entity| self.lock.members(entity, id)).unwrap_or_default()
+        self.queues.first(id).map(|entity| self.queues.members(entity, id)).unwrap_or_default()
     }
 
     /// Allows bytes to the first request, grants it if possible and continues with the next, until a request has to
     /// wait. Returns the bytes that this request lacks.
     pub(super) fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
-            let Some(entity) = self.lock.first(id) else { return 0 };
-            let members = self.lock.members(entity, id);
+            let Some(entity) = self.queues.first(id) else { return 0 };
+            let members = self.queues.members(entity, id);
             if !self.fits(entity, id, &members) {
                 continue; // it left the queue
             }
@@ -90,7 +90,7 @@ impl Machine {
             if short == 0 && pressure.short == 0 && reserved_ahead == 0 && self.backfill(id, entity) {
                 continue;
             }
-            self.lock.note_idle_for(self.now, id, entity, lacking > 0 && !locked);
+            self.gpus.note_idle_for(self.now, id, entity, lacking > 0 && !locked);
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);
             }
@@ -111,9 +111,9 @@ impl Machine {
                     .iter()
                     .any(|m| self.history(*m, id).is_some_and(|history| history.utilization.is_open())),
                 holders_measured: self.are_measured(id),
-                waiters: self.lock.queue_length(id),
-                rank: self.lock.request(entity).map_or(Time::ZERO, |request| request.key.rank),
-                aged: self.lock.request(entity).is_some_and(|request| request.aged),
+                waiters: self.queues.queue_length(id),
+                rank: self.queues.request(entity).map_or(Time::ZERO, |request| request.key.rank),
+                aged: self.queues.request(entity).is_some_and(|request| request.aged),
                 ..Waiter::default()
             });
             self.defer_behind(id);
@@ -125,9 +125,9 @@ impl Machine {
     /// requests, and no holder gives anything for them. Returns the bytes that they lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let holders = self
-            .lock
+            .gpus
             .holds_on(id)
-            .filter(|(client, _)| self.lock.of(*client, id).is_some_and(ClientLock::may_need_memory));
+            .filter(|(client, _)| self.gpus.lock(*client, id).is_some_and(ClientLock::may_need_memory));
         let mut lacking = 0u64;
         for holder in holders.map(|(client, _)| client).collect::<Vec<_>>() {
             lacking = lacking.saturating_add(self.credit(holder, id, lacking));
@@ -147,7 +147,7 @@ impl Machine {
             return true;
         }
         if members.len() > 1 && !self.is_crowded_out(id, members) {
-            let all: Vec<ClientId> = self.lock.clients_of(entity).collect();
+            let all: Vec<ClientId> = self.queues.clients_of(entity).collect();
             self.split(entity, &all);
         } else {
             self.block(entity, Blocked::Pinned(id));
@@ -158,7 +158,7 @@ impl Machine {
     /// Whether a request could be served if every client gave all bytes that it can. A request with memory on the GPU
     /// can be served as it is, unless that memory has to leave for a room.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
-        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.lock.request(entity)) else { return true };
+        let (Some(gpu), Some(_)) = (self.gpus.get(id), self.queues.request(entity)) else { return true };
         if gpu.access != Access::Turns {
             return true;
         }

@@ -7,7 +7,7 @@
 
 use super::contexts::RESTORE;
 use crate::{
-    api::*, gpu::Access, gpu::returning::Returning, lock::Entity, machine::Machine, quota::Expected, sleep::Step,
+    api::*, gpu::Access, gpu::returning::Returning, machine::Machine, queue::Entity, quota::Expected, sleep::Step,
     timers::Wake,
 };
 use std::time::Duration;
@@ -25,7 +25,7 @@ impl Machine {
     }
 
     pub(super) fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
-        self.lock.all_of(client).map(|(id, _)| id).collect()
+        self.gpus.locks_of(client).map(|(id, _)| id).collect()
     }
 
     pub(crate) fn want_sleep(&mut self, client: ClientId, paused: bool) {
@@ -53,7 +53,7 @@ impl Machine {
     /// The next client to put to sleep on a GPU, and when. One after the other, since the memory of one may be enough,
     /// and the GPU is measured first.
     fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
-        let gpu = self.gpus.get(&id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
+        let gpu = self.gpus.get(id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
         let lacks_contexts = self.lacks_contexts(id);
         let demand = |client: &ClientId| match self.sleep.is_away(*client) {
             true => 0,
@@ -75,7 +75,7 @@ impl Machine {
             let after = self.sleep_after(*client)?;
             let idle = self.gpus_of(*client).into_iter().filter_map(|id| {
                 let used = self.attachment(*client, id)?.used.unwrap_or_default();
-                Some(self.lock.of(*client, id)?.last_run.max(used))
+                Some(self.gpus.lock(*client, id)?.last_run.max(used))
             });
             Some(idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after))
         };
@@ -85,7 +85,7 @@ impl Machine {
 
     /// Whether room for contexts is lacking, and other clients could sleep to make it.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.has_only_clients) else { return false };
+        let Some(gpu) = self.gpus.get(id).filter(|gpu| gpu.has_only_clients) else { return false };
         let all = gpu.total.saturating_sub(gpu.reserve(&self.settings));
         let is_full =
             || gpu.overhead_wanted(&self.settings) > all || gpu.ledger.unevictable() > gpu.capacity(&self.settings);
@@ -109,7 +109,7 @@ impl Machine {
         if !self.sleep.is_held_off(client) {
             return;
         }
-        if let Some(entity) = self.lock.waiting(client) {
+        if let Some(entity) = self.queues.waiting(client) {
             self.wait_until_it_runs(entity, client);
         }
         if self.sleep.is_ordered(client) {
@@ -133,7 +133,7 @@ impl Machine {
         if is_ordered {
             self.hold_off(client);
         }
-        if is_ordered && self.lock.holds_any(client) {
+        if is_ordered && self.gpus.holds_any(client) {
             return; // tried again when it has released them
         }
         if is_ordered {
@@ -160,14 +160,14 @@ impl Machine {
 
     /// Why a client cannot sleep, as far as is known without asking it.
     fn obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
-        let waits = self.lock.waiting(client).is_some() && !self.sleep.is_ordered(client);
-        let is_busy = self.lock.holds_any(client) || waits;
+        let waits = self.queues.waiting(client).is_some() && !self.sleep.is_ordered(client);
+        let is_busy = self.gpus.holds_any(client) || waits;
         is_busy.then_some(SleepObstacle::Busy).or_else(|| self.lasting_obstacle(client))
     }
 
     /// The same, regardless of its work.
     pub(super) fn lasting_obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
-        if !matches!(self.lock.entity(client), Entity::Solo(_)) {
+        if !matches!(self.queues.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
         }
         let gpus = self.gpus_of(client);
@@ -175,7 +175,7 @@ impl Machine {
             return Some(SleepObstacle::NoContext);
         }
         gpus.into_iter().find_map(|id| {
-            let (gpu, attachment) = (self.gpus.get(&id)?, self.attachment(client, id)?);
+            let (gpu, attachment) = (self.gpus.get(id)?, self.attachment(client, id)?);
             let obstacles = [
                 (attachment.attached.is_none(), SleepObstacle::NoContext),
                 (attachment.engine != Engine::Swap, SleepObstacle::Managed),
@@ -282,7 +282,7 @@ impl Machine {
             Step::IsLost => {
                 self.has_left(client);
                 for id in self.gpus_of(client) {
-                    if let Some(bytes) = self.gpus.get_mut(&id).and_then(|gpu| gpu.away.get_mut(&client)) {
+                    if let Some(bytes) = self.gpus.get_mut(id).and_then(|gpu| gpu.away.get_mut(&client)) {
                         *bytes = 0; // it will need nothing
                     }
                     self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
@@ -318,7 +318,7 @@ impl Machine {
         self.quota.set_stopped(client, true); // it reads no message
         for id in self.gpus_of(client) {
             let bytes = self.context_of(client, id);
-            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
+            let Some(gpu) = self.gpus.get_mut(id) else { continue };
             gpu.unmeasured.remove(&client);
             gpu.contexts.remove(client);
             gpu.end_return(client);
@@ -335,7 +335,7 @@ impl Machine {
         let (now, is_stopped) = (self.now, self.clients.get(&client).is_some_and(|state| state.stopped));
         self.quota.set_stopped(client, is_stopped);
         for id in self.gpus_of(client) {
-            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
+            let Some(gpu) = self.gpus.get_mut(id) else { continue };
             gpu.end_return(client);
             if let Some(attachment) = gpu.attachments.get_mut(&client)
                 && gpu.away.remove(&client).is_some()
@@ -353,7 +353,7 @@ impl Machine {
 
     /// Allows a client to take locks again, unless it is held off.
     pub(super) fn may_run(&mut self, client: ClientId) {
-        if let Some(entity) = self.lock.waiting(client)
+        if let Some(entity) = self.queues.waiting(client)
             && !self.any_absent(entity)
         {
             self.unblock(entity);
@@ -373,7 +373,7 @@ impl Machine {
 
     /// Bytes that a restore needs for a client's context on a GPU.
     pub(super) fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some(gpu) = self.gpus.get(&id) else { return 0 };
+        let Some(gpu) = self.gpus.get(id) else { return 0 };
         let measured = self.quota.measured_context(client, id).unwrap_or(0);
         let slack = SLACK.min(gpu.total / SLACK_PART);
         measured.max(gpu.context_bytes(&self.settings, 1)).saturating_add(slack)
@@ -388,7 +388,7 @@ impl Machine {
             // A client that stays asleep after all gives up the room set aside for it.
             if !is_waking
                 && self.sleep.is_away(changed)
-                && let Some(gpu) = self.gpus.get_mut(&id)
+                && let Some(gpu) = self.gpus.get_mut(id)
                 && gpu.returning.take_if(|returning| returning.client == changed).is_some()
             {
                 self.touch(id);
@@ -403,7 +403,7 @@ impl Machine {
                 continue;
             }
             let others = |id: &GpuId| {
-                let returning = self.gpus.get(id).and_then(|gpu| gpu.returning);
+                let returning = self.gpus.get(*id).and_then(|gpu| gpu.returning);
                 taken.contains(id) || returning.is_some_and(|returning| returning.client != client)
             };
             let is_next = !ids.iter().any(others);
@@ -412,9 +412,9 @@ impl Machine {
                 continue;
             }
             for id in &ids {
-                let bytes = self.gpus.get(id).and_then(|gpu| gpu.away.get(&client).copied());
+                let bytes = self.gpus.get(*id).and_then(|gpu| gpu.away.get(&client).copied());
                 let bytes = bytes.unwrap_or_else(|| self.context_of(client, *id));
-                let Some(gpu) = self.gpus.get_mut(id).filter(|gpu| gpu.returning.is_none()) else { continue };
+                let Some(gpu) = self.gpus.get_mut(*id).filter(|gpu| gpu.returning.is_none()) else { continue };
                 gpu.returning = Some(Returning::new(client, bytes));
                 self.touch(*id);
             }
@@ -424,7 +424,7 @@ impl Machine {
     /// Starts the restore of a client once there is room for it on all of its GPUs. Returns when to look again.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
-        let gpu = self.gpus.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(id)?;
         let Returning { client, restored, .. } = gpu.returning?;
         if let Some(due) = restored.map(|since| since + RESTORE) {
             if now < due {
@@ -441,7 +441,7 @@ impl Machine {
             && gpu.ledger.unverified() == 0
             && gpu.ledger.charged() <= gpu.usable(&self.settings)
             && gpu.overhead_wanted(&self.settings) <= gpu.total.saturating_sub(gpu.reserve(&self.settings));
-        let gpu = self.gpus.get_mut(&id)?;
+        let gpu = self.gpus.get_mut(id)?;
         let returning = gpu.returning.as_mut()?;
         returning.set_secured(now, has_room || is_gone);
         if is_gone {
@@ -458,13 +458,13 @@ impl Machine {
             next = Some(due.max(now + MEASURE));
         }
         let is_ready = |id: &GpuId| {
-            let returning = self.gpus.get(id).and_then(|gpu| gpu.returning);
+            let returning = self.gpus.get(*id).and_then(|gpu| gpu.returning);
             returning.is_some_and(|returning| returning.client == client && returning.is_measured)
         };
         let ids = self.gpus_of(client);
         if ids.iter().all(is_ready) {
             for id in &ids {
-                if let Some(returning) = self.gpus.get_mut(id).and_then(|gpu| gpu.returning.as_mut()) {
+                if let Some(returning) = self.gpus.get_mut(*id).and_then(|gpu| gpu.returning.as_mut()) {
                     returning.restored = Some(now);
                 }
             }
@@ -476,7 +476,7 @@ impl Machine {
 
     /// Takes a measurement for the client that waits for its restore on a GPU.
     pub(super) fn returning_measured(&mut self, id: GpuId, begun: Time, free: Option<u64>) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
         // Memory that other clients may map at any time is not free for it.
         let promised = gpu.ledger.charged().saturating_sub(gpu.in_use());
         let others = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());

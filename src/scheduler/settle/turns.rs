@@ -4,10 +4,11 @@
 use super::Pressure;
 use crate::{
     api::*,
-    lock::{Entity, Hold},
+    gpu::Hold,
     machine::Machine,
     policy::Precedence,
     policy::{SHORTEST_GRACE, Waiter},
+    queue::Entity,
 };
 use std::time::Duration;
 
@@ -42,7 +43,7 @@ impl Machine {
     /// Returns when the next turn ends.
     pub(super) fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
-        self.gpus.get(&id)?;
+        self.gpus.get(id)?;
         let until = self.together_until(id);
         let all = self.holders_of(id, pressure);
         if until.is_some_and(|until| until <= now) {
@@ -50,7 +51,7 @@ impl Machine {
         }
         let mut next = until.filter(|_| all.together);
         let mut short = pressure.short;
-        for client in self.lock.holders(id).collect::<Vec<_>>() {
+        for client in self.gpus.holders(id).collect::<Vec<_>>() {
             let Some(state) = self.turn_state(client, id, pressure, &all, &mut short) else { continue };
             let again = self.update_holder(client, id, pressure, &all, &state);
             next = next.into_iter().chain(again).min();
@@ -59,14 +60,14 @@ impl Machine {
     }
 
     fn holders_of(&self, id: GpuId, pressure: &Pressure) -> Holders {
-        let first = self.lock.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
+        let first = self.gpus.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
         Holders {
             exclusive: self.settings.anti_thrash != AntiThrash::Off,
             // Whether a lone holder may continue is a question of its turn.
-            together: self.lock.holders(id).nth(1).is_none() || self.may_stay(id),
+            together: self.gpus.holders(id).nth(1).is_none() || self.may_stay(id),
             first: first.map(|hold| hold.entity),
-            awaited: self.lock.behind(id).next().is_some() || self.lacks_contexts(id),
-            waiters: self.lock.queue_length(id).max(1),
+            awaited: self.queues.behind(id).next().is_some() || self.lacks_contexts(id),
+            waiters: self.queues.queue_length(id).max(1),
             grace: self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
         }
     }
@@ -81,7 +82,7 @@ impl Machine {
         all: &Holders,
         short: &mut u64,
     ) -> Option<TurnState> {
-        let (hold, account) = (self.lock.hold(client, id)?, self.account(client, id)?);
+        let (hold, account) = (self.gpus.hold(client, id)?, self.account(client, id)?);
         let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
         let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
         let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
@@ -103,11 +104,11 @@ impl Machine {
         state: &TurnState,
     ) -> Option<Time> {
         let (now, wanted) = (self.now, state.wanted);
-        let hold = self.lock.hold_mut(client, id)?;
+        let hold = self.gpus.hold_mut(client, id)?;
         if let Some((first, waiter)) = pressure.first.zip(pressure.waiter) {
             hold.expect_exchange(first, waiter.arrives);
         }
-        let hold = self.lock.hold(client, id)?;
+        let hold = self.gpus.hold(client, id)?;
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
         let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
         let capped = self.shares().capped_at(client, id);
@@ -126,7 +127,7 @@ impl Machine {
             _ => (true, 1, SHORTEST_GRACE),
         };
         let grace = grace.max(self.gang_grace(hold));
-        let hold = self.lock.hold_mut(client, id)?;
+        let hold = self.gpus.hold_mut(client, id)?;
         hold.run_clock(now, wanted);
         hold.ends = own_end;
         let told = hold.told.unwrap_or((0, grace));
@@ -188,7 +189,7 @@ impl Machine {
             }
             _ => self.settings.time_quantum,
         };
-        let gang = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
+        let gang = hold.entity.gang().filter(|gang| equal && self.queues.gangs().is_job(*gang));
         let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id, pressure.waiter)));
         // Revoking a holder that would be granted again immediately would only cost a drain.
         let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);

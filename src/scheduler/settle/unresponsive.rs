@@ -9,8 +9,9 @@
 
 use crate::{
     api::*,
-    lock::{Blocked, ClientLock, Entity, Gang, Hold},
+    gpu::{ClientLock, Hold},
     machine::Machine,
+    queue::{Blocked, Entity, Gang},
     timers::Wake,
 };
 use std::time::Duration;
@@ -46,7 +47,7 @@ impl Machine {
         }
         let now = self.now;
         for id in gpus {
-            let Some(hold) = self.lock.hold_mut(client, *id) else { continue };
+            let Some(hold) = self.gpus.hold_mut(client, *id) else { continue };
             let Some(revoked) = hold.revoked.as_mut() else { continue };
             hold.stuck = true;
             revoked.again = Some(now + revoked.backoff);
@@ -66,10 +67,10 @@ impl Machine {
         let changed = state.stopped != stopped;
         state.stopped = stopped;
         self.quota.set_stopped(client, stopped || self.sleep.is_away(client));
-        let gpus: Vec<GpuId> = self.lock.all_of(client).map(|(id, _)| id).collect();
-        let (now, waiting) = (self.now, self.lock.waiting(client));
+        let gpus: Vec<GpuId> = self.gpus.locks_of(client).map(|(id, _)| id).collect();
+        let (now, waiting) = (self.now, self.queues.waiting(client));
         for id in gpus {
-            if let Some(hold) = self.lock.hold_mut(client, id)
+            if let Some(hold) = self.gpus.hold_mut(client, id)
                 && let Some(revoked) = hold.revoked.as_mut()
             {
                 if stopped {
@@ -83,7 +84,7 @@ impl Machine {
             }
             self.lock_changed(client, id);
         }
-        self.lock.end_gang_turn(now, self.lock.entity(client));
+        self.end_gang_turn(self.queues.entity(client));
         if changed && let Some(entity) = waiting {
             if stopped {
                 self.wait_until_it_runs(entity, client);
@@ -129,7 +130,7 @@ impl Machine {
         let mut late = GpuSet::new();
         let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
-        for (id, lock) in self.lock.all_of(client) {
+        for (id, lock) in self.gpus.locks_of(client) {
             if let Some(eviction) = self.account(client, id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
                 match self.late_at(client, id) {
@@ -181,8 +182,8 @@ impl Machine {
             self.change_hold(client, *id, |hold| hold.revoked = None);
         }
         if !unwanted.is_empty() {
-            self.lock.gang_goes_on(self.lock.entity(client));
-            self.touch_conflicting_gangs(self.lock.entity(client)); // no GPU is kept any more to let it drain
+            self.gang_continues(self.queues.entity(client));
+            self.touch_conflicting_gangs(self.queues.entity(client)); // no GPU is kept any more to let it drain
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -216,16 +217,16 @@ impl Machine {
         }
         for id in &gpus {
             self.change_hold(client, *id, |hold| hold.undrainable = true);
-            if !self.lock.of(client, *id).is_some_and(ClientLock::may_need_memory) {
+            if !self.gpus.lock(client, *id).is_some_and(ClientLock::may_need_memory) {
                 self.measure(*id);
             }
         }
         self.effects.command(Command::Undrainable { client, gpus });
-        let entity = self.lock.entity(client);
-        self.lock.end_gang_turn(self.now, entity);
+        let entity = self.queues.entity(client);
+        self.end_gang_turn(entity);
         self.touch_conflicting_gangs(entity);
-        if let Some(entity) = self.lock.waiting(client)
-            && self.lock.request(entity).is_some_and(|r| r.blocked.is_none())
+        if let Some(entity) = self.queues.waiting(client)
+            && self.queues.request(entity).is_some_and(|r| r.blocked.is_none())
         {
             self.enqueue(entity); // its request would precede others and wait for itself
         }
@@ -234,16 +235,16 @@ impl Machine {
     /// Whether there is a reason to revoke a holder.
     fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
         // Others may be blocked by bytes that it cannot give, or have been admitted beside it.
-        let hold = self.lock.hold(client, id);
+        let hold = self.gpus.hold(client, id);
         let undrainable = hold.is_some_and(Hold::is_undrainable);
         let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
-        let others = self.lock.first(id).is_some()
-            || (undrainable && self.lock.blocks_any(id))
+        let others = self.queues.first(id).is_some()
+            || (undrainable && self.queues.blocks_any(id))
             || self.overdrawn(id) > 0
-            || (exclusive && self.lock.holders(id).count() > 1 && !self.may_all_stay(id));
+            || (exclusive && self.gpus.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
         // It may also want the lock again itself, and has to release it first.
-        others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.lock.waits_for(client, id)
+        others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.queues.waits_for(client, id)
     }
 }

@@ -1,7 +1,7 @@
 //! A client's lock of a GPU, and statistics of earlier ones.
 
-use super::{Entity, drain_time::DrainTime};
-use crate::api::*;
+use super::drain_time::DrainTime;
+use crate::{api::*, entity::Entity};
 use std::time::Duration;
 
 /// The lock state of a client on one GPU.

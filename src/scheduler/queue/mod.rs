@@ -1,52 +1,42 @@
-//! The GPU lock: the entities (a client, or the members of a gang) that hold it, and the queue of those waiting for it.
+//! The queues for the GPUs' locks: requests, and the order in which they are served. `gpu` has the holders.
 //!
-//! An [`Entity`] is queued and granted as one. It is granted all GPUs that it wants or none, and has the same
-//! [`QueueKey`] in the queue of each of them, so two entities never precede each other: the first of all always makes
-//! progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
+//! An [`Entity`] (a client, or the members of a gang) is queued and granted as one. It is granted all GPUs that it wants or none,
+//! and has the same [`QueueKey`] in the queue of each of them, so two entities never precede each other: the first of all always
+//! makes progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
 //!
-//! [`Lock`] is the data: it keeps queues, holders and gangs consistent and marks the GPUs that a change concerns.
+//! [`Queues`] is the data: it keeps requests, queues and gangs consistent and marks the GPUs that a change concerns.
 //! `settle` decides which requests are granted and when turns end; it considers memory and shares too.
 //!
-//! - `queue`: requests and the queue of each GPU.
-//! - `hold`: a client's lock of a GPU, and statistics of earlier ones.
+//! - `line`: requests and the queue of each GPU.
+//! - `class`: the precedence of clients regardless of arrival.
 //! - `gang`: clients that are granted and revoked together.
-//! - `drain_time`: the time that a client usually takes to finish its work and release the lock.
 
 mod class;
-pub(crate) mod drain_time;
 pub(crate) mod gang;
-pub(crate) mod hold;
-pub(crate) mod queue;
+pub(crate) mod line;
 
 pub(crate) use crate::entity::{Entity, Gang, ShareOwner};
 pub(crate) use class::{Class, Tier};
-pub(crate) use hold::{ClientLock, Hold, Revoked};
-pub(crate) use queue::{Blocked, QueueKey, Request};
+pub(crate) use line::{Blocked, QueueKey, Request};
 
 use crate::{api::*, effects::Effects};
 use gang::Gangs;
-use queue::{Line, OwnRequests};
+use line::{Line, OwnRequests};
 use std::collections::BTreeMap;
 
-/// The locks of all GPUs.
+/// The requests for GPUs, and the queue of each GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Lock {
+pub(crate) struct Queues {
     /// Requests that wait, queued or blocked.
     #[serde(with = "crate::encoding::pairs")]
     requests: BTreeMap<Entity, Request>,
     gangs: Gangs,
-    clients: BTreeMap<ClientId, Client>,
+    /// The request that each waiting client is part of.
+    waiting: BTreeMap<ClientId, Entity>,
     gpus: BTreeMap<GpuId, Line>,
 }
 
-#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
-struct Client {
-    /// The request that the client is part of.
-    waiting: Option<Entity>,
-    gpus: BTreeMap<GpuId, ClientLock>,
-}
-
-impl Lock {
+impl Queues {
     pub fn gpu_found(&mut self, id: GpuId) {
         self.gpus.entry(id).or_default();
     }
@@ -56,134 +46,8 @@ impl Lock {
         self.gpus.remove(&id);
     }
 
-    pub fn attach(&mut self, now: Time, client: ClientId, id: GpuId) {
-        self.clients.entry(client).or_default().gpus.insert(id, ClientLock::new(now));
-    }
-
-    /// Removes a client, which neither holds the GPU nor waits for it, from a GPU.
-    pub fn detach(&mut self, client: ClientId, id: GpuId) {
-        if let Some(state) = self.clients.get_mut(&client) {
-            state.gpus.remove(&id);
-        }
-    }
-
-    /// Moves what is known of a client, which holds nothing, from one GPU to another.
-    pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
-        let Some(state) = self.clients.get_mut(&client) else { return };
-        if let Some(lock) = state.gpus.remove(&from) {
-            state.gpus.insert(to, lock);
-        }
-    }
-
     pub fn disconnected(&mut self, client: ClientId) {
-        self.clients.remove(&client);
-    }
-
-    /// A client's lock state on a GPU; `None`: it has not attached the GPU.
-    pub fn of(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
-        self.clients.get(&client)?.gpus.get(&id)
-    }
-
-    pub fn of_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLock> {
-        self.clients.get_mut(&client)?.gpus.get_mut(&id)
-    }
-
-    /// A client's lock state on each GPU that it has attached.
-    pub fn all_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &ClientLock)> {
-        self.clients.get(&client).into_iter().flat_map(|state| &state.gpus).map(|(id, lock)| (*id, lock))
-    }
-
-    pub fn hold(&self, client: ClientId, id: GpuId) -> Option<&Hold> {
-        self.of(client, id)?.hold.as_ref()
-    }
-
-    pub fn hold_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Hold> {
-        self.of_mut(client, id)?.hold.as_mut()
-    }
-
-    /// The holds of a client.
-    pub fn holds_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &Hold)> {
-        self.all_of(client).filter_map(|(id, lock)| Some((id, lock.hold.as_ref()?)))
-    }
-
-    pub fn holds_any(&self, client: ClientId) -> bool {
-        self.holds_of(client).next().is_some()
-    }
-
-    /// The holders of a GPU, in the order of their grants.
-    pub fn holders(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
-        self.gpus.get(&id).into_iter().flat_map(|line| line.holders.values().copied())
-    }
-
-    /// The holders of a GPU and their holds.
-    pub fn holds_on(&self, id: GpuId) -> impl Iterator<Item = (ClientId, &Hold)> {
-        self.holders(id).filter_map(move |client| Some((client, self.hold(client, id)?)))
-    }
-
-    /// Holders that count as such: no other client is admitted beside them unless they may run together.
-    pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
-        self.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()).map(|(client, _)| client)
-    }
-
-    pub fn is_held(&self, id: GpuId) -> bool {
-        self.holders(id).next().is_some()
-    }
-
-    /// Gives a client the lock of a GPU.
-    pub fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
-        let (Some(line), Some(lock)) =
-            (self.gpus.get_mut(&id), self.clients.get_mut(&client).and_then(|state| state.gpus.get_mut(&id)))
-        else {
-            return;
-        };
-        line.holders.insert(hold.number, client);
-        lock.hold = Some(hold);
-    }
-
-    /// Makes what a client holds already, and is not asked to release, part of a new grant: both are revoked together.
-    pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
-        let locks = self.clients.get_mut(&client).into_iter().flat_map(|state| state.gpus.values_mut());
-        for hold in locks.filter_map(|lock| lock.hold.as_mut()).filter(|hold| hold.revoked.is_none()) {
-            hold.group = group;
-        }
-    }
-
-    /// Changes the entity of a client's holds. Returns since when it has held the first of them.
-    pub fn set_entity_of_holds(&mut self, client: ClientId, entity: Entity) -> Option<Time> {
-        let locks = self.clients.get_mut(&client).into_iter().flat_map(|state| state.gpus.values_mut());
-        locks.filter_map(|lock| lock.hold.as_mut()).for_each(|hold| hold.entity = entity);
-        self.holds_of(client).map(|(_, hold)| hold.since).min()
-    }
-
-    /// Takes the lock of a GPU from a client. `preempted`: the client still wants it.
-    pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
-        let hold = self.of_mut(client, id)?.hold.take()?;
-        if let Some(line) = self.gpus.get_mut(&id) {
-            line.holders.remove(&hold.number);
-            line.preempted = preempted.then_some(client);
-        }
-        Some(hold)
-    }
-
-    /// The last holder of a GPU, if it was preempted.
-    pub fn preempted(&self, id: GpuId) -> Option<ClientId> {
-        self.gpus.get(&id)?.preempted
-    }
-
-    /// Records whether a GPU is idle because memory of the next entity is still being moved in.
-    pub fn note_idle_for(&mut self, now: Time, id: GpuId, entity: Entity, arrives: bool) {
-        let Some(line) = self.gpus.get_mut(&id) else { return };
-        line.idle_for = match line.idle_for {
-            _ if !arrives || !line.holders.is_empty() => None,
-            Some((whose, since)) if whose == entity => Some((whose, since)),
-            _ => Some((entity, now)),
-        };
-    }
-
-    /// Ends that record. Returns since when the GPU was idle for this entity.
-    pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
-        let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;
-        (whose == entity).then_some(since)
+        self.waiting.remove(&client);
     }
 
     /// Records the first request of a GPU if it also waits for other GPUs, and when this GPU admits it. If that has
@@ -201,6 +65,10 @@ impl Lock {
 
     pub fn gangs(&self) -> &Gangs {
         &self.gangs
+    }
+
+    pub fn gangs_mut(&mut self) -> &mut Gangs {
+        &mut self.gangs
     }
 
     pub fn join_gang(&mut self, client: ClientId, gang: Gang) {
@@ -231,49 +99,6 @@ impl Lock {
         gang.into_iter().flat_map(|gang| self.gangs.members(gang)).filter(move |peer| *peer != client)
     }
 
-    /// The holds that a gang's members have as members of the gang.
-    pub fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
-        let holds = self.gangs.members(gang).flat_map(|client| self.holds_of(client));
-        holds.filter(move |(_, hold)| hold.entity == Entity::Gang(gang))
-    }
-
-    /// GPUs that members of a gang have attached.
-    pub fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
-        self.gangs.members(gang).flat_map(|client| self.all_of(client)).map(|(id, _)| id).collect()
-    }
-
-    /// Begins the turn of a gang that was granted a GPU at `since`, or moves its beginning back.
-    pub fn begin_gang_turn(&mut self, entity: Entity, since: Time) {
-        if let Some(gang) = entity.gang() {
-            let is_measured = self.holds_of_gang(gang).all(|(_, hold)| !hold.is_bypassed());
-            self.gangs.begin_turn(gang, since, is_measured);
-        }
-    }
-
-    /// Ends the turn of a gang that no longer holds anything. Holds that are bypassed do not count.
-    pub fn end_gang_turn(&mut self, now: Time, entity: Entity) {
-        let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
-        if let Some(gang) = entity.gang().filter(is_over) {
-            let drained = self.holds_of_gang(gang).next().is_none();
-            self.gangs.end_turn(now, gang, drained);
-        }
-    }
-
-    /// Records that a member of a gang was revoked.
-    pub fn gang_revoked(&mut self, now: Time, entity: Entity) {
-        if let Some(gang) = entity.gang() {
-            self.gangs.revoked(now, gang);
-        }
-    }
-
-    /// Records that members of a gang need not release what they hold after all, unless others still have to.
-    pub fn gang_goes_on(&mut self, entity: Entity) {
-        let goes_on = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.revoked.is_none());
-        if let Some(gang) = entity.gang().filter(goes_on) {
-            self.gangs.goes_on(gang);
-        }
-    }
-
     // Requests.
 
     pub fn requests(&self) -> impl Iterator<Item = (Entity, &Request)> {
@@ -291,7 +116,7 @@ impl Lock {
 
     /// The request that a client is part of.
     pub fn waiting(&self, client: ClientId) -> Option<Entity> {
-        self.clients.get(&client)?.waiting
+        self.waiting.get(&client).copied()
     }
 
     /// The GPUs that a client waits for.
@@ -465,13 +290,13 @@ impl Lock {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         request.since.insert(client, since);
         request.wants.insert(client, wants);
-        self.clients.entry(client).or_default().waiting = Some(entity);
+        self.waiting.insert(client, entity);
     }
 
     /// Takes a client out of its request, which is in no queue. A request without clients ends. Returns since when the
     /// client has waited, and for which GPUs.
     pub fn take_from_request(&mut self, client: ClientId) -> Option<(Time, GpuSet)> {
-        let entity = self.clients.get_mut(&client)?.waiting.take()?;
+        let entity = self.waiting.remove(&client)?;
         let request = self.requests.get_mut(&entity)?;
         let taken = request.since.remove(&client).zip(request.wants.remove(&client));
         if request.wants.is_empty() {
@@ -484,9 +309,7 @@ impl Lock {
     pub fn take_request(&mut self, entity: Entity) -> Option<Request> {
         let request = self.requests.remove(&entity)?;
         for client in request.wants.keys() {
-            if let Some(state) = self.clients.get_mut(client) {
-                state.waiting = None;
-            }
+            self.waiting.remove(client);
         }
         Some(request)
     }

@@ -74,7 +74,7 @@ pub(crate) struct QueueKey {
     pub joined: Time,
 }
 
-/// The queue of a GPU, and its holders.
+/// The queue of a GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Line {
     /// Requests that want this GPU, in the order in which they are served, except requests behind another one of their
@@ -85,18 +85,12 @@ pub(super) struct Line {
     pub owners: BTreeMap<ShareOwner, OwnRequests>,
     /// The number of these requests.
     pub length: u32,
-    /// In the order of their grants.
-    pub holders: BTreeMap<u64, ClientId>,
     /// Requests kept out of the queue by a client of a better class, since they would block other GPUs while they wait.
     pub behind: BTreeSet<Entity>,
     /// Requests that cannot be served while unevictable memory stays on this GPU.
     pub blocked_by_pinned: BTreeSet<Entity>,
-    /// The GPU is idle, since then, because memory of this entity, which is next, is still being moved in.
-    pub idle_for: Option<(Entity, Time)>,
     /// The first request, if it also waits for other GPUs, and when this GPU admits it, as far as is known.
     pub opens: Option<(Entity, Option<Time>)>,
-    /// The last holder, if it was preempted.
-    pub preempted: Option<ClientId>,
 }
 
 /// The requests of one owner in the queue of a GPU. Service to the owner moves all of them: if each was in the queue, a

@@ -1,0 +1,224 @@
+//! All GPUs: which clients have attached each, and hold its lock.
+
+use super::{Attachment, ClientLock, Gpu, Hold};
+use crate::{
+    api::*,
+    entity::{Entity, Gang},
+};
+use std::collections::BTreeMap;
+
+/// All GPUs.
+///
+/// Invariant: `of_clients` lists exactly the GPUs in whose attachments a client is. Clients therefore come, go and move by the
+/// methods here alone.
+#[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Gpus {
+    gpus: BTreeMap<GpuId, Gpu>,
+    of_clients: BTreeMap<ClientId, GpuSet>,
+}
+
+impl Gpus {
+    pub fn get(&self, id: GpuId) -> Option<&Gpu> {
+        self.gpus.get(&id)
+    }
+
+    pub fn get_mut(&mut self, id: GpuId) -> Option<&mut Gpu> {
+        self.gpus.get_mut(&id)
+    }
+
+    pub fn contains(&self, id: GpuId) -> bool {
+        self.gpus.contains_key(&id)
+    }
+
+    pub fn ids(&self) -> impl Iterator<Item = GpuId> {
+        self.gpus.keys().copied()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (GpuId, &Gpu)> {
+        self.gpus.iter().map(|(id, gpu)| (*id, gpu))
+    }
+
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (GpuId, &mut Gpu)> {
+        self.gpus.iter_mut().map(|(id, gpu)| (*id, gpu))
+    }
+
+    /// Adds a GPU of `total` bytes, or returns the one that is known.
+    pub fn found(&mut self, id: GpuId, total: u64) -> &mut Gpu {
+        self.gpus.entry(id).or_insert_with(|| Gpu::new(total))
+    }
+
+    /// Forgets a GPU, which no client has attached.
+    pub fn forget(&mut self, id: GpuId) {
+        debug_assert!(self.get(id).is_none_or(|gpu| gpu.attachments.is_empty()), "a client has attached the GPU");
+        self.gpus.remove(&id);
+    }
+
+    // Attachments.
+
+    /// Adds a client that is about to create a context on a GPU.
+    pub fn attach(&mut self, now: Time, client: ClientId, id: GpuId, tenant: TenantId, engine: Engine) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.attach(now, client, tenant, engine);
+            self.of_clients.entry(client).or_default().insert(id);
+        }
+    }
+
+    /// Removes a client, which does not hold the lock, from a GPU.
+    pub fn detach(&mut self, client: ClientId, id: GpuId) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.detach(client);
+        }
+        self.unlist(client, id);
+    }
+
+    /// Moves the attachment of a client that is off the GPU `from`, and holds nothing there, to the GPU `to`, which the client
+    /// has not attached. Returns whether it did.
+    pub fn move_client(&mut self, now: Time, client: ClientId, Move { from, to }: Move) -> bool {
+        if self.attachment(client, to).is_some() || !self.contains(to) {
+            return false;
+        }
+        let Some(moved) = self.gpus.get_mut(&from).and_then(|gpu| gpu.take(client)) else { return false };
+        self.unlist(client, from);
+        if let Some(gpu) = self.gpus.get_mut(&to) {
+            gpu.put(now, client, moved);
+            self.of_clients.entry(client).or_default().insert(to);
+        }
+        true
+    }
+
+    fn unlist(&mut self, client: ClientId, id: GpuId) {
+        if let Some(gpus) = self.of_clients.get_mut(&client) {
+            gpus.remove(&id);
+            if gpus.is_empty() {
+                self.of_clients.remove(&client);
+            }
+        }
+    }
+
+    /// The GPUs that a client has attached.
+    pub fn of_client(&self, client: ClientId) -> impl Iterator<Item = GpuId> {
+        self.of_clients.get(&client).into_iter().flatten().copied()
+    }
+
+    pub fn attachment(&self, client: ClientId, id: GpuId) -> Option<&Attachment> {
+        self.gpus.get(&id)?.attachments.get(&client)
+    }
+
+    pub fn attachment_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Attachment> {
+        self.gpus.get_mut(&id)?.attachments.get_mut(&client)
+    }
+
+    // Locks.
+
+    /// A client's lock state on a GPU; `None`: it has not attached the GPU.
+    pub fn lock(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
+        Some(&self.attachment(client, id)?.lock)
+    }
+
+    pub fn lock_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLock> {
+        Some(&mut self.attachment_mut(client, id)?.lock)
+    }
+
+    /// A client's lock state on each GPU that it has attached.
+    pub fn locks_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &ClientLock)> {
+        self.of_client(client).filter_map(move |id| Some((id, self.lock(client, id)?)))
+    }
+
+    pub fn hold(&self, client: ClientId, id: GpuId) -> Option<&Hold> {
+        self.lock(client, id)?.hold.as_ref()
+    }
+
+    pub fn hold_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Hold> {
+        self.lock_mut(client, id)?.hold.as_mut()
+    }
+
+    /// The holds of a client.
+    pub fn holds_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &Hold)> {
+        self.locks_of(client).filter_map(|(id, lock)| Some((id, lock.hold.as_ref()?)))
+    }
+
+    pub fn holds_any(&self, client: ClientId) -> bool {
+        self.holds_of(client).next().is_some()
+    }
+
+    /// The holds that a client has as a member of a gang.
+    pub fn holds_in_gang(&self, client: ClientId, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
+        self.holds_of(client).filter(move |(_, hold)| hold.entity == Entity::Gang(gang))
+    }
+
+    /// The holders of a GPU, in the order of their grants.
+    pub fn holders(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
+        self.get(id).into_iter().flat_map(|gpu| gpu.holders.values().copied())
+    }
+
+    /// The holders of a GPU and their holds.
+    pub fn holds_on(&self, id: GpuId) -> impl Iterator<Item = (ClientId, &Hold)> {
+        self.holders(id).filter_map(move |client| Some((client, self.hold(client, id)?)))
+    }
+
+    /// Holders that count as such: no other client is admitted beside them unless they may run together.
+    pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
+        self.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()).map(|(client, _)| client)
+    }
+
+    /// Gives a client the lock of a GPU.
+    pub fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
+        if let Some(gpu) = self.gpus.get_mut(&id)
+            && let Some(attachment) = gpu.attachments.get_mut(&client)
+        {
+            gpu.holders.insert(hold.number, client);
+            attachment.lock.hold = Some(hold);
+        }
+    }
+
+    /// Takes the lock of a GPU from a client. `preempted`: the client still wants it.
+    pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
+        let gpu = self.gpus.get_mut(&id)?;
+        let hold = gpu.attachments.get_mut(&client)?.lock.hold.take()?;
+        gpu.holders.remove(&hold.number);
+        gpu.preempted = preempted.then_some(client);
+        Some(hold)
+    }
+
+    /// Makes a client's present holds, except revoked ones, part of a new grant: both are revoked together.
+    pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
+        self.change_holds(client, |hold| {
+            if hold.revoked.is_none() {
+                hold.group = group;
+            }
+        });
+    }
+
+    /// Changes the entity of a client's holds. Returns since when it has held the first of them.
+    pub fn set_entity_of_holds(&mut self, client: ClientId, entity: Entity) -> Option<Time> {
+        self.change_holds(client, |hold| hold.entity = entity);
+        self.holds_of(client).map(|(_, hold)| hold.since).min()
+    }
+
+    fn change_holds(&mut self, client: ClientId, mut change: impl FnMut(&mut Hold)) {
+        for id in self.of_client(client).collect::<Vec<_>>() {
+            self.hold_mut(client, id).into_iter().for_each(&mut change);
+        }
+    }
+
+    /// The last holder of a GPU, if it was preempted.
+    pub fn preempted(&self, id: GpuId) -> Option<ClientId> {
+        self.get(id)?.preempted
+    }
+
+    /// Records whether a GPU is idle because memory of the next entity is still being moved in.
+    pub fn note_idle_for(&mut self, now: Time, id: GpuId, entity: Entity, arrives: bool) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.idle_for = match gpu.idle_for {
+            _ if !arrives || !gpu.holders.is_empty() => None,
+            Some((whose, since)) if whose == entity => Some((whose, since)),
+            _ => Some((entity, now)),
+        };
+    }
+
+    /// Ends that record. Returns since when the GPU was idle for this entity.
+    pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
+        let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;
+        (whose == entity).then_some(since)
+    }
+}
