@@ -1,5 +1,5 @@
-//! The connection to the scheduler, and sending on it. Any thread may send; only the client's thread ([`crate::client`]) makes
-//! the connection and receives from it.
+//! The connection to the scheduler, and sending on it. Any thread may send; only the client's thread
+//! ([`crate::client`]) makes the connection and receives from it.
 //!
 //! - [`socket`]: packets. [`handshake`]: making a connection.
 //! - [`outbox`]: messages that must be sent before the next memory report.

@@ -1,7 +1,7 @@
 //! The client's end of the scheduler's `SOCK_SEQPACKET` socket: waiting, sending, receiving.
 //!
-//! The program may close any descriptor, including ours, and then open another file under the same number. So a [`Socket`]
-//! knows the identity of its file, and never writes to, reads from or closes another one.
+//! The program may close any descriptor, including ours, and then open another file under the same number. So a
+//! [`Socket`] knows the identity of its file, and never writes to, reads from or closes another one.
 
 use crate::sys::{
     file::Identity,

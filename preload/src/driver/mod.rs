@@ -167,8 +167,8 @@ pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
     (ask(&address::cuDeviceGetUuid_v2) || ask(&address::cuDeviceGetUuid)).then_some(uuid)
 }
 
-/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that name in
-/// this module that calls the real one.
+/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that
+/// name in this module that calls the real one.
 macro_rules! functions {
     ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
         /// Looks up all declared functions, so that no later call has to.

@@ -132,7 +132,7 @@ impl Gate {
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
         if !barrier::heavy() && before & SETTLED == 0 {
-            // Other threads that close the gate in the same moment wait too.
+            // Other threads that close the gate before it is `SETTLED` wait too.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
             barrier::settle();
             self.state.fetch_or(SETTLED, Ordering::SeqCst);

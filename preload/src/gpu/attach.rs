@@ -46,8 +46,8 @@ fn exists(device: CUdevice) -> bool {
 }
 
 impl Gpu {
-    /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for admission.
-    /// `false` if the context is refused.
+    /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for
+    /// admission. `false` if the context is refused.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
         if !exists(device) {
             return true; // the driver's call returns the error

@@ -39,7 +39,7 @@ impl Identity {
     }
 
     pub fn get(&self) -> Uuid {
-        // SAFETY: the pointer is NULL, or comes from a reference to a static that never changes.
+        // SAFETY: the pointer is NULL, or comes from a reference to a value that is never freed or changed.
         unsafe { self.0.load(Ordering::SeqCst).as_ref() }.copied().unwrap_or_default()
     }
 

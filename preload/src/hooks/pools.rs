@@ -170,8 +170,8 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
     if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
 }
 
-/// Whether the stream does not synchronize with the legacy stream. Frees in streams that do are ordered with each
-/// other's work, for which the stream's own work may not be waiting.
+/// Whether the stream does not synchronize with the legacy stream. A free in a stream that does is ordered after the
+/// work of all such streams, for which synchronizing that one stream may not wait.
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.

@@ -120,8 +120,8 @@ impl Fingerprinter {
     /// Computes the fingerprints of chunks (address and size). No thread writes to the chunks until it returns.
     ///
     /// # Errors
-    /// Errors of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. The kernel may write to the table at any
-    /// time after that, so this `Fingerprinter` must not be used or dropped.
+    /// Errors of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. The kernel may write to the
+    /// table at any time after that, so this `Fingerprinter` must not be used or dropped.
     pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Result<Vec<Fingerprint>, CUresult> {
         let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;

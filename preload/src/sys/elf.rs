@@ -253,8 +253,8 @@ impl Object<'_> {
     /// Redirects existing bindings of this object in the same way. `false` if some of them cannot be written.
     ///
     /// # Safety
-    /// The addresses known to `substitute` are in no object that the loader is still processing, since the protection
-    /// of its pages changes.
+    /// No object that the loader is still processing is bound to an address known to `substitute`, since the protection of
+    /// the object's pages changes.
     pub unsafe fn redirect_bindings(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();
         let mut all = true;

@@ -176,7 +176,8 @@ pub fn end_all_in(context: CUcontext) {
     forget(|capture| capture.origin().is_none_or(|origin| origin.context == context as usize));
 }
 
-/// False in the child of a fork: the count is the parent's, and another thread may have held the lock.
+/// Whether there may be known captures. False in the child of a fork: the count is the parent's, and another thread may
+/// have held the lock.
 fn is_known() -> bool {
     any() && gate::is_active()
 }

@@ -48,8 +48,9 @@ pub fn are_several() {
 /// The interval between checks whether threads have left a context, or another thread has destroyed it.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A context that the program is destroying. The driver waits for the context's work; the client's thread, the gates
-/// and other threads must not. So until then this library holds no lock, and does not enter the context.
+/// A context that the program is destroying. The driver's call waits for the context's work, and the client's thread,
+/// the gates and other threads must not wait for the call. So during the call this library holds no lock and does not
+/// enter the context.
 #[derive(Debug)]
 pub(super) struct Dying {
     context: Context,

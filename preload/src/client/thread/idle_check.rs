@@ -8,7 +8,7 @@ use core::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The idle check of one GPU whose memory is about to be evicted: the gate is closed, and all work that passed a hook
-/// is done. The check is reset before the gate opens again.
+/// is done. No such work can start until the eviction ends, which resets the check.
 #[derive(Debug, Default)]
 pub enum IdleCheck {
     #[default]
