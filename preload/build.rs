@@ -1,12 +1,12 @@
-//! How `libnvshare.so` is linked, and the driver's functions that it knows to pass.
+//! Links `libnvshare.so`, and lists the driver's functions that the library passes.
 
 use std::{env, fs, path::Path};
 
-/// Functions that tell what the driver knows without the GPU. They return at any time, also in a process that another has locked.
+/// Queries that the driver answers without the GPU. They return at any time, even in a process that another has locked.
 const NEVER_BLOCK: [&str; 3] = ["cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"];
 
-/// Writes what `coverage/entry-points.tsv` lets pass: the names, each with a NUL behind it, and a call of the macro that makes an
-/// entry for each. Those that never block have none, and come last.
+/// Writes the list of functions that `coverage/entry-points.tsv` lets pass: the names, each followed by a NUL, and a
+/// call of the macro that creates an entry for each. Functions that never block have no entry, and come last.
 fn write_passed() {
     const TABLE: &str = "coverage/entry-points.tsv";
     println!("cargo:rerun-if-changed={TABLE}");
@@ -33,15 +33,15 @@ fn main() {
     write_passed();
     println!("cargo:rerun-if-changed=build.rs");
     for argument in [
-        // A default Rust cdylib has none, and `ldconfig` and `dlopen` of a preloaded library want one.
+        // By default a Rust cdylib has none, and `ldconfig` and `dlopen` of a preloaded library need one.
         "-soname,libnvshare.so",
-        // Its thread and its fork handler run on, so it stays, whoever closes it.
+        // Its thread and its fork handler keep running, so it must stay loaded, even if the program closes it.
         "-znodelete",
-        // The table of hooks means these very hooks, and the loader need not look for them.
+        // The table of hooks refers to these very hooks, and the loader need not look them up.
         "-Bsymbolic",
     ] {
         println!("cargo:rustc-cdylib-link-arg=-Wl,{argument}");
     }
-    // Start files call constructors and destructors, of which there are none.
+    // Start files call constructors and destructors, and this library has none.
     println!("cargo:rustc-cdylib-link-arg=-nostartfiles");
 }

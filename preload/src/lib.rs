@@ -1,36 +1,37 @@
-//! `libnvshare.so`: preloaded into a program, it lets the program share its GPUs with others.
+//! `libnvshare.so`: preloaded into a program, it lets the program share its GPUs with other programs.
 //!
-//! The library is a guest. It does nothing until the program initialises CUDA, and it must never crash, exit, hang, print, or
-//! change results. So nothing here panics, and calls that it does not know pass through; memory that they may use stays.
+//! The library is a guest. It does nothing until the program initialises CUDA, and it must never crash, exit, hang,
+//! print, or change results. So nothing here panics, and unknown calls pass through; memory that they may use stays on
+//! the GPU.
 //!
 //! The folders are layers. Each uses only those above it in this list, which `tests/layers.rs` checks:
 //!
 //! | folder | contents |
 //! |---|---|
-//! | [`sys`] | what the standard library would provide; keeps the program's `errno` |
+//! | [`sys`] | substitutes for the standard library; keeps the program's `errno` |
 //! | [`env`](self::env) | the environment; traces |
 //! | [`driver`] | the real driver: functions, types, contexts, symbols of other libraries |
 //! | [`connection`] | the socket to the scheduler, the handshake, sending |
-//! | [`gate`] | where work waits for the GPU lock and for memory, and what makes passing an open gate cheap |
-//! | [`work`] | submitted work: how much may be queued, when it is done; stream captures |
+//! | [`gate`] | the gates at which work waits for the GPU lock and for memory, and the fast path through an open one |
+//! | [`work`] | submitted work: limiting it, and detecting when it is done; stream captures |
 //! | [`memory`] | the allocations of one GPU, and moving them to host memory and back |
 //! | [`gpu`] | one GPU: its gate, work and memory together, and its requests to the scheduler |
-//! | [`registry`] | the program's memory by the names that the program knows, across GPUs |
+//! | [`registry`] | the program's memory by its names in the program, across GPUs |
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
-//! | [`copies`] | copies whose sides may be of different GPUs |
-//! | [`calls`] | what hooks do beside calling the driver: submitting, allocating, mapping, exporting |
+//! | [`copies`] | copies whose sides may be on different GPUs |
+//! | [`calls`] | the work of hooks besides calling the driver: submitting, allocating, mapping, exporting |
 //! | [`nvml`] | the interposed functions of NVML |
-//! | [`lookup`] | the look-ups that lead to hooks |
+//! | [`lookup`] | lookups of functions, which lead to hooks |
 //! | [`hooks`] | the interposed functions |
 //!
-//! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through the
-//! client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the file of [`hooks`] that fits,
-//! and add one line to `coverage/entry-points.tsv`.
+//! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through
+//! the client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the fitting file of
+//! [`hooks`], and add one line to `coverage/entry-points.tsv`.
 //!
 //! `version_note` puts the version into the file, where `nvsharectl` reads it.
 
 #![no_std]
-// Hooks are exported, and so used, only outside of tests.
+// Hooks are exported, and thus used, only outside tests.
 #![cfg_attr(test, allow(dead_code))]
 
 extern crate alloc;
@@ -54,7 +55,7 @@ mod sys;
 mod version_note;
 mod work;
 
-/// Remembers how the process was when the library was loaded, by two system calls that read.
+/// Remembers properties of the process when the library is loaded, with two system calls that only read.
 extern "C" fn loaded() {
     sys::errno::preserved(|| {
         sys::thread::remember_cpus();

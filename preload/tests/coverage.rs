@@ -1,5 +1,5 @@
-//! `coverage/entry-points.tsv` decides on every entry point of the driver. Here it is compared with the hooks as
-//! `src/hooks/` declares them, and with what programs were seen to look up.
+//! `coverage/entry-points.tsv` decides on every entry point of the driver. This compares it with the hooks declared in
+//! `src/hooks/`, and with the names that programs were seen to look up.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -53,13 +53,13 @@ impl Entry {
         })
     }
 
-    /// What the driver exports for it.
+    /// The names that the driver exports for it.
     fn exports(&self) -> impl Iterator<Item = String> {
         let flavour = self.flavour.as_ref().map(|flavour| format!("{}{flavour}", self.name));
         std::iter::once(self.name.clone()).chain(flavour)
     }
 
-    /// The file of hooks that a reason begins with.
+    /// The file of hooks with which the reason begins.
     fn file(&self) -> &str {
         self.reason.split_once(": ").map_or("", |(file, _)| file)
     }
@@ -77,7 +77,7 @@ fn declared(source: &str) -> Vec<String> {
     names.flat_map(|names| names.split('|')).map(|name| name.trim().to_owned()).collect()
 }
 
-/// All hooks of the driver, each with the file that declares it. Folders are about other libraries.
+/// All hooks of the driver, each with the file that declares it. Folders concern other libraries.
 fn hooks() -> BTreeMap<String, String> {
     let mut hooks = BTreeMap::new();
     let entries = fs::read_dir(path("src/hooks")).expect("the folder of hooks");

@@ -1,6 +1,6 @@
-//! The folders of `src/` are layers: a module uses its own layer and those below it, never one above. So there is no circle of
-//! imports between folders, and each layer can be read without those above it. The files of a folder do the same, in an order
-//! that is not written down; `mod.rs`, which is the folder, uses them and is used by them.
+//! The folders of `src/` are layers: a module uses its own layer and those below it, never one above. So folders do not
+//! import each other in cycles, and each layer can be read without the layers above it. The same holds for the files of
+//! a folder, in an unwritten order; `mod.rs`, which stands for the folder, uses them and is used by them.
 
 use std::{
     fs,
@@ -26,7 +26,7 @@ const LAYERS: [&str; 15] = [
     "hooks",
 ];
 
-/// Circles of files that are left, which should be none.
+/// Cycles of files that remain. The list should be empty.
 const KNOWN_CIRCLES: [&[&str]; 1] =
     [&["work::capture", "work::contexts", "work::marks", "work::point", "work::streams"]];
 
@@ -56,7 +56,7 @@ fn paths(code: &str, root: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// Adds the paths that `text` begins with, each behind `before`. Returns the rest of the text.
+/// Adds the paths with which `text` begins, each after `before`. Returns the rest of the text.
 fn expand<'a>(text: &'a str, before: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
     let text = text.trim_start();
     if let Some(mut rest) = text.strip_prefix('{') {
@@ -86,7 +86,7 @@ fn expand<'a>(text: &'a str, before: &[String], found: &mut Vec<Vec<String>>) ->
     }
 }
 
-/// The names right behind each `crate::`, also of a list in braces.
+/// The names directly after each `crate::`, including the names in a list in braces.
 fn used(code: &str) -> Vec<String> {
     paths(code, "crate::").into_iter().filter_map(|path| path.into_iter().next()).collect()
 }
@@ -103,7 +103,7 @@ fn uses_in_folders(source: &Path) -> Vec<(String, String)> {
     let mut uses = Vec::new();
     for file in files(source) {
         let own = module(source, &file);
-        // What stands in a list of uses or a macro is of this file; unit tests are at the end.
+        // Lists of uses and macros belong to this file; unit tests are at the end.
         let text = fs::read_to_string(&file).expect("a source");
         let code = code(text.split("#[cfg(test)]\nmod tests").next().unwrap_or(""));
         let parent = own.split_last().map_or(&[][..], |(_, parent)| parent);
@@ -126,7 +126,7 @@ fn uses_in_folders(source: &Path) -> Vec<(String, String)> {
     uses
 }
 
-/// Groups of more than one module, each of which uses all others, at least by way of others.
+/// Groups of modules that all use each other, directly or indirectly.
 fn circles(uses: &[(String, String)]) -> Vec<Vec<String>> {
     let reached = |from: &String| {
         let mut reached = Vec::new();
@@ -190,7 +190,7 @@ fn no_layer_uses_one_above_it() {
         let mut parts = path.components().map(|part| part.as_os_str().to_str().expect("a name"));
         let (first, is_in_folder) = (parts.next().expect("a name"), parts.next().is_some());
         if !is_in_folder {
-            continue; // lib.rs, and what belongs to no layer
+            continue; // lib.rs, and other files that belong to no layer
         }
         let own = rank(first).unwrap_or_else(|| panic!("{first} is no layer: add it to LAYERS"));
         let uses = used(&code(&fs::read_to_string(&file).expect("a source")));

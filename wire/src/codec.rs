@@ -3,7 +3,7 @@
 use crate::{HEADER_LEN, MAX_LEN, WireError, header::Header};
 use core::fmt;
 
-/// A GPU's (or MIG slice's) UUID, as `cuDeviceGetUuid` gives it.
+/// A GPU's (or MIG slice's) UUID, as returned by `cuDeviceGetUuid`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Uuid(pub [u8; 16]);
 
@@ -20,7 +20,7 @@ impl Uuid {
 }
 
 impl fmt::Display for Uuid {
-    /// The form of `nvidia-smi`, without the `GPU-` or `MIG-` before it.
+    /// The format of `nvidia-smi`, without the prefix `GPU-` or `MIG-`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, byte) in self.0.iter().enumerate() {
             if matches!(i, 4 | 6 | 8 | 10) {

@@ -1,5 +1,5 @@
-//! The environment variables by which a program limits itself, and the messages that carry their values. The library and
-//! `nvsharectl run` share this. The scheduler alone interprets the values.
+//! The environment variables for a program's own limits, and the messages that carry their values. Shared by the
+//! library and `nvsharectl run`. Only the scheduler interprets the values.
 
 use crate::{
     ClientMessage,

@@ -4,12 +4,12 @@
 //! little-endian.
 //!
 //! - [`client`]: messages of the client; [`scheduler`]: messages of the scheduler; [`version`]: protocol versions.
-//! - [`visible_devices`]: variables by which a program chooses its GPUs; [`env_limits`]: variables by which it limits itself.
-//! - [`counts`]: counters of a client; [`moves`]: GPUs that a client has left for others.
+//! - [`visible_devices`]: variables that choose a program's GPUs; [`env_limits`]: variables for a program's own limits.
+//! - [`counts`]: counters of a client; [`moves`]: GPUs that a client has exchanged for others.
 //! - [`codec`]: the encoding of fields; [`error`]: malformed packets.
 //!
-//! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
-//! processes.
+//! The crate has no dependencies and neither allocates nor panics, since one side of it runs inside the users'
+//! programs.
 //!
 //! # A conversation
 //! ```text
@@ -17,7 +17,7 @@
 //! Hello ────────────────────────────▶
 //!       ◀──────────────────────────── Welcome            (or Refused, and the end)
 //! EnvLimit(weight, "10") ───────────▶                     one for each variable that is set; a Remark if it has no effect
-//!       ◀──────────────────────────── MemoryMax(GPU by UUID)    one for each GPU of which a rule limits its memory
+//!       ◀──────────────────────────── MemoryMax(GPU by UUID)    one for each GPU on which a rule limits its memory
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
 //!       ◀──────────────────────────── Attached            there is room for the context; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others
@@ -36,7 +36,7 @@
 //! Open(ticket, secret) ─────────────▶ same tenant? ───────────── Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
-//! A client that is taken off its GPUs may come back on others. Its slots stay what they are, for the GPUs that it is on now:
+//! A client that is taken off its GPUs may be restored on others. Its slots then denote the new GPUs:
 //! ```text
 //! client                              scheduler
 //!       ◀──────────────────────────── PrepareSleep           evict, and enter the driver no more
@@ -44,7 +44,7 @@
 //!       ◀──────────────────────────── Awake(GPU by UUID → GPU by UUID)
 //! Request(GPUs {0}) ────────────────▶                         slot 0 is the other GPU
 //! ```
-//! Memory that has left the GPU lies in host memory, and beyond what the scheduler allows there in a file that it passes:
+//! Evicted memory is in host memory. The excess over the scheduler's limit is in a file that the scheduler provides:
 //! ```text
 //! client                              scheduler
 //!       ◀──────────────────────────── OfferSwapFile
@@ -52,9 +52,10 @@
 //!       ◀────────────── HostMemory(ram 1 GiB, file 2 GiB) + descriptor
 //! Memory(swapped 3 GiB, in_file 2 GiB) ─▶
 //! ```
-//! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the number of bytes that a client
-//! may have mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* is
-//! what it may allocate: a promise that there is room on the GPU or in the host (RequestLimit asks for a higher one).
+//! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the number of bytes that a
+//! client may have mapped. They are separate: a client that has lost the lock keeps its memory until the bytes are
+//! needed. The *limit* is the number of bytes that it may allocate: a promise that there is room on the GPU or in the
+//! host (RequestLimit asks for a higher one).
 
 #![cfg_attr(not(test), no_std)]
 

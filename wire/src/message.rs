@@ -25,7 +25,7 @@ macro_rules! messages {
                 match self { $(
                     Self::$variant { $($field),* } => {
                         let version = messages!(@version version $($handshake $($since)?)?);
-                        #[allow(unused_mut)] // where there are no fields
+                        #[allow(unused_mut)] // for messages without fields
                         let mut packet = $crate::codec::Packet::new($crate::header::Header { version, kind: $kind });
                         $( if messages!(@has version $($fsince)?) { $field.put(&mut packet); } )*
                         packet.finish()
@@ -33,8 +33,7 @@ macro_rules! messages {
                 )* }
             }
 
-            /// Reads a packet from a connection of that protocol version. Never panics, whatever
-            /// the bytes.
+            /// Reads a packet from a connection of that protocol version. Never panics.
             pub fn decode(packet: &[u8], version: u16) -> Result<Self, $crate::WireError> {
                 use $crate::codec::Field;
                 let (header, mut reader) = $crate::header::Header::read(packet)?;
@@ -94,7 +93,7 @@ mod tests {
     use crate::WireError;
 
     messages! {
-        /// Messages of a protocol that has had a version 2.
+        /// Messages of a protocol with a version 2.
         pub enum Example {
             1 (handshake) => Greeting { number: u16 },
             2 => Old { slot: u32, (since 2) bytes: u64 },

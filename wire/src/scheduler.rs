@@ -138,7 +138,7 @@ messages! {
             /// The most bytes of host memory that the client may hold for all its GPUs. The excess
             /// goes into the file, as far as the file has room.
             ram: u64,
-            /// The size of the newest file in bytes, all of which is reserved on the disk.
+            /// The size of the newest file in bytes. All of it is reserved on the disk.
             file: u64,
         },
 
@@ -205,7 +205,7 @@ byte_enum! {
 byte_enum! {
     /// Why a client waits.
     pub enum WaitReason {
-        /// Others hold the lock or wait before this client.
+        /// Other clients hold the lock or wait before this client.
         Queue = 0,
         /// A holder cannot drain.
         HolderStuck = 1,

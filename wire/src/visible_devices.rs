@@ -1,5 +1,5 @@
-//! Who chooses a program's GPUs, judged by its environment variables. The library and `nvsharectl run` share this; the scheduler
-//! decides.
+//! Which party chooses a program's GPUs, according to its environment variables. Shared by the library and
+//! `nvsharectl run`; the scheduler decides.
 
 use crate::{ClientMessage, Text, message::byte_enum};
 use core::ffi::CStr;
@@ -11,7 +11,7 @@ pub const VISIBLE: &CStr = c"CUDA_VISIBLE_DEVICES";
 pub const PART: usize = 192;
 
 byte_enum! {
-    /// Who chooses a program's GPUs.
+    /// The party that chooses a program's GPUs.
     pub enum Chooser {
         /// No chooser is set: the program takes the first GPU that it sees, or all of them.
         Nobody = 0,
@@ -22,9 +22,8 @@ byte_enum! {
     }
 }
 
-/// Variables in which launchers pass each process its rank on the host, by which it chooses a GPU.
-/// If the launcher also sets a rank for single processes, a second variable has the number of
-/// processes.
+/// Variables in which launchers pass each process its rank on the host. The process chooses its GPU by the rank. If the
+/// launcher also sets a rank for single processes, a second variable has the number of processes.
 const RANKS: [(&CStr, &[&CStr]); 3] = [
     (c"LOCAL_RANK", &[]),
     (c"OMPI_COMM_WORLD_LOCAL_RANK", &[]),

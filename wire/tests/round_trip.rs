@@ -268,7 +268,7 @@ fn errors_name_what_is_wrong() {
     assert_eq!(ClientMessage::decode(&bytes, 1), Err(WireError::Value { field: "reason", value: 9 }));
 }
 
-/// Version 1's bytes are what they were when it was released: an old library depends on them.
+/// Version 1's bytes stay as released: an old library depends on them.
 #[test]
 fn version_1_is_frozen() {
     let packet = ClientMessage::Request { gpus: 0x8000_0000_0000_0001 }.encode(1);

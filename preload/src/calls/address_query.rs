@@ -18,13 +18,13 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// The driver's answer while the memory is on the GPU, and the recorded one while it is not.
+/// Returns the driver's answer while the memory is on the GPU, and the recorded one otherwise.
 fn driver_or_record(
     memory: &Memory,
     real: impl FnOnce() -> CUresult,
     recorded: impl FnOnce(&mut Space) -> CUresult,
 ) -> Option<CUresult> {
-    // Locked, so that the memory does not leave between the test and the answer.
+    // Locked, so that the memory is not evicted between the test and the answer.
     let mut space = memory.gpu.space()?.lock();
     Some(if space.on_gpu(memory.base).is_some() { real() } else { recorded(&mut space) })
 }
@@ -46,18 +46,18 @@ pub fn get_access(
         return real();
     }
     let is_known = |l: &&Location| matches!(l.kind, MEM_LOCATION_TYPE_DEVICE | MEM_LOCATION_TYPE_HOST);
-    // SAFETY: the driver reads it too.
+    // SAFETY: the driver dereferences it too.
     let Some(location) = unsafe { location.as_ref() }.filter(is_known).filter(|_| !flags.is_null()) else {
         return ERROR_INVALID_VALUE;
     };
     let Some((mapping, memory)) = found else {
-        // The driver says this of memory that the program did not map (580).
+        // The driver's answer for memory that the program did not map (580).
         // SAFETY: the program's own place, not NULL.
         unsafe { put(flags, 0) };
         return SUCCESS;
     };
     let recorded = |space: &mut Space| {
-        // Of the host the driver says what it says of the memory's own GPU (580).
+        // For the host, the driver gives the same answer as for the memory's own GPU (580).
         let asked = if location.kind == MEM_LOCATION_TYPE_HOST { home(&memory) } else { *location };
         let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, asked));
         // SAFETY: the program's own place, not NULL.
@@ -82,7 +82,7 @@ pub fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
     SUCCESS
 }
 
-/// A mapping of our memory that the program asks about.
+/// A mapping of our memory about which the program queries.
 #[derive(Debug)]
 struct AddressInfo {
     mapping: Mapping,
@@ -90,12 +90,12 @@ struct AddressInfo {
     reservation: (u64, u64),
     /// The access rights of its own GPU.
     rights: i32,
-    /// It is not on the GPU, so the driver knows nothing about it.
+    /// It is off the GPU, so the driver knows nothing about it.
     away: bool,
 }
 
-/// Answers a query about an address where the program has mapped our memory, which neither comes nor goes meanwhile. `None` if
-/// nothing of ours is mapped there.
+/// Answers a query about an address where the program has mapped our memory, which does not move during the answer.
+/// `None` if none of our memory is mapped there.
 fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
     if !gate::is_active() {
         return None;
@@ -109,21 +109,21 @@ fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Opt
     Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
 }
 
-/// The start and length of the mapping at this address, or the driver's error (580) if its GPU has no access. `None` if nothing
-/// of ours is mapped there.
+/// The start and length of the mapping at this address, or the driver's error (580) if its GPU has no access. `None` if
+/// none of our memory is mapped there.
 pub fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
     query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }
 
-/// Writes an attribute that the driver would answer differently after memory came back, or does not know while it is away.
-/// `None` for other attributes. The answers are those of driver 580.
+/// Writes an attribute whose value the driver would change when memory is restored, or does not know while it is
+/// evicted. `None` for other attributes. The values match driver 580.
 ///
 /// # Safety
 /// `data` is valid for that attribute.
 unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) -> Option<CUresult> {
     use crate::driver::types::pointer_attribute::*;
     let AddressInfo { mapping, memory, reservation, rights, away } = asked;
-    // SAFETY: the caller's promise; each attribute's type is the driver's.
+    // SAFETY: the caller's contract; each attribute's type is the driver's.
     unsafe {
         match which {
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), mapping.id),
@@ -159,7 +159,7 @@ unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) 
 /// `data` is valid for that attribute.
 pub unsafe fn write_own(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a: &Allocation) -> Option<CUresult> {
     use crate::driver::types::pointer_attribute::*;
-    // SAFETY: the caller's promise; each attribute's type is the driver's.
+    // SAFETY: the caller's contract; each attribute's type is the driver's.
     unsafe {
         match attribute {
             CONTEXT => put(data.cast(), a.context),
@@ -172,7 +172,7 @@ pub unsafe fn write_own(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu
             IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && is_exportable(address, gpu))),
             SYNC_MEMOPS => put(data.cast(), 1u32),
             IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
-            // Other devices do not reach memory of pools (driver 580).
+            // Other devices cannot access pool memory (driver 580).
             IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && gpu.is_rdma_capable())),
             ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
@@ -200,7 +200,7 @@ pub fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> C
         return real();
     }
     let answered = query(address, |asked| match real() {
-        // Either the driver does not know the address, or it does not have this attribute.
+        // Either the driver does not know the address, or it lacks this attribute.
         // SAFETY: the program's own place for that attribute.
         result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
         error => error,
@@ -223,7 +223,7 @@ pub fn attributes(
         let result = real();
         if result == SUCCESS {
             for i in 0..n as usize {
-                // SAFETY: the program's own arrays of that length.
+                // SAFETY: the program's own arrays of length `n`.
                 unsafe {
                     let (which, data) = (*which.add(i), *data.add(i));
                     write(data, which, address, asked);

@@ -1,6 +1,7 @@
-//! Allocations and frees. An allocation by a program that holds the GPU lock waits until its memory
-//! is on the GPU. One by another program only reserves addresses, unless the driver refuses memory that the scheduler has
-//! allowed, a stream is captured, or another device may reach memory: then it waits, too. Other calls do not wait.
+//! Allocations and frees. An allocation by a program that holds the GPU lock waits until its memory is on the GPU. An
+//! allocation by another program only reserves addresses. But it waits too if the driver refuses memory that the
+//! scheduler has allowed, if a stream is being captured, or if another device may access the memory. Other calls do not
+//! wait.
 
 use super::pinned;
 use crate::{
@@ -30,19 +31,20 @@ use crate::{
 };
 use core::time::Duration;
 
-/// The interval between looks whether freed memory is available.
+/// The interval between checks whether freed memory is available.
 const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
-/// The interval between looks whether memory of other programs is available.
+/// The interval between checks whether memory of other programs is available.
 const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
-/// The longest wait of an allocation for freed memory that work may still use.
+/// The longest time that an allocation waits for freed memory that work may still use.
 const FREED_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest wait of an allocation for its memory, until other clients have made room or the scheduler says that they cannot.
+/// The longest time that an allocation waits for its memory: until other clients have made room, or the scheduler says
+/// that they cannot.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest wait of an allocation for memory of a program without nvshare, which may be exiting.
+/// The longest time that an allocation waits for memory of a program without nvshare, which may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
-/// The same while the scheduler, which would know, is away: until the client runs without one.
+/// The same wait while the scheduler, which would know, is away: until the client runs without one.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
-/// The longest wait without a scheduler until the client's thread has looked whether other clients can make room
+/// The longest wait without a scheduler for the client's thread to check whether other clients can make room
 /// ([`crate::client::offline`]), which it does within 200 ms.
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -73,9 +75,10 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
     })
 }
 
-/// Waits until new memory is on the GPU, as it would be without nvshare: if the program may run now, so that its next launch
-/// would wait; if the driver had no room although the allowance did, so that the allocation fails and not a launch; or if what uses it
-/// passes no gate: what is captured, and another device. `false` if no room can be made; the allocation is undone then.
+/// Waits until new memory is on the GPU, as it would be without nvshare, in three cases: if the program may run now,
+/// since its next launch would wait; if the driver had no room although the allowance did, so that the allocation fails
+/// and not a launch; or if the users of the memory pass no gate: captured work, and other devices. `false` if no room
+/// can be made; the allocation is undone then.
 pub fn is_backed_in_time(
     gpu: &'static Gpu,
     space: &Mutex<Space>,
@@ -107,21 +110,23 @@ pub fn is_backed_in_time(
             return false;
         }
         let has_turn = !gpu.gate.is_closed_for(closed::LOCK);
-        // An open gate although memory is lacking: no context works any more, as the next call will say.
+        // If the gate is open although memory is missing, no context works any more, and the next call will return the
+        // error.
         if !gpu.gate.is_closed_for(closed::MEMORY) || is_late {
             break;
         }
         match must_be_there {
-            // With the lock comes the memory, of clients that run now, too. Running work may wait for this thread.
+            // The lock brings the memory, even of clients that are running now. Running work may wait for this thread.
             true => gpu.wait(closed::MEMORY),
             false if backing == Backing::Later && !has_turn => break,
             false => gpu.wait_to_allocate(),
         }
     }
-    true // it comes later, as for a program without the lock
+    true // it is mapped later, as for a program without the lock
 }
 
-/// Waits for memory that another thread is allocating, before a call beside a capture that names memory: such a call passes no gate.
+/// Waits for memory that another thread is allocating, before a call that names memory during a capture: such a call
+/// passes no gate.
 pub fn wait_beside_capture(gpu: &Gpu) {
     let begin = Instant::now();
     while gpu.gate.is_closed_for(closed::MEMORY)
@@ -134,7 +139,8 @@ pub fn wait_beside_capture(gpu: &Gpu) {
     }
 }
 
-/// `cuMemAllocManaged`: all but small allocations are moved by prefetching, so they count as demand like other memory.
+/// Handles `cuMemAllocManaged`: all but small allocations are moved by prefetching, so they count as demand like other
+/// memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
     let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
     let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
@@ -168,7 +174,7 @@ pub fn working_context() -> Result<Option<usize>, CUresult> {
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
 }
 
-/// Allocates memory, and tries again for a while if there is none.
+/// Allocates memory, and retries for a limited time if there is none.
 pub fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
@@ -188,7 +194,7 @@ pub fn with_retries<T>(
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
         }
-        // Memory that was freed beside a capture, or while work of other contexts may use it.
+        // Memory that was freed during a capture, or while work of other contexts may use it.
         let is_pending = guard.has_freed() || guard.has_pending_in_pools();
         let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
         let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
@@ -198,7 +204,7 @@ pub fn with_retries<T>(
         drop(guard);
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
-        begin = begin + asked.elapsed(); // a rule may let that take long
+        begin = begin + asked.elapsed(); // a rule may make that take long
         match outcome {
             Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
             Outcome::Denied => may_come = false,
@@ -212,10 +218,10 @@ pub fn with_retries<T>(
     }
 }
 
-/// The time for which a free looks again and again whether work is done: an event takes 4 µs where the GPU is idle [H200].
+/// How long a free spins until work is done: an event takes 4 µs on an idle GPU [H200].
 const FREE_SPIN: Duration = Duration::from_micros(50);
 
-/// The longest wait of a free while it cannot be told whether work is done.
+/// The longest time that a free waits while it is unknown whether work is done.
 const FREE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Frees an allocation of ours, on any GPU, once the work that may use it is done. `false` if it is not ours.
@@ -223,8 +229,9 @@ pub fn free_later(address: CUdeviceptr) -> bool {
     free_with(address, |_, _, _| {})
 }
 
-/// The same like the driver's own function, which returns when all work in the memory's context is done, in whatever stream:
-/// programs may rely on that. Not beside a capture, whose end may depend on the calling thread.
+/// Frees an allocation of ours like the driver's own function, which returns when all work in the memory's context is
+/// done, in every stream: programs may rely on that. Does not wait during a capture, whose end may depend on the
+/// calling thread.
 pub fn free(address: CUdeviceptr) -> bool {
     free_with(address, |gpu, space, id| {
         let begin = Instant::now();
@@ -252,7 +259,7 @@ pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) 
     gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
-/// Frees memory, and has the client's thread free what has to wait.
+/// Frees memory, and lets the client's thread free the memory that has to wait.
 pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
     let mut guard = space.lock();
     let before = guard.account;
@@ -265,17 +272,17 @@ pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Spa
     result
 }
 
-/// The interval between looks whether the mover is done with memory that is to be freed.
+/// The interval between checks whether the mover is done with memory that has to be freed.
 const MOVING_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// Frees managed memory in this thread, which waits for work as without this library. `None` if that is not how the memory at
-/// this address is freed.
+/// Frees managed memory on this thread, which waits for work as it would without this library. `None` if the memory at
+/// this address is not freed that way.
 pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
-    // SAFETY: memory of ours, which nothing else knows any more.
+    // SAFETY: the memory is ours, and nothing else refers to it any more.
     let by_driver = |base| unsafe { driver::cuMemFree_v2(base) };
     let free = |gpu: &'static Gpu| {
         let space = gpu.space()?;
-        // What could not be freed when it should have been.
+        // Memory that could not be freed at the time.
         let mut unfreed = space.lock().take_unfreed();
         unfreed.retain(|base| by_driver(*base) != SUCCESS);
         if !unfreed.is_empty() {

@@ -1,4 +1,5 @@
-//! Creating and destroying contexts, and captures: what the library must know about, and what never waits for the lock.
+//! Creating and destroying contexts, and captures: calls that the library must know about, and that never wait for the
+//! lock.
 
 use super::submit::naming_for;
 use crate::{
@@ -23,7 +24,7 @@ type P = *mut c_void;
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
 const CONTEXT_RETRY: Duration = Duration::from_millis(5);
 
-/// Creates a context on this GPU, which is known to the library afterwards.
+/// Creates a context on this GPU, and registers it with the library.
 pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
     if !gate::is_active() {
         return real();
@@ -59,7 +60,7 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
     result
 }
 
-/// Destroys a context, while nothing of ours uses it or begins to.
+/// Destroys a context. Nothing of this library uses the context during the call.
 pub fn destroying(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -72,11 +73,11 @@ pub fn destroying(
         gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
     });
     let Some(left) = begun else { return real() };
-    // The driver waits for work that may need the host, so nothing is held.
+    // The driver waits for work that may need the host, so no lock is held.
     let result = real();
     crate::sys::errno::preserved(|| {
         let is_gone = result == SUCCESS && is_gone();
-        // No thread adds a context of this handle before all of the old one is forgotten.
+        // No thread adds a context with this handle before the old one is completely forgotten.
         let mut mover = gpu.moving.lock();
         if is_gone {
             forget(gpu, context);
@@ -93,7 +94,7 @@ pub fn destroying(
     result
 }
 
-/// Forgets all that belonged to a context that is gone.
+/// Forgets everything that belonged to a context that is gone.
 pub fn forget(gpu: &Gpu, context: CUcontext) {
     let is_last = gpu.work.is_last(context);
     capture::end_all_in(context);
@@ -113,7 +114,7 @@ pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
     if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
-/// Ends one use of a context. Only the last destroys it: until then, whatever works in it goes on.
+/// Ends one use of a context. Only the last one destroys it: until then, all work in the context continues.
 pub fn releasing(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -130,7 +131,7 @@ pub fn primary_of(gpu: Option<&Gpu>) -> CUcontext {
 
 pub fn is_primary_gone(device: CUdevice) -> bool {
     let (mut flags, mut active) = (0, 0);
-    // SAFETY: valid places.
+    // SAFETY: `flags` and `active` outlive the call.
     unsafe { driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
 }
 
@@ -149,7 +150,7 @@ pub fn resetting_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> C
 pub fn retain_primary(device: CUdevice) -> bool {
     let mut primary = core::ptr::null_mut();
     let place = &raw mut primary;
-    // SAFETY: a valid place.
+    // SAFETY: `place` outlives the call.
     let result = creating(device, place, || unsafe { driver::cuDevicePrimaryCtxRetain(place, device) });
     if let (SUCCESS, Some(gpu)) = (result, gpu::by_ordinal(device)) {
         gpu.set_primary(primary);
@@ -157,8 +158,8 @@ pub fn retain_primary(device: CUdevice) -> bool {
     result == SUCCESS
 }
 
-/// Green contexts, each with the GPU whose primary context it belongs to. The primary context is retained as long, because a
-/// fence or mark there also waits for the work of the green context.
+/// Green contexts, each with the GPU whose primary context it belongs to. The primary context stays retained until the
+/// last green context is destroyed, because a fence or mark there also waits for the work of the green context.
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -166,7 +167,7 @@ pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CU
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
-    // It is not added like others: the library learns of it by the first launch there.
+    // A green context is not added like others: the library learns of it at its first launch.
     work::contexts_are_several();
     // SAFETY: the driver has just written there.
     if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
@@ -182,9 +183,9 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
         return real();
     }
     let mut context = core::ptr::null_mut();
-    // SAFETY: a valid place, and the program's own green context.
+    // SAFETY: `context` outlives the call, and `green` is the program's own green context.
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
-    // Before it is destroyed, so that its work is not asked about afterwards. The primary context waits for that work as well.
+    // Before it is destroyed, so that its work is not queried afterwards. The primary context waits for that work too.
     gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
     let result = real();
     if result != SUCCESS {
@@ -196,19 +197,20 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let device = known.map(|at| greens.swap_remove(at).1);
     drop(greens);
     if let Some(device) = device {
-        // SAFETY: retained when it was made.
+        // SAFETY: `making_green` retained it.
         releasing_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
     }
     result
 }
 
-/// A capture refers to memory. So it begins, like work, when memory is on the GPU, and memory stays there until it ends.
+/// Begins a capture. A capture refers to memory, so it begins, like work, when memory is on the GPU, and memory stays
+/// there until it ends.
 pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(stream, || {
         if gate::is_active()
             && let Some(gpu) = gpu::of_stream(stream)
         {
-            // The stream cannot be asked while it captures.
+            // The stream cannot be queried while it captures.
             gpu.work.mark_stream(stream);
         }
         capture::begin(stream, real)
@@ -224,7 +226,8 @@ pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUre
     result
 }
 
-/// A stream that waits for an event of a capture joins the capture. A graph of streams of several GPUs is work of all of them.
+/// Makes a stream wait for an event. If the event is captured, the stream joins the capture. A graph of streams of
+/// several GPUs is work of all of them.
 pub fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
         return real();

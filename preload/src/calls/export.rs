@@ -1,4 +1,4 @@
-//! Calls that share memory with other processes or devices. Shared memory is mapped first, and never evicted.
+//! Calls that share memory with other processes or devices. Shared memory is restored first, and never evicted.
 
 use super::{
     mappings::{changing, is_ours},
@@ -23,8 +23,8 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     gpu.space().is_some_and(can)
 }
 
-/// Exports the memory at `address` by `call`, which gets the addresses of its chunks. Its range is mapped first, and never evicted
-/// again.
+/// Exports the memory at `address` with `call`, which gets the addresses of its chunks. Its range is restored first,
+/// and never evicted again.
 pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
     naming_on(gpu, || {
         let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
@@ -42,8 +42,8 @@ pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u
     })
 }
 
-/// Makes a call that hands the memory at this address to another device. The memory is on the GPU before the call, and is pinned from
-/// then on. `announce` gets the addresses of the chunks if the memory is ours.
+/// Makes a call that gives another device access to the memory at this address. The memory is on the GPU before the
+/// call, and stays pinned from then on. `announce` gets the addresses of the chunks if the memory is ours.
 pub fn announcing(
     address: CUdeviceptr,
     real: impl FnOnce() -> CUresult,
@@ -56,8 +56,8 @@ pub fn announcing(
     }
 }
 
-/// Shares the memory behind a handle with other processes, GPUs or hosts by `call`, which gets the driver's handle: the memory must
-/// be a single chunk. It is mapped first, and never evicted again.
+/// Shares the memory behind a handle with other processes, GPUs or hosts with `call`, which gets the driver's handle:
+/// the memory must be a single chunk. It is restored first, and never evicted again.
 pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
@@ -71,7 +71,7 @@ pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) ->
     })
 }
 
-/// The same for a call that names memory by address. Only our memory is pinned.
+/// Makes a call that shares memory by address. Only our memory is pinned.
 pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
     let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
@@ -88,15 +88,15 @@ pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUre
     })
 }
 
-/// Makes a call that binds memory to an object through which other GPUs, or other hosts, reach it.
+/// Makes a call that binds memory to an object through which other GPUs, or other hosts, access it.
 pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     if is_ours(memory) { escaping_handle(memory, call) } else { real() }
 }
 
-/// The same for memory that is named by address.
+/// Makes a call that binds memory by address.
 pub fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     if registry::is_ours(address) {
-        return ERROR_INVALID_VALUE; // as for any memory that cuMemCreate did not make
+        return ERROR_INVALID_VALUE; // the driver's answer for memory that cuMemCreate did not create
     }
     escaping_at(address, size, real)
 }

@@ -1,5 +1,6 @@
-//! Calls that connect the program to other APIs on the same GPU. What these submit passes no gate, and may use our memory, so
-//! from then on the library cannot know when the program's work is done, and the program's memory stays where it is.
+//! Calls that connect the program to other APIs on the same GPU. Work submitted through these passes no gate, and may
+//! use our memory. So from then on the library cannot know when the program's work is done, and the program's memory
+//! stays where it is.
 
 use super::{contexts, submit::naming};
 use crate::{driver::types::*, gate, gpu};
@@ -15,7 +16,7 @@ pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     })
 }
 
-/// The program is about to submit such work: brings its memory to the GPU, where it stays.
+/// Called before the program submits such work: restores its memory to the GPU, where it stays.
 pub fn tie() {
     let _ = tied(|| SUCCESS);
 }

@@ -18,7 +18,7 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// More entries than there are locations that could be given access.
+/// More entries than there are locations that could get access.
 const MANY: usize = 256;
 
 pub fn whole(len: u64) -> bool {
@@ -30,7 +30,7 @@ pub fn is_ours(handle: Handle) -> bool {
     gate::is_active() && vmm::is_virtual(handle)
 }
 
-/// The GPU, the space and the flags with which movable memory is created for this call: plain memory of a GPU whose memory this
+/// The GPU, the space and the flags for creating movable memory in this call: plain memory of a GPU whose memory this
 /// library moves. `None` for all other memory, which the driver creates, and for calls whose errors the driver reports.
 pub fn movable(
     place: *mut Handle,
@@ -40,7 +40,7 @@ pub fn movable(
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
     let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
     let space = gpu.space().filter(|space| space.lock().engine().copies())?;
-    // SAFETY: the driver reads it too; it is not NULL, or it would have no GPU.
+    // SAFETY: the driver dereferences it too; it is not NULL, since it has a GPU.
     let prop = unsafe { prop.as_ref() }?;
     let (device, types) = (prop.location.id, prop.requested_handle_types);
     let is_plain = prop.kind == MEM_ALLOCATION_TYPE_PINNED
@@ -80,7 +80,7 @@ pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<S
     }
 }
 
-/// Changes the space that holds this memory, and carries out the consequences.
+/// Changes the space that holds this memory, and updates its account.
 pub fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
     let mut guard = memory.gpu.space()?.lock();
     let before = guard.account;
@@ -150,7 +150,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
                 changing(&memory, |space| space.remove_alias(memory.base, mapping.at));
             }
             None => {
-                // SAFETY: the program asked for it.
+                // SAFETY: the program requested it.
                 unsafe { driver::cuMemUnmap(mapping.at, mapping.len as usize) };
                 account::unmap(mapping.at, mapping.len as usize);
             }
@@ -178,11 +178,11 @@ pub fn set_access(
         let mut value = 0;
         match desc.location.kind {
             MEM_LOCATION_TYPE_DEVICE if matches!(desc.flags, 0 | 1 | 3) => {}
-            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // as the driver says for memory of a GPU (580)
+            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // the driver's answer for memory of a GPU (580)
             _ => return ERROR_INVALID_VALUE,
         }
         let attribute = DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
-        // SAFETY: a valid place.
+        // SAFETY: `value` outlives the call.
         let known = unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, desc.location.id) };
         if known != SUCCESS {
             return ERROR_INVALID_VALUE;
@@ -190,10 +190,10 @@ pub fn set_access(
     }
     let reaches = |from: CUdevice, to: CUdevice| {
         let mut can = 1;
-        // SAFETY: a valid place.
+        // SAFETY: `can` outlives the call.
         from == to || unsafe { driver::cuDeviceCanAccessPeer(&mut can, from, to) } != SUCCESS || can != 0
     };
-    // While memory is away, the driver does not check this.
+    // While memory is evicted, the driver does not check this.
     let behind = found.iter().filter_map(|mapping| table.behind(mapping));
     let mut all = behind.flat_map(|memory| wanted.iter().map(move |desc| (desc, memory.gpu.index as CUdevice)));
     if all.any(|(desc, owner)| desc.flags != 0 && !reaches(desc.location.id, owner)) {
@@ -206,7 +206,7 @@ pub fn set_access(
             Some(memory) => changing(&memory, |space| {
                 space.aliases(memory.base).map_or(Ok(()), |aliases| aliases.set_access(mapping.at, &wanted))
             }),
-            // SAFETY: the program asked for it.
+            // SAFETY: the program requested it.
             None => match unsafe { driver::cuMemSetAccess(mapping.at, mapping.len as usize, wanted.as_ptr(), count) } {
                 SUCCESS => None,
                 error => Some(Err(error)),

@@ -1,7 +1,7 @@
-//! What hooks do beside calling the driver.
+//! The work of hooks besides calling the driver.
 //!
 //! - [`submit`]: work waits at the gate, and is counted.
-//! - [`allocate`]: allocations and frees of movable memory. [`pinned`]: those that the driver serves.
+//! - [`allocate`]: allocations and frees of movable memory. [`pinned`]: allocations that the driver serves.
 //! - [`mappings`]: memory that the program creates and maps itself.
 //! - [`address_query`]: queries about addresses. [`export`]: calls that share memory with other processes or devices.
 //! - [`contexts`]: contexts and captures. [`interop`]: other APIs, whose work passes no hook.

@@ -9,7 +9,7 @@ use crate::{
     registry::pinned::{self, Kind},
 };
 
-/// An allocation of `size` bytes, whose name the driver writes to `place`.
+/// Makes an allocation of `size` bytes, whose name the driver writes to `place`.
 pub fn allocate(
     gpu: Option<&'static Gpu>,
     kind: Kind,
@@ -32,7 +32,7 @@ pub fn allocate(
     result
 }
 
-/// Makes a call that releases what the name stands for.
+/// Makes a call that releases the named allocation.
 pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();

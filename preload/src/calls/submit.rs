@@ -1,4 +1,4 @@
-//! Calls that give a GPU work: they wait at the gate of the GPU of their stream, and count as submitted.
+//! Calls that give a GPU work: they wait at the gate of their stream's GPU, and count as submitted.
 
 use super::allocate::wait_beside_capture;
 use crate::{
@@ -38,18 +38,18 @@ pub fn gated(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) 
 /// Makes a call that submits a kernel or a graph.
 #[inline(always)]
 pub fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
-    // The driver may load code at the first launch or enlarge the stack. Room for that is made outside the gate.
+    // At the first launch the driver may load code or enlarge the stack. Room for that is made outside the gate.
     pass::<true>(stream, weight, closed::FOR_ALL, call)
 }
 
-/// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up. Beside a
-/// capture memory stays, and what is allocated comes at once.
+/// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up.
+/// During a capture memory stays, and allocations are mapped immediately.
 #[inline]
 pub fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(CTX_DEFAULT_STREAM, call)
 }
 
-/// The same for memory of the GPU of this stream.
+/// Makes a call that names memory of this stream's GPU.
 pub fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if capture::any() {
         gpu::of_stream(stream).inspect(|gpu| errno::preserved(|| wait_beside_capture(gpu)));
@@ -59,7 +59,7 @@ pub fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult
     }
 }
 
-/// The same for memory of this GPU, whichever context is current.
+/// Makes a call that names memory of this GPU, regardless of the current context.
 pub fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
     if capture::any() {
         errno::preserved(|| wait_beside_capture(gpu));
@@ -69,7 +69,7 @@ pub fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult
     }
 }
 
-/// Makes a call inside the gate of this GPU, which must be done when it returns: its work is not counted.
+/// Makes a call inside the gate of this GPU. Its work must be done when it returns: it is not counted.
 pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let (slot, here) = (threads::mine(), stack_pointer());
     if !gate::is_active() || !slot.is_outside_for(here) {
@@ -86,12 +86,12 @@ pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) 
     }
 }
 
-/// Makes a call that copies by this route.
+/// Makes a copy along this route.
 #[inline]
 pub fn routed(route: Route, stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     match route.gate {
         None => pass_anyhow(stream, weight, closed::FOR_COPIES, call),
-        // The stream's work cannot be followed, so nothing remains of it when the gate is left.
+        // The stream's work cannot be tracked, so it is completed before the thread leaves the gate.
         Some(gpu) => inside(gpu, closed::FOR_COPIES, || match call() {
             SUCCESS if !capture::is_capturing(stream) => {
                 // SAFETY: the program has just used it.
@@ -110,11 +110,12 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
     }
 }
 
-/// Makes a call inside the gate; one that is `REPEATED` is made again where it runs out of memory and room can be made. Nearly every
-/// launch goes to the stream of the one before: it is here where instructions count, so this is a part of each hook, whose arguments
-/// stay where they are. It calls nothing but the driver, and after that call it needs nothing but the slot, in which the GPU and the
-/// stream are. Whatever else happens is a closure of its own, which is put into memory where it is needed; the call itself would be
-/// before each launch.
+/// Makes a call inside the gate. A `REPEATED` call is made again if it runs out of memory and room can be made.
+///
+/// Nearly every launch goes to the stream of the previous one, so instructions count here. This is therefore inlined
+/// into each hook, whose arguments stay where they are. It calls nothing but the driver, and after that call it needs
+/// only the slot, which contains the GPU and the stream. Everything else is in closures, which are stored to memory
+/// only when needed; if the call itself were one, it would be stored before each launch.
 #[inline(always)]
 pub fn pass<const REPEATED: bool>(
     stream: CUstream,
@@ -129,15 +130,15 @@ pub fn pass<const REPEATED: bool>(
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // Before it leaves, as the result is at hand here.
+    // Before the thread leaves the gate, as the result is available here.
     if REPEATED && result == ERROR_OUT_OF_MEMORY {
         return out_of_line(move || {
-            // SAFETY: it has entered as before.
+            // SAFETY: the thread has entered as before.
             let gpu_of_call = unsafe { Gpu::of_last_launch(slot) };
             again(gpu_of_call.leave(slot, weight, stream, ERROR_OUT_OF_MEMORY), gpu, pass_anyhow)
         });
     }
-    // SAFETY: as above.
+    // SAFETY: the thread has entered as before.
     unsafe { Gpu::leave_as_before(slot, weight, || slot.stream.get() as CUstream, result) }
 }
 
@@ -146,14 +147,14 @@ pub fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
     call()
 }
 
-/// The same for a call of which nothing is known yet. The legacy stream also comes here each time if the program has had several
-/// contexts, as the driver must say of which one it is.
+/// Makes a call about which nothing is known yet. If the program has had several contexts, calls in the legacy stream
+/// always come here, as the driver must tell the context of the stream.
 #[inline]
 pub fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     pass_from(stack_pointer(), stream, weight, reasons, call)
 }
 
-/// The same for a function with this stack pointer.
+/// Makes such a call in a function with this stack pointer.
 #[inline]
 pub fn pass_from(
     here: usize,
@@ -166,7 +167,7 @@ pub fn pass_from(
     let enters = |slot: &Slot| work::name_of(stream).is_some_and(|name| enter_as_before(slot, here, name, reasons));
     if let Some(slot) = known.filter(|slot| enters(slot)) {
         let result = call();
-        // SAFETY: it has entered as before.
+        // SAFETY: the thread has entered as before.
         return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };
     }
     match enter(stream, here, reasons) {
@@ -176,16 +177,16 @@ pub fn pass_from(
     }
 }
 
-/// Enters the gate of this thread's last launch, if the launch was to the stream of this name, nothing has changed, and the gate is
-/// open.
+/// Enters the gate of this thread's last launch, if that launch was to the stream with this name, nothing has changed,
+/// and the gate is open.
 #[inline(always)]
 pub fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> bool {
     if !slot.is_outside() {
         return false;
     }
-    // Before it looks at the last launch: a signal handler may launch at any time, and changes nothing of that from here on.
+    // Before the last launch is read: a signal handler may launch at any time, and leaves it unchanged from here on.
     Gate::approach(slot, here);
-    // SAFETY: there has been a launch if one is as before.
+    // SAFETY: `is_as_before` has found a launch.
     let entered = Gpu::is_as_before(slot, name) && unsafe { Gpu::of_last_launch(slot) }.gate.lets_in(reasons);
     if !entered {
         Gate::turn_back(slot);
@@ -195,7 +196,7 @@ pub fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> b
 
 type Entered = Option<(&'static Gpu, &'static Slot)>;
 
-/// Waits until it may enter. `None` if the call does not concern the gate.
+/// Waits until the thread may enter. `None` if the call does not concern the gate.
 ///
 /// # Errors
 /// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
@@ -205,7 +206,7 @@ pub fn enter(stream: CUstream, here: usize, reasons: u32) -> Result<Entered, CUr
         return Ok(None);
     }
     let slot = threads::mine();
-    // A call from within another, or one that is captured into a graph, submits nothing now.
+    // A nested call, or one that is captured into a graph, submits nothing now.
     if !slot.is_outside_for(here) || (capture::any() && capture::is_capturing(stream)) {
         return Ok(None);
     }
@@ -217,14 +218,14 @@ pub fn enter(stream: CUstream, here: usize, reasons: u32) -> Result<Entered, CUr
     Ok(wait_at(gpu, slot, here, reasons)?.then_some((gpu, slot)))
 }
 
-/// Waits until this thread is inside the gate of this GPU. `false` if the gates are no more.
+/// Waits until this thread is inside the gate of this GPU. `false` if gating has ended.
 ///
 /// # Errors
 /// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
 pub fn wait_at(gpu: &'static Gpu, slot: &Slot, here: usize, reasons: u32) -> Result<bool, CUresult> {
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, here, reasons) {
-            // The work may also touch memory of peers.
+            // The work may also access memory of peers.
             gpu.peers().find(|other| other.gate.is_closed_for(reasons))
         } else {
             Some(gpu)

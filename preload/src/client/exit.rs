@@ -1,4 +1,4 @@
-//! The end of the process by `exit`: what the driver does then must find the process on its GPUs.
+//! The end of the process by `exit`: the driver's exit handlers need the process to be on its GPUs.
 
 use crate::{driver::presence, sys::c};
 use core::{
@@ -7,17 +7,17 @@ use core::{
     time::Duration,
 };
 
-/// The longest wait of an exit for the process to be back. Whoever has to bring it back may be gone for good.
+/// How long an exit waits until the process is awake. The process that has to wake it may be gone.
 const MOST: Duration = Duration::from_secs(10);
 
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
-/// Called when CUDA has been initialised, so that this runs before what the driver has registered.
+/// Called when CUDA has been initialised, so that this handler runs before the driver's.
 pub fn watch() {
     c::at_exit(at_exit);
 }
 
-/// Whether the process is ending, so that it does not sleep any more.
+/// Whether the process is exiting, so that it no longer sleeps.
 pub fn has_begun() -> bool {
     BEGUN.load(Ordering::SeqCst)
 }

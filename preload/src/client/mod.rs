@@ -1,8 +1,8 @@
-//! This process as a client of the scheduler: from the initialisation of CUDA on, one thread acts for it.
+//! This process as a client of the scheduler. From the initialisation of CUDA on, one thread acts for it.
 //!
-//! - [`thread`]: that thread. It makes the connection, carries out the scheduler's messages and moves memory.
-//! - [`turn`]: one GPU lock, from grant to release. `nvshare-idle-gap` decides when to release it early; [`utilization`]
-//!   measures how busy the client keeps the GPU.
+//! - [`thread`]: the client's thread. It connects, carries out the scheduler's messages and moves memory.
+//! - [`turn`]: one GPU lock, from grant to release. `nvshare-idle-gap` decides when to release it early;
+//!   [`utilization`] measures how busy the client keeps the GPU.
 //! - [`exit`]: the end of the process. [`offline`]: how clients share a GPU without a scheduler.
 //! - [`placement`]: the GPUs that this process sees.
 
@@ -37,11 +37,11 @@ pub fn cancel_placement() {
     drop(placement::take_connection());
 }
 
-/// Called when CUDA has been initialised: starts the client's thread, once per process. When this returns, in whichever thread,
-/// it is started: a context that a thread created before that would be unknown. Returns `false` if the user requires a scheduler
-/// and there is none; the next `cuInit` tries again.
+/// Called when CUDA has been initialised: starts the client's thread, once per process. The thread is running when this
+/// returns, on any thread: a context created earlier would be unknown. Returns `false` if the user requires a scheduler
+/// and none answers; the next `cuInit` tries again.
 ///
-/// `shut_driver` shuts all ways into the driver, or opens them.
+/// `shut_driver` closes all entries into the driver if `true`, and opens them if `false`.
 pub fn start(shut_driver: fn(bool)) -> bool {
     static STARTED: Once = Once::new();
     settings::get().disabled || STARTED.run(|| start_once(shut_driver))
@@ -68,10 +68,10 @@ fn start_once(shut_driver: fn(bool)) -> bool {
     true
 }
 
-/// Gates nothing and moves nothing from now on: the library has failed.
+/// Stops all gating and moving: the library has failed.
 #[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
 pub fn give_up() {
-    presence::come_back(); // where another process has taken it off its GPUs, threads wait in the driver
+    presence::come_back(); // if another process has taken it off its GPUs, threads wait in the driver
     gate::set_active(false);
     epoch::end();
     gpu::open_all();

@@ -1,29 +1,31 @@
-//! Sharing a GPU without a scheduler: one that has stopped, or never ran.
+//! Sharing a GPU without a scheduler: it has stopped, or never ran.
 //!
-//! A program runs only while all of its memory is on the GPU, with a scheduler or without. So programs whose memory does not fit
-//! together never run at once, whatever happens here. What remains to be decided is which of them has its memory there: the one
-//! that holds the *turn*, an exclusive lock on one file per GPU.
+//! A program runs only while all of its memory is on the GPU, with or without a scheduler. So programs whose memory
+//! does not fit together never run at the same time, whatever this module does. It only decides which of them has its
+//! memory on the GPU: the holder of the *turn*, an exclusive lock on one file per GPU.
 //!
-//! - A client that lacks memory for which the GPU has no room takes the turn. Without such a client there are no turns, and all
-//!   clients run.
-//! - While another client holds the turn, a client lets nothing run, and evicts all of its memory.
-//! - The holder gives the turn up when it has had all of its memory for a while, when it is idle, or when the turn is of no use.
+//! - A client that lacks memory for which the GPU has no room takes the turn. Without such a client nothing takes a
+//!   turn, and all clients run.
+//! - While another client holds the turn, a client runs nothing and evicts all of its memory.
+//! - The holder gives up the turn when it has had all of its memory for a while, when it is idle, or when the turn is
+//!   useless.
 //!
-//! Each of these steps takes a bounded time, as long as submitted work ends, and the kernel releases the lock of a process that
-//! ends. So every client whose memory fits on the GPU gets it there.
+//! Each of these steps takes a bounded time, provided that submitted work ends, and the kernel releases the lock of a
+//! process that ends. So every client whose memory fits on the GPU gets it there.
 //!
-//! Any process that can read the file can lock it, and must not be able to stop the programs of other users for good. A client
-//! that has waited for too long takes no part for a while: it runs, and gives no memory to others. Where no turns can be taken,
-//! memory still comes back as other programs free theirs.
+//! Any process that can read the file can lock it, and must not be able to stop the programs of other users
+//! permanently. A client that has waited for too long ignores turns for a while: it runs, and evicts no memory for
+//! other clients. Where no turn can be taken, memory is still restored as other programs free theirs.
 //!
-//! A client of several GPUs needs all of them at once. It takes their turns in the order of their UUIDs, which is the same for all
-//! clients, and keeps one while it waits for those behind it. Memory leaves one GPU only after work on its peers has ended.
+//! A client of several GPUs needs all of them at the same time. It takes their turns in the order of their UUIDs, which
+//! is the same for all clients, and keeps one while it waits for the next. It evicts the memory of one GPU only after
+//! work on its peers has ended.
 //!
-//! A second file per GPU tells clients whether there are others, who can make room: each has a shared lock on it. Where there are
-//! none, an allocation that finds no room fails. The scheduler makes the files beside its socket. Where there are none, because
-//! no scheduler has ever run there, memory comes back as room appears.
+//! A second file per GPU tells a client whether other clients exist that could make room: each has a shared lock on it.
+//! If it is alone, an allocation that finds no room fails. The scheduler creates the files beside its socket. If they
+//! don't exist, because no scheduler has ever run there, memory is restored as room appears.
 //!
-//! None of this concerns engine `managed`, with which pages come to the GPU when they are touched.
+//! None of this concerns the engine `managed`, with which pages migrate to the GPU when they are touched.
 
 use crate::{
     client::turn::Turn,
@@ -40,38 +42,39 @@ use crate::{
 use alloc::{ffi::CString, format, vec::Vec};
 use core::time::Duration;
 
-/// The length of a turn from when all memory is on the GPU: at least this long, and this many times the time that it took to get
-/// there, so that most of the time is not spent on moving memory.
+/// The length of a turn once all memory is on the GPU: at least `MIN_TURN`, and `TURN_PER_FILL` times the time that
+/// restoring it took, so that most of the time is not spent on moving memory.
 const MIN_TURN: Duration = Duration::from_secs(2);
 const TURN_PER_FILL: u32 = 8;
-/// A turn of no use ends after this time: no memory has come, or the client still waits for another GPU.
+/// A useless turn ends after this time: no memory has been restored, or the client still waits for another GPU.
 const MAX_USELESS: Duration = Duration::from_secs(10);
-/// The longest wait for others, and how long a client then takes no part.
+/// How long a client waits for another's turn, and how long it ignores turns after that.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 const IGNORE: Duration = Duration::from_secs(1800);
-/// The interval between looks at the lock, while the client runs and while it waits or holds the turn.
+/// The interval between checks of the lock: while the client runs, and while it waits or holds the turn.
 const POLL_RUNNING: Duration = Duration::from_millis(50);
 const POLL_WAITING: Duration = Duration::from_millis(10);
-/// A client that has seen no other one for so many looks in a row is alone: one look may miss another client that looks, too.
+/// A client that has seen no other one in this many checks in a row is alone: a single check may miss another client
+/// that checks at the same moment.
 const ALONE: u32 = 2;
-/// The interval between attempts that failed: to find the files, to drain, to evict.
+/// The interval between attempts after a failure: to open the files, to drain, to evict.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// This client on one GPU while there is no scheduler.
+/// This client on one GPU without a scheduler.
 #[derive(Debug, Default)]
 pub struct Offline {
     files: Option<Files>,
-    /// How often in a row no other client has been seen.
+    /// The number of checks in a row that found no other client.
     seen_alone: u32,
     /// The turn, if this client holds it.
     held: Option<Held>,
-    /// Since when another client has held the turn.
+    /// When another client was first seen to hold the turn.
     stopped_since: Option<Instant>,
-    /// The GPU had no room for memory that is lacking.
+    /// The GPU had no room for missing memory.
     is_full: bool,
-    /// Until when this client takes no part.
+    /// Until when this client ignores turns.
     ignore_until: Option<Instant>,
-    /// When to look for the files, take the turn, drain or evict at the earliest, after an attempt in vain.
+    /// The earliest time to look for the files, take the turn, drain or evict, after a failed attempt.
     find_at: Option<Instant>,
     take_at: Option<Instant>,
     drain_at: Option<Instant>,
@@ -81,22 +84,22 @@ pub struct Offline {
 /// This client on its other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct OtherGpus {
-    /// It waits for memory on a GPU before this one, in the order of turns.
+    /// It waits for memory on a GPU that precedes this one in the order of turns.
     pub before: bool,
-    /// It waits for memory on a GPU after this one.
+    /// It waits for memory on a GPU that follows this one.
     pub after: bool,
-    /// Its memory is to leave a peer of this one.
+    /// Its memory has to leave a peer of this GPU.
     pub stopped: bool,
 }
 
 /// A turn that this client holds.
 #[derive(Debug)]
 struct Held {
-    /// When the client began to bring memory in.
+    /// When the client began to restore memory.
     since: Instant,
-    /// The most bytes that have been mapped, and since when.
+    /// The most bytes mapped so far, and when that was reached.
     most: (u64, Instant),
-    /// When all memory was there.
+    /// When all memory was on the GPU.
     filled: Option<Instant>,
 }
 
@@ -105,7 +108,7 @@ impl Held {
         Self { since: now, most: (0, now), filled: None }
     }
 
-    /// Whether the turn is over by the clock.
+    /// Whether the turn is over by time.
     fn is_over(&mut self, account: &Account, waits_elsewhere: bool, now: Instant) -> bool {
         if !account.is_complete() {
             if self.filled.is_some() {
@@ -120,7 +123,7 @@ impl Held {
         now - filled >= if waits_elsewhere { MAX_USELESS } else { self.length() }
     }
 
-    /// The time that it took to bring all memory in.
+    /// The time that restoring all memory took.
     fn fill_time(&self) -> Duration {
         self.filled.map_or(Duration::ZERO, |filled| filled - self.since)
     }
@@ -139,7 +142,7 @@ struct Files {
 }
 
 impl Files {
-    /// Opens the files that a scheduler has made. Other clients can see this one from then on.
+    /// Opens the files that a scheduler has created. From then on other clients see this one.
     fn open(gpu: &Gpu) -> Option<Self> {
         let directory = settings::get().socket.rsplitn(2, |b| *b == b'/').nth(1).unwrap_or(b".");
         let open = |what: &str| {
@@ -156,8 +159,8 @@ impl Files {
         self.turn.is_open() && self.here.is_open()
     }
 
-    /// Whether other clients without a scheduler show up on this GPU. Of two that look at the same moment, each may miss the other,
-    /// since a lock that changes is lost for a moment.
+    /// Whether other clients without a scheduler exist on this GPU. Two clients that check at the same moment may miss
+    /// each other, since converting a lock releases it for a moment.
     fn sees_others(&self) -> bool {
         let others = self.here.lock_exclusive() == TryLock::Taken;
         self.here.lock_shared();
@@ -166,7 +169,7 @@ impl Files {
 }
 
 impl Offline {
-    /// A scheduler is there, and decides from now on.
+    /// A scheduler is connected, and decides from now on.
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
         if let Some(space) = gpu.space() {
@@ -174,30 +177,30 @@ impl Offline {
         }
     }
 
-    /// Shows this client to others that have lost the scheduler, before it goes on without one. They all lose it at the same
-    /// moment, but some go on sooner, and find out then whether there are others who can make room.
+    /// Shows this client to others that have lost the scheduler, before it continues without one. All clients lose it
+    /// at the same moment, but some continue sooner, and check then whether other clients could make room.
     pub fn show(&mut self, gpu: &Gpu) {
         if gpu.space().is_some_and(|space| !space.lock().account.demand_paged) {
             self.look_for_files(gpu, Instant::now());
         }
     }
 
-    /// Whether the client waits for memory, or for others that bring theirs in.
+    /// Whether the client waits for memory, or for the turn of another client.
     pub fn waits(&self) -> bool {
         self.is_stopped() || self.is_full || self.held.as_ref().is_some_and(|held| held.filled.is_none())
     }
 
-    /// Whether another client holds the turn, so that nothing may run and memory must leave.
+    /// Whether another client holds the turn, so that nothing may run and memory must be evicted.
     pub fn is_stopped(&self) -> bool {
         self.stopped_since.is_some()
     }
 
-    /// The GPU has no room for memory that is lacking.
+    /// The GPU has no room for missing memory.
     pub fn gpu_is_full(&mut self) {
         self.is_full = true;
     }
 
-    /// Looks at the lock and acts. Returns the time until the next look.
+    /// Checks the lock and acts. Returns the time until the next check.
     pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus) -> Duration {
         let Some(space) = gpu.space().filter(|space| !space.lock().account.demand_paged) else { return Duration::MAX };
         let now = Instant::now();
@@ -226,7 +229,8 @@ impl Offline {
         }
     }
 
-    /// Notes whether another client holds the turn. Then no memory comes to the GPU; otherwise all may, as there is room.
+    /// Notes whether another client holds the turn. If so, no memory is restored; otherwise all of it may be, as there
+    /// is room.
     fn look_at_turn(&mut self, gpu: &Gpu, space: &Mutex<Space>, now: Instant) {
         if self.stopped_since.is_some_and(|since| now - since >= MAX_WAIT) {
             trace!("GPU {}: has waited for too long", gpu.index);
@@ -250,7 +254,7 @@ impl Offline {
         }
     }
 
-    /// Sets the bytes that can be promised. With other clients it is less, since each has a context there.
+    /// Sets the limit on allocations. It is lower with other clients, since each has a context on the GPU.
     fn update_account(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Account {
         self.seen_alone = match &self.files {
             Some(files) if files.sees_others() => 0,
@@ -275,7 +279,7 @@ impl Offline {
         }
     }
 
-    /// Gives up a turn that is over: by the clock, or because the client is idle, for which the early release of a lock looks.
+    /// Gives up a turn that is over: by time, or because the client is idle, as the early release of locks detects.
     fn give_up_turn(&mut self, gpu: &Gpu, turn: &mut Turn, account: &Account, others: OtherGpus, now: Instant) {
         let (Some(held), Some(files)) = (&mut self.held, &self.files) else { return };
         let was_filled = held.filled.is_some();
@@ -297,12 +301,12 @@ impl Offline {
             self.held = None;
             turn.contend(gpu, None);
             if !is_filled {
-                self.take_at = Some(now + MIN_TURN); // leaves it to others for a while
+                self.take_at = Some(now + MIN_TURN); // lets other clients take it first
             }
         }
     }
 
-    /// Drains while memory is to leave, and runs otherwise.
+    /// Drains while memory has to leave, and runs otherwise.
     fn stop_or_run(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, now: Instant) {
         if !self.is_stopped() && !others.stopped {
             self.drain_at = None;
@@ -310,13 +314,13 @@ impl Offline {
                 turn.run_ungated(gpu);
             }
         } else if !turn.is_held() {
-            self.drain_at = Some(now + RETRY); // in case the drain fails, and the gate opens again
+            self.drain_at = Some(now + RETRY); // in case the drain fails and the gate opens again
         } else if self.drain_at.is_none_or(|at| now >= at) {
             turn.abandon(gpu);
         }
     }
 
-    /// Evicts everything, once nothing runs.
+    /// Evicts everything, once nothing is running.
     fn evict(&mut self, gpu: &Gpu, space: &Mutex<Space>, turn: &Turn, now: Instant) {
         let mut guard = space.lock();
         let Account { mapped, pinned, allowance, .. } = guard.account;
@@ -360,7 +364,7 @@ mod tests {
         assert!(!held.is_over(&account(100, 50), false, now + SECOND));
         assert!(!held.is_over(&account(100, 50), false, now + MAX_USELESS));
         assert!(held.is_over(&account(100, 50), false, now + SECOND + MAX_USELESS));
-        // All memory is here, and on another GPU it never comes.
+        // All memory is on this GPU, but never arrives on another.
         let mut held = Held::new(now);
         assert!(!held.is_over(&account(100, 100), true, now));
         assert!(!held.is_over(&account(100, 100), true, now + MIN_TURN));

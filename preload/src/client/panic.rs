@@ -1,5 +1,5 @@
-//! The panic handler. No code of this library is meant to panic. If a thread of ours does all the same, it stops, and every
-//! gate opens: the program's work matters more than an explanation.
+//! The panic handler. No code of this library should panic. If a thread of ours does, it stops and every gate opens:
+//! the program's work matters more than an explanation.
 
 use crate::{client, env::trace, gate::threads, sys::errno};
 
@@ -8,8 +8,8 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     errno::preserved(|| trace::line(format_args!("defect, please report: {info}")));
     client::give_up();
     if !threads::is_ours() {
-        // Inside a call of the program, which there is no result to return from.
-        // SAFETY: ends the process.
+        // Inside a call of the program: no result could be returned.
+        // SAFETY: `abort` ends the process.
         unsafe { libc::abort() };
     }
     loop {
@@ -17,8 +17,8 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     }
 }
 
-// core and alloc were compiled with unwinding and refer to these symbols. They are never called,
-// since a panic ends above.
+// core and alloc were compiled with unwinding and refer to these symbols. They are never called, since a panic ends
+// above.
 core::arch::global_asm!(
     ".globl rust_eh_personality",
     ".hidden rust_eh_personality",

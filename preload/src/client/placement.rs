@@ -1,5 +1,5 @@
-//! The GPUs that this process sees. The scheduler is asked once, before the driver reads `CUDA_VISIBLE_DEVICES`, and its answer
-//! reaches the driver through that variable only.
+//! The GPUs that this process sees. The scheduler is asked once, before the driver reads `CUDA_VISIBLE_DEVICES`, and
+//! its answer reaches the driver only through that variable.
 
 use crate::{
     connection::{
@@ -29,15 +29,15 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 
 static SETTLED: Once = Once::new();
 
-/// The connection that was made for the request, for the client's thread to continue with: the socket, the protocol version and
-/// this client's id; or the reason why there is none.
+/// The connection made for the request, which the client's thread takes over: the socket, the protocol version and this
+/// client's id; or the reason why there is none.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
 static VISIBLE_GPUS: OnceBox<Vec<Identity>> = OnceBox::new();
 
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(Rank::EarlyConnection, None);
 
-/// Sets `CUDA_VISIBLE_DEVICES` before the driver is initialised for the first time. `false` if the process is to see no GPU.
+/// Sets `CUDA_VISIBLE_DEVICES` before the driver is first initialised. `false` if the process must see no GPU.
 pub fn request(hello: &ClientMessage) -> bool {
     if settings::get().disabled {
         return true;
@@ -45,7 +45,7 @@ pub fn request(hello: &ClientMessage) -> bool {
     SETTLED.run(|| settle(hello))
 }
 
-/// `false` if the process is to see no GPU; one may be free at the next attempt.
+/// `false` if the process must see no GPU; one may be free at the next attempt.
 fn settle(hello: &ClientMessage) -> bool {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {
@@ -70,15 +70,15 @@ pub fn visible_gpus() -> Option<impl ExactSizeIterator<Item = Uuid>> {
     VISIBLE_GPUS.get().map(|gpus| gpus.iter().map(Identity::get))
 }
 
-/// The process has been put back on its GPUs, or may have been. The variable in its environment names those that it began with: it
-/// cannot be changed while threads read it, and nobody reads it here any more.
+/// Updates the GPUs after the process has been restored, or may have been. The environment variable still names the
+/// original GPUs: it cannot be changed while threads read it, and nothing reads it here any more.
 pub fn look_again() {
     for (device, identity) in (0..).zip(VISIBLE_GPUS.get().into_iter().flatten()) {
         identity.ask(device);
     }
 }
 
-/// The connection that the client's thread begins with. `Some` once at most.
+/// Takes the connection that the client's thread begins with. `Some` at most once.
 pub fn take_connection() -> Option<Connected> {
     CONNECTED.lock().take()
 }
@@ -124,7 +124,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
             // The program may ask for this limit as soon as CUDA is initialised.
             Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
-            // The scheduler says nothing else before this client does.
+            // The scheduler sends nothing else before this client sends something.
             Ok(_) => {}
             Err(_) => return Answer::Free,
         }
@@ -147,7 +147,7 @@ fn apply(gpus: &[(Uuid, GpuKind)]) {
     c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }
 
-/// A bit for each GPU whose device file this process can open. In a container it may be some of them only.
+/// One bit per GPU whose device file this process can open. In a container only some may be accessible.
 fn devices() -> u64 {
     use rustix::fs::{Access, access};
     let can_open = |number: &u32| {

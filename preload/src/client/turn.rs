@@ -1,7 +1,7 @@
 //! One GPU lock of this client: held, released early, drained after a revoke.
 //!
-//! Runs on the client's thread only. Nothing here blocks: each step looks at the state and returns the time until the next
-//! look.
+//! Runs on the client's thread only, and never blocks: each step checks the state and returns the time until the next
+//! step.
 
 use crate::{
     client::utilization::Utilization,
@@ -16,19 +16,20 @@ use core::time::Duration;
 use nvshare_idle_gap::IdleGapPredictor;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
-/// The interval between looks at a GPU that is finishing its work.
+/// The interval between polls of a GPU that is finishing its work.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
-/// The time that a drain may make no progress while threads wait at the gate, before copies and flag writes pass: running kernels
-/// may need them in order to end, and they give the GPU little to do.
+/// How long a drain may make no progress while threads wait at the gate before copies and flag writes pass: running
+/// kernels may need them in order to end, and they give the GPU little to do.
 const HELP_AFTER: Duration = Duration::from_millis(200);
-/// The time that a drain may then make no progress before kernels pass, too: at least this long, and this many times the longest
-/// time that submitted work took lately, but no longer than `OPEN_AT_LAST`.
+/// How long the drain may then make no progress before kernels pass too: at least this long, and this many times the
+/// longest recent time that submitted work took, but no longer than `OPEN_AT_LAST`.
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// The minimum for a client that has never needed it: its work is more likely a kernel longer than any before.
+/// The minimum for a client that has never needed it: a stalled drain is then more likely a kernel longer than any
+/// before.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
 /// A drain without progress is reported after this time even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
@@ -38,15 +39,15 @@ pub struct Turn {
     state: State,
     /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
-    /// The time that a drain may stand still before the gate opens again.
+    /// How long a drain may make no progress before the gate opens again.
     stall_timeout: StallTimeout,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
-    /// Since when the client has had no work, if that is why it released the lock.
+    /// When the client ran out of work, if that is why it released the lock.
     idle_since: Option<Instant>,
 }
 
-/// The minimum for this client.
+/// The minimum stall timeout of this client.
 #[derive(Debug, Clone, Copy)]
 struct StallTimeout(Duration);
 
@@ -61,7 +62,7 @@ impl StallTimeout {
 enum State {
     /// The client does not have the lock. The gate is closed, and nothing runs.
     Over,
-    /// The client has the lock, or there is no scheduler. `contended` if another client waits for it.
+    /// The client has the lock, or runs without a scheduler. `contended` if another client waits for it.
     Holding { contended: Option<Contended> },
     /// The gate is closed, and submitted work is finishing.
     Draining(Drain),
@@ -69,16 +70,16 @@ enum State {
     Releasing(ReleaseReason),
 }
 
-/// A holder that another client waits for: it looks for the moment to release the lock early.
+/// A holder that another client waits for: it watches for the moment to release the lock early.
 #[derive(Debug)]
 struct Contended {
     /// The cost of a hand-over.
     grace: Duration,
-    /// The number of submissions at the last look.
+    /// The number of submissions at the last check.
     count: u64,
     /// Recorded behind those submissions.
     fence: Option<Fence>,
-    /// Since when they have been done, and how long the client keeps the lock from then on.
+    /// When those submissions were done, and how long the client keeps the lock from then on.
     idle_since: Option<Instant>,
     idle_timeout: Duration,
 }
@@ -89,7 +90,7 @@ struct Drain {
     /// The gate lets copies and flag writes pass, which running kernels may need in order to end.
     helped: bool,
     fence: Option<Fence>,
-    /// The number of marks that are done, and since when it has been this number.
+    /// The number of marks that are done, and when it last changed.
     progress: (u64, Instant),
     reported: bool,
 }
@@ -117,7 +118,7 @@ impl Turn {
         matches!(self.state, State::Holding { contended: Some(_) })
     }
 
-    /// The lock has been granted.
+    /// Called when the lock has been granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {
             self.idle_gaps.record(gpu.requested_at().saturating_sub(since.since_start()));
@@ -132,7 +133,7 @@ impl Turn {
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
-    /// There is no scheduler, or none any more: work runs without turns.
+    /// Runs work without turns: no scheduler has answered yet, or it is gone.
     pub fn run_ungated(&mut self, gpu: &Gpu) {
         if !matches!(self.state, State::Holding { .. }) {
             self.begin(gpu);
@@ -140,7 +141,7 @@ impl Turn {
         self.contend(gpu, None);
     }
 
-    /// Another client waits for the lock, and this one may stay idle for `grace` before it releases it; `None`: no client
+    /// Another client waits for the lock, and this one may stay idle for `grace` before releasing it. `None`: no client
     /// waits.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
         gpu.work.set_contended(grace.is_some());
@@ -178,7 +179,7 @@ impl Turn {
         }
     }
 
-    /// Releases the lock because memory could not be brought back: other clients go first.
+    /// Releases the lock because memory could not be restored: other clients run first.
     pub fn no_memory(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Holding { .. }) && connection::is_connected() {
             self.drain(gpu, ReleaseReason::NoMemory);
@@ -198,7 +199,7 @@ impl Turn {
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
         if let State::Holding { contended: Some(contended) } = &self.state {
-            // A gap that a revoke cuts short ends with the next request, like any other.
+            // An idle gap that a revoke cuts short ends with the next request, like any other.
             self.idle_since = contended.idle_since.filter(|_| contended.saw_all(gpu));
         }
         gpu.gate.open(closed::KERNELS);
@@ -207,7 +208,7 @@ impl Turn {
         self.state = State::Draining(Drain { why, helped: false, fence: None, progress, reported: false });
     }
 
-    /// Looks at the state. Returns the time until the next look.
+    /// Advances the state machine. Returns the time until the next step.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         match &mut self.state {
             State::Over => {
@@ -226,8 +227,7 @@ impl Turn {
                         self.idle_since = contended.idle_since;
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
-                        // The scheduler ignores a request from a holder, so one that was sent in between is forgotten here as
-                        // well.
+                        // The scheduler ignores a request from a holder, so a request sent since is forgotten here too.
                         gpu.request_is_over();
                         gpu.gate.open(closed::LOCK);
                         POLL_INTERVAL
@@ -244,7 +244,7 @@ impl Turn {
                     self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
                     gpu.request_is_over();
-                    // This also withdraws the requests of waiting threads: they go on.
+                    // This also withdraws the requests of waiting threads: they continue.
                     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
                     POLL_INTERVAL
                 }
@@ -269,8 +269,8 @@ impl Turn {
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = State::Over;
-        // The scheduler ignored a request made during this turn, so it is made again: by the waiting thread, if it is awake and
-        // sees that there is none, or here on its behalf.
+        // The scheduler ignored a request made during this turn, so it is repeated: by the waiting thread, if it is
+        // awake and sees that there is none, or here on its behalf.
         gpu.request_is_over();
         if gpu.is_waited_for() {
             gpu.request();
@@ -289,12 +289,12 @@ impl Contended {
         Self { grace, count: u64::MAX, fence: None, idle_since: None, idle_timeout: grace }
     }
 
-    /// Whether nothing was submitted since the last look.
+    /// Whether nothing was submitted since the last check.
     fn saw_all(&self, gpu: &Gpu) -> bool {
         gpu.is_quiet() && gpu.submitted() == self.count
     }
 
-    /// Whether the client has been idle for so long that the lock is better released.
+    /// Whether the client has been idle long enough to release the lock.
     fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
         let count = gpu.submitted();
         if count != self.count || !gpu.is_quiet() || gpu.are_waited_for() {
@@ -340,7 +340,7 @@ impl Drain {
                 if !core::mem::take(&mut self.helped) {
                     return Drained::Done(self.why);
                 }
-                // Threads passed in the meantime. Another fence is recorded behind them, and no more threads pass.
+                // Threads have passed since. Closes the gate, so that the next fence covers their work.
                 gpu.gate.close(closed::LOCK);
                 gpu.gate.open(closed::KERNELS);
                 self.fence = None;

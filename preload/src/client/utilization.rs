@@ -1,21 +1,22 @@
-//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses this to decide which programs run at the same
-//! time.
+//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses it to decide which
+//! programs run at the same time.
 //!
-//! Every few milliseconds a fence is recorded behind what has been submitted. If it is done almost at once, the GPU was about
-//! to run out of work: the program launches more slowly than the GPU works. Otherwise work was queued. Asking whether the GPU
-//! is idle at one moment would not tell the two apart: a launch takes some microseconds to reach the GPU, so its queue is
-//! hardly ever empty. Samples are taken only while another client waits for the lock, because only then does the answer matter.
+//! Every few milliseconds a fence is recorded behind the submitted work. If it is done almost immediately, the GPU was
+//! about to run out of work: the program launches more slowly than the GPU works. Otherwise work was queued. Testing
+//! whether the GPU is idle at one moment would not distinguish the two: a launch takes some microseconds to reach the
+//! GPU, so its queue is hardly ever empty. Samples are taken only while another client waits for the lock, because the
+//! scheduler needs the result only then.
 
 use crate::{connection, gpu::Gpu, sys::time::Instant, work::Fence};
 use core::time::Duration;
 use nvshare_wire::ClientMessage;
 
-/// The interval between samples. A fence is an event in each stream, so it costs about as much as a launch.
+/// The interval between samples. A fence is an event in each stream, so it costs about the same as a launch.
 const EVERY: Duration = Duration::from_millis(2);
-/// A fence that is done within this time did not wait for the GPU: longer than a launch takes to reach it, and a small part of
-/// what is queued where work does wait.
+/// A fence that is done within this time did not wait for the GPU. Longer than a launch takes to reach the GPU, and a
+/// small part of the queued time where work does wait.
 const AT_ONCE: Duration = Duration::from_micros(100);
-/// A look this late is discarded: other work may have finished in between.
+/// A check this late is discarded: other work may have finished in between.
 const TOO_LATE: Duration = Duration::from_micros(400);
 /// The number of samples per report.
 const SAMPLES: u32 = 24;
@@ -36,13 +37,13 @@ impl Utilization {
         Self { next: Instant::now(), sample: None, seen: 0, busy: 0, reported: None }
     }
 
-    /// For a turn that begins now. Samples of earlier turns count: those of a program whose bursts are shorter than a report takes
-    /// are all of them from several.
+    /// Begins a turn. Samples of earlier turns count: a program whose bursts are shorter than a report takes needs
+    /// several turns to fill one.
     pub fn begin_turn(&mut self) {
         *self = Self { seen: self.seen, busy: self.busy, ..Self::new() };
     }
 
-    /// Takes a sample if one is due. Returns the time until the next look.
+    /// Takes a sample if one is due. Returns the time until the next step.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         if !connection::is_connected() {
             return Duration::MAX; // another client waits for an offline turn
@@ -65,7 +66,7 @@ impl Utilization {
             None if Instant::now() < self.next => self.next - Instant::now(),
             None => {
                 self.next = Instant::now() + EVERY;
-                // There are no samples beside a capture.
+                // No sample is taken during a capture.
                 self.sample = gpu.work.sample().map(|fence| (fence, Instant::now()));
                 if self.sample.is_some() { AT_ONCE } else { EVERY }
             }
@@ -96,7 +97,7 @@ mod tests {
         (utilization.seen, utilization.busy, utilization.reported) = (SAMPLES - 1, 7, Some(500));
         utilization.begin_turn();
         assert_eq!((utilization.seen, utilization.busy), (SAMPLES - 1, 7));
-        // Also one that is the same as that of an earlier turn: the scheduler may have forgotten it.
+        // A value that equals an earlier turn's is reported again: the scheduler may have forgotten it.
         assert_eq!(utilization.reported, None);
     }
 }

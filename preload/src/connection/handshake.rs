@@ -9,13 +9,13 @@ use alloc::{format, string::String};
 use nvshare_wire::{ClientMessage, SchedulerMessage, version};
 use rustix::net::SocketAddrUnix;
 
-/// A socket, the protocol version that both sides speak, and the id that the scheduler gave this client.
+/// A socket, the protocol version that both sides speak, and this client's id.
 pub type Connected = (Socket, u16, u64);
 
 /// Connects, waits for the answer to the handshake, and announces the limits of the environment.
 ///
 /// # Errors
-/// The reason why there is no connection, in words for the user.
+/// The reason why connecting failed, in words for the user.
 pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     let mut attempt = Attempt::begin(hello)?;
     loop {
@@ -34,14 +34,14 @@ pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     messages.all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
 }
 
-/// A handshake whose answer is awaited.
+/// A handshake that waits for its answer.
 #[derive(Debug)]
 pub struct Attempt {
     socket: Socket,
     since: Instant,
 }
 
-/// What has become of an [`Attempt`].
+/// The state of an [`Attempt`].
 #[derive(Debug)]
 pub enum Look {
     Pending(Attempt),
@@ -49,7 +49,7 @@ pub enum Look {
 }
 
 impl Attempt {
-    /// Connects and introduces this process, and waits for nothing.
+    /// Connects and introduces this process, without waiting.
     ///
     /// # Errors
     /// As [`connect`].
@@ -69,7 +69,7 @@ impl Attempt {
         &self.socket
     }
 
-    /// Takes the answer, if it is there, and announces the limits of the environment.
+    /// Takes the answer, if it has arrived, and announces the limits of the environment.
     pub fn look(self) -> Look {
         match self.answer() {
             None if self.since.elapsed() < ANSWER_TIMEOUT => Look::Pending(self),

@@ -1,5 +1,5 @@
-//! The connection to the scheduler, and sending on it. Any thread may send; only the client's thread ([`crate::client`]) makes
-//! the connection and receives from it.
+//! The connection to the scheduler, and sending on it. Any thread may send; only the client's thread
+//! ([`crate::client`]) makes the connection and receives from it.
 //!
 //! - [`socket`]: packets. [`handshake`]: making a connection.
 //! - [`outbox`]: messages that must be sent before the next memory report.
@@ -40,8 +40,8 @@ pub struct Connection {
     pub version: u16,
 }
 
-/// Sends one message without waiting. `false` if it was not sent: either the scheduler does not read at the moment, and the
-/// caller tries again later, or the connection is lost, which the client's thread finds out by itself.
+/// Sends one message without waiting. `false` if it was not sent: either the scheduler does not read at the moment, and
+/// the caller retries later, or the connection is lost, which the client's thread detects itself.
 pub fn send(message: &ClientMessage) -> bool {
     use ClientMessage::{Open, Request, RequestLimit, Reserve};
     if matches!(message, Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }) {
@@ -70,12 +70,13 @@ pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::Acquire)
 }
 
-/// Counts the schedulers that this process has introduced itself to. A request made in an earlier generation is not answered.
+/// The number of times that this process has introduced itself to a scheduler. A request made in an earlier generation
+/// is not answered.
 pub fn generation() -> u32 {
     GENERATION.load(Ordering::SeqCst)
 }
 
-/// A new scheduler has been told everything that it needs to know about this process.
+/// Called when a new scheduler has been told everything that it needs to know about this process.
 pub fn begin_generation() {
     GENERATION.fetch_add(1, Ordering::SeqCst);
 }

@@ -1,5 +1,5 @@
-//! Messages that the scheduler must receive before the next memory report: what this process exports, imports and no longer
-//! shares ([`crate::registry::shared`]).
+//! Messages that the scheduler must receive before the next memory report: about memory that this process exports,
+//! imports and no longer shares ([`crate::registry::shared`]).
 
 use crate::{
     connection,
@@ -13,7 +13,7 @@ static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(Rank::Outbox, VecDequ
 /// Whether the outbox is not empty, so that most callers need not take the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Queues messages, unless there is no scheduler: the next one is told everything anyway.
+/// Queues messages if a scheduler is connected. Otherwise drops them: the next scheduler is told everything anyway.
 pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     if connection::is_connected() {
@@ -38,7 +38,7 @@ pub fn flush() -> bool {
     true
 }
 
-/// Begins a new connection: discards what was queued for the previous one, and queues its first message.
+/// Begins a new connection: discards the previous connection's messages, and queues the first message of the new one.
 pub fn restart(first: impl FnOnce() -> Option<ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     outbox.clear();

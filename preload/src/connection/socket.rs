@@ -1,7 +1,7 @@
 //! The client's end of the scheduler's `SOCK_SEQPACKET` socket: waiting, sending, receiving.
 //!
-//! The program may close any descriptor, including ours, and then open another file under the same number. So a [`Socket`]
-//! knows the identity of its file, and never writes to, reads from or closes another one.
+//! The program may close any descriptor, including ours, and then open another file under the same number. So a
+//! [`Socket`] knows the identity of its file, and never writes to, reads from or closes another one.
 
 use crate::sys::{
     file::Identity,
@@ -26,7 +26,7 @@ use rustix::{
 
 /// The longest wait for an answer. A scheduler that is stopped must not stop programs.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// Our descriptors are numbered from here on, since some programs rely on getting the lowest numbers.
+/// The lowest number of our descriptors, since some programs rely on getting the lowest numbers.
 pub const LOWEST_DESCRIPTOR: RawFd = 400;
 
 /// A socket of this library.
@@ -47,7 +47,7 @@ impl Socket {
 
     /// The descriptor, unless the program has closed it.
     fn get(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: it is open, and only borrowed for a call.
+        // SAFETY: the descriptor is open, and only borrowed for a call.
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
@@ -56,7 +56,7 @@ impl Socket {
         self.get().is_some()
     }
 
-    /// The descriptor and its identity, by which the child of a fork finds it.
+    /// The descriptor and its identity, for the child of a fork.
     pub fn name(&self) -> (RawFd, Identity) {
         (self.descriptor, self.identity)
     }
@@ -94,7 +94,8 @@ impl Socket {
         fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
     }
 
-    /// The next message, if there is one, and the descriptors that came with it. After an error the connection is of no use.
+    /// The next message, if there is one, and the descriptors that came with it. After an error the connection is
+    /// unusable.
     pub fn receive(&self, version: u16) -> Result<Option<(SchedulerMessage, Vec<OwnedFd>)>, String> {
         let mut buffer = [0u8; MAX_LEN];
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
@@ -133,7 +134,7 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         if self.identity.is(self.descriptor) {
-            // SAFETY: open, and ours.
+            // SAFETY: the descriptor is open, and ours.
             drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
         }
     }
@@ -152,7 +153,7 @@ pub fn pair() -> Option<(Socket, Socket)> {
     Some((Socket::new(a)?, Socket::new(b)?))
 }
 
-/// Sleeps until one of the sockets is readable, `timeout` at most. Returns which are.
+/// Sleeps until one of the sockets is readable, at most `timeout`. Returns which are.
 pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
     let open = sockets.map(|socket| socket.and_then(Socket::get));
@@ -179,7 +180,7 @@ pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     ready
 }
 
-/// The error of a system call in words for the user, where there is something that they can do.
+/// Describes the error of a system call for the user, if there is something that the user can do.
 pub(super) fn words(error: Errno) -> String {
     match error {
         Errno::NOENT => "there is no such socket".into(),

@@ -7,7 +7,8 @@ use crate::{
 use alloc::boxed::Box;
 use rustix::fd::RawFd;
 
-/// The sending and the receiving end. If the program closes one of them, the client's thread looks for work periodically.
+/// The sending and the receiving end. If the program closes one of them, the client's thread checks for work
+/// periodically.
 static PAIR: OnceBox<(Socket, Socket)> = OnceBox::new();
 
 /// Called once, before the client's thread starts.
@@ -24,7 +25,7 @@ pub fn wake() {
     }
 }
 
-/// The descriptor that [`wake`] writes to, for threads with a table of descriptors of their own.
+/// The descriptor that [`wake`] writes to, for threads with their own descriptor table.
 pub fn sender() -> Option<RawFd> {
     PAIR.get().filter(|(sender, _)| sender.is_ours()).map(|(sender, _)| sender.name().0)
 }

@@ -1,5 +1,5 @@
-//! Calls that show which GPUs reach each other's memory ([`crate::gpu::peers`]), and the [`Route`] of a copy whose sides are of
-//! different GPUs.
+//! Calls from which we learn which GPUs access each other's memory ([`crate::gpu::peers`]), and the [`Route`] of a copy
+//! whose sides are on different GPUs.
 
 use crate::{
     driver::{self, types::*},
@@ -10,7 +10,7 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Whether this process uses several GPUs. Otherwise there is nothing to do here.
+/// Whether this process uses several GPUs. If not, this module has nothing to do.
 #[inline]
 fn are_several() -> bool {
     gpu::are_several() && gate::is_active()
@@ -20,7 +20,7 @@ fn are_several() -> bool {
 #[derive(Debug, Clone, Copy)]
 pub enum Side {
     Host,
-    /// Of any memory, perhaps the host's.
+    /// An address of any memory, including the host's.
     Address(CUdeviceptr),
     Array(CUarray),
 }
@@ -29,7 +29,7 @@ pub enum Side {
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     pub way: Way,
-    /// The GPU at whose gate it waits, if its stream's GPU has none because this library leaves that one alone.
+    /// The GPU at whose gate it waits, if this library leaves the stream's GPU alone.
     pub gate: Option<&'static Gpu>,
 }
 
@@ -37,10 +37,10 @@ pub struct Route {
 pub enum Way {
     /// As the program wrote it.
     Direct,
-    /// From one GPU to another, of which at least one has no access to the other's memory. The driver stages such a copy, but
-    /// copies chunks only if it is told the contexts: these, of destination and source.
+    /// Between two GPUs, if one or both have no access to the other's memory. The driver stages such a copy, but copies
+    /// chunks only if it is given the contexts: these, of destination and source.
     Peers([CUcontext; 2]),
-    /// Between the host and a GPU to whose memory the stream's GPU has no access: with this context, of the memory's GPU.
+    /// Between the host and memory of a GPU that the stream's GPU cannot access: with this context of the memory's GPU.
     Owner(CUcontext),
 }
 
@@ -61,11 +61,11 @@ struct Place {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Chunks of this library: a GPU must be given access, as peers are.
+    /// Chunks of this library: a GPU has access only if it was given access, as peers are.
     Ours,
-    /// Chunks of another process: the GPU that uses them is the only one with access.
+    /// Chunks of another process: only the GPU that uses them has access.
     Imported,
-    /// Memory to which the driver gives access, or the program.
+    /// Memory whose access rights the driver or the program sets.
     Other,
 }
 
@@ -74,14 +74,14 @@ impl Place {
         Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
     }
 
-    /// A context of its GPU: that in which it was allocated, if memory can be copied with it.
+    /// A context of its GPU: the one in which it was allocated, if that can be used to copy memory.
     fn context(&self) -> CUcontext {
         let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
         let own = contexts.iter().find(|known| **known as usize == self.allocated_in);
         own.or(contexts.first()).copied().unwrap_or(self.allocated_in as CUcontext)
     }
 
-    /// Where this library knows the memory to be.
+    /// The memory's place, if this library knows it.
     fn known(side: Side) -> Option<Self> {
         match side {
             Side::Host | Side::Address(0) => None,
@@ -98,13 +98,14 @@ impl Place {
         }
     }
 
-    /// Where the driver says that it is. Managed memory is within reach of every GPU, and so is the host's.
+    /// The memory's place according to the driver. Managed and host memory is accessible to every GPU, and has no
+    /// place.
     fn asked(side: Side) -> Option<Self> {
         use pointer_attribute::{CONTEXT, DEVICE_ORDINAL, IS_MANAGED, MEMORY_TYPE};
         let Side::Address(address @ 1..) = side else { return None };
         let attribute = |which| {
             let mut value = 0u64;
-            // SAFETY: a place for any of these attributes.
+            // SAFETY: `value` has room for any of these attributes.
             let result = unsafe { driver::cuPointerGetAttribute((&raw mut value).cast(), which, address) };
             (result == SUCCESS).then_some(value)
         };
@@ -119,7 +120,8 @@ impl Place {
     }
 }
 
-/// Makes all of these GPUs peers, and the stream's. Returns the one at whose gate the call waits if the stream's has none.
+/// Makes all of these GPUs and the stream's GPU peers. Returns the GPU at whose gate the call waits if the stream's GPU
+/// has none.
 fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
     let mut all = own.into_iter().chain(gpus);
     let first = all.next()?;
@@ -127,7 +129,7 @@ fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>)
     Some(first).filter(|_| own.is_none())
 }
 
-/// The route of a copy in this stream, to and from these sides, whose GPUs are peers from now on.
+/// The route of a copy in this stream between these sides. Their GPUs are peers from now on.
 #[inline]
 pub fn route(stream: CUstream, sides: [Side; 2]) -> Route {
     if are_several() { errno::preserved(|| find(stream, sides)) } else { Route::DIRECT }
@@ -151,18 +153,18 @@ fn find(stream: CUstream, sides: [Side; 2]) -> Route {
     Route { way, gate }
 }
 
-/// Whether that GPU has been given access to memory of this library: peers have it, where the hardware permits that.
+/// Whether that GPU has been given access to memory of this library: peers have it, if the hardware permits that.
 fn has_access(device: CUdevice, place: &Place) -> bool {
     let peer = gpu::by_ordinal(device).filter(|_| place.kind == Kind::Ours);
     peer.zip(place.gpu).is_some_and(|(peer, gpu)| peers::can_reach(peer, gpu))
 }
 
-/// The program gives its current context access to another.
+/// Called when the program gives its current context access to another.
 pub fn enabled(context: CUcontext) {
     contexts(CTX_DEFAULT_STREAM, || Some([context, core::ptr::null_mut()]));
 }
 
-/// The program copies between contexts.
+/// The route of a copy between contexts.
 #[inline]
 pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>) -> Route {
     if !are_several() {
@@ -175,7 +177,7 @@ pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>
     })
 }
 
-/// The program copies to and from many sides, in one call.
+/// The route of one call that copies to and from many sides.
 #[inline]
 pub fn many<I: Iterator<Item = Side>>(stream: CUstream, sides: impl FnOnce() -> I) -> Route {
     if !are_several() {

@@ -1,4 +1,4 @@
-//! Copies in two and three dimensions, and nodes of graphs, as the driver has them described.
+//! The driver's descriptions of copies in two and three dimensions, and of graph nodes.
 
 use super::route::{Route, Side, many};
 use crate::driver::types::*;
@@ -75,7 +75,7 @@ impl Side3D {
         }
     }
 
-    /// The same memory, which is that context's.
+    /// The same memory, in that context.
     fn of(self, context: CUcontext) -> Self {
         let kind = if self.kind == MEMORYTYPE_UNIFIED { MEMORYTYPE_DEVICE } else { self.kind };
         Self { context, kind, ..self }
@@ -93,7 +93,7 @@ impl Copy3D {
         [self.to.context, self.from.context]
     }
 
-    /// The same copy between contexts: those of destination and source.
+    /// The same copy between contexts, of destination and source.
     pub fn between(&self, [to, from]: [CUcontext; 2]) -> Self {
         Self { from: self.from.of(from), to: self.to.of(to), extent: self.extent }
     }
@@ -104,7 +104,7 @@ impl Copy3D {
 #[repr(C)]
 struct Operand {
     kind: i32,
-    /// Of memory, its address; of an array, its handle.
+    /// The address of memory, or the handle of an array.
     name: u64,
     rest: [u64; 3],
 }
@@ -145,7 +145,7 @@ pub struct Fill {
     to: CUdeviceptr,
 }
 
-/// The beginning of `CUgraphNodeParams`; what the node does follows.
+/// The beginning of `CUgraphNodeParams`; the parameters of the node's kind follow.
 #[derive(Debug)]
 #[repr(C)]
 pub struct NodeParams {
@@ -165,29 +165,29 @@ struct CopyNode {
 /// The route of a node that copies.
 ///
 /// # Safety
-/// NULL, or what the driver is given for such a node.
+/// `params` is NULL, or a valid argument to the driver for such a node.
 pub unsafe fn copy_node(params: *const Copy3D) -> Route {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
 }
 
 /// The route of a node that sets memory.
 ///
 /// # Safety
-/// NULL, or what the driver is given for such a node.
+/// `params` is NULL, or a valid argument to the driver for such a node.
 pub unsafe fn fill_node(params: *const Fill) -> Route {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
 }
 
 /// The route of a node of any kind.
 ///
 /// # Safety
-/// NULL, or what the driver is given for a node.
+/// `params` is NULL, or a valid argument to the driver for a node.
 pub unsafe fn any_node(params: *const NodeParams) -> Route {
     const COPY: i32 = 1;
     const FILL: i32 = 2;
-    // SAFETY: the caller's promise; the kind says what follows.
+    // SAFETY: the caller's contract; the kind determines the fields that follow.
     unsafe {
         match params.as_ref().map(|params| params.kind) {
             Some(COPY) => copy_node(&raw const (*params.add(1).cast::<CopyNode>()).copy),

@@ -1,5 +1,5 @@
-//! Copies that cannot be made as the program wrote them, because a GPU has no access to memory of this library on another. For
-//! plain memory the driver stages such copies by itself.
+//! Copies that cannot be made as the program wrote them, because a GPU has no access to memory of this library on
+//! another. For plain memory the driver stages such copies itself.
 
 use super::shapes::Copy3D;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 };
 use core::ptr::null_mut;
 
-/// `cuMemcpy` and its kin, from one GPU to another; contexts of destination and source.
+/// Makes a copy like `cuMemcpy` from one GPU to another, with the contexts of destination and source.
 pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, here]: [CUcontext; 2]) -> CUresult {
     // SAFETY: the program's own arguments, and contexts of its own.
     unsafe {
@@ -20,37 +20,37 @@ pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, h
     }
 }
 
-/// The same in stream order.
+/// Makes such a copy in stream order.
 pub fn linear_async(
     [to, from]: [CUdeviceptr; 2],
     n: Size,
     [there, here]: [CUcontext; 2],
     stream: CUstream,
 ) -> CUresult {
-    // SAFETY: as above.
+    // SAFETY: the program's own arguments, and contexts of its own.
     unsafe { driver::cuMemcpyPeerAsync(to, there, from, here, n, stream) }
 }
 
-/// `cuMemcpy2D`, `cuMemcpy3D`.
+/// Makes a copy like `cuMemcpy2D` or `cuMemcpy3D`.
 pub fn shaped(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUresult {
     let copy = copy.between(contexts);
     let copy = (&raw const copy).cast();
-    // SAFETY: as above.
+    // SAFETY: the program's own description, with contexts of its own.
     unsafe { if flavour.per_thread { driver::cuMemcpy3DPeer_ptds(copy) } else { driver::cuMemcpy3DPeer(copy) } }
 }
 
-/// The same in stream order.
+/// Makes such a copy in stream order.
 pub fn shaped_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -> CUresult {
     let copy = copy.between(contexts);
-    // SAFETY: as above.
+    // SAFETY: the program's own description, with contexts of its own.
     unsafe { driver::cuMemcpy3DPeerAsync((&raw const copy).cast(), stream) }
 }
 
-/// Makes a call that copies between the host and memory of this context's GPU: with that context current, after what the
-/// program's default stream was given, and before what it will be.
+/// Makes a call that copies between the host and memory of this context's GPU. It runs with that context current, after
+/// the earlier work of the program's default stream and before its later work.
 pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUresult) -> CUresult {
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
-    // SAFETY: a default stream.
+    // SAFETY: a default stream is always valid.
     let synchronise = || check(unsafe { driver::cuStreamSynchronize(stream) });
     let copy = || {
         synchronise()?;
@@ -59,11 +59,11 @@ pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUr
     capture::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
-/// The same in the order of a stream of another context: `call` gets a stream of this context, which comes after what the
-/// program's stream was given and before what it will be.
+/// Makes such a call in the order of a stream of another context: `call` gets a stream of this context, whose work
+/// comes after the earlier work of the program's stream and before its later work.
 pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CUstream) -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
-        return call(stream); // a stream that joins the capture would have to stay until that ends
+        return call(stream); // a stream that joins the capture would have to stay until the capture ends
     }
     let Some(own) = context_of(stream) else { return call(stream) };
     let copy = || {
@@ -79,15 +79,15 @@ pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CU
     capture::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
-/// An event behind the work of a stream. The driver keeps what work still needs of it.
+/// An event behind the work of a stream. Dropping it is safe: the driver keeps it while work needs it.
 struct Event(CUevent);
 
 impl Event {
-    /// Behind what this stream of that context was given.
+    /// Records an event behind the work given to this stream of that context.
     fn behind(stream: CUstream, context: CUcontext) -> Result<Self, CUresult> {
         with_current(context as usize, || {
             let mut event = null_mut();
-            // SAFETY: a valid place; an event of the stream's context.
+            // SAFETY: `event` outlives the call, and belongs to the stream's context.
             unsafe {
                 check(driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING))?;
                 let event = Self(event);
@@ -97,28 +97,28 @@ impl Event {
         })?
     }
 
-    /// Has this stream, of any context, wait for it.
+    /// Makes this stream, of any context, wait for it.
     fn precedes(&self, stream: CUstream) -> Result<(), CUresult> {
-        // SAFETY: an event that was recorded.
+        // SAFETY: the event was recorded.
         check(unsafe { driver::cuStreamWaitEvent(stream, self.0, 0) })
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: ours; destroyed once.
+        // SAFETY: the event is ours, and destroyed once.
         unsafe { driver::cuEventDestroy_v2(self.0) };
     }
 }
 
-/// A stream for one copy, which goes on when it is dropped.
+/// A stream for one copy, which continues after the stream is dropped.
 struct Stream(CUstream);
 
 impl Stream {
-    /// Of the current context.
+    /// Creates a stream in the current context.
     fn new() -> Result<Self, CUresult> {
         let mut stream = null_mut();
-        // SAFETY: a valid place.
+        // SAFETY: `stream` outlives the call.
         check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
         Ok(Self(stream))
     }
@@ -126,7 +126,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: ours; destroyed once.
+        // SAFETY: the stream is ours, and destroyed once.
         unsafe { driver::cuStreamDestroy_v2(self.0) };
     }
 }

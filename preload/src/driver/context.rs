@@ -5,19 +5,19 @@ use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, cuS
 /// The current context; NULL if there is none.
 ///
 /// # Errors
-/// Those of `cuCtxGetCurrent`.
+/// Errors of `cuCtxGetCurrent`.
 pub fn current_context() -> Result<CUcontext, CUresult> {
     let mut context = core::ptr::null_mut();
-    // SAFETY: a valid place.
+    // SAFETY: `context` outlives the call.
     check(unsafe { cuCtxGetCurrent(&mut context) })?;
     Ok(context)
 }
 
-/// The current context; NULL if there is none or after an error.
+/// The current context; NULL if there is none, or after an error.
 #[inline]
 pub fn current_or_null() -> CUcontext {
     let mut context = core::ptr::null_mut();
-    // SAFETY: a valid place.
+    // SAFETY: `context` outlives the call.
     unsafe { cuCtxGetCurrent(&mut context) };
     context
 }
@@ -27,7 +27,7 @@ pub fn current_or_null() -> CUcontext {
 /// # Errors
 /// The context cannot be made current; `f` was not run.
 pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUresult> {
-    // SAFETY: a context that has not been destroyed.
+    // SAFETY: the caller passes a context that has not been destroyed.
     check(unsafe { cuCtxPushCurrent_v2(context as CUcontext) })?;
     let result = f();
     let mut popped = core::ptr::null_mut();
@@ -35,12 +35,12 @@ pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUres
     Ok(result)
 }
 
-/// Whether this error means that the context is broken for good, or destroyed: every call returns it from then on.
+/// Whether this error means that the context is permanently broken, or destroyed: every call returns it from then on.
 pub fn is_broken(result: CUresult) -> bool {
-    // ECC and NVLink errors that cannot be corrected, and those that were contained; an illegal address, a kernel that took
-    // too long; a destroyed context; an assertion; from a hardware error of the stack to a failed launch; tensor memory that
-    // was not freed; a client that MPS has ended; data that another device has declared invalid; errors without a name. Those
-    // in between are errors of one call.
+    // Uncorrectable and contained ECC and NVLink errors; an illegal address, a kernel timeout; a destroyed context; an
+    // assertion; from a hardware stack error to a launch failure; tensor memory that was not freed; a client that MPS
+    // has ended; data that another device has declared invalid; unknown errors. Codes in between are errors of one
+    // call.
     matches!(result, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 | 999)
 }
 
@@ -49,19 +49,19 @@ pub fn is_dead(result: CUresult) -> bool {
     if is_doubtful(result) { is_current_broken() } else { is_dead_without_doubt(result) }
 }
 
-/// The same for a context that need not be current.
+/// Like [`is_dead`], for a context that need not be current.
 pub fn is_dead_in(context: usize, result: CUresult) -> bool {
     if is_doubtful(result) { is_broken_in(context) } else { is_dead_without_doubt(result) }
 }
 
-/// Whether a context is broken that need not be current.
+/// Whether a context is broken. It need not be current.
 pub fn is_broken_in(context: usize) -> bool {
     with_current(context, is_current_broken).unwrap_or_else(|error| is_doubtful(error) || is_dead_without_doubt(error))
 }
 
-/// Whether the driver returns this error for good, or where only one call has failed: [`ERROR_UNKNOWN`] from the import of a chunk, for
-/// instance [H200, driver 580]; [`ERROR_OPERATING_SYSTEM`] from registering memory, and from every call once the process could not be
-/// restored from a checkpoint.
+/// Whether this error may be permanent or concern only one call: [`ERROR_UNKNOWN`] may come from the import of a chunk,
+/// for instance [H200, driver 580]; [`ERROR_OPERATING_SYSTEM`] from registering memory, and from every call once the
+/// process could not be restored from a checkpoint.
 fn is_doubtful(result: CUresult) -> bool {
     matches!(result, ERROR_UNKNOWN | ERROR_OPERATING_SYSTEM | ERROR_DEVICE_UNAVAILABLE)
 }
@@ -70,10 +70,11 @@ fn is_dead_without_doubt(result: CUresult) -> bool {
     is_broken(result) || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT)
 }
 
-/// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's error.
+/// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's
+/// error.
 pub fn is_current_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
+    // SAFETY: `status` outlives the call. This is the cheapest call that detects it, and is allowed at any time.
     let said = unsafe { cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) };
     is_broken(said) || is_doubtful(said)
 }
@@ -93,7 +94,7 @@ mod tests {
         {
             assert!(!is_dead_without_doubt(error), "{error}");
         }
-        // Of these the driver is asked whether it returns them from a call that asks for nothing.
+        // For these, a call without effect shows whether the driver returns them permanently.
         for error in [46, 304, 999] {
             assert!(is_doubtful(error), "{error}");
         }

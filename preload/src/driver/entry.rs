@@ -1,14 +1,14 @@
-//! A way into the driver: the address of one of its functions, where a caller finds it. While the process is off its GPUs the ways
-//! are shut: whoever takes one finds no address, and so comes to [`Entry::enter`], which waits. It costs nothing to ask at any
-//! other time, since a caller has to look whether the function is known anyway.
+//! An entry into the driver: the address of one of its functions, as callers load it. While the process is off its
+//! GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits. At other times the
+//! check is free, since a caller has to check anyway whether the function is known.
 
 use super::presence;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Looked up and not found. No function has this address, or a lower one; 0 is one that was not looked up.
+/// Looked up and not found. No function has this address or a lower one; 0 means not looked up yet.
 pub const MISSING: usize = 1;
 
-/// Set while it is shut. No address of a program has this bit.
+/// Set while the entry is shut. No address of a program has this bit.
 const SHUT: usize = 1 << (usize::BITS - 1);
 
 #[derive(Debug)]
@@ -27,7 +27,7 @@ impl Entry {
         (address as isize > MISSING as isize).then_some(address) // a shut one is negative
     }
 
-    /// The address of the function, which the caller may call now; `None` if the driver has none. `look_up` finds it.
+    /// The address of the function, which the caller may call now; `None` if the driver lacks it. `look_up` finds it.
     #[cold]
     pub fn enter(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
         let address = self.find(look_up)?;
@@ -37,12 +37,12 @@ impl Entry {
         Some(address)
     }
 
-    /// The address of the function, shut or not.
+    /// The address of the function, whether shut or not.
     pub fn find(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
         match self.0.load(Ordering::SeqCst) & !SHUT {
             0 => {
                 let found = look_up();
-                // One that was shut meanwhile is looked up again.
+                // An entry that was shut in the same moment is looked up again.
                 let _ = self.0.compare_exchange(0, found.unwrap_or(MISSING), Ordering::SeqCst, Ordering::SeqCst);
                 found
             }

@@ -1,5 +1,5 @@
-//! What declares a hook. Each is declared once, with the driver's name and signature, and serves direct linking (as an exported
-//! symbol), `dlsym` and `cuGetProcAddress`.
+//! The declaration of hooks. Each hook is declared once, with the driver's name and signature, and serves direct
+//! linking (as an exported symbol), `dlsym` and `cuGetProcAddress`.
 
 use crate::driver::{
     Function,
@@ -14,7 +14,7 @@ pub struct Hook {
     pub real: &'static Function,
 }
 
-/// A hook and the driver's [`Function`], written as their distances from where they are written. As pointers, the loader would
+/// A hook and the driver's [`Function`], as distances from the entry itself. If they were pointers, the loader would
 /// have to relocate all of them in every program, whether it uses CUDA or not.
 #[repr(C)]
 struct Entry {
@@ -23,23 +23,23 @@ struct Entry {
 }
 
 unsafe extern "C" {
-    // The linker's names for the section to which each use of `hooks!` adds its entries.
+    // The linker's names for the section with the entries of all uses of `hooks!`.
     #[link_name = "__start_nvshare_hooks"]
     static FIRST: Entry;
     #[link_name = "__stop_nvshare_hooks"]
     static END: Entry;
 }
 
-// They are exported otherwise.
+// Without this they would be exported.
 core::arch::global_asm!(".hidden __start_nvshare_hooks", ".hidden __stop_nvshare_hooks");
 
-/// Every hook. The linker makes the list, so that what needs it is not above all hooks.
+/// Every hook. The linker builds the list, so that users of it need not be in a layer above all hooks.
 pub fn all() -> impl Iterator<Item = Hook> {
     let (first, end) = (&raw const FIRST, &raw const END);
     let len = (end as usize - first as usize) / size_of::<Entry>();
     (0..len).map(move |index| {
         let entry = first.wrapping_add(index);
-        // SAFETY: between the begin and the end of the section, which has entries only.
+        // SAFETY: `entry` is between the beginning and the end of the section, which contains only entries.
         let distances = unsafe { &*entry };
         let target = |distance: &i32| (&raw const *distance).wrapping_byte_offset(*distance as isize);
         // SAFETY: `hooks!` wrote the distance of a static `Function` here.
@@ -54,7 +54,7 @@ impl Hook {
     }
 }
 
-/// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a suffix that says so.
+/// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a per-thread suffix.
 #[derive(Debug, Clone, Copy)]
 pub struct Flavour {
     pub per_thread: bool,
@@ -67,14 +67,14 @@ impl Flavour {
         Self { per_thread }
     }
 
-    /// A handle that means the same stream in every function.
+    /// A handle that denotes the same stream in every function.
     #[inline]
     pub fn stream(self, stream: CUstream) -> CUstream {
         if self.per_thread && stream.is_null() { STREAM_PER_THREAD } else { stream }
     }
 }
 
-/// The name of a driver function as the loader wants it.
+/// The name of a driver function as a C string.
 pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
     match CStr::from_bytes_with_nul(bytes) {
         Ok(name) => name,
@@ -82,8 +82,8 @@ pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
     }
 }
 
-/// Declares hooks: the driver's names that share a signature and a behaviour, the parameters, and the body. In it, `real()`
-/// makes the call as the program wrote it, and `flavour` says which default stream the name means.
+/// Declares hooks: the driver's names that share a signature and a behaviour, the parameters, and the body. In the
+/// body, `real()` makes the program's original call, and `flavour` tells which default stream the name uses.
 macro_rules! hooks {
     ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
         $( $( $crate::driver::hook::hook! { $real $flavour $name $args $body } )+ )*
@@ -117,7 +117,7 @@ macro_rules! hook {
             #[cold]
             #[inline(never)]
             unsafe extern "C" fn look_up($($arg: $type),*) -> $crate::driver::types::CUresult {
-                // SAFETY: as above.
+                // SAFETY: the driver's export of this name has this signature.
                 let function = $name::REAL.address().map(|address| unsafe { core::mem::transmute::<usize, Real>(address) });
                 // SAFETY: the arguments are the program's own.
                 function.map_or($crate::driver::types::ERROR_NOT_FOUND, |function| unsafe { function($($arg),*) })
@@ -125,7 +125,7 @@ macro_rules! hook {
             #[allow(unused_variables)]
             let $real = move || {
                 $crate::driver::waiting::check(&$name::REAL);
-                // Two calls, each of which takes the arguments, so that none has to outlast another.
+                // Each of the two calls consumes the arguments, so that no argument has to be kept across a call.
                 // SAFETY: the arguments are the program's own.
                 match $name::REAL.known().map(function) {
                     Some(function) => unsafe { function($($arg),*) },

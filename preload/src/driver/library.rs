@@ -18,8 +18,8 @@ impl Library {
         Self { name, handle: AtomicUsize::new(0) }
     }
 
-    /// The handle, if the program has loaded the library. The library is never unloaded afterwards, since the handle stays
-    /// open.
+    /// The handle, if the program has loaded the library. The handle stays open, so the library is never unloaded
+    /// afterwards.
     pub fn loaded(&self) -> Option<*mut c_void> {
         self.open(libc::RTLD_NOLOAD)
     }
@@ -34,7 +34,7 @@ impl Library {
         if known != 0 {
             return Some(known as *mut c_void);
         }
-        // SAFETY: a NUL-terminated name and valid flags.
+        // SAFETY: the name is NUL-terminated, and the flags are valid.
         let handle = unsafe { c::dlopen()?(self.name.as_ptr(), libc::RTLD_LAZY | flag) };
         if handle.is_null() {
             return None;
@@ -46,12 +46,12 @@ impl Library {
 
 /// The address of an exported symbol.
 pub fn export(library: *mut c_void, name: &CStr) -> Option<usize> {
-    // SAFETY: a handle of `dlopen` that was not given back, so the library stays.
+    // SAFETY: the handle is from `dlopen` and never closed, so the library stays loaded.
     unsafe { elf::symbol(library, name) }
 }
 
 /// An address inside the library.
 pub fn inside(library: *mut c_void) -> usize {
-    // SAFETY: as above.
+    // SAFETY: the handle is from `dlopen` and never closed, so the library stays loaded.
     unsafe { elf::inside(library) }
 }

@@ -1,15 +1,15 @@
-//! The real driver, `libcuda.so.1`, which is looked for when a program first asks for it, never before.
+//! The real driver, `libcuda.so.1`. This library opens it when the program first needs it, never earlier.
 //!
-//! A [`Function`] is looked up on first use. One that this driver lacks returns `CUDA_ERROR_NOT_FOUND`, as a look-up by the
-//! driver would.
+//! A [`Function`] is looked up on first use. If this driver lacks it, the call returns `CUDA_ERROR_NOT_FOUND`, as a
+//! lookup by the driver would.
 //!
-//! [`entry`]: each way into the driver, which is shut while [`presence`] says that the process is off its GPUs.
+//! [`entry`]: the entries into the driver, which are shut while [`presence`] says that the process is off its GPUs.
 //!
-//! [`hook`]: what declares an interposed function.
+//! [`hook`]: the declaration of interposed functions.
 //!
-//! [`redirect`] leads those to the hooks who would find the driver's functions themselves.
+//! [`redirect`]: leads programs that find the driver's functions themselves to the hooks.
 //!
-//! [`waiting`]: which calls may wait for running work, and where none of these may be made.
+//! [`waiting`]: which calls may wait for running work, and where these must not be made.
 
 pub mod context;
 pub mod entry;
@@ -46,7 +46,8 @@ const UNTRACKED: [&CStr; 5] = [
 /// Whether the process has loaded a library whose work passes no hook.
 pub fn has_untracked_library() -> bool {
     let Some(dlopen) = c::dlopen() else { return false };
-    // SAFETY: NUL-terminated names; it loads nothing. One more reference keeps what is there, which is no harm.
+    // SAFETY: the names are NUL-terminated, and the call loads nothing. The extra reference keeps a loaded library,
+    // which does no harm.
     UNTRACKED.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
 }
 
@@ -64,16 +65,16 @@ pub fn check(result: CUresult) -> Result<(), CUresult> {
 /// `place` is NULL or valid for a `T`.
 pub unsafe fn put<T>(place: *mut T, value: T) {
     if !place.is_null() {
-        // SAFETY: the caller's promise. The driver's attributes need not be aligned for us.
+        // SAFETY: the caller's contract. The driver's attributes need not be aligned for us.
         unsafe { place.write_unaligned(value) };
     }
 }
 
-/// Room for the longest name of the driver, which has 49 bytes.
+/// Enough for the driver's longest name, which has 49 bytes.
 const MAX_NAME: usize = 64;
 
-/// A function of the real driver, by its exported name. The name is a part of it: where it was a pointer, the loader had to relocate
-/// it in every program.
+/// A function of the real driver, by its exported name. The name is stored inline: the loader would have to relocate a
+/// pointer in every program.
 #[derive(Debug)]
 pub struct Function {
     entry: Entry,
@@ -97,14 +98,14 @@ impl Function {
         &self.entry
     }
 
-    /// The address of the real function, to call it; `None` if this driver does not have it. Waits while the process is off its
+    /// The address of the real function, for a call; `None` if this driver lacks it. Waits while the process is off its
     /// GPUs.
     #[inline]
     pub fn address(&self) -> Option<usize> {
         self.known().or_else(|| self.enter())
     }
 
-    /// The same, if it has been looked up and there is nothing to wait for.
+    /// The address, if it has been looked up and there is nothing to wait for.
     #[inline(always)]
     pub fn known(&self) -> Option<usize> {
         self.entry.open()
@@ -121,21 +122,21 @@ impl Function {
     }
 }
 
-/// The address of what the driver exports by this name. Loads the driver.
+/// The address of the driver's export with this name. Loads the driver.
 pub fn export(name: &CStr) -> Option<usize> {
     library::export(LIBRARY.load()?, name)
 }
 
-/// Makes a call although the ways may be shut, which returns once no other process has locked this one. Most queries return at any
-/// time, that of a limit does not [H100, driver 580].
+/// Makes a call, even while the entries are shut, that returns once no other process has locked this one. Most queries
+/// return at any time, but the query of a limit does not [H100, driver 580].
 ///
 /// # Safety
-/// The context is one that exists, or NULL.
+/// The context exists, or is NULL.
 pub unsafe fn wait_while_locked(context: CUcontext) {
     const STACK_SIZE: u32 = 0;
     let mut value: Size = 0;
     let (push, ask) = (address::cuCtxPushCurrent_v2.find(), export(c"cuCtxGetLimit"));
-    // SAFETY: the driver's exports of these names have these signatures, and the place is valid.
+    // SAFETY: the driver's exports of these names have these signatures, and `value` outlives the call.
     unsafe {
         if let Some(push) = push {
             core::mem::transmute::<usize, unsafe extern "C" fn(CUcontext) -> CUresult>(push)(context);
@@ -148,13 +149,13 @@ pub unsafe fn wait_while_locked(context: CUcontext) {
     }
 }
 
-/// The UUID of a GPU now, although the ways may be shut: a query that the driver answers in a locked process, too [H100, driver
-/// 580]. `None` if it does not.
+/// The current UUID of a GPU, even while the entries are shut: the driver answers this query in a locked process too
+/// [H100, driver 580]. `None` if it does not answer.
 pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
     let mut uuid = [0; 16];
     let mut ask = |function: &Function| {
         let Some(function) = function.find() else { return false };
-        // SAFETY: the driver's exports of these names have this signature, and the place is valid.
+        // SAFETY: the driver's exports of these names have this signature, and `uuid` outlives the call.
         let result = unsafe {
             core::mem::transmute::<usize, unsafe extern "C" fn(*mut [u8; 16], CUdevice) -> CUresult>(function)(
                 &mut uuid, device,
@@ -162,22 +163,22 @@ pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
         };
         result == SUCCESS
     };
-    // The newer one is that of a MIG slice, where it is one.
+    // For a MIG slice, the newer function returns the UUID of the slice.
     (ask(&address::cuDeviceGetUuid_v2) || ask(&address::cuDeviceGetUuid)).then_some(uuid)
 }
 
-/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that name in
-/// this module that calls the real one.
+/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that
+/// name in this module that calls the real one.
 macro_rules! functions {
     ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
-        /// Looks up all of them, so that no later call has to.
+        /// Looks up all declared functions, so that no later call has to.
         pub fn resolve_all() {
             each_function(|function| {
                 function.find();
             });
         }
 
-        /// All of them.
+        /// Calls `f` for each declared function.
         pub fn each_function(f: impl Fn(&Function)) {
             $( f(&address::$name); )*
         }
@@ -193,8 +194,8 @@ macro_rules! functions {
             $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
         }
         $(
-            /// The real function of this name. Pointers are passed on unchanged: the caller must satisfy the driver's
-            /// requirements.
+            /// Calls the driver's function of this name. Pointers are passed on unchanged: the caller must satisfy the
+            /// driver's requirements.
             #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
             #[cfg_attr(debug_assertions, track_caller)]
             #[inline]

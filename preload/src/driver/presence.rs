@@ -1,6 +1,6 @@
-//! Whether the process is on its GPUs. While another process takes it off them, each call of the driver waits inside the driver,
-//! where nobody sees it. So threads of the program wait here instead, before they enter, and the first of them says that the process
-//! is wanted back.
+//! Whether the process is on its GPUs. While another process keeps it off them, each driver call blocks inside the
+//! driver, where this library cannot detect it. So threads of the program wait here instead, before they enter, and the
+//! first of them reports that the process is wanted back.
 
 use crate::sys::{errno, futex, time::Instant};
 use core::{
@@ -11,35 +11,35 @@ use core::{
 const PRESENT: u32 = 0;
 const AWAY: u32 = 1;
 
-/// What threads wait for.
+/// The word on which threads wait.
 static STATE: AtomicU32 = AtomicU32::new(PRESENT);
-/// Whether a thread has come since the process is away.
+/// Whether a thread has arrived since the process left its GPUs.
 static WANTED: AtomicBool = AtomicBool::new(false);
-/// The function that is told of the first one, a `fn()`; 0 if there is none.
+/// The function to call when the first thread arrives, a `fn()`; 0 if there is none.
 static TELL: AtomicUsize = AtomicUsize::new(0);
 
-/// The longest wait without a look.
+/// The longest wait before a thread checks again.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Threads that come to enter the driver wait from now on; `tell` is called by the first.
+/// Makes threads wait before they enter the driver; the first one calls `tell`.
 pub fn leave(tell: fn()) {
     TELL.store(tell as usize, Ordering::SeqCst);
     WANTED.store(false, Ordering::SeqCst);
     STATE.store(AWAY, Ordering::SeqCst);
 }
 
-/// The process is on its GPUs again, or has never left: threads go on.
+/// Lets threads continue: the process is on its GPUs again, or has never left.
 pub fn come_back() {
     STATE.store(PRESENT, Ordering::SeqCst);
     futex::wake_all(&STATE);
 }
 
-/// The child of a fork has no GPU, and the driver tells it so.
+/// Stops all waiting in the child of a fork. The driver reports to the child that it has no GPU.
 pub fn in_child() {
     STATE.store(PRESENT, Ordering::SeqCst);
 }
 
-/// Whether a thread waits to enter the driver, or has.
+/// Whether a thread is waiting, or has waited, to enter the driver.
 pub fn is_wanted() -> bool {
     WANTED.load(Ordering::SeqCst)
 }
@@ -48,12 +48,12 @@ pub fn is_away() -> bool {
     STATE.load(Ordering::SeqCst) == AWAY
 }
 
-/// Says that the process is wanted, without a wait.
+/// Reports that the process is wanted, without waiting.
 pub fn want() {
     if is_away() && !WANTED.swap(true, Ordering::SeqCst) {
         let tell = TELL.load(Ordering::SeqCst);
         if tell != 0 {
-            // SAFETY: set from such a function.
+            // SAFETY: `leave` stored such a function.
             errno::preserved(|| unsafe { core::mem::transmute::<usize, fn()>(tell) }());
         }
     }
@@ -65,7 +65,7 @@ pub fn wait() {
     wait_at_most(Duration::MAX);
 }
 
-/// The same, but no longer than that.
+/// Waits until the process is on its GPUs, but no longer than `most`.
 pub fn wait_at_most(most: Duration) {
     want();
     errno::preserved(|| {

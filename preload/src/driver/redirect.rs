@@ -1,9 +1,9 @@
-//! Has what the program comes by as a library's functions be their hooks, in whichever way it comes by them.
+//! Patches symbol tables so that every lookup of a library's functions yields their hooks.
 //!
-//! A library that was opened with `RTLD_DEEPBIND` looks for names in its own libraries first, and so finds the C library's
-//! `dlsym` and the driver's functions rather than the hooks. All that it can find are addresses in the symbol tables of those
-//! two libraries. So it is these tables that are changed: what is bound from then on, also by constructors and at the first
-//! call of a function, is bound to the hooks, and what a library finds in itself or in a wrapper stays as it is.
+//! A library that was opened with `RTLD_DEEPBIND` searches its own libraries first, and so finds the C library's
+//! `dlsym` and the driver's functions instead of the hooks. It can only find addresses from the symbol tables of those
+//! two libraries, so these tables are changed: later bindings, even in constructors and at the first call of a
+//! function, use the hooks. Functions that a library finds in itself or in a wrapper stay as they are.
 
 use crate::sys::{c, elf};
 use core::{
@@ -11,18 +11,18 @@ use core::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// A function's address, and that of its hook.
+/// The addresses of a function and of its hook.
 pub type Pair = (usize, usize);
 
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Whether some of it could not be done, so that the program may reach the driver past the hooks.
+/// Whether a redirection has failed, so that the program may reach the driver past the hooks.
 pub fn was_refused() -> bool {
     REFUSED.load(Ordering::SeqCst)
 }
 
-/// Redirects the functions of the library that contains the address `inside`. `pairs` is sorted. Once is enough; meanwhile
-/// another thread may do the same.
+/// Redirects the functions of the library that contains the address `inside`. `pairs` is sorted. One call is enough;
+/// another thread may do the same concurrently.
 pub fn redirect(inside: usize, pairs: &[Pair]) {
     let hook_of = |address: usize| {
         let at = pairs.binary_search_by_key(&address, |(real, _)| *real).ok()?;
@@ -40,12 +40,13 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
         !is_it
     });
     if done {
-        // A look-up waits until no other thread loads anything: what that was binding is bound then.
+        // A lookup waits until no other thread is loading a library: all bindings of such a load are then complete.
         c::real_dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr());
-        // Where another library has redirected a function before, it stays with that one.
+        // A function that another library has already redirected stays with that library.
         let own = |address: usize| if (bounds.0..bounds.1).contains(&address) { hook_of(address) } else { None };
         elf::each_object(|object| {
-            // SAFETY: nothing can be bound to these functions any more, so what still is has been bound for good.
+            // SAFETY: nothing can be bound to these functions any more, so the remaining bindings are complete and
+            // final.
             done &= unsafe { object.redirect_bindings(page, own) };
             true
         });
@@ -55,7 +56,7 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
     }
 }
 
-/// The same for one function of the C library.
+/// Redirects one function of the C library.
 pub fn redirect_in_c_library(name: &CStr, hook: usize) {
     if let (Some(inside), Some(real)) = (elf::of_c_library(c"dlvsym"), elf::of_c_library(name)) {
         redirect(inside, &[(real, hook)]);

@@ -1,4 +1,4 @@
-//! Types and constants of the CUDA driver API that this library uses, by NVIDIA's names.
+//! Types and constants of the CUDA driver API that this library uses, with NVIDIA's names.
 #![allow(non_camel_case_types, non_upper_case_globals)]
 
 use core::ffi::c_void;

@@ -1,11 +1,11 @@
-//! Which calls of the driver may wait for running work. None of these is made by the client's thread, or by a thread that holds a lock
-//! of this library: the work may wait for what the program does next, which may need that thread or that lock.
+//! Which driver calls may wait for running work. Such calls are never made on the client's thread, or with a lock of
+//! this library held: the work may wait for the program's next call, which may need that thread or that lock.
 //!
-//! `coverage/waiting.tsv` classes the functions. Debug builds check each call and abort; other builds know nothing of it.
+//! `coverage/waiting.tsv` classifies the functions. Debug builds check each call and abort; release builds do not.
 
 pub use checks::check;
 
-/// Runs `f`, whose submissions to streams find room in the streams' queues, so that they wait for nothing.
+/// Runs `f`, whose submissions find room in the queues of their streams, so that they do not wait.
 pub fn with_room<R>(f: impl FnOnce() -> R) -> R {
     let _room = crate::sys::rank::with_room();
     f()
@@ -45,8 +45,8 @@ mod checks {
         })
     }
 
-    /// Aborts if this function is about to be called where no thread may wait. If a file is named to count such calls in, it gets a line
-    /// instead, and another for each place that calls a function which waits.
+    /// Aborts if this function is about to be called where no thread may wait. If a file is named for counting such
+    /// calls, it gets a line instead, and another line for each place that calls a function that waits.
     #[track_caller]
     pub fn check(function: &Function) {
         let counted = environment(c"LIBNVSHARE_WAITING_CALLS");
@@ -73,7 +73,7 @@ mod checks {
             None => {
                 const WHY: &[u8] =
                     b"nvshare: a call of the driver that may wait, on the client's thread or under a lock: ";
-                // SAFETY: that many bytes each; the last ends the process.
+                // SAFETY: each buffer has that many bytes; the last call ends the process.
                 unsafe {
                     libc::write(2, WHY.as_ptr().cast(), WHY.len());
                     libc::write(2, line.as_ptr().cast(), line.len());
@@ -125,7 +125,7 @@ mod checks {
             });
         }
 
-        /// The functions are those of no driver: the check comes first.
+        /// No driver provides these functions: the check comes first.
         fn calls(which: &str) {
             static LOCK: Mutex<()> = Mutex::new(Rank::Space, ());
             let _held = LOCK.lock();

@@ -1,6 +1,7 @@
-//! Amounts of memory as in the scheduler's configuration: `8G`, `1.5 GiB`, a number of bytes, or `25%` of a GPU.
+//! Amounts of memory in the format of the scheduler's configuration: `8G`, `1.5 GiB`, a number of bytes, or `25%` of a
+//! GPU.
 
-/// The least limit: the GPU's own granularity.
+/// The smallest limit: the GPU's own granularity.
 const LEAST: u64 = 2 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,7 +11,7 @@ pub enum Amount {
 }
 
 impl Amount {
-    /// `None` if the text is not an amount. It then sets no limit, and the program is refused nothing.
+    /// `None` if the text is not an amount. The text then sets no limit, and no allocation is refused.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let text = core::str::from_utf8(text).ok()?.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

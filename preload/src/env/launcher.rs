@@ -1,17 +1,17 @@
-//! The gang of a program that waits for other processes of its job. Launchers (torchrun, Open MPI, Slurm, and whatever sets
-//! PyTorch's variables) give the processes of one job environment variables that those of no other job have.
+//! The gang of a program that waits for other processes of its job. Launchers (torchrun, Open MPI, Slurm, and any that
+//! sets PyTorch's variables) give the processes of one job environment variables whose values no other job has.
 
 use core::ffi::CStr;
 
-/// A job in the environment: the variable with its number of processes, and those that identify it together.
+/// A job in the environment: the variable with its number of processes, and the variables that together identify it.
 struct Launcher {
     size: &'static CStr,
     names: &'static [&'static CStr],
 }
 
-/// The first that applies is used.
+/// The first one that applies is used.
 const LAUNCHERS: [Launcher; 4] = [
-    // torchrun sets MASTER_ADDR and MASTER_PORT as well; the id alone can be "none".
+    // torchrun sets MASTER_ADDR and MASTER_PORT too; the id alone can be "none".
     Launcher { size: c"WORLD_SIZE", names: &[c"TORCHELASTIC_RUN_ID", c"MASTER_ADDR", c"MASTER_PORT"] },
     Launcher { size: c"WORLD_SIZE", names: &[c"MASTER_ADDR", c"MASTER_PORT"] },
     Launcher { size: c"OMPI_COMM_WORLD_SIZE", names: &[c"PMIX_NAMESPACE"] },
@@ -33,7 +33,7 @@ fn number(text: &[u8]) -> Option<u32> {
     core::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// FNV-1a: the same key for the same texts in every process. Never 0, which means none.
+/// FNV-1a: the same key for the same texts in every process. Never 0, which means no gang.
 fn hash(texts: impl IntoIterator<Item = &'static [u8]>) -> u64 {
     // A separator: texts contain no NUL.
     let bytes = texts.into_iter().flat_map(|text| text.iter().chain(&[0]));

@@ -1,5 +1,5 @@
-//! The limits that the program's environment sets (`NVSHARE_WEIGHT` and others), as messages to the scheduler, which interprets
-//! them. The memory limit ([`Amount`](super::amount::Amount)) also holds without a scheduler.
+//! The limits that the program's environment sets (`NVSHARE_WEIGHT` and others), as messages to the scheduler, which
+//! interprets them. The memory limit ([`Amount`](super::amount::Amount)) also applies without a scheduler.
 
 use crate::sys::c::environment;
 use alloc::vec::Vec;

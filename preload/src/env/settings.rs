@@ -1,17 +1,17 @@
-//! Settings from the environment, read once when the program initialises CUDA. In a setuid program there are none.
+//! Settings from the environment, read once when the program initialises CUDA. A setuid program has none.
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `NVSHARE_DEBUG` | trace to stderr; `0` or empty means off, as for the others |
+//! | `NVSHARE_DEBUG` | trace to stderr; `0` or empty means off, as for the other flags |
 //! | `NVSHARE_DISABLE` | do nothing |
 //! | `NVSHARE_REQUIRED` | without a scheduler, `cuInit` fails with `CUDA_ERROR_SYSTEM_NOT_READY` (802) |
 //! | `NVSHARE_ENABLE_SINGLE_OVERSUB` | let one program exceed the GPU; implies engine `managed` |
 //! | `NVSHARE_ENGINE` | `swap`, `managed` or `none` |
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
-//! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: they are in none (`launcher`) |
+//! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: no gang (`launcher`) |
 //! | `NVSHARE_MEMORY_MAX` | the most memory that the program can allocate on a GPU |
-//! | `NVSHARE_MOVABLE_POOLS` | `0`: pools are the driver's, and their memory does not move |
-//! | `NVSHARE_WEIGHT` and others | what it may have besides, for the scheduler to read (`limits`) |
+//! | `NVSHARE_MOVABLE_POOLS` | `0`: pools are left to the driver, and their memory does not move |
+//! | `NVSHARE_WEIGHT` and others | further limits, interpreted by the scheduler (`limits`) |
 
 use crate::{
     env::{amount::Amount, launcher, limits::EnvLimits},
@@ -38,9 +38,9 @@ pub struct Settings {
     pub memory_max: Option<Amount>,
     /// The limits, as messages to the scheduler.
     pub limits: EnvLimits,
-    /// Memory of pools moves.
+    /// Whether memory of pools is movable.
     pub movable_pools: bool,
-    /// `NVSHARE_MEMORY_MAX` is set to something that is not an amount.
+    /// `NVSHARE_MEMORY_MAX` is set, but is not an amount.
     pub memory_max_is_unread: bool,
 }
 
@@ -78,7 +78,7 @@ impl Settings {
     }
 }
 
-/// Whether the program is to be left alone, also before it initialises CUDA.
+/// Whether the library must leave the program alone, even before it initialises CUDA.
 pub fn is_disabled() -> bool {
     flag(c"NVSHARE_DISABLE")
 }

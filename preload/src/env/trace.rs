@@ -1,6 +1,6 @@
 //! Messages to the user on stderr: traces if `NVSHARE_DEBUG` is set, and single lines that are always printed.
 //!
-//! Each line is one `write(2)`, so that lines of several threads do not mix and no lock or buffer of ours can be held.
+//! Each line is one `write(2)`, so that lines of several threads do not mix, and no lock or buffer of ours can be held.
 
 use crate::{
     env::settings,
@@ -40,7 +40,7 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     let _ = line.write_fmt(text);
     let end = line.len.min(line.bytes.len() - 1);
     line.bytes[end] = b'\n';
-    // SAFETY: borrowed for three calls, which say so where it is closed.
+    // SAFETY: borrowed for three calls, which return an error if it is closed.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
     if identity(stderr) != stderr_at_load() {
         return;
@@ -52,13 +52,13 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     }
 }
 
-/// Device and inode of descriptor 2 when the library was loaded. A program that has closed it since, or had it closed, may have got
-/// a file of its own by that number.
+/// Device and inode of descriptor 2 when the library was loaded. If the program has closed it since, or its parent had
+/// closed it, the number may belong to a file of the program.
 static STDERR: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 /// Called once, when the library is loaded.
 pub fn remember_stderr() {
-    // SAFETY: borrowed for one call, which says so where it is closed.
+    // SAFETY: borrowed for one call, which returns an error if it is closed.
     if let Some((device, inode)) = identity(unsafe { BorrowedFd::borrow_raw(2) }) {
         STDERR[0].store(device, Ordering::Relaxed);
         STDERR[1].store(inode, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! The asymmetric fence between a thread that passes a gate and the thread that closes it.
 //!
-//! Threads pass a gate a million times a second and close it a few times: with `membarrier(2)` the closing thread pays for
-//! both, and a passing thread needs no fence. Where the kernel lacks it or refuses it, perhaps by a seccomp filter that the program
-//! has installed since, both use an ordinary fence: the gate tells the passing thread.
+//! Threads pass a gate a million times a second and close it a few times: with `membarrier(2)` the closing thread pays
+//! for both, and a passing thread needs no fence. If the kernel lacks it or refuses it, perhaps because of a seccomp
+//! filter that the program has installed since, both use an ordinary fence: the gate tells the passing thread.
 
 use crate::sys::time;
 use core::{
@@ -11,7 +11,7 @@ use core::{
 };
 use rustix::thread::{MembarrierCommand, membarrier};
 
-/// Whether the kernel has not refused it so far.
+/// Whether the kernel supports it and has not refused it so far.
 static MEMBARRIER: AtomicBool = AtomicBool::new(false);
 
 /// Called once, before the first gate is closed.
@@ -19,7 +19,7 @@ pub fn init() {
     MEMBARRIER.store(membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok(), Ordering::SeqCst);
 }
 
-/// As if the kernel refused it from now on.
+/// Acts as if the kernel refused it from now on.
 #[cfg(test)]
 pub fn refuse() {
     MEMBARRIER.store(false, Ordering::SeqCst);
@@ -31,8 +31,8 @@ pub fn light() {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// The closing side: between the store of "it is closed" and the load of "which threads are inside?". `false` if it was a fence of
-/// this thread alone, so that the passing side needs one, too.
+/// The closing side: between the store of "it is closed" and the load of "is a thread inside?". `false` if it
+/// fenced only this thread, so that the passing side needs a fence too.
 #[must_use]
 pub fn heavy() -> bool {
     fence(Ordering::SeqCst);
@@ -43,9 +43,9 @@ pub fn heavy() -> bool {
     is_done
 }
 
-/// Waits until stores that this thread has made are seen by all others, and what they stored before they could see them is visible
-/// here, though they executed no fence: a processor keeps a store to itself for far less time, and one that stops running a thread
-/// makes the thread's stores visible.
+/// Waits until all other threads see this thread's stores, and their own earlier stores are visible here, although they
+/// executed no fence. A processor buffers a store for far less time, and when it stops running a thread, it makes the
+/// thread's stores visible.
 pub fn settle() {
     time::sleep_through(Duration::from_millis(10));
 }

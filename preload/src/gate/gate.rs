@@ -1,11 +1,13 @@
-//! The gate of one GPU. A thread passes an open gate with one load; at a closed one it waits for the GPU lock and the memory.
+//! The gate of one GPU. A thread passes an open gate with one load; at a closed one it waits for the GPU lock and the
+//! memory.
 //!
-//! A thread marks itself as *inside* before it looks whether the gate is open, and leaves after its call has been submitted. So
-//! once [`Gate::close`] has returned and no thread is inside, no submission is on its way any more. Between the mark and the look
-//! there is a fence, and another between closing and looking for threads that are inside ([`barrier`]).
+//! A thread marks itself as *inside* before it checks whether the gate is open, and leaves after its call has been
+//! submitted. So once [`Gate::close`] has returned and no thread is inside, no submission is in progress any more.
+//! There is a fence between the mark and the check, and another between closing and looking for threads that are inside
+//! ([`barrier`]).
 //!
-//! `tests/gate-model` compiles this file against modelled atomics, fences and sleeping, and explores all interleavings: it
-//! checks what these comments claim.
+//! `tests/gate-model` compiles this file against modelled atomics, fences and sleeping, and explores all interleavings:
+//! it verifies the claims in these comments.
 
 use super::{
     atomic::{AtomicU32, Ordering, fence},
@@ -13,14 +15,14 @@ use super::{
 };
 use core::time::Duration;
 
-/// The reasons for which a gate is closed, as bits of its state; with none of them it is open.
+/// The reasons for which a gate is closed, as bits of its state. Without any it is open.
 pub mod closed {
     /// The client does not have the GPU lock.
     pub const LOCK: u32 = 1;
-    /// Not all memory that the client needs is on the GPU.
+    /// Part of the client's memory is not on the GPU.
     pub const MEMORY: u32 = 2;
-    /// The client has been asked for the GPU lock, and running work may need copies and flag writes from the host in order to
-    /// end: kernels and graphs wait, other work passes.
+    /// The GPU lock is being revoked, and running work may need copies and flag writes from the host in order to end:
+    /// kernels and graphs wait, other work passes.
     pub const KERNELS: u32 = 4;
     /// The reasons that stop copies, memsets and flag writes.
     pub const FOR_COPIES: u32 = LOCK | MEMORY;
@@ -28,11 +30,11 @@ pub mod closed {
     pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
 
-/// Not a reason: whoever enters must execute a fence of its own, since the closing thread cannot have it execute one. A thread
-/// that enters looks at the state anyway. Once set it stays.
+/// Not a reason: entering threads must execute their own fence, since the closing thread cannot make them execute one.
+/// They read the state anyway. Once set, it stays set.
 const FENCED: u32 = 1 << 30;
-/// `FENCED` has been set for so long that every thread sees it, and that the marks of those which entered before without a fence
-/// are visible.
+/// `FENCED` has been set long enough that every thread sees it, and that the marks of threads that entered earlier
+/// without a fence are visible.
 const SETTLED: u32 = 1 << 31;
 
 #[derive(Debug)]
@@ -45,9 +47,9 @@ impl Gate {
         Self { state: AtomicU32::new(0) }
     }
 
-    /// Enters, unless the gate, which is that of this GPU, is closed for one of these reasons. If it returns `true`, the thread is
-    /// inside and must [`leave`](Self::leave). `here` is the stack pointer of the function that makes the call to the driver, or of
-    /// one that has called it.
+    /// Enters this gate of GPU `gpu`, unless it is closed for one of these reasons. If it returns `true`, the thread is
+    /// inside and must [`leave`](Self::leave). `here` is the stack pointer of the function that calls the driver, or of
+    /// one of its callers.
     pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, here: usize, reasons: u32) -> bool {
         Self::approach(slot, here);
         if slot.turn_to(gpu) {
@@ -60,11 +62,13 @@ impl Gate {
         entered
     }
 
-    /// The first half of entering the gate at which the thread was last: it counts as inside from now on. The second is that this
-    /// gate [`lets_in`](Self::lets_in); otherwise the thread must [`turn_back`](Self::turn_back).
+    /// The first half of entering the gate of the GPU that the thread is `at`: it counts as inside from now on. The
+    /// second half is [`lets_in`](Self::lets_in); if that returns `false`, the thread must
+    /// [`turn_back`](Self::turn_back).
     #[inline(always)]
     pub fn approach(slot: &threads::Slot, here: usize) {
-        // Release order is enough: a thread that sees this one inside need not see that it left another before.
+        // Release order is enough: a thread that sees this thread inside need not see that it has left another gate
+        // before.
         slot.inside.store(here, Ordering::Release);
         barrier::light();
     }
@@ -75,18 +79,18 @@ impl Gate {
         if self.state.load(Ordering::Acquire) & (reasons | FENCED) == 0 {
             return true;
         }
-        // Of use only where it is `FENCED`; where it is closed, time does not matter.
+        // Only useful if the gate is `FENCED`; if it is closed, time does not matter.
         fence(Ordering::SeqCst);
         self.state.load(Ordering::Acquire) & reasons == 0
     }
 
-    /// It has submitted nothing.
+    /// Undoes [`approach`](Self::approach). The thread has submitted nothing.
     #[inline(always)]
     pub fn turn_back(slot: &threads::Slot) {
         slot.inside.store(threads::OUTSIDE, Ordering::Release);
     }
 
-    /// The thread has submitted something to this GPU, at whose gate it is.
+    /// Leaves the gate of this GPU, at which the thread is. It has submitted something there.
     #[inline]
     pub fn leave(gpu: u32, slot: &threads::Slot) {
         if let Some(count) = slot.submitted.get(gpu as usize) {
@@ -100,8 +104,8 @@ impl Gate {
         self.state.load(Ordering::Acquire) & why != 0
     }
 
-    /// Waits once for the state of the gate, which is that of this GPU, to change, if it is closed for one of these reasons.
-    /// `before` runs when this thread already counts as waiting.
+    /// Waits once for a change of this gate of GPU `gpu`, if it is closed for one of these reasons. `before` runs when
+    /// this thread already counts as waiting.
     pub fn wait(
         &self,
         gpu: u32,
@@ -112,7 +116,8 @@ impl Gate {
         before: impl FnOnce(),
     ) {
         slot.begin_waiting(gpu, what, timeout);
-        // Pairs with the fence in `close`: either the closing thread sees this one waiting, or `before` sees the reason.
+        // Pairs with the fence in `close`: either the closing thread sees this one waiting, or `before` sees the
+        // reason.
         fence(Ordering::SeqCst);
         before();
         let state = self.state.load(Ordering::Acquire);
@@ -122,18 +127,19 @@ impl Gate {
         slot.end_waiting();
     }
 
-    /// Lets no thread enter from now on. Threads that are inside may still submit, until [`is_quiet`](Self::is_quiet).
+    /// Closes the gate: no thread enters from now on. Threads that are inside may still submit, until
+    /// [`is_quiet`](Self::is_quiet).
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
         if !barrier::heavy() && before & SETTLED == 0 {
-            // Whoever else closes it meanwhile waits as well.
+            // Other threads that close the gate before it is `SETTLED` wait too.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
             barrier::settle();
             self.state.fetch_or(SETTLED, Ordering::SeqCst);
         }
     }
 
-    /// Removes these reasons; without any left the gate is open. Waiting threads look again.
+    /// Removes these reasons; without any left the gate is open. Waiting threads check again.
     pub fn open(&self, why: u32) {
         if self.state.fetch_and(!why, Ordering::SeqCst) & why != 0 {
             futex::wake_all(&self.state);
@@ -142,7 +148,8 @@ impl Gate {
 
     /// Whether no thread is inside. Meaningful only after [`close`](Self::close).
     pub fn is_quiet(gpu: u32) -> bool {
-        // In this order: a thread turns to another gate after it has left the one before, so both are true of one that is inside.
+        // In this order: a thread turns to another gate after it has left the previous one, so both conditions hold for
+        // a thread that is inside.
         threads::all().all(|slot| {
             slot.inside.load(Ordering::Acquire) == threads::OUTSIDE || slot.at.load(Ordering::Acquire) != gpu
         })
@@ -156,7 +163,7 @@ mod tests {
     use core::sync::atomic::{AtomicBool, AtomicU64};
     use std::time::Instant;
 
-    /// Spins until it is so, and fails if that never comes.
+    /// Spins until the condition holds, and fails if it never does.
     #[track_caller]
     fn until(is_so: impl Fn() -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -166,15 +173,16 @@ mod tests {
         }
     }
 
-    /// Threads submit as fast as they can while the gate closes and opens. After it has closed with no thread inside, nothing
-    /// is submitted until it opens, and then every thread goes on. From the middle on the kernel refuses `membarrier(2)`.
+    /// Threads submit as fast as they can while the gate closes and opens. After it has closed with no thread inside,
+    /// nothing is submitted until it opens, and then every thread continues. From the middle of the test on the kernel
+    /// refuses `membarrier(2)`.
     #[test]
     fn nothing_slips_out_after_a_release() {
         static GATE: Gate = Gate::new();
         static RELEASED: AtomicBool = AtomicBool::new(false);
         static END: AtomicBool = AtomicBool::new(false);
         static SUBMITTED: AtomicU64 = AtomicU64::new(0);
-        /// Has the threads end after a failure, too.
+        /// Ends the threads, even after a failure.
         struct Ends;
         impl Drop for Ends {
             fn drop(&mut self) {

@@ -15,8 +15,8 @@ pub use gate::{Gate, closed};
 use crate::sys::futex;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// Unset before CUDA is initialised, if nvshare is disabled, and in the child of a fork, where the driver does not work either.
-/// Every hook passes through then.
+/// Unset before CUDA is initialised, if nvshare is disabled, and in the child of a fork, where the driver does not work
+/// either. Every hook then passes its call through.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 
 /// Whether this library gates work and moves memory in this process.

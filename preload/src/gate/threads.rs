@@ -1,7 +1,7 @@
 //! The program's threads as the gate sees them: each has a [`Slot`], which only that thread writes.
 //!
-//! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only handed on
-//! to other threads, so a reader of the list never meets a dangling pointer.
+//! A slot tells which GPU's gate its thread is inside, and how much it has submitted. Slots are never freed, only
+//! reused by other threads, so a reader of the list never meets a dangling pointer.
 
 use crate::{
     gate::{Gate, epoch},
@@ -17,12 +17,12 @@ use core::{
 };
 use nvshare_wire::MAX_SLOTS;
 
-/// What a thread waits for at a gate.
+/// The reason why a thread waits at a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waits {
     /// It has work for the GPU. Running work may wait for it.
     WithWork,
-    /// It allocates.
+    /// It is allocating memory.
     ToAllocate,
 }
 
@@ -32,35 +32,35 @@ pub const OUTSIDE: usize = 0;
 /// [`Slot::waits_at`] of a thread that waits at no gate.
 const NOWHERE: u32 = u32::MAX;
 
-/// Set in [`Slot::waits_at`] beside the GPU's index for a thread that allocates.
+/// Set in [`Slot::waits_at`] beside the GPU's index for a thread that is allocating.
 const ALLOCATES: u32 = 1 << 30;
 
 /// A thread that has not returned this long after the end of its wait was killed, or left the wait by a jump.
 const COMES_BACK: Duration = Duration::from_secs(1);
 
-/// Bytes of stack that a call to the driver needs at least, below the function that makes it.
+/// The minimum number of stack bytes that a driver call needs, below the function that makes it.
 const CALL_STACK: usize = 4096;
 
 #[derive(Debug)]
 pub struct Slot {
-    /// If this thread is inside a gate, which is that of the GPU it is `at`: the stack pointer of the function that makes the call
-    /// to the driver. From that a later call can tell that this one was left by a jump.
+    /// If this thread is inside the gate of the GPU that it is `at`: the stack pointer of the function that calls the
+    /// driver. From it a later call can tell that this one was left by a jump.
     pub inside: AtomicUsize,
-    /// The GPU at whose closed gate this thread waits, and until when at the latest, in microseconds on the monotonic clock.
+    /// The GPU at whose closed gate this thread waits, and until when at most, in microseconds on the monotonic clock.
     waits_at: AtomicU32,
     waits_until: AtomicU64,
     /// The index of the GPU at whose gate this thread is, or was last. Changes only while it counts as inside.
     pub at: AtomicU32,
     /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
-    /// The epoch, stream (by its [name](crate::work::name_of)) and GPU of this thread's last launch. A launch to the same stream
-    /// in the same epoch is known to be noted, see `crate::work`, and the thread is still at the gate of that GPU. Only the thread
-    /// itself uses these and the next two. It changes these only while it counts as inside: a signal handler that launches finds
-    /// it so, and leaves them alone.
+    /// The epoch, stream (by its [name](crate::work::name_of)) and GPU of this thread's last launch. A launch to the
+    /// same stream in the same epoch is known to be noted, see `crate::work`, and the thread is still at the gate of
+    /// that GPU. Only the thread itself uses these and the next two. It changes these only while it counts as inside: a
+    /// signal handler that launches then finds the thread inside, and leaves them alone.
     pub way: Cell<u64>,
     pub stream: Cell<usize>,
     pub gpu: Cell<*const c_void>,
-    /// How many submissions this thread makes between two that it marks, and how many of these are left.
+    /// The number of submissions of this thread between two marks, and how many of these are left.
     pub between_marks: Cell<i32>,
     pub unmarked_left: Cell<i32>,
     /// Identifies the thread among all that have had a slot.
@@ -69,8 +69,8 @@ pub struct Slot {
     next: *const Slot,
 }
 
-// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed. The cells are used by
-// the thread that has the slot; `taken` orders them between one such thread and the next.
+// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed. Only the
+// thread that owns the slot uses the cells; `taken` orders one owner's uses before the next owner's.
 unsafe impl Sync for Slot {}
 
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
@@ -85,7 +85,7 @@ static KEY: OnceBox<libc::pthread_key_t> = OnceBox::new();
 pub fn init() {
     let Some(create) = c::pthread_key_create().filter(|_| KEY.get().is_none()) else { return };
     let mut key = 0;
-    // SAFETY: a valid place, and a function that takes what `take` sets.
+    // SAFETY: `key` outlives the call, and `give_back` accepts the pointer that `take` sets.
     if unsafe { create(&mut key, Some(give_back)) } == 0 {
         let _ = KEY.set(Box::new(key));
     }
@@ -108,7 +108,7 @@ pub fn is_ours() -> bool {
     ptr::eq(thread::mine(), (&raw const OURS).cast())
 }
 
-/// Runs when the thread ends.
+/// Frees the slot when its thread ends.
 unsafe extern "C" fn give_back(slot: *mut c_void) {
     thread::set_mine(ptr::null());
     // SAFETY: slots are never freed.
@@ -151,19 +151,19 @@ impl Slot {
         }
     }
 
-    /// Whether this thread, whose slot it must be, is inside no gate.
+    /// Whether this slot's thread, which must be the caller, is inside no gate.
     #[inline]
     pub fn is_outside(&self) -> bool {
-        // SAFETY: only this thread writes it, so a plain read races with nothing, and is compared where it lies.
+        // SAFETY: only this thread writes it, so a plain read does not race, and compares it in place.
         unsafe { self.inside.as_ptr().read() == OUTSIDE }
     }
 
-    /// The same, for a call made by a function with the stack pointer `here`: notices that the call which is inside was left by a
-    /// jump, as a handler of a signal may do, and then counts as its end.
+    /// Like [`is_outside`](Self::is_outside), for a call made by a function with the stack pointer `here`. Detects that
+    /// the call which is inside was left by a jump, as a signal handler may do, and then ends that call.
     ///
-    /// A call that is still being made has its frame at `inside` and above. So it cannot be right below `here`, where this call needs
-    /// the stack itself. Everywhere else it may be going on: above, as the call from within which this one is made, or on another
-    /// stack, if this one is made by a handler with a stack of its own, or by a coroutine.
+    /// A call in progress has its frame at `inside` and above. So it cannot be right below `here`, where this call
+    /// needs the stack itself. Anywhere else it may still be in progress: above, if this call is nested in it, or on
+    /// another stack, if this call is made by a handler with its own stack, or by a coroutine.
     pub fn is_outside_for(&self, here: usize) -> bool {
         let inside = self.inside.load(Ordering::Relaxed);
         let was_left = inside <= here && here - inside < CALL_STACK;
@@ -174,9 +174,10 @@ impl Slot {
         inside == OUTSIDE || was_left
     }
 
-    /// Counts this thread, whose slot it must be, as waiting at the gate of this GPU until [`end_waiting`](Self::end_waiting), and
-    /// no longer than [`COMES_BACK`] after the timeout. If a signal's handler waits during a wait, the thread does not count from the
-    /// handler's end until the interrupted wait is renewed, which the signal brings forward.
+    /// Counts the calling thread, whose slot this must be, as waiting at the gate of this GPU until
+    /// [`end_waiting`](Self::end_waiting), and no longer than [`COMES_BACK`] after the timeout. If a signal handler
+    /// waits during a wait, the thread does not count from the handler's end until the interrupted wait is renewed,
+    /// which the signal hastens.
     pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);
@@ -195,14 +196,14 @@ impl Slot {
             && self.waits_until.load(Ordering::SeqCst) > now
     }
 
-    /// Whether the epoch is still that of this thread's last launch.
+    /// Whether the epoch is still the epoch of this thread's last launch.
     #[inline(always)]
     pub fn is_current(&self) -> bool {
         self.way.get() == epoch::now()
     }
 
-    /// This thread, whose slot it must be and which counts as inside, is at the gate of this GPU from now on. Returns whether it was
-    /// at another before.
+    /// Moves the calling thread, whose slot this must be and which counts as inside, to the gate of this GPU. Returns
+    /// whether it was at another gate before.
     pub fn turn_to(&self, gpu: u32) -> bool {
         let turns = self.at.load(Ordering::Relaxed) != gpu;
         if turns {
@@ -224,7 +225,7 @@ fn take() -> &'static Slot {
     slot.way.set(epoch::NONE);
     thread::set_mine(ptr::from_ref(slot).cast());
     if let (Some(key), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
-        // SAFETY: a key of ours. Where there is no memory for it, the slot is kept for good.
+        // SAFETY: the key is ours. If that fails for lack of memory, the slot stays taken permanently.
         unsafe { set(*key, ptr::from_ref(slot).cast()) };
     }
     slot
@@ -244,19 +245,19 @@ fn publish() -> &'static Slot {
     }
 }
 
-/// All slots, including those of threads that have ended.
+/// All slots, including slots of threads that have ended.
 pub fn all() -> impl Iterator<Item = &'static Slot> {
     // SAFETY: slots are never freed.
     let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
     core::iter::from_fn(move || {
         let slot = next?;
-        // SAFETY: as above.
+        // SAFETY: slots are never freed.
         next = unsafe { slot.next.as_ref() };
         Some(slot)
     })
 }
 
-/// The threads that wait at the gate of this GPU, for this or for anything.
+/// The number of threads that wait at the gate of this GPU, for this reason or for any.
 pub fn waiting(gpu: u32, what: Option<Waits>) -> u32 {
     let now = Instant::now().since_start().as_micros() as u64;
     all().filter(|slot| slot.waits_at(gpu, what, now)).count() as u32
@@ -276,7 +277,7 @@ mod tests {
 
     const GPU: u32 = 9;
 
-    /// A call that goes in and, unless it is left by a jump, comes out after `within`.
+    /// A call that enters and, unless it is left by a jump, leaves after `within`.
     #[inline(never)]
     fn made(slot: &Slot, comes_back: bool, within: impl FnOnce()) -> bool {
         let here = thread::stack_pointer();
@@ -325,8 +326,8 @@ mod tests {
         call_within();
     }
 
-    /// Handlers with a stack of their own, and coroutines: on the heap and in the frame of a caller, where it lies right above the
-    /// frame of the call that is interrupted. That one counts as inside all the time.
+    /// Handlers with their own stack, and coroutines: on the heap and in the frame of a caller, where the stack lies
+    /// right above the frame of the interrupted call. That call counts as inside all the time.
     #[test]
     fn a_call_on_another_stack_is_inside() {
         const LEN: usize = 64 << 10;
@@ -342,7 +343,7 @@ mod tests {
 
     fn on_signal_stack(stack: &mut [u8]) {
         let wanted = libc::stack_t { ss_sp: stack.as_mut_ptr().cast(), ss_flags: 0, ss_size: stack.len() };
-        // SAFETY: valid places, and a handler that makes no call that a handler must not.
+        // SAFETY: the places outlive the calls, and the handler is async-signal-safe.
         unsafe {
             let (mut before, mut action) = (core::mem::zeroed(), core::mem::zeroed::<libc::sigaction>());
             action.sa_sigaction = handler as *const () as usize;
@@ -358,7 +359,7 @@ mod tests {
         extern "C" fn run() {
             call_within();
         }
-        // SAFETY: contexts that live until the coroutine has ended, which goes on in the first.
+        // SAFETY: the contexts live until the coroutine has ended, and it continues in the first.
         unsafe {
             let (mut back, mut there) = (core::mem::zeroed::<libc::ucontext_t>(), core::mem::zeroed());
             assert_eq!(libc::getcontext(&mut there), 0);
@@ -375,17 +376,17 @@ mod tests {
         let count = || (waiting(GPU, None), waiting(GPU, Some(Waits::WithWork)), waiting(GPU, Some(Waits::ToAllocate)));
         slot.begin_waiting(GPU, Waits::ToAllocate, Duration::from_secs(60));
         assert_eq!(count(), (1, 0, 1));
-        // In a signal's handler.
+        // In a signal handler.
         slot.begin_waiting(GPU, Waits::WithWork, Duration::from_secs(60));
         assert_eq!(count(), (1, 1, 0));
         slot.end_waiting();
         assert_eq!(count(), (0, 0, 0));
-        // Left by a jump: nothing ends it.
+        // Left by a jump: nothing ends this wait.
         slot.begin_waiting(GPU, Waits::WithWork, Duration::ZERO);
         assert_eq!(count(), (1, 1, 0));
         std::thread::sleep(COMES_BACK + Duration::from_millis(100));
         assert_eq!(count(), (0, 0, 0));
-        // The wait that was left does not come back with the end of the next.
+        // The abandoned wait does not reappear at the end of the next one.
         slot.begin_waiting(GPU + 1, Waits::WithWork, Duration::from_secs(60));
         slot.end_waiting();
         assert_eq!(count(), (0, 0, 0));

@@ -1,4 +1,4 @@
-//! Answers of the scheduler that threads of the program wait for. The client's thread stores them.
+//! The scheduler's answers that threads of the program wait for. The client's thread stores them.
 
 use crate::sys::{
     futex,
@@ -13,7 +13,7 @@ pub struct LimitAnswers {
     pub(super) count: AtomicU32,
     /// The size of the newest refusal in bytes, and its count.
     denied: Mutex<(u64, u32)>,
-    /// The scheduler has said that the answer takes as long as other clients need the memory.
+    /// The scheduler has said that its answer takes until other clients no longer need the memory.
     pub(super) awaited: AtomicBool,
 }
 
@@ -26,7 +26,7 @@ impl LimitAnswers {
         }
     }
 
-    /// A new limit has arrived, or there is another scheduler to ask, or none.
+    /// Called when a new limit has arrived, or when the scheduler was replaced or lost.
     pub fn changed(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);
@@ -40,7 +40,7 @@ impl LimitAnswers {
         futex::wake_all(&self.count);
     }
 
-    /// The requested memory comes when other clients free some.
+    /// Called when the scheduler answers that the memory is available once other clients free some.
     pub fn awaited(&self) {
         self.awaited.store(true, Ordering::SeqCst);
     }
@@ -58,7 +58,7 @@ pub struct ReservationAnswers {
     pub(super) count: AtomicU32,
     /// The room that was made, in bytes.
     pub(super) bytes: AtomicU64,
-    /// When room was made and the call failed all the same, in milliseconds; 0 before.
+    /// When a call last failed although room was made, in milliseconds; 0 if never.
     pub(super) futile: AtomicU64,
 }
 
@@ -67,7 +67,7 @@ impl ReservationAnswers {
         Self { count: AtomicU32::new(0), bytes: AtomicU64::new(0), futile: AtomicU64::new(0) }
     }
 
-    /// They were about another GPU.
+    /// Forgets failures that concerned another GPU.
     pub fn forget(&self) {
         self.futile.store(0, Ordering::Relaxed);
     }

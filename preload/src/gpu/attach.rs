@@ -1,5 +1,5 @@
-//! Attaching to a GPU when the program begins to use it: the library identifies it, introduces it to the scheduler, and waits
-//! until a CUDA context is admitted.
+//! Attaching to a GPU when the program begins to use it: the library identifies it, introduces it to the scheduler, and
+//! waits until a CUDA context is admitted.
 
 use super::{Gpu, find, identity, info::Info, memory_limits, unsupported, which};
 use crate::{
@@ -19,35 +19,35 @@ use alloc::boxed::Box;
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, client as wire};
 
-/// Tells the scheduler which memory of a GPU this process has imported. Called when the GPU has been introduced, before the
-/// first report of its memory. (The registry of imports is in a layer above.)
+/// Tells the scheduler which memory of a GPU this process has imported. Called when the GPU has been introduced, before
+/// the first report of its memory. (The registry of imports is in a layer above.)
 pub type TellImports = fn(&Gpu);
 
-/// The scheduler's answer to whether there is room for a context.
+/// The scheduler's answer whether there is room for a context.
 mod admission {
     pub const UNKNOWN: u32 = 0;
     pub const ADMITTED: u32 = 1;
-    /// There will be room when other clients need less memory, however long that takes.
+    /// There will be room once other clients need less memory, however long that takes.
     pub const DEFERRED: u32 = 2;
-    /// There is no room, and there will be none before other clients need less memory.
+    /// The GPU has no room, and will have none before other clients need less memory.
     pub const REFUSED: u32 = 3;
 }
-/// The longest wait for an answer. After that the program creates its context all the same.
+/// The longest wait for an answer. After that the program creates its context anyway.
 const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The interval between looks whether a thread has destroyed a context.
+/// The interval between checks whether another thread has finished destroying a context.
 const DYING_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// Whether the driver has a GPU of that ordinal.
+/// Whether the driver has a GPU with that ordinal.
 fn exists(device: CUdevice) -> bool {
     let mut count = 0;
-    // SAFETY: a valid place.
+    // SAFETY: `count` outlives the call.
     unsafe { driver::cuDeviceGetCount(&mut count) == SUCCESS && (0..count).contains(&device) }
 }
 
 impl Gpu {
-    /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for admission.
-    /// `false` if the context is refused.
+    /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for
+    /// admission. `false` if the context is refused.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
         if !exists(device) {
             return true; // the driver's call returns the error
@@ -59,7 +59,7 @@ impl Gpu {
         let is_first = gpu.prepare(info);
         which::now_in_use(gpu);
         if !is_first {
-            // If there is a context already, its work goes on: a second one is not refused.
+            // An existing context continues its work, so a second one is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
         }
         if !connection::is_connected() {
@@ -86,7 +86,8 @@ impl Gpu {
         true
     }
 
-    /// [`attach`](Self::attach) for a GPU that was attached before and has no context. If a context was refused, it is requested again.
+    /// [`attach`](Self::attach) for a GPU that was attached before and has no context. Requests a refused context
+    /// again.
     fn attach_again(&self, tell_imports: TellImports) -> bool {
         let asks_anew = {
             let _one = self.introducing.lock();
@@ -108,8 +109,9 @@ impl Gpu {
         self.wait_for_admission()
     }
 
-    /// Waits until the scheduler answers, or for a while. This includes a short absence of the scheduler: a client that
-    /// reconnects is introduced again, and one that runs without a scheduler is admitted. `false` if the context is refused.
+    /// Waits until the scheduler answers, or for a limited time. This includes a short absence of the scheduler: a
+    /// client that reconnects is introduced again, and one that runs without a scheduler is admitted. `false` if the
+    /// context is refused.
     fn wait_for_admission(&self) -> bool {
         let _waiting = waiting_for_client_thread();
         let begin = Instant::now();
@@ -127,8 +129,8 @@ impl Gpu {
         true
     }
 
-    /// Gives up a context that was refused: the scheduler forgets this client on this GPU until it asks again. Meanwhile the
-    /// driver answers that there is no context, so nothing waits at the gate.
+    /// Gives up a refused context: the scheduler forgets this client on this GPU until it asks again. Until then the
+    /// driver reports that no context exists, so no thread waits at the gate.
     fn withdraw(&self) {
         let _one = self.introducing.lock();
         if !self.is_refused() {
@@ -145,13 +147,14 @@ impl Gpu {
         self.admission.load(Ordering::SeqCst) == admission::REFUSED
     }
 
-    /// The program has created a context, or has retained it once more. What moving memory needs is made in it before any other
-    /// thread of this library knows of the context, and before the program has it.
+    /// Called when the program has created a context, or has retained it again. The mover's objects are created in it
+    /// before any other thread of this library, or the program, knows the context.
     pub fn add_context(&self, context: CUcontext) {
         if self.work.use_context(context) {
             return;
         }
-        // A handle is used again once the driver has destroyed its context, perhaps before the thread knows that destroys it.
+        // The driver reuses the handle of a destroyed context, perhaps before the destroying thread has noted the
+        // destruction.
         while self.work.is_dying(context) {
             time::sleep(DYING_POLL_INTERVAL);
         }
@@ -180,18 +183,19 @@ impl Gpu {
         self.info()
     }
 
-    /// Tells the scheduler about this GPU and the memory of this client there. `is_named`: it knows of the GPU already.
+    /// Tells the scheduler about this GPU and this client's memory there. `is_named`: the scheduler already knows the
+    /// GPU.
     pub fn introduce(&self, is_named: bool, tell_imports: TellImports) {
         self.introduce_to(is_named, Space::reset_for_scheduler, tell_imports);
     }
 
-    /// The same for a successor of the scheduler, on the same connection.
+    /// Tells a successor of the scheduler, on the same connection.
     pub fn introduce_again(&self, is_named: bool, tell_imports: TellImports) {
         self.forget_introduction();
         self.introduce_to(is_named, Space::reset_for_successor, tell_imports);
     }
 
-    /// The message by which the scheduler learns of this GPU. Takes no lock.
+    /// The message that introduces this GPU to the scheduler. Takes no lock.
     pub fn name(&self) -> Option<ClientMessage> {
         self.info().map(|info| ClientMessage::Attach {
             slot: self.index,
@@ -229,7 +233,7 @@ impl Gpu {
         self.introduced.load(Ordering::SeqCst)
     }
 
-    /// The scheduler that knew this GPU is gone.
+    /// Called when the scheduler that knew this GPU is gone.
     pub fn forget_introduction(&self) {
         let _one = self.introducing.lock();
         self.introduced.store(false, Ordering::SeqCst);
@@ -237,12 +241,12 @@ impl Gpu {
         self.forget_denials();
     }
 
-    /// The scheduler has room for a context.
+    /// Called when the scheduler has room for a context.
     pub fn admit_context(&self) {
         self.set_admission(admission::ADMITTED);
     }
 
-    /// The scheduler will have room for a context when other clients need less memory.
+    /// Called when the scheduler will have room for a context once other clients need less memory.
     pub fn defer_context(&self) {
         let _ = self.admission.compare_exchange(
             admission::UNKNOWN,
@@ -252,14 +256,14 @@ impl Gpu {
         );
     }
 
-    /// The scheduler has no room for a context, and will not have any soon.
+    /// Called when the scheduler has no room for a context, and will not have any soon.
     pub fn refuse_context(&self) {
         if !self.work.has_contexts() {
             self.set_admission(admission::REFUSED);
         }
     }
 
-    /// Stores the answer, unless there is a final one.
+    /// Stores the answer, unless a final one is stored.
     fn set_admission(&self, known: u32) {
         for open in [admission::UNKNOWN, admission::DEFERRED] {
             let _ = self.admission.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);

@@ -1,7 +1,7 @@
-//! Which GPU of the host one of this process' GPUs is. The driver puts a process back on others if another process says so: what the
-//! process has there then goes on under the same ordinals, contexts and addresses, and only the UUIDs are different.
+//! The identity of a GPU: which GPU of the host it is. When another process restores this one, the driver may put it on
+//! other GPUs: the process then continues with the same ordinals, contexts and addresses, and only the UUIDs change.
 //!
-//! Reading takes no lock, and so it never waits in the child of a fork.
+//! Reading takes no lock, so it never waits in the child of a fork.
 
 use crate::{
     driver::{self, types::CUdevice},
@@ -14,10 +14,10 @@ use core::{
 };
 use nvshare_wire::{MAX_SLOTS, Uuid};
 
-/// All UUIDs that have been seen here, as many as a process may have GPUs.
+/// All UUIDs seen by this process. The limit is the number of GPUs that a process may have.
 static KNOWN: [OnceBox<Uuid>; MAX_SLOTS as usize] = [const { OnceBox::new() }; MAX_SLOTS as usize];
 
-/// Counts the times at which GPUs may have changed.
+/// Counts the moments at which GPUs may have changed.
 static TIMES: AtomicUsize = AtomicUsize::new(0);
 
 /// The UUID in the table; `None` if the table is full.
@@ -39,18 +39,19 @@ impl Identity {
     }
 
     pub fn get(&self) -> Uuid {
-        // SAFETY: NULL, or from a reference to what lives for ever and is never changed.
+        // SAFETY: the pointer is NULL, or comes from a reference to a value that is never freed or changed.
         unsafe { self.0.load(Ordering::SeqCst).as_ref() }.copied().unwrap_or_default()
     }
 
     fn set(&self, uuid: Uuid) {
-        // No host has as many GPUs as there is room for. If one had, it would be the GPU that it was.
+        // No host has more GPUs than the table has entries. If one had, the old UUID would be kept.
         if let Some(known) = known(uuid) {
             self.0.store(ptr::from_ref(known).cast_mut(), Ordering::SeqCst);
         }
     }
 
-    /// Asks the driver, at any time. The UUIDs before and now; both are the same if it does not answer.
+    /// Queries the driver; allowed at any time. Returns the UUIDs before and now; both are equal if the driver does not
+    /// answer.
     pub fn ask(&self, device: CUdevice) -> (Uuid, Uuid) {
         let before = self.get();
         driver::uuid(device).into_iter().for_each(|uuid| self.set(Uuid(uuid)));
@@ -58,13 +59,13 @@ impl Identity {
     }
 }
 
-/// The process has been put back: [`Identity::ask`] is to be called for all that are known.
+/// Called when the process has been restored; [`Identity::ask`] follows for all known GPUs.
 pub fn may_have_changed() {
     TIMES.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Learns of a GPU, and stores it for all to see with `publish`. If the process is put back meanwhile, whoever asks for those
-/// that are known may come before it is stored, so it is asked for again, with `ask`.
+/// Learns of a GPU, and stores it for all threads with `publish`. If the process is restored in the same moment, the
+/// update of all known GPUs may miss this one, so it is queried again with `ask`.
 pub fn learn<'a>(publish: impl FnOnce() -> Option<&'a Identity>, ask: impl Fn(&Identity)) {
     let mut seen = TIMES.load(Ordering::SeqCst);
     let Some(identity) = publish() else { return };
@@ -105,7 +106,7 @@ mod tests {
             Some(&identity)
         };
         learn(publish, |_| {
-            // Once more in the first answer.
+            // Once more during the first query.
             if asked.fetch_add(1, Ordering::SeqCst) == 0 {
                 may_have_changed();
             }

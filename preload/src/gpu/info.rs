@@ -27,7 +27,7 @@ impl Info {
     /// Needs no context.
     pub fn learn(device: CUdevice) -> Self {
         let (mut uuid, mut name, mut total) = ([0; 16], [0u8; 64], 0);
-        // SAFETY: valid places of these sizes.
+        // SAFETY: the places outlive the calls and have the stated sizes.
         unsafe {
             if driver::cuDeviceGetUuid_v2(&mut uuid, device) != SUCCESS {
                 driver::cuDeviceGetUuid(&mut uuid, device);

@@ -1,5 +1,6 @@
-//! Requests for a higher limit, when an allocation needs one. The scheduler lends bytes that a client does not use to others;
-//! it takes them back or refuses within seconds, unless a rule lets the client wait. This never waits for the GPU lock.
+//! Requests for a higher limit, when an allocation needs one. The scheduler lends unused bytes of a client to other
+//! clients; it takes them back or refuses within seconds, unless a rule lets the client wait. This never waits for the
+//! GPU lock.
 
 use crate::{
     connection,
@@ -21,13 +22,13 @@ const SEND_RETRY: Duration = Duration::from_millis(2);
 pub enum Outcome {
     /// The limit has been raised: try again.
     Raised,
-    /// There is no memory for it, neither on the GPU nor in the host.
+    /// Neither the GPU nor the host has memory for it.
     Denied,
     /// The limit is not the obstacle, or cannot be raised.
     Beyond,
 }
 
-/// Asks for a limit that admits `bytes` more. `limit` is the limit under which the allocation failed.
+/// Requests a limit that admits `bytes` more. `limit` is the limit under which the allocation failed.
 pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };

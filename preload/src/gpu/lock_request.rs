@@ -15,17 +15,17 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// The longest sleep of a waiting thread before it looks again.
+/// The longest sleep of a waiting thread before it checks again.
 const WAIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Gpu {
-    /// For a thread that found the gate closed: requests the lock and waits for a while.
+    /// Called by a thread that found the gate closed: requests the lock and waits for a while.
     #[cold]
     pub fn wait(&self, reasons: u32) {
         self.wait_for(Waits::WithWork, reasons);
     }
 
-    /// The same for a thread that waits for memory that it allocates.
+    /// Waits for memory that the thread allocates.
     #[cold]
     pub fn wait_to_allocate(&self) {
         self.wait_for(Waits::ToAllocate, closed::MEMORY);
@@ -52,7 +52,7 @@ impl Gpu {
 
     /// Requests the lock from the scheduler, unless a request is pending.
     pub fn request(&self) {
-        // One at a time: a request replaces the previous one, so the newest must be the one that knows most.
+        // One at a time: a request replaces the previous one, so the newest must include the most threads.
         static ONE: Mutex<()> = Mutex::new(Rank::LockRequest, ());
         let _one = ONE.lock();
         if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
@@ -64,7 +64,7 @@ impl Gpu {
         }
     }
 
-    /// A turn is over; `used` if anything was submitted during it.
+    /// Called when a turn is over; `used`: something was submitted during it.
     pub fn turn_is_over(&self, used: bool) {
         if used {
             self.used_until.store(clock(), Ordering::Relaxed);
@@ -72,7 +72,7 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        // A swap, so that a thread that found it still set is seen waiting.
+        // A swap, so that a thread that still found it set is seen waiting.
         self.requested.swap(false, Ordering::SeqCst);
     }
 
@@ -89,7 +89,8 @@ impl Gpu {
 /// A program still counts as using a GPU for this time after its last turn there.
 const LATELY: Duration = Duration::from_secs(2);
 
-/// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used recently, and their peers.
+/// The GPUs whose locks this client needs together: this one, those where threads wait, recently used ones, and their
+/// peers.
 fn wanted_with(gpu: &Gpu) -> u64 {
     let wanted = attached().filter(|g| {
         let used_until = g.used_until.load(Ordering::Relaxed);
@@ -97,7 +98,7 @@ fn wanted_with(gpu: &Gpu) -> u64 {
     });
     let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.peers();
     let wanted = wanted.fold(together(gpu), |set, g| set | together(g));
-    // The scheduler does not know the others.
+    // The scheduler does not know GPUs that were not introduced.
     attached().filter(|gpu| !gpu.is_introduced()).fold(wanted, |set, gpu| set & !(1 << gpu.index))
 }
 

@@ -1,5 +1,5 @@
-//! The memory sizes that the program sees where a rule or its environment limits it ([`super::memory_limits`]): the same
-//! through CUDA and NVML, and before it uses the GPU, because programs plan with them.
+//! The memory sizes that the program sees under a limit from a rule or its environment ([`super::memory_limits`]): the
+//! same through CUDA and NVML, and even before it uses the GPU, because programs plan with them.
 
 use super::Gpu;
 use crate::{connection, memory::account::Account};
@@ -11,7 +11,7 @@ pub struct MemoryInfo {
     pub free: u64,
 }
 
-/// For a GPU that reports `total` bytes. `really` returns the bytes that are free on the device.
+/// Returns the sizes for a GPU that reports `total` bytes. `really` returns the bytes that are free on the device.
 pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> MemoryInfo {
     let Some(account) = gpu.account() else {
         // The program has no memory there yet.
@@ -22,7 +22,7 @@ pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> Memory
     if connection::is_connected() {
         return told;
     }
-    // Without a scheduler no room is made: what other programs use is not available.
+    // Without a scheduler no room is made, so memory of other programs is not available.
     MemoryInfo { free: really().map_or(told.free, |free| told.free.min(free)), ..told }
 }
 

@@ -1,5 +1,5 @@
-//! The limits that rules of the scheduler set on the program's memory, for each GPU. They also limit what the program sees
-//! ([`super::memory_info`]), even before it uses the GPU.
+//! The limits that the scheduler's rules set on the program's memory, for each GPU. They also limit the sizes that the
+//! program sees ([`super::memory_info`]), even before it uses the GPU.
 
 use crate::{
     env::settings,
@@ -10,9 +10,9 @@ use alloc::vec::Vec;
 use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::Uuid;
 
-/// The limit on each GPU, as the scheduler last said. It outlives the scheduler.
+/// The scheduler's newest limit for each GPU. It outlives the scheduler.
 static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Rank::RuledLimits, Vec::new());
-/// Whether there has ever been a limit. Most programs have none, and skip the look-ups.
+/// Whether there has ever been a limit. Most programs have none, and skip the lookups.
 static IS_RULED: AtomicBool = AtomicBool::new(false);
 
 /// The number of GPUs that a scheduler may name: more than any host has.
@@ -54,7 +54,7 @@ mod tests {
         assert_eq!(gpus.map(of), [9, 8, 0]);
         set(gpus[1], 0);
         assert_eq!(gpus.map(of), [9, 0, 0]);
-        // A scheduler that invents GPUs takes no more memory than that.
+        // A scheduler that invents GPUs does not use more memory than that.
         (0..4 * MAX_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
         assert_eq!(RULED.lock().len(), MAX_GPUS);
         assert_eq!(of(gpus[0]), 9);

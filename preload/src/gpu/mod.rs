@@ -1,13 +1,14 @@
-//! One GPU as this client uses it: its gate, its work and its memory; and the table of all GPUs by the driver's ordinal.
+//! One GPU as this client uses it: its gate, its work and its memory; and the table of all GPUs by the driver's
+//! ordinal.
 //!
 //! - [`which`]: the GPU that a call concerns.
-//! - [`info`]: properties of a GPU; [`identity`]: which one it is, after a move. [`unsupported`]: GPUs that this library leaves
-//!   alone.
+//! - [`info`]: properties of a GPU; [`identity`]: its UUID, which may change when the process is restored.
+//!   [`unsupported`]: GPUs that this library leaves alone.
 //! - [`attach`]: the program begins to use a GPU. [`peers`]: GPUs that reach each other's memory.
-//! - [`lock_request`]: waiting at the gate. [`submission`]: noting what passes it.
+//! - [`lock_request`]: waiting at the gate. [`submission`]: noting the work that passes it.
 //! - [`report`]: reporting the memory account to the scheduler.
-//! - [`limit_request`]: asking for a higher limit. [`reservation`]: asking for memory that the driver needs. [`answers`] to
-//!   both.
+//! - [`limit_request`]: asking for a higher limit. [`reservation`]: asking for memory that the driver needs.
+//!   [`answers`] to both.
 //! - [`memory_limits`]: limits on the program's memory. [`memory_info`]: the sizes that the program sees.
 
 pub mod answers;
@@ -45,7 +46,7 @@ use nvshare_wire::{MAX_SLOTS, Uuid};
 
 #[derive(Debug)]
 pub struct Gpu {
-    /// The driver's ordinal in this process, which is also the slot that the scheduler knows it by.
+    /// The driver's ordinal in this process, which is also its slot in the protocol.
     pub index: u32,
     pub gate: Gate,
     pub work: Work,
@@ -63,20 +64,20 @@ pub struct Gpu {
     introducing: Mutex<()>,
     /// A request for the lock is pending.
     requested: AtomicBool,
-    /// When it was made, in microseconds.
+    /// When the lock was requested, in microseconds.
     requested_at: AtomicU64,
     /// Whether a context is admitted, see [`attach`].
     admission: AtomicU32,
-    /// The gate has been closed and all work has ended since.
+    /// The gate has been closed, and all work has ended since.
     drained: AtomicBool,
     unreported: AtomicBool,
     /// The scheduler's answers to requests for a higher limit.
     pub limit_answers: LimitAnswers,
-    /// The bytes that cannot be mapped according to the scheduler; 0 if it has not said so.
+    /// The number of bytes that cannot be mapped according to the scheduler; 0 if it has not said so.
     unmappable: AtomicU64,
     /// The scheduler's answers to requests for memory that the driver needs.
     pub reservation_answers: ReservationAnswers,
-    /// When this client last released the lock after using it, in milliseconds; 0 before.
+    /// When this client last released the lock after using it, in milliseconds; 0 if never.
     used_until: AtomicU64,
 }
 
@@ -90,21 +91,21 @@ static GPUS: [Gpu; MAX_SLOTS as usize] = {
     gpus
 };
 
-/// The GPU of that ordinal, once a context was created there.
+/// The GPU with that ordinal, once a context was created there.
 pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
     find(device).filter(|g| g.is_attached())
 }
 
-/// The GPU of that ordinal, in use or not, if this library manages its memory or will.
+/// The GPU with that ordinal, in use or not, if this library manages its memory or will.
 pub fn managed(device: CUdevice) -> Option<&'static Gpu> {
     let gpu = find(device)?;
     gpu.identify(device).filter(|info| info.engine.is_some()).map(|_| gpu)
 }
 
-/// The same by UUID.
+/// The GPU with that UUID, under the same condition.
 pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
     let mut count = 0;
-    // SAFETY: a valid place.
+    // SAFETY: `count` outlives the call.
     unsafe { driver::cuDeviceGetCount(&mut count) };
     (0..count.min(MAX_SLOTS as i32)).filter_map(managed).find(|gpu| gpu.uuid() == Some(uuid))
 }
@@ -114,15 +115,15 @@ pub fn attached() -> impl Iterator<Item = &'static Gpu> {
     GPUS.iter().filter(|g| g.is_attached())
 }
 
-/// The process has been put back on its GPUs, or may have been. Learns which ones these are now; returns the pairs of what they were
-/// and what they are for those that are used. Takes no lock, and can be called while the ways into the driver are shut.
+/// Updates the identities after the process has been restored, or may have been. Returns each attached GPU with its
+/// UUID before and now. Takes no lock, and can be called while the entries into the driver are closed.
 pub fn look_again() -> Vec<(&'static Gpu, Uuid, Uuid)> {
     identity::may_have_changed();
     let learned = GPUS.iter().filter_map(|gpu| Some((gpu, gpu.info()?.identity.ask(gpu.index as CUdevice))));
     learned.filter(|(gpu, _)| gpu.is_attached()).map(|(gpu, (before, now))| (gpu, before, now)).collect()
 }
 
-/// The GPU of that ordinal, in use or not.
+/// The GPU with that ordinal, in use or not.
 fn find(device: CUdevice) -> Option<&'static Gpu> {
     GPUS.get(usize::try_from(device).ok()?)
 }
@@ -132,7 +133,7 @@ fn work_of(index: u32) -> Option<&'static Work> {
     GPUS.get(index as usize).filter(|gpu| gpu.is_attached()).map(|gpu| &gpu.work)
 }
 
-/// Opens every gate for good.
+/// Opens every gate permanently.
 pub fn open_all() {
     GPUS.iter().for_each(|gpu| gpu.gate.open(closed::FOR_ALL));
 }
@@ -175,8 +176,8 @@ impl Gpu {
         self.info().map(|info| info.identity.get())
     }
 
-    /// This is another GPU from now on, and what was said of the one before holds no longer. Requests that wait go on to wait: the
-    /// scheduler that has moved this process has them.
+    /// Called when this slot has become another GPU, so that statements about the previous one no longer hold. Pending
+    /// requests stay pending: the scheduler that has moved this process has them.
     pub fn has_moved(&self) {
         self.forget_denials();
         self.reservation_answers.forget();
@@ -194,7 +195,7 @@ impl Gpu {
         self.space().map(|space| space.lock().account)
     }
 
-    /// The limit on the program's memory here, in bytes; `u64::MAX` if there is none.
+    /// The limit on the program's memory on this GPU, in bytes; `u64::MAX` if there is none.
     pub fn bound(&self) -> u64 {
         if let Some(account) = self.account() {
             return account.at_most(u64::MAX);
@@ -209,7 +210,7 @@ impl Gpu {
         self.space.get()
     }
 
-    /// Releases memory that pools keep and nothing uses. Returns how many bytes.
+    /// Releases unused memory of pools. Returns the number of bytes.
     pub fn release_pools(&self) -> u64 {
         let Some(space) = self.space() else { return 0 };
         let mut guard = space.lock();
@@ -237,7 +238,7 @@ impl Gpu {
         self.primary.store(context as usize, Ordering::Release);
     }
 
-    /// GPUs whose work may touch memory of this one, and whose memory this one's work may touch.
+    /// GPUs whose work may access memory of this one, and vice versa.
     pub fn peers(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
         let set = self.work.peers();
         let last = u64::BITS - set.leading_zeros();
@@ -267,7 +268,7 @@ impl Gpu {
         self.drained.store(drained, Ordering::SeqCst);
     }
 
-    /// Whether no work of this client that may touch memory here is running, and none can start.
+    /// Whether no work of this client that may access memory of this GPU is running, and none can start.
     pub fn is_drained(&self) -> bool {
         // Closed for the lock: a gate that is closed only for memory may have earlier work behind it.
         let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);

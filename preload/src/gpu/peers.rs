@@ -1,7 +1,7 @@
-//! Peers: GPUs of this process whose work touches each other's memory, after `cuCtxEnablePeerAccess`, copies from one to the
-//! other, or access rights that the program set; or whose work is submitted by one call, as by the launch of a graph that was
-//! captured in streams of both. Work on one passes only when the gates of all are open, the memory of one
-//! leaves only when the work of all is done, and their locks are held together or not at all.
+//! Peers: GPUs of this process whose work accesses each other's memory, after `cuCtxEnablePeerAccess`, copies between
+//! them, or access rights that the program set; or whose work is submitted by one call, such as the launch of a graph
+//! that was captured in streams of both. Work on one passes only when the gates of all are open, the memory of one is
+//! evicted only when the work of all is done, and their locks are held together or not at all.
 
 use crate::{
     connection,
@@ -16,7 +16,7 @@ use crate::{
 };
 use core::time::Duration;
 
-/// The interval between looks whether transfers are done.
+/// The interval between checks whether transfers are done.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Makes both GPUs, and the peers of either, peers of each other.
@@ -29,7 +29,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     if a.is_peer_of(b) {
         return;
     }
-    // Moving chunks would come back with the rights that they left with, so moves end first.
+    // Chunks in flight would be restored with their old access rights, so moves end first.
     let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
     [first, second].iter().for_each(|gpu| gpu.moving.lock().pause());
     let mut movers = loop {
@@ -57,7 +57,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     connection::wake();
 }
 
-/// Gives work on one GPU access to memory of the other, as memory from `cuMemAlloc` has it.
+/// Gives work on one GPU access to memory of the other, like access to `cuMemAlloc` memory.
 fn reach(from: &Gpu, to: &Gpu) {
     if let (true, Some(space)) = (can_reach(from, to), to.space()) {
         space.lock().let_in(from.index);
@@ -67,12 +67,12 @@ fn reach(from: &Gpu, to: &Gpu) {
 /// Whether work on one GPU can be given access to memory of the other.
 pub fn can_reach(from: &Gpu, to: &Gpu) -> bool {
     let mut can = 0;
-    // SAFETY: a valid place.
+    // SAFETY: `can` outlives the call.
     let asked = unsafe { driver::cuDeviceCanAccessPeer(&mut can, from.index as CUdevice, to.index as CUdevice) };
     asked == SUCCESS && can != 0
 }
 
-/// The program gives a GPU access rights to memory of another.
+/// Called when the program gives a GPU access rights to memory of another.
 pub fn given(owner: &'static Gpu, device: CUdevice) {
     if let Some(gpu) = gpu::by_ordinal(device) {
         couple(owner, gpu);

@@ -12,17 +12,17 @@ use core::sync::atomic::Ordering;
 use nvshare_wire::{ClientMessage, client as wire};
 
 impl Gpu {
-    /// Reports the account to the scheduler. Called with the space locked after a change, so that the last report is the
-    /// newest.
+    /// Reports the account to the scheduler. Called with the space locked after a change, so that the last report is
+    /// the newest.
     pub fn report(&self, account: &Account) {
         self.send_report(account, u64::MAX);
     }
 
-    /// Reports the account with the bytes that are free on the device. A scheduler without NVML learns from this what other
-    /// programs use.
+    /// Reports the account and the bytes that are free on the device. From this, a scheduler without NVML infers the
+    /// memory use of other programs.
     pub fn report_measured(&self, account: &Account, context: CUcontext) {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: valid places.
+        // SAFETY: `free` and `total` outlive the call.
         let result = with_current(context as usize, || unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) });
         self.send_report(account, if result == Ok(SUCCESS) { free as u64 } else { u64::MAX });
     }
@@ -52,7 +52,7 @@ impl Gpu {
         self.unreported.load(Ordering::SeqCst)
     }
 
-    /// Keeps all memory on the GPU for good: the program gives it work that passes no gate.
+    /// Keeps all memory on the GPU permanently: the program submits work that passes no gate.
     pub fn make_unevictable(&self) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
@@ -63,7 +63,8 @@ impl Gpu {
         }
     }
 
-    /// Tells the scheduler why all memory stays. A scheduler that does not know this GPU yet is told when it does.
+    /// Tells the scheduler why all memory stays. If it does not know this GPU yet, the
+    /// introduction of the GPU tells it.
     pub(super) fn explain_unevictable(&self) {
         if self.is_introduced() {
             let reason = wire::StuckReason::UntrackedWork;
@@ -71,7 +72,7 @@ impl Gpu {
         }
     }
 
-    /// Changes the bytes that are pinned.
+    /// Changes the number of pinned bytes.
     pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
@@ -91,12 +92,13 @@ impl Gpu {
         self.account_changed(&before, &after);
     }
 
-    /// The scheduler has found that so many bytes, which this client needs, cannot be mapped together.
+    /// Notes the scheduler's finding that this client's `bytes` bytes cannot be mapped together.
     pub fn deny_mapping(&self, bytes: u64) {
         self.unmappable.store(bytes, Ordering::SeqCst);
     }
 
-    /// Whether memory that was allocated and never used cannot be mapped: what waits for it fails with out of memory.
+    /// Whether memory that was allocated and never used cannot be mapped. Calls that wait for it then fail with out of
+    /// memory.
     #[cold]
     pub fn is_mapping_denied(&self) -> bool {
         let bytes = self.unmappable.load(Ordering::SeqCst);
@@ -111,8 +113,8 @@ impl Gpu {
         is
     }
 
-    /// Whether contents of memory here are lost. Calls that could use them then fail as after an error of the GPU's memory, from which
-    /// no process recovers, either.
+    /// Whether contents of this GPU's memory are lost. Calls that could use them then fail as after an error of the
+    /// GPU's memory, from which no process recovers either.
     #[cold]
     pub fn has_lost_memory(&self) -> bool {
         self.account().is_some_and(|account| account.is_lost)
@@ -123,12 +125,12 @@ impl Gpu {
         let _ = self.unmappable.compare_exchange(bytes, 0, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// Forgets any denial: an allocation that cannot be mapped was undone, or the scheduler says something else.
+    /// Forgets any denial: the allocation that cannot be mapped was undone, or the scheduler has sent a new answer.
     pub fn forget_denials(&self) {
         self.forget_denial(self.unmappable.load(Ordering::SeqCst));
     }
 
-    /// Called before the gate opens for the lock: closes it for memory if memory is lacking.
+    /// Called before the gate opens for the lock: closes it for memory if memory is missing.
     pub fn close_if_lacking(&self) {
         if let Some(space) = self.space()
             && !space.lock().account.can_run()
@@ -137,8 +139,8 @@ impl Gpu {
         }
     }
 
-    /// Called after an allocation or a free changed the account: closes the gate if memory is lacking, and reports. Only the
-    /// client's thread, which knows about copies under way, opens it again.
+    /// Called after an allocation or a free changed the account: closes the gate if memory is missing, and reports.
+    /// Only the client's thread, which knows the copies in flight, opens it again.
     pub fn account_changed(&self, before: &Account, after: &Account) {
         if !after.can_run() {
             self.gate.close(closed::MEMORY);

@@ -1,5 +1,5 @@
-//! Calls in which the driver takes GPU memory for itself. If it finds none, because other clients have it or this program's own
-//! demand has grown into it, the scheduler is asked to make room and the call is repeated, a few times.
+//! Calls in which the driver takes GPU memory for itself. If there is none, because other clients have it or this
+//! program's own demand has filled it, the scheduler is asked to make room and the call is repeated, a few times.
 
 use crate::{
     connection,
@@ -12,12 +12,13 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// The room that each attempt asks for: at most so many bytes, and at most such a fraction of the GPU.
+/// The room that each attempt requests: at most this many bytes, and at most this fraction of the GPU.
 const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
 /// The longest wait for an answer. The scheduler answers within 2 s.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// For how long no room is made after a call that failed all the same: other clients would lose their memory in vain.
+/// How long no room is requested after a call that failed in spite of room: other clients' memory would be evicted in
+/// vain.
 const FUTILE: Duration = Duration::from_secs(10);
 
 /// Makes a call, and repeats it if it ran out of memory and room was made.
@@ -26,14 +27,14 @@ pub fn retried(call: impl Fn() -> CUresult) -> CUresult {
     retried_on(gpu::current, call)
 }
 
-/// The same for a call that concerns this GPU.
+/// Makes a call that concerns this GPU.
 #[inline]
 pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
     let result = call();
     if result == ERROR_OUT_OF_MEMORY { again(result, gpu, call) } else { result }
 }
 
-/// Repeats a call that has run out of memory, if there is room to be made.
+/// Repeats a call that has run out of memory, if room can be made.
 #[cold]
 pub fn again(
     mut result: CUresult,
@@ -41,7 +42,7 @@ pub fn again(
     call: impl Fn() -> CUresult,
 ) -> CUresult {
     let Some(gpu) = gate::is_active().then(gpu).flatten() else { return result };
-    // What pools keep goes before that of other clients.
+    // Unused memory of pools is released before other clients' memory is evicted.
     if crate::sys::errno::preserved(|| gpu.release_pools()) > 0 {
         result = call();
         if result != ERROR_OUT_OF_MEMORY {
@@ -53,7 +54,7 @@ pub fn again(
         return result;
     }
     if gpu.is_mapping_denied() {
-        return result; // what lacks room is the program's own memory
+        return result; // the program's own memory lacks room
     }
     for (most, part) in STEPS {
         if !crate::sys::errno::preserved(|| make_room(gpu, most.min(gpu.total() / part))) {
@@ -73,7 +74,7 @@ fn now() -> u64 {
     Instant::now().since_start().as_millis() as u64 + 1
 }
 
-/// Asks for room. Returns whether there is any.
+/// Requests room. Returns whether any was made.
 fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let _waiting = waiting_for_client_thread();
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);

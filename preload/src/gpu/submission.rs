@@ -1,4 +1,4 @@
-//! Noting which stream a submission went to, so that the next one to the same stream passes with a few loads.
+//! Notes the stream of each submission, so that the next one to the same stream passes with a few loads.
 
 use super::Gpu;
 use crate::{
@@ -10,7 +10,7 @@ use core::sync::atomic::Ordering;
 use nvshare_wire::MAX_SLOTS;
 
 impl Gpu {
-    /// The program is about to make or use a stream that waits for the legacy stream, and the other way round.
+    /// Called before the program creates or uses a stream that synchronizes with the legacy stream.
     #[cold]
     pub fn expect_blocking_streams() {
         if gate::is_active() && work::first_blocking_stream() {
@@ -46,15 +46,15 @@ impl Gpu {
     /// The GPU of this thread's last launch.
     ///
     /// # Safety
-    /// There has been one, as [`is_as_before`](Self::is_as_before) has found.
+    /// There has been a launch: [`is_as_before`](Self::is_as_before) has returned `true`.
     #[inline(always)]
     pub unsafe fn of_last_launch(slot: &Slot) -> &'static Self {
-        // SAFETY: `note` has set it, to one of the table of GPUs.
+        // SAFETY: `note` has set the pointer to an entry of the table of GPUs.
         unsafe { &*slot.gpu.get().cast::<Self>() }
     }
 
-    /// The end of a call that gave the GPU so much work: leaves the gate and counts it. Returns the call's result, so that nobody has
-    /// to keep it meanwhile.
+    /// Ends a call that gave the GPU `weight` units of work: leaves the gate and counts them. Returns the call's
+    /// result, so that the caller need not keep it.
     #[cold]
     #[inline(never)]
     pub fn leave(&'static self, slot: &Slot, weight: u32, stream: CUstream, result: CUresult) -> CUresult {
@@ -68,10 +68,10 @@ impl Gpu {
         result
     }
 
-    /// The same for a call that found things [as before](Self::is_as_before).
+    /// Ends a call that found the stream [as before](Self::is_as_before).
     ///
     /// # Safety
-    /// It did, and entered the gate of the GPU of the last launch.
+    /// The call did, and entered the gate of the GPU of the last launch.
     #[inline(always)]
     pub unsafe fn leave_as_before(
         slot: &Slot,
@@ -79,13 +79,13 @@ impl Gpu {
         stream: impl Fn() -> CUstream,
         result: CUresult,
     ) -> CUresult {
-        // SAFETY: the caller's promise. A call from within that one does not change it.
+        // SAFETY: the caller's contract. A nested call does not change it.
         let gpu = || unsafe { Self::of_last_launch(slot) };
         if weight > 0 && !slot.is_current() {
             return gpu().leave(slot, weight, stream(), result);
         }
         let index = slot.at.load(Ordering::Relaxed);
-        // SAFETY: the table has no more. This leaves out a check.
+        // SAFETY: the table has `MAX_SLOTS` entries. This saves a bounds check.
         unsafe { core::hint::assert_unchecked(index < MAX_SLOTS) };
         Gate::leave(index, slot);
         if weight > 0 && Work::is_mark_due(slot, weight) {

@@ -1,5 +1,5 @@
-//! GPUs that this library leaves alone: they are shared in another way, or not at all, or the engines cannot move their memory.
-//! Checked once for each GPU, before the program's first context there.
+//! GPUs that this library leaves alone: they are shared in another way, or not at all, or the engines cannot move their
+//! memory. Checked once per GPU, before the program's first context there.
 
 use crate::{
     driver::{self, types::*},
@@ -17,14 +17,14 @@ const DEVICE_ATTRIBUTE_MPS_ENABLED: i32 = 133;
 const COMPUTE_MODE_PROHIBITED: i32 = 2;
 const COMPUTE_MODE_EXCLUSIVE_PROCESS: i32 = 3;
 
-/// The device through which CUDA works under the Windows Subsystem for Linux.
+/// The device file of CUDA under the Windows Subsystem for Linux.
 const WSL: &CStr = c"/dev/dxg";
 
-/// Why this GPU is not supported; `None` if it is.
+/// The reason why this GPU is not supported; `None` if it is.
 pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     let attribute = |which| {
         let mut value = 0;
-        // SAFETY: a valid place.
+        // SAFETY: `value` outlives the call.
         (unsafe { driver::cuDeviceGetAttribute(&mut value, which, gpu) } == SUCCESS).then_some(value)
     };
     let mps = attribute(DEVICE_ATTRIBUTE_MPS_ENABLED).map_or_else(has_mps_daemon, |enabled| enabled != 0);
@@ -39,7 +39,7 @@ pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     }
 }
 
-/// For drivers before 545, which do not have the attribute: whether the control daemon of MPS listens. Where it does, the driver
+/// For drivers before 545, which lack the attribute: whether the MPS control daemon is listening. If it is, the driver
 /// becomes its client when it is initialised.
 fn has_mps_daemon() -> bool {
     let folder = c::variable(c"CUDA_MPS_PIPE_DIRECTORY").filter(|folder| !folder.is_empty());

@@ -1,4 +1,4 @@
-//! Which GPU a call concerns: that of the stream which it names, and where it names none, that of the current context.
+//! Which GPU a call concerns: the GPU of the stream that it names, or else of the current context.
 
 use super::{GPUS, Gpu, by_ordinal};
 use crate::{
@@ -15,17 +15,18 @@ use core::sync::atomic::{AtomicI32, Ordering};
 const NONE: i32 = -1;
 /// The program has contexts only on GPUs that this library leaves alone.
 const OTHERS: i32 = -2;
-/// The program has contexts on several GPUs, at least one of which is attached: the driver must be asked.
+/// The program has contexts on several GPUs, one or more of them attached: the driver must be queried.
 const SEVERAL: i32 = -3;
-/// The only GPU on which this process has contexts, if there is just one: a launch then need not ask the driver where it goes.
+/// The only GPU on which this process has contexts, if there is just one: a launch then need not query the driver for
+/// its GPU.
 static ONLY: AtomicI32 = AtomicI32::new(NONE);
 
-/// The program is about to create a context on this GPU, which is attached.
+/// Called before the program creates a context on this GPU, which is attached.
 pub(super) fn now_in_use(gpu: &Gpu) {
     add(gpu.index as i32);
 }
 
-/// The program is about to create a context on a GPU that this library leaves alone.
+/// Called before the program creates a context on a GPU that this library leaves alone.
 pub(super) fn other_in_use() {
     add(OTHERS);
 }
@@ -38,7 +39,7 @@ fn with(only: i32, used: i32) -> i32 {
     if only == NONE || only == used { used } else { SEVERAL }
 }
 
-/// Whether this process uses an attached GPU and another one, attached or not.
+/// Whether this process uses an attached GPU and another GPU, attached or not.
 #[inline]
 pub fn are_several() -> bool {
     ONLY.load(Ordering::Relaxed) == SEVERAL
@@ -50,7 +51,7 @@ pub fn current() -> Option<&'static Gpu> {
     of_stream(CTX_DEFAULT_STREAM)
 }
 
-/// The GPU of a stream; `None` if this library leaves it alone. The default streams are those of the current context.
+/// The GPU of a stream; `None` if this library leaves it alone. The default streams belong to the current context.
 #[inline]
 pub fn of_stream(stream: CUstream) -> Option<&'static Gpu> {
     match ONLY.load(Ordering::Relaxed) {
@@ -73,7 +74,7 @@ pub fn of_context(context: CUcontext) -> Option<&'static Gpu> {
 fn device_in(context: CUcontext) -> Option<CUdevice> {
     let ask = || {
         let mut device = 0;
-        // SAFETY: a valid place.
+        // SAFETY: `device` outlives the call.
         (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then_some(device)
     };
     if context == current_or_null() { ask() } else { with_current(context as usize, ask).ok()? }

@@ -1,4 +1,5 @@
-//! Initialisation, contexts, captures and look-ups: calls that the library must know about, and that never wait for the lock.
+//! Hooks of initialisation, contexts, captures and lookups: calls that the library must know about, and that never wait
+//! for the lock.
 
 use crate::{
     calls::contexts::*,
@@ -27,7 +28,7 @@ hooks! { real, flavour;
         if crate::sys::errno::preserved(|| client::start(entries::shut_driver)) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
-    // ---- look-ups ----
+    // ---- lookups ----
     [cuGetProcAddress] (name: *const c_char, function: *mut P, version: i32, flags: u64) {
         // SAFETY: the program's own pointer.
         unsafe { table::replace(real(), function) }

@@ -1,5 +1,5 @@
-//! Copies, which wait at the gate as all work does ([`super::gated`]). Those that two GPUs have to do with are the work of both,
-//! and are made in another way where that is necessary ([`crate::copies::staged`]).
+//! Hooks of copies, which wait at the gate like all work ([`super::gated`]). Copies between two GPUs are work of both,
+//! and are made in another way if necessary ([`crate::copies::staged`]).
 
 use crate::{
     calls::submit::{GRAPH, ONE, bytes, gated, routed},
@@ -18,10 +18,10 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Destination and source of a copy of `n` bytes by address. The host's side need not be one.
+/// Destination and source of a copy of `n` bytes by address. The host's side need not be an address.
 type Ends = [CUdeviceptr; 2];
 
-/// An address of the host, in the place of one that may be a GPU's.
+/// Stands for an address in host memory.
 const HOST: CUdeviceptr = 0;
 
 /// Makes a copy in the default stream.
@@ -66,7 +66,7 @@ fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresul
     })
 }
 
-/// The same in stream order.
+/// Makes a copy of rows and layers in stream order.
 #[inline]
 fn shaped_async(
     stream: CUstream,
@@ -93,20 +93,20 @@ fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> 
 /// The sides of copies that are listed in two arrays.
 ///
 /// # Safety
-/// Both are NULL or have that many entries.
+/// Each array is NULL or has `count` entries.
 unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) -> impl Iterator<Item = Side> {
     let count = if to.is_null() || from.is_null() { 0 } else { count };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     (0..count).flat_map(move |i| unsafe { [*to.add(i), *from.add(i)] }).map(Side::Address)
 }
 
-/// The same for a list of descriptions.
+/// The sides of copies in a list of descriptions.
 ///
 /// # Safety
-/// NULL, or that many entries.
+/// `list` is NULL or has `count` entries.
 unsafe fn described(list: *const BatchCopy3D, count: Size) -> impl Iterator<Item = Side> {
     let count = if list.is_null() { 0 } else { count };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     (0..count).flat_map(move |i| unsafe { &*list.add(i) }.sides())
 }
 
@@ -137,7 +137,7 @@ hooks! { real, flavour;
 
     // ---- rows and layers ----
     [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
-        // SAFETY: the driver reads it too; NULL is its error to give. So it is below.
+        // SAFETY: the driver dereferences it too, and reports NULL, here and below.
         shaped(flavour, unsafe { copy.as_ref() }.map(Copy3D::from), real)
     }
     [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) { shaped(flavour, unsafe { copy.as_ref() }.copied(), real) }

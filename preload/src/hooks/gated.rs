@@ -13,13 +13,13 @@ use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
 
-/// Makes one call that launches a kernel in each of several streams, which are of different GPUs: the kernels may wait for each
+/// Makes one call that launches a kernel in each of several streams, on different GPUs: the kernels may wait for each
 /// other, so the GPUs are held together.
 ///
 /// # Safety
-/// `list` is NULL or has that many entries.
+/// `list` is NULL or has `count` entries.
 unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn() -> CUresult) -> CUresult {
-    // SAFETY: the caller's promise; the driver refuses more entries than GPUs.
+    // SAFETY: the caller's contract; the driver rejects more entries than GPUs.
     let at = |i: u32| unsafe { list.add(i as usize).as_ref() }.map(|launch| launch.stream);
     let streams = (0..count.min(MAX_SLOTS)).map_while(at);
     let mut known = streams.filter_map(|stream| Some((gpu::of_stream(stream)?, stream)));
@@ -44,7 +44,7 @@ hooks! { real, flavour;
         shared: u32, stream: CUstream, params: P,
     ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
-        // SAFETY: the driver reads it too; NULL is its error to give.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         let stream = unsafe { config.as_ref() }.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
         launched(flavour.stream(stream), ONE, real)
     }
@@ -105,51 +105,51 @@ hooks! { real, flavour;
         list: P, n: Size, flags: u32, failed: P, stream: CUstream,
     ) { gated(flavour.stream(stream), GRAPH, real) }
 
-    // ---- calls that name memory: the driver looks at what is there now, so it must be there; they give the GPU nothing ----
+    // ---- calls that name memory: the driver looks it up, so it must be on the GPU; they give the GPU no work ----
     [cuGraphAddMemcpyNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
-        // SAFETY: the driver reads it too; NULL is its error to give.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphAddMemsetNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Fill, context: CUcontext,
     ) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphAddBatchMemOpNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) { naming(real) }
     [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: *const NodeParams) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: *const NodeParams) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphMemcpyNodeSetParams] (node: P, params: *const Copy3D) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphMemsetNodeSetParams] (node: P, params: *const Fill) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphBatchMemOpNodeSetParams] (node: P, params: P) { naming(real) }
     [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: *const NodeParams) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: *const Copy3D, context: CUcontext) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: *const Fill, context: CUcontext) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: *const NodeParams) {
-        // SAFETY: as above.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
@@ -162,7 +162,7 @@ hooks! { real, flavour;
     }
     [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| naming(real)) }
     [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
-        // SAFETY: the driver reads it too; NULL is its error to give.
+        // SAFETY: the driver dereferences it too, and reports NULL.
         match unsafe { params.as_ref() } {
             Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| gated(flavour.stream(p.upload_stream), ONE, real)),
             _ => retried(|| naming(real)),
@@ -175,7 +175,7 @@ hooks! { real, flavour;
     }
 
     // ---- stream memory operations: they read and write device memory in stream order ----
-    // A wait gives what runs no help to end, so it waits with the kernels.
+    // A wait does not help running work to end, so it waits with the kernels.
     [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
     ) { launched(flavour.stream(stream), ONE, real) }

@@ -1,4 +1,4 @@
-//! Memory that is shared with other processes by IPC handles, if it is ours ([`crate::registry::shared`]). These calls never
+//! Memory of ours that is shared with other processes by IPC handles ([`crate::registry::shared`]). These calls never
 //! wait for the GPU lock, though some wait for memory.
 //!
 //! The driver's own handles and events are left to the driver.
@@ -16,15 +16,15 @@ use crate::{
 };
 use core::time::Duration;
 
-/// The longest wait for memory that is exported to come back to the GPU: a few turns of other clients. A launch would wait as
+/// How long to wait until exported memory is restored to the GPU: a few turns of other clients. A launch would wait as
 /// long.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(120);
-/// The interval between looks whether it is there.
+/// The interval between checks whether it is on the GPU.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flags there are.
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only valid flags.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
-/// `CUipcMemHandle`, as it is passed by value.
+/// `CUipcMemHandle`, passed by value.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct MemHandle(IpcHandle);
@@ -45,8 +45,8 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                 Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
-                // The scheduler makes room for clients that request the lock. Once memory is there, it does not matter which
-                // client has the lock.
+                // The scheduler makes room for clients that request the lock. Once the memory is on the GPU, it does
+                // not matter which client has the lock.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
             time::sleep(POLL_INTERVAL);

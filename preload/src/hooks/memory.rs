@@ -36,7 +36,7 @@ hooks! { real, flavour;
             return result;
         }
         match allocate::free(address) {
-            true if is_current_broken() => real(), // by the work that it has waited for
+            true if is_current_broken() => real(), // broken by the work for which it has waited
             true => SUCCESS,
             false => pinned::free(Kind::Address, address, real),
         }
@@ -75,8 +75,8 @@ hooks! { real, flavour;
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
             return address_query::attributes(n, which, data, address, real);
         };
-        // First the driver answers what only it knows; it knows nothing about addresses that are not mapped. Like the driver,
-        // this returns no error for an attribute that an address does not have.
+        // First the driver answers, since some attributes are known only to it; it knows nothing about addresses that
+        // are not mapped. Like the driver, this returns no error for an attribute that an address does not have.
         let result = real();
         if result != SUCCESS {
             return result;
@@ -91,20 +91,21 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
-        // SYNC_MEMOPS, the only attribute that can be set, announces that another device will be given the memory.
+        // SYNC_MEMOPS, the only attribute that can be set, announces that another device will get access to the memory.
         if value.is_null() || which != pointer_attribute::SYNC_MEMOPS {
             return real();
         }
         export::announcing(address, real, |chunks| {
             for chunk in chunks {
-                // SAFETY: the program's own value, for a chunk that is there. The driver copies no differently whatever it answers.
+                // SAFETY: the program's own value, for a chunk that is mapped. The driver's answer does not affect how
+                // it copies.
                 unsafe { driver::cuPointerSetAttribute(value, which, chunk) };
             }
             SUCCESS
         })
     }
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
-        // The handle goes on referring to the chunks that are mapped now.
+        // The handle keeps referring to the chunks that are mapped now.
         match registry::find_own(address) {
             Some((gpu, allocation)) if !handle.is_null() => export::escaping(gpu, allocation.base, |_| real()),
             _ => export::escaping_at(address, size, real),

@@ -1,4 +1,4 @@
-//! Queries about the size of a GPU's memory, all answered alike ([`crate::gpu::memory_info`]).
+//! Hooks of queries about the size of a GPU's memory, which all give the same answer ([`crate::gpu::memory_info`]).
 
 use crate::{
     driver::{
@@ -12,7 +12,7 @@ use crate::{
     gpu::{self, memory_info, memory_limits},
 };
 
-/// Lowers the size of a GPU that the driver has reported to what the program can have of it.
+/// Lowers the size that the driver has reported for a GPU to the program's limit there.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
     if result == SUCCESS && memory_limits::are_set() {
         crate::sys::errno::preserved(|| {
@@ -33,7 +33,7 @@ hooks! { real, flavour;
     }
     [cuDeviceTotalMem] (bytes: *mut u32, device: CUdevice) {
         total(real(), device, |bound| {
-            // SAFETY: the driver has just written there, as much as 32 bits hold.
+            // SAFETY: the driver has just written there, capped to 32 bits.
             unsafe { bytes.write(u64::from(bytes.read()).min(bound) as u32) }
         })
     }
@@ -45,7 +45,7 @@ hooks! { real, flavour;
         }
         let told = memory_info::of(gpu, gpu.total(), || {
             let (mut now, mut total) = (0, 0);
-            // SAFETY: valid places.
+            // SAFETY: `now` and `total` outlive the call.
             (unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS).then_some(now as u64)
         });
         // SAFETY: the program's own places; the driver allows NULL.

@@ -15,7 +15,7 @@ struct Texels {
     depth: u64,
     format: i32,
     channels: u32,
-    /// It has no memory of its own, which is mapped later.
+    /// It has no memory of its own; memory is mapped to it later.
     unbacked: bool,
 }
 
@@ -78,7 +78,7 @@ fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real:
 where
     Texels: for<'a> From<&'a D>,
 {
-    // SAFETY: the driver reads it too; NULL is its error to give.
+    // SAFETY: the driver dereferences it too, and reports NULL.
     let bytes = unsafe { descriptor.as_ref() }.map_or(0, |d| Texels::from(d).bytes());
     // Each level has at most half the size of the previous.
     let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };

@@ -1,6 +1,7 @@
-//! Memory pools: allocating and freeing in the order of streams. Memory of plain pools moves like any other
-//! ([`crate::registry::pools`]). What the driver serves is counted as pinned: shareable pools, those that are limited or not on a
-//! GPU, and all else whose properties are not known. What is allocated while a stream is captured belongs to the graph.
+//! Hooks of memory pools: allocating and freeing in stream order. Memory of plain pools moves like any other
+//! ([`crate::registry::pools`]). Allocations that the driver serves count as pinned: from shareable pools, from limited
+//! ones, from pools outside GPUs, and from pools with unknown properties. Allocations made while a stream is captured
+//! belong to the graph.
 
 use crate::{
     calls::{
@@ -28,29 +29,28 @@ use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
 
-/// The longest time for which a call looks again and again whether frees are done: an event takes 4 µs where the GPU is idle
-/// [H200].
+/// How long a call spins until frees are done: an event takes 4 µs on an idle GPU [H200].
 const DONE_SPIN: Duration = Duration::from_micros(50);
 
-/// The name of a stream that works and does not capture. Otherwise it is the driver that must answer.
+/// The name of a valid stream that is not capturing; `None` for other streams, for which the driver must answer.
 fn name_of(stream: CUstream) -> Option<StreamName> {
     if stream == STREAM_PER_THREAD {
         Gpu::expect_blocking_streams();
     }
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: a valid place; allowed at any time.
+    // SAFETY: `status` outlives the call, which is allowed at any time.
     let asked = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
     if asked != SUCCESS || status != STREAM_CAPTURE_STATUS_NONE {
         return None;
     }
-    // SAFETY: a valid place, and a stream that works.
+    // SAFETY: `id` outlives the call, and the stream is valid.
     let asked = capture::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     let context = if is_default { current_or_null() as u64 } else { 0 };
     (asked == SUCCESS).then_some(StreamName { context, id })
 }
 
-/// Allocates by the driver, in stream order.
+/// Makes the driver's allocation, in stream order.
 fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
         return real();
@@ -61,11 +61,11 @@ fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl F
 /// The pool that a device allocates from if the program names none.
 fn current_pool(gpu: &Gpu) -> Option<CUmemoryPool> {
     let mut pool = core::ptr::null_mut();
-    // SAFETY: a valid place.
+    // SAFETY: `pool` outlives the call.
     (unsafe { driver::cuDeviceGetMemPool(&mut pool, gpu.index as CUdevice) } == SUCCESS).then_some(pool)
 }
 
-/// Allocates from a pool, or from the current one of the stream's GPU.
+/// Allocates from a pool, or from the current pool of the stream's GPU.
 fn allocate(
     place: *mut CUdeviceptr,
     size: Size,
@@ -87,7 +87,7 @@ fn allocate(
     allocate_pinned(place, size, stream, real)
 }
 
-/// `None` if the driver is to serve it.
+/// Allocates movable memory. `None` if the driver has to serve the allocation.
 fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) -> Option<Result<CUdeviceptr, CUresult>> {
     let gpu = gpu::of_stream(stream)?;
     let space = gpu.space()?;
@@ -117,11 +117,11 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
     Some(result)
 }
 
-/// What became of a free.
+/// The outcome of a free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Freed {
     Done,
-    /// It is memory of a pool of ours, and the stream can have no work.
+    /// The memory belongs to one of our pools, and the stream cannot accept work.
     Impossible,
     NotOurs,
 }
@@ -136,7 +136,7 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
             continue;
         }
         let Some(name) = name else { return Freed::Impossible };
-        // In the order of another GPU's stream, all work of both must be waited for.
+        // If the stream belongs to another GPU, all work of both GPUs must be done first.
         let other = if several {
             drop(guard);
             let other = gpu::of_stream(stream).filter(|other| other.index != gpu.index);
@@ -149,7 +149,7 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
             None
         };
         if !guard.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
-            return Freed::NotOurs; // another thread was faster
+            return Freed::NotOurs; // another thread has freed it first
         }
         if guard.has_dying_pools() {
             connection::wake();
@@ -170,11 +170,11 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
     if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
 }
 
-/// Whether the stream has nothing to do with the legacy stream. Of others, the frees are in the order of each other's work, which
-/// nothing that they were given themselves may be waiting for.
+/// Whether the stream does not synchronize with the legacy stream. A free in a stream that does is ordered after the
+/// work of all such streams, for which synchronizing that one stream may not wait.
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
-    // SAFETY: a valid place, and a stream that works.
+    // SAFETY: `flags` outlives the call, and the stream is valid.
     let asked = capture::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     !is_default && asked == SUCCESS && flags & STREAM_NON_BLOCKING != 0
@@ -189,7 +189,7 @@ enum Wait {
     Event,
 }
 
-/// Makes a call that waits for work. Afterwards frees are done, and pools release what is beyond their thresholds.
+/// Makes a call that waits for work. Afterwards frees are done, and pools release memory above their thresholds.
 #[inline]
 fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
     if has_pending_frees() && gate::is_active() { releasing(wait(), real) } else { real() }
@@ -224,7 +224,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     result
 }
 
-/// Looks for a moment whether frees are done, as they are if nothing runs.
+/// Spins for a moment until frees are done, which they are if nothing is running.
 fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
     let begin = Instant::now();
     while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {
@@ -252,7 +252,7 @@ fn attribute_set(pool: CUmemoryPool, which: i32) {
     }
 }
 
-/// Adds what our pool has to what the driver's has.
+/// Adds our pool's statistics to the driver's.
 ///
 /// # Safety
 /// `value` is valid for that attribute.
@@ -269,7 +269,7 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
         _ => return,
     };
     let value = value.cast::<u64>();
-    // SAFETY: the caller's promise; the driver has written there.
+    // SAFETY: the caller's contract; the driver has written there.
     unsafe { put(value, value.read_unaligned().saturating_add(bytes)) };
 }
 
@@ -291,7 +291,7 @@ fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
         if result != SUCCESS {
             taken.restore();
         }
-        connection::wake(); // what work still uses is freed later
+        connection::wake(); // memory that work still uses is freed later
     });
     result
 }

@@ -1,5 +1,5 @@
-//! Calls in which the driver takes GPU memory for itself, for code, stacks and streams. If it finds none, room is made and the
-//! call is repeated ([`crate::gpu::reservation`]).
+//! Hooks of calls in which the driver takes GPU memory for itself, for code, stacks and streams. If there is none, room
+//! is made and the call is repeated ([`crate::gpu::reservation`]).
 
 use crate::{
     driver::{hook::hooks, types::*},
@@ -13,7 +13,7 @@ type P = *mut c_void;
 /// More options than exist.
 const MANY: u32 = 64;
 
-/// Repeats a call that writes into its options, which are restored before each attempt.
+/// Repeats a call that writes to its options, which are restored before each attempt.
 fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     let values = values.cast::<usize>();
     if values.is_null() || n == 0 || n > MANY {
@@ -21,14 +21,14 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     }
     let mut saved = [0; MANY as usize];
     let restore = |saved: &[usize; MANY as usize]| {
-        // SAFETY: the program's own array of that length, which the driver writes to as well.
+        // SAFETY: the program's own array of length `n`, and the driver writes there too.
         saved
             .iter()
             .take(n as usize)
             .enumerate()
             .for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
     };
-    // SAFETY: as above.
+    // SAFETY: the program's own array of length `n`.
     saved
         .iter_mut()
         .take(n as usize)
@@ -59,7 +59,7 @@ hooks! { real, flavour;
     [cuLibraryLoadFromFile] (
         library: P, path: *const c_char, jit_options: P, jit_values: P, jit_n: u32, options: P, values: P, n: u32,
     ) { retried_with(jit_n, jit_values, real) }
-    // With lazy loading, the driver loads code when it is first asked for.
+    // With lazy loading, the driver loads code on its first use.
     [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retried(real) }
     [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retried(real) }
     [cuFuncLoad] (function: CUfunction) { retried(real) }

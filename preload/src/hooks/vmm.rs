@@ -1,9 +1,10 @@
-//! Memory that the program reserves, creates and maps itself. The program gets *virtual handles*
-//! ([`crate::registry::virtual_memory`]), so that the memory can leave the GPU and come back at all the addresses where the
+//! Hooks for memory that the program reserves, creates and maps itself. The program gets *virtual handles*
+//! ([`crate::registry::virtual_memory`]), so that the memory can be evicted and restored at all addresses where the
 //! program has mapped it.
 //!
-//! None of these calls waits for the GPU lock. While memory is away, they only record how it will be mapped when it is back;
-//! the gate is closed until then. A call that exports memory waits until the memory is on the GPU, where it is then pinned.
+//! None of these calls waits for the GPU lock. While memory is evicted, they only record how it will be mapped when it
+//! is restored; the gate is closed until then. A call that exports memory waits until the memory is on the GPU, where
+//! it is then pinned.
 
 use crate::{
     calls::{
@@ -35,12 +36,12 @@ pub struct ArrayMap {
     reserved: [u32; 2],
 }
 
-/// Whether memory of ours is to be mapped into an array, which would have to follow it.
+/// Whether a list maps memory of ours into an array, which would have to follow the memory.
 ///
 /// # Safety
-/// `list` is NULL or has that many entries.
+/// `list` is NULL or has `n` entries.
 unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
-    // SAFETY: the caller's promise. An entry that unmaps may have no handle, but has the place for one.
+    // SAFETY: the caller's contract. An entry that unmaps may have no handle, but has the field for one.
     !list.is_null() && (0..n as usize).any(|i| is_ours(unsafe { (*list.add(i)).memory }))
 }
 
@@ -61,7 +62,7 @@ hooks! { real, flavour;
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
         if registry::is_ours(address as CUdeviceptr) {
-            return ERROR_INVALID_VALUE; // as for any memory that cuMemCreate did not make
+            return ERROR_INVALID_VALUE; // the driver's answer for memory that cuMemCreate did not create
         }
         if gate::is_active() {
             let mut table = TABLE.lock();
@@ -90,7 +91,7 @@ hooks! { real, flavour;
             return real();
         }
         let types = TABLE.lock().memory(handle).map(|memory| memory.flags.handle_types);
-        // Memory that cannot be exported need not be on the GPU for it.
+        // Memory that cannot be exported need not be on the GPU.
         if types.is_none_or(|types| types == 0 || types & kind == 0) || shareable.is_null() {
             return ERROR_INVALID_VALUE;
         }
@@ -115,7 +116,7 @@ hooks! { real, flavour;
         }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
-            return ERROR_INVALID_VALUE; // as if anything were mapped there
+            return ERROR_INVALID_VALUE; // as if memory were mapped there
         }
         let result = real();
         if result == SUCCESS {
@@ -193,7 +194,7 @@ hooks! { real, flavour;
     [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, at: u64, address: CUdeviceptr, size: u64, flags: u64) {
         bind_at(address, size as Size, real)
     }
-    // Sparse arrays have memory that is created for them, which is the driver's; others can be mapped later, from any memory.
+    // Memory created for sparse arrays is the driver's; other arrays can be mapped later, from any memory.
     [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: *const ArrayMap, n: u32, stream: CUstream) {
         // SAFETY: the program passes that many entries.
         if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { gated(flavour.stream(stream), ONE, real) }

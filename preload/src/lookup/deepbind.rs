@@ -1,10 +1,11 @@
-//! Libraries that are opened with `RTLD_DEEPBIND`. They look for names in their own libraries before those that the program
-//! started with, and so do not find the hooks.
+//! Libraries opened with `RTLD_DEEPBIND`. They search their own libraries before the libraries of the program, and so
+//! do not find the hooks.
 //!
-//! From the first such call on, what they would find instead leads to the hooks ([`redirect`]): the C library's `dlsym` at
-//! once, so before anything of the library runs, and the functions of the driver and of NVML as soon as these are loaded.
-//! That is so before the call if the program uses CUDA already; at its end, if the library brings the driver with it; then
-//! whoever opened the library looks something up in it, and that look-up is where it is noticed.
+//! From the first such call on, the functions that they would find are redirected to the hooks ([`redirect`]): the C
+//! library's `dlsym` immediately, so before any code of the library runs, and the functions of the driver and of NVML
+//! as soon as these are loaded. They are loaded before the call if the program already uses CUDA, and at its end if the
+//! library brings the driver with it. A library opened with `dlopen` is always queried with `dlsym` first, so that is
+//! where we notice the latter.
 
 use super::table;
 use crate::{
@@ -17,18 +18,17 @@ use crate::{
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use rustix::{process::getpid, thread::gettid};
 
-/// The process that has opened such a library and not loaded all libraries with hooks since; 0 if there is none. The hook of
-/// `dlsym` reads it. A child goes on only once it opens one itself, since the loader's lock that a look takes stays locked in a
-/// child if another thread had it.
+/// The process that has opened such a library and has not yet loaded all libraries with hooks; 0 if there is none. The
+/// hook of `dlsym` reads it. A child process continues only once it opens one itself: the check takes the loader's
+/// lock, which stays locked in a child if another thread held it.
 pub static WATCHING: AtomicI32 = AtomicI32::new(0);
 
-/// A library whose functions have hooks has been dealt with.
+/// Whether the functions of each library with hooks have been redirected.
 static C_LIBRARY: AtomicBool = AtomicBool::new(false);
 static DRIVER: AtomicBool = AtomicBool::new(false);
 static NVML: AtomicBool = AtomicBool::new(false);
 
-/// A library is about to be opened with `RTLD_DEEPBIND`.
-/// `dlsym` is the hook of that function.
+/// Called before a library is opened with `RTLD_DEEPBIND`. `dlsym` is the hook of that function.
 pub fn opening(dlsym: usize) {
     errno::preserved(|| {
         if settings::is_disabled() || are_all_redirected() {
@@ -37,12 +37,12 @@ pub fn opening(dlsym: usize) {
         WATCHING.store(getpid().as_raw_pid(), Ordering::SeqCst);
         redirect_what_is_loaded(dlsym);
         if redirect::was_refused() && gate::is_active() {
-            interop::tie(); // memory that is away must return before the library can use it
+            interop::tie(); // evicted memory must be restored before the library can use it
         }
     });
 }
 
-/// Redirects what has been loaded by now, if such a library was opened.
+/// Redirects the libraries loaded by now, if such a library was opened.
 pub fn look(dlsym: usize) {
     if WATCHING.load(Ordering::SeqCst) == getpid().as_raw_pid() {
         errno::preserved(|| redirect_what_is_loaded(dlsym));
@@ -50,9 +50,10 @@ pub fn look(dlsym: usize) {
 }
 
 fn redirect_what_is_loaded(dlsym: usize) {
-    /// What had been loaded at the last look.
+    /// The number of loaded objects at the last check.
     static SEEN: AtomicU64 = AtomicU64::new(0);
-    /// A thread that is here. Where `malloc` is a library's that looks something up each time, it would come here again.
+    /// The thread that is in this function. A library's `malloc` that looks up a symbol on each call would recurse into
+    /// it.
     static BUSY: AtomicI32 = AtomicI32::new(0);
     let loaded = elf::loaded_so_far();
     if loaded == Some(SEEN.load(Ordering::SeqCst)) {
@@ -91,7 +92,7 @@ fn redirect_each(dlsym: usize) {
     }
 }
 
-/// Does it unless it has been done. While one thread does it another does the same, rather than go on before it is done.
+/// Runs the action unless it is done. Concurrent threads repeat it, rather than continue before it is done.
 fn once(done: &AtomicBool, action: impl FnOnce() -> bool) {
     if !done.load(Ordering::SeqCst) && action() {
         done.store(true, Ordering::SeqCst);

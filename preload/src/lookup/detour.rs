@@ -1,8 +1,8 @@
-//! Code that comes between a call and the function that is called, whatever its arguments are.
+//! Code that runs between a call and the called function, whatever its arguments are.
 
-/// Declares a function to jump to in the place of a call, with a number in `r11` or `x16`. It hands the number to
-/// `$called: extern "C" fn(usize) -> usize` and goes on at the address that this returns. It keeps all registers that may hold
-/// arguments, and the stack.
+/// Declares a function that is jumped to instead of a call, with a number in `r11` or `x16`. It passes the number to
+/// `$called: extern "C" fn(usize) -> usize` and continues at the returned address. It preserves the stack and all
+/// registers that may hold arguments.
 macro_rules! detour {
     ($name:ident, $called:path) => {
         #[cfg(target_arch = "x86_64")]

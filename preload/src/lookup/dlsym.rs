@@ -1,9 +1,9 @@
-//! Look-ups of functions by `dlsym` and `cuGetProcAddress`, answered with a hook where there is one.
+//! Lookups of functions by `dlsym` and `cuGetProcAddress`, answered with hooks where they exist.
 //!
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
-//! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can ask, and for
-//! all 459 look-ups of a PyTorch program with 580). So whatever variant a program is given, it gets the hook of just that
-//! variant, or its entry ([`entries`]); one that this library does not know has a thunk (`thunks.rs`).
+//! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can
+//! query, and for all 459 lookups of a PyTorch program with 580). So for any variant, a program gets the hook of
+//! exactly that variant, or its entry ([`entries`]); unknown functions have a thunk (`thunks.rs`).
 
 use super::{
     deepbind, entries,
@@ -22,13 +22,13 @@ use core::{
     ptr,
 };
 
-/// `dlsym`. Names that begin with `cu`, and the few names of NVML with hooks, are handled here, but not with `RTLD_NEXT`, whose
-/// meaning depends on the caller's address. So does that of `RTLD_DEFAULT`, which includes what was loaded with the caller: of
-/// the driver's names only those of hooks, which are found in any scope, are handled here. All other calls jump to the real
-/// function with the caller's return address on the stack.
+/// The hook of `dlsym`. It handles names that begin with `cu`, and the few NVML names with hooks, but not with
+/// `RTLD_NEXT`, whose meaning depends on the caller's address. The meaning of `RTLD_DEFAULT` depends on it too, since
+/// it includes the libraries loaded with the caller: of the driver's names only hooks' names, which are found in any
+/// scope, are handled for it. All other calls jump to the real function with the caller's return address on the stack.
 ///
-/// Whoever opened a library looks something up in it before using it, whatever that is, so this is where it is noticed that a
-/// library which does not find the hooks has brought the driver with it ([`deepbind`]).
+/// A library opened with `dlopen` is always queried with `dlsym` first, so this is where we notice that a library that
+/// does not find the hooks has loaded the driver ([`deepbind`]).
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -219,7 +219,8 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
     )
 }
 
-/// `dlopen`, whose meaning depends on the caller's address: jumps to the real function with that on the stack.
+/// The hook of `dlopen`, whose meaning depends on the caller's address: jumps to the real function with that on the
+/// stack.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -299,26 +300,26 @@ pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_v
     )
 }
 
-/// A library is about to be opened with `RTLD_DEEPBIND`.
+/// Called before a library is opened with `RTLD_DEEPBIND`.
 extern "C" fn opening() {
     deepbind::opening(dlsym as *const () as usize);
 }
 
-/// Looks whether a library opened that way has brought the driver.
+/// Checks whether a library opened that way has loaded the driver.
 pub extern "C" fn look() {
     deepbind::look(dlsym as *const () as usize);
 }
 
 /// Whether this library exports this name of the driver.
 unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
-    // SAFETY: the name that `dlsym` was called with, which it has found to begin with `cu`.
+    // SAFETY: `name` is the argument of `dlsym`, which has found it to begin with `cu`.
     let name = unsafe { CStr::from_ptr(name) };
     hook::all().any(|hook| hook.real.name() == name) || entries::has(name)
 }
 
-/// `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
+/// Handles `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // Before the look-up, whose error the program may ask for.
+    // Before the lookup, whose error the program may query.
     let is_loaded = driver::loaded().is_some();
     let found = c::real_dlsym(handle, name);
     if found.is_null() {
@@ -328,11 +329,11 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     let entry_of_nothing =
         || entries::exported_at(found as usize).is_some_and(|entry| !(is_loaded && entries::is_there(entry)));
     if hook::all().any(is_nowhere) || entry_of_nothing() {
-        // Without the driver these names do not exist, nor does one that this driver lacks, unless a library behind this one
-        // defines them. They were found only because this library exports them.
+        // Without the driver these names do not exist, and neither does a name that this driver lacks, unless a library
+        // behind this one defines it. The name was found only because this library exports it.
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
-    // SAFETY: the name that `dlsym` was called with.
+    // SAFETY: `name` is the argument of `dlsym`.
     let name = unsafe { CStr::from_ptr(name) };
     match driver::loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
         Some(_) => answer(found),
@@ -340,7 +341,7 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     }
 }
 
-/// The same for a name of NVML that has a hook.
+/// Handles `dlsym` for an NVML name that has a hook.
 unsafe extern "C" fn dlsym_of_nvml(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let is_there = nvml::is_loaded();
     let found = c::real_dlsym(handle, name);

@@ -1,6 +1,7 @@
-//! Functions of the driver that are passed: this library has nothing to do with them, but while the process is off its GPUs whoever
-//! calls one has to wait outside of the driver ([`crate::driver::presence`]). So a program is given an *entry* for each, which jumps
-//! to the function as long as its way is open. That is one load and a comparison, and keeps all registers and the stack.
+//! Entries: functions of the driver that this library need not intercept. But while the process is off its GPUs, their
+//! callers have to wait outside the driver ([`crate::driver::presence`]). So a program gets an *entry* for each, which
+//! jumps to the function while it is open. That costs one load and a comparison, and preserves all registers and the
+//! stack.
 //!
 //! A few functions never block in the driver, and have no entry; `build.rs` lists them.
 
@@ -17,8 +18,8 @@ use crate::{
 use alloc::{boxed::Box, vec::Vec};
 use core::ffi::CStr;
 
-/// Names of functions that pass, each with a NUL behind it: first those with entries, in their order, then those without. No
-/// pointers, so that loading them costs nothing.
+/// Names of functions that pass, each followed by a NUL: first those with entries, in their order, then those without.
+/// Without pointers, so that loading them costs nothing.
 static NAMES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/passed-names"));
 
 /// The distance between two entries, in bytes.
@@ -28,15 +29,15 @@ fn names() -> impl Iterator<Item = &'static CStr> {
     NAMES.split_inclusive(|byte| *byte == 0).filter_map(|name| CStr::from_bytes_with_nul(name).ok())
 }
 
-/// Declares the entries and exports each by the name of its function.
+/// Declares the entries, and exports each under the name of its function.
 macro_rules! entries {
     ($( $name:ident $index:literal )*) => {
         const ENTRIES: usize = [$( $index ),*].len();
 
-        /// The way to the function of each entry.
+        /// The state of each entry: the address of its function.
         static WAYS: [Entry; ENTRIES] = [const { Entry::new() }; ENTRIES];
 
-        /// Not a function, but the entries, one behind the other.
+        /// Not a function, but the entries, one after another.
         #[cfg(target_arch = "x86_64")]
         #[unsafe(naked)]
         unsafe extern "C" fn entries() {
@@ -80,7 +81,8 @@ macro_rules! entries {
             )
         }
 
-        /// Not a function, but the distance of each exported name from where it is written here, see [`crate::driver::hook`].
+        /// Not a function, but the distance of each exported name from its place in this list, see
+        /// [`crate::driver::hook`].
         #[unsafe(naked)]
         unsafe extern "C" fn exports() {
             core::arch::naked_asm!($( concat!(".long {", stringify!($name), "} - .") ),*, $( $name = sym exported::$name ),*)
@@ -107,19 +109,19 @@ include!(concat!(env!("OUT_DIR"), "/passed-entries.rs"));
 
 detour!(enter, entering);
 
-/// Called where the way of an entry is not open. Returns where to go on.
+/// Called by an entry that is not open. Returns the address at which to continue.
 extern "C" fn entering(entry: usize) -> usize {
     let way = WAYS.get(entry).zip(names().nth(entry));
     let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| driver::export(name))));
     function.unwrap_or(missing as *const () as usize)
 }
 
-/// In the place of a function that this driver lacks.
+/// Replaces a function that this driver lacks.
 extern "C" fn missing() -> CUresult {
     ERROR_NOT_FOUND
 }
 
-/// Shuts every way into the driver, for the program and for this library, or opens all again
+/// Shuts all entries into the driver, for the program and for this library, or opens them again
 /// ([`entry`](crate::driver::entry)).
 pub fn shut_driver(shut: bool) {
     driver::each_function(|function| function.entry().set_shut(shut));
@@ -127,7 +129,7 @@ pub fn shut_driver(shut: bool) {
     WAYS.iter().for_each(|way| way.set_shut(shut));
 }
 
-/// Pairs of the addresses of a function that this driver has and of its entry. Looks up all functions.
+/// Pairs of the address of a function that this driver has and the address of its entry. Looks up all functions.
 pub fn pairs() -> impl Iterator<Item = (usize, usize)> {
     let known = WAYS.iter().zip(names()).enumerate();
     known.filter_map(|(index, (way, name))| Some((way.find(|| driver::export(name))?, entry_at(index))))
@@ -137,7 +139,7 @@ fn entry_at(index: usize) -> usize {
     entries as *const () as usize + index * STRIDE
 }
 
-/// Whether this library exports an entry by this name.
+/// Whether this library exports an entry with this name.
 pub fn has(name: &CStr) -> bool {
     names().take(ENTRIES).any(|known| known == name)
 }
@@ -147,7 +149,7 @@ pub fn exported_at(address: usize) -> Option<usize> {
     let list = exports as *const i32;
     (0..ENTRIES).find(|index| {
         let place = list.wrapping_add(*index);
-        // SAFETY: within the list.
+        // SAFETY: `index` is within the list.
         (place as usize).wrapping_add_signed(unsafe { place.read() } as isize) == address
     })
 }

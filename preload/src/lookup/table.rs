@@ -8,10 +8,10 @@ use crate::{
 use alloc::{boxed::Box, vec::Vec};
 use core::ffi::c_void;
 
-/// What the program is given for a function that the driver exports.
+/// The address that the program gets for a function that the driver exports.
 pub fn answer(real: *mut c_void) -> *mut c_void {
     let hook = hook_of(real);
-    // Where the driver's own table leads to hooks and entries, one of these is what was found.
+    // If the driver's own table has been redirected, the lookup has found a hook or an entry.
     let is_ours = |address| table().is_some_and(|table| table.iter().any(|(_, hook)| *hook == address));
     let is_known = hook != real || is_ours(real as usize) || entries::exported_at(real as usize).is_some();
     if is_known || entries::never_blocks(real as usize) { hook } else { thunks::guarded(real) }
@@ -26,7 +26,7 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
     }
 }
 
-/// Pairs of real address and hook or entry, sorted. Made when the driver is loaded; `None` before.
+/// Pairs of real address and hook or entry, sorted. Built when the driver is loaded; `None` before.
 pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
     if TABLE.get().is_none() {
@@ -34,16 +34,16 @@ pub fn table() -> Option<&'static [(usize, usize)]> {
         let mut table: Vec<_> = hook::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
         table.extend(entries::pairs());
         table.sort_by_key(|(real, _)| *real);
-        table.dedup_by_key(|(real, _)| *real); // of two names of one function the one with a hook counts
+        table.dedup_by_key(|(real, _)| *real); // if a function has two names, the one with a hook counts
         let _ = TABLE.set(Box::new(table));
     }
     TABLE.get().map(Vec::as_slice)
 }
 
-/// Replaces the function that `cuGetProcAddress` returned by its hook.
+/// Replaces the function returned by `cuGetProcAddress` with its hook.
 ///
 /// # Safety
-/// `function` is NULL or what the program passed to `cuGetProcAddress`.
+/// `function` is NULL or the pointer that the program passed to `cuGetProcAddress`.
 pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
     if result == SUCCESS && !function.is_null() {
         // SAFETY: the driver has just written there; it may have found nothing.

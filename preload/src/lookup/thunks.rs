@@ -1,6 +1,6 @@
-//! Functions of the driver that `coverage/entry-points.tsv` does not know, because the driver is newer. They may submit work that
-//! passes no gate. So a program that looks one up is given a thunk, which keeps the program's memory on the GPU from the first
-//! call on and then jumps to the function, with the caller's registers and stack.
+//! Thunks for functions of the driver that `coverage/entry-points.tsv` does not know, because the driver is newer. They
+//! may submit work that passes no gate. So a program that looks one up gets a thunk, which keeps the program's memory
+//! on the GPU from the first call on and then jumps to the function, with the caller's registers and stack.
 
 use super::detour::detour;
 use crate::{calls::interop, driver::presence, sys::errno};
@@ -10,16 +10,16 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// As many as a program is likely to look up. Behind them memory stays from the look-up on.
+/// Enough for the unknown functions that a program is likely to look up. Beyond them, memory stays from the lookup on.
 const THUNKS: usize = 64;
 
 /// The distance between two thunks, in bytes.
 const STRIDE: usize = 16;
 
-/// The function of each thunk, in the order in which they were looked up; 0 if it has none yet. A function keeps its thunk.
+/// The function of each thunk, in lookup order; 0 if it has none yet. A function keeps its thunk.
 static FUNCTIONS: [AtomicUsize; THUNKS] = [const { AtomicUsize::new(0) }; THUNKS];
 
-/// What the program is given for a function of the driver of which nothing is known.
+/// The address that the program gets for an unknown function of the driver.
 pub fn guarded(function: *mut c_void) -> *mut c_void {
     let address = function as usize;
     for (thunk, place) in FUNCTIONS.iter().enumerate() {
@@ -37,7 +37,7 @@ fn thunk_at(thunk: usize) -> *mut c_void {
     (thunks as *const () as usize + thunk * STRIDE) as *mut c_void
 }
 
-/// Called by a thunk, with an address inside of it. Returns the address of its function.
+/// Called by a thunk, with an address inside it. Returns the address of its function.
 extern "C" fn called(inside: usize) -> usize {
     errno::preserved(interop::tie);
     if presence::is_away() {
@@ -49,14 +49,14 @@ extern "C" fn called(inside: usize) -> usize {
 
 detour!(enter, called);
 
-/// The thunks, one behind the other.
+/// The thunks, one after another.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn thunks() {
     naked_asm!(
         ".rept {thunks}",
         ".balign {stride}",
-        "lea r11, [rip]", // the thunk by its own address; the register is free at a call
+        "lea r11, [rip]", // identifies the thunk by its own address; the register is free at a call
         "jmp {enter}",
         ".endr",
         thunks = const THUNKS,

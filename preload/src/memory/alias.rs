@@ -1,16 +1,17 @@
-//! Aliases: addresses at which the program itself has mapped a range, each with the access rights that the program set. Chunks
-//! on the GPU are *shown* at every alias; before a chunk leaves, it is hidden at all of them.
+//! Aliases: addresses at which the program itself has mapped a range, each with the access rights that the program set.
+//! Chunks on the GPU are *shown* at every alias; before a chunk is evicted, it is hidden at all of them.
 
 use crate::driver::{self, check, context::is_dead, types::*};
 use alloc::{collections::BTreeMap, vec::Vec};
 
-/// The aliases of one range, by address. A program may have tens of thousands: kvcached maps one chunk wherever it has no page.
+/// The aliases of one range, by address. A program may have tens of thousands: kvcached maps one chunk wherever it has
+/// no page.
 #[derive(Debug, Default)]
 pub struct Aliases(BTreeMap<u64, Alias>);
 
 #[derive(Debug, Default)]
 struct Alias {
-    /// One entry for each location that has access.
+    /// One entry per location that has access.
     access: Vec<AccessDesc>,
     /// Offset and length of each chunk that is mapped now.
     shown: BTreeMap<u64, u64>,
@@ -34,12 +35,12 @@ impl Aliases {
         self.0.iter_mut().try_for_each(|(at, alias)| alias.show(*at, offset, len, handle))
     }
 
-    /// The same at one alias.
+    /// Maps the chunk at this offset at one alias.
     pub fn show_at(&mut self, at: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
         self.0.get_mut(&at).map_or(Ok(()), |alias| alias.show(at, offset, len, handle))
     }
 
-    /// Unmaps the chunk at this offset. No work that touches it may be running.
+    /// Unmaps the chunk at this offset. No running work may access it.
     pub fn hide(&mut self, offset: u64) {
         for (at, alias) in &mut self.0 {
             if let Some(len) = alias.shown.remove(&offset) {
@@ -52,7 +53,7 @@ impl Aliases {
     pub fn set_access(&mut self, at: u64, wanted: &[AccessDesc]) -> Result<(), CUresult> {
         let Some(alias) = self.0.get_mut(&at) else { return Ok(()) };
         for (offset, len) in &alias.shown {
-            // SAFETY: mapped by `show`; as many entries as said.
+            // SAFETY: the range was mapped by `show`; `wanted` has `wanted.len()` entries.
             check(unsafe { driver::cuMemSetAccess(at + offset, *len as usize, wanted.as_ptr(), wanted.len()) })?;
         }
         for desc in wanted {
@@ -64,7 +65,7 @@ impl Aliases {
         Ok(())
     }
 
-    /// The access rights of one location at one alias.
+    /// Returns the access rights of one location at one alias.
     pub fn access(&self, at: u64, location: Location) -> i32 {
         let access = self.0.get(&at).map_or(&[][..], |alias| &alias.access);
         access.iter().find(|desc| desc.location == location).map_or(0, |desc| desc.flags)
@@ -72,7 +73,8 @@ impl Aliases {
 }
 
 fn unmap(at: u64, len: u64) {
-    // SAFETY: mapped by `Alias::map`; the caller knows that nothing that touches it runs, as with the driver.
+    // SAFETY: the range was mapped by `Alias::map`; the caller ensures that no running work accesses it, as the driver
+    // demands.
     unsafe { driver::cuMemUnmap(at, len as usize) };
 }
 
@@ -86,7 +88,8 @@ impl Alias {
     }
 
     fn map(&self, at: u64, len: usize, handle: Handle) -> Result<(), CUresult> {
-        // SAFETY: a chunk of ours, mapped whole where the program wants it; the driver says whether it can be.
+        // SAFETY: `handle` is a chunk of ours, mapped whole at an address that the program chose; the driver checks
+        // whether it can be.
         unsafe {
             check(driver::cuMemMap(at, len, 0, handle, 0))?;
             if self.access.is_empty() {
@@ -98,7 +101,7 @@ impl Alias {
                     driver::cuMemUnmap(at, len);
                     return Err(error);
                 }
-                // The chunk must come back even if the driver no longer grants one of the rights.
+                // The chunk must be restored even if the driver no longer grants one of the rights.
                 _ => {
                     for desc in &self.access {
                         let _ = driver::cuMemSetAccess(at, len, desc, 1);

@@ -1,7 +1,7 @@
-//! Chunks: the pieces in which memory is mapped and moved, and where the contents of each are.
+//! Chunks: the pieces in which memory is mapped and moved, and where their contents are.
 //!
-//! A chunk that comes back onto the GPU leaves what it came from behind, in host memory or in its file, as long as there is room for
-//! it. If its fingerprint is still the same when it leaves again, it is neither copied nor written a second time.
+//! A restored chunk leaves its source behind, in host memory or in its file, while there is room. If its fingerprint is
+//! still the same at its next eviction, it is neither copied nor written again.
 
 use super::{
     engine::Flags,
@@ -22,13 +22,13 @@ pub(super) struct Chunk {
 /// Where a chunk's contents are.
 #[derive(Debug)]
 pub(super) enum Residency {
-    /// Nowhere: the chunk never had any.
+    /// Nowhere: the chunk has no contents yet.
     Unbacked,
-    /// On the GPU. `copy` is what is kept elsewhere since the chunk last came back; it may still be the same.
+    /// On the GPU. `copy` is the copy kept since the chunk was last restored; it may still be current.
     Gpu { handle: Handle, copy: Option<Kept> },
     /// In host memory; without a copy of ours if the driver moves it.
     Host(Option<HostCopy>),
-    /// In a swap file alone.
+    /// In a swap file only.
     File(FileCopy),
     /// Nowhere: every 32-bit word has this value.
     Constant(u32),
@@ -36,7 +36,7 @@ pub(super) enum Residency {
     Moving,
 }
 
-/// What is kept of a chunk that is on the GPU.
+/// The copy kept of a chunk that is on the GPU.
 #[derive(Debug)]
 pub(super) enum Kept {
     Host(HostCopy),
@@ -44,7 +44,7 @@ pub(super) enum Kept {
 }
 
 impl Kept {
-    /// Takes the buffer out of it. Returns that, and what is left.
+    /// Takes the buffer. Returns it, and the rest.
     pub(super) fn without_buffer(self) -> (Option<Buffer>, Option<Self>) {
         match self {
             Self::Host(HostCopy { buffer, file, .. }) => (Some(buffer), file.map(Self::File)),
@@ -59,7 +59,7 @@ impl Kept {
         }
     }
 
-    /// The bytes of its buffer.
+    /// The size of its buffer.
     pub(super) fn host_bytes(&self) -> u64 {
         match self {
             Self::Host(copy) => copy.buffer.len(),
@@ -69,12 +69,12 @@ impl Kept {
 }
 
 impl Chunk {
-    /// Neither on the GPU nor on its way.
+    /// Whether it is neither on the GPU nor being moved.
     pub(super) fn is_away(&self) -> bool {
         self.is_at_hand() || matches!(self.residency, Residency::File(_))
     }
 
-    /// Not on the GPU, and can be put there at once.
+    /// Whether it is not on the GPU, and can be put there immediately.
     pub(super) fn is_at_hand(&self) -> bool {
         matches!(self.residency, Residency::Unbacked | Residency::Host(_) | Residency::Constant(_))
     }
@@ -85,7 +85,7 @@ impl Chunk {
     }
 }
 
-/// A chunk that is about to leave.
+/// A chunk that is about to be evicted.
 #[derive(Debug)]
 pub(super) struct Leaving {
     pub base: u64,
@@ -97,7 +97,7 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// Whether it is copied to a buffer that it does not have.
+    /// Whether it must be copied to a buffer that it does not have yet.
     pub(super) fn needs_buffer(&self) -> bool {
         match &self.chunk.residency {
             Residency::Gpu { copy: Some(copy), .. } => {

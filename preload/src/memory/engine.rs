@@ -1,34 +1,36 @@
-//! Engines: ways to get memory off a GPU. An [`Engine`] reserves address ranges and puts chunks of them on the GPU and off it.
+//! Engines: ways to evict memory from a GPU. An [`Engine`] reserves address ranges, puts chunks of them on the GPU and
+//! takes them off.
 //!
-//! [`Swap`] maps physical chunks into reserved addresses: a chunk that leaves frees its bytes at once, and comes back at the
-//! same address. [`Managed`] uses managed memory: pages fault in when touched, and chunks are prefetched.
+//! [`Swap`] maps physical chunks at reserved addresses: evicting a chunk frees its bytes immediately, and it is
+//! restored at the same address. [`Managed`] uses managed memory: pages fault in when touched, and chunks are
+//! prefetched.
 
 use crate::driver::{self, types::*, *};
 use core::sync::atomic::{AtomicU64, Ordering};
 use nvshare_wire::client::{self, EngineReason};
 
-/// The size of ranges and chunks is a multiple of this: the granularity of `cuMemCreate` on all GPUs that have it.
+/// The size of ranges and chunks is a multiple of this: the granularity of `cuMemCreate` on all GPUs that support it.
 pub const GRANULE: u64 = 2 << 20;
-/// The largest chunk. Larger ones are no faster to create and map [H200], and smaller ones can be passed on sooner.
+/// The largest chunk. Larger ones are no faster to create and map [H200], and smaller ones reach other clients sooner.
 pub const CHUNK: u64 = 64 << 20;
 
 /// Properties of a chunk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// The `CUmemAllocationHandleType`s as which the program may export it.
+    /// The `CUmemAllocationHandleType`s with which the program may export it.
     pub handle_types: i32,
-    /// Whether other devices may reach it (GPUDirect RDMA).
+    /// Whether other devices may access it (GPUDirect RDMA).
     pub rdma: u8,
     /// The size of the program's managed allocation; 0 for other memory.
     pub managed: u64,
-    /// Whether this library may export it. It is created for that if the GPU supports it.
+    /// Whether this library may export it. It is created exportable if the GPU supports that.
     pub exportable: bool,
-    /// Other GPUs that may touch it, as bits.
+    /// Other GPUs that may access it, as bits.
     pub peers: u64,
 }
 
 impl Flags {
-    /// The bytes of a chunk that are inside its allocation, beyond which nothing can be prefetched.
+    /// The bytes of a chunk that are inside its allocation. Bytes beyond it cannot be prefetched.
     pub fn inside(self, offset: u64, len: u64) -> u64 {
         if self.managed > 0 { len.min(self.managed.saturating_sub(offset)) } else { len }
     }
@@ -53,11 +55,11 @@ pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
     /// Reserves addresses for `len` bytes, without memory if the engine can do that.
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
-    /// Gives the addresses back. `false` if only a thread of the program can.
+    /// Frees the addresses. `false` if only a thread of the program can.
     fn unreserve(&self, base: u64, len: u64) -> bool;
     /// Backs a chunk with memory on the GPU. Its contents are undefined.
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
-    /// Frees the chunk's memory on the GPU. No work that touches it may be running.
+    /// Frees the chunk's memory on the GPU. No running work may access it.
     fn unmap(&self, at: u64, len: u64, handle: Handle);
     /// Whether contents must be copied to a host buffer before `unmap` and back after `map`.
     fn copies(&self) -> bool;
@@ -73,25 +75,26 @@ fn devices(set: u64) -> impl Iterator<Item = CUdevice> {
     (0..u64::BITS).filter(move |bit| set >> bit & 1 == 1).map(|bit| bit as CUdevice)
 }
 
-/// Gives a GPU access to what is mapped there.
+/// Gives a GPU access to the memory mapped there.
 pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
     let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu };
     let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-    // SAFETY: a valid place, and a chunk of ours that is mapped there.
+    // SAFETY: `access` outlives the call, and a chunk of ours is mapped there.
     check(unsafe { cuMemSetAccess(at, len as usize, &access, 1) })
 }
 
 #[derive(Debug)]
 pub struct Swap;
 
-/// The GPUs on which chunks are created so that they can be exported, as bits. This costs nothing [H200].
+/// The GPUs on which chunks are created exportable, as bits. This costs nothing [H200].
 static SHARING: AtomicU64 = AtomicU64::new(0);
 
-/// `cuMemCreate` for a chunk. If chunks cannot be created for export, as in some containers, it is created without.
+/// Calls `cuMemCreate` for a chunk. If exportable chunks cannot be created, as in some containers, the chunk isn't
+/// exportable.
 fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     let create = |flags| {
         let mut handle = 0;
-        // SAFETY: valid places.
+        // SAFETY: `handle` and the properties outlive the call.
         check(unsafe { cuMemCreate(&mut handle, len as usize, &properties(gpu, flags), 0) }).map(|()| handle)
     };
     match create(flags) {
@@ -115,20 +118,21 @@ impl Engine for Swap {
 
     fn reserve(&self, len: u64) -> Result<u64, CUresult> {
         let mut base = 0;
-        // SAFETY: a valid place.
+        // SAFETY: `base` outlives the call.
         check(unsafe { cuMemAddressReserve(&mut base, len as usize, GRANULE as usize, 0, 0) })?;
         Ok(base)
     }
 
     fn unreserve(&self, base: u64, len: u64) -> bool {
-        // SAFETY: a reservation of ours with nothing mapped in it.
+        // SAFETY: the range is a reservation of ours with nothing mapped in it.
         unsafe { cuMemAddressFree(base, len as usize) };
         true
     }
 
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
         let handle = create(gpu, len, flags)?;
-        // SAFETY: valid places; `at..at + len` is inside a reservation of ours with nothing mapped there.
+        // SAFETY: `at..at + len` is inside a reservation of ours with nothing mapped there, and `handle` is a new chunk
+        // of `len` bytes.
         unsafe {
             let mapped = check(cuMemMap(at, len as usize, 0, handle, 0)).and_then(|()| {
                 let mut all = core::iter::once(gpu).chain(devices(flags.peers));
@@ -145,7 +149,7 @@ impl Engine for Swap {
     }
 
     fn unmap(&self, at: u64, len: u64, handle: Handle) {
-        // SAFETY: mapped by `map`, and nothing that touches it runs.
+        // SAFETY: the chunk was mapped by `map`, and the caller ensures that no running work accesses it.
         unsafe {
             cuMemUnmap(at, len as usize);
             cuMemRelease(handle);
@@ -173,7 +177,7 @@ impl Engine for Managed {
 
     fn reserve(&self, len: u64) -> Result<u64, CUresult> {
         let mut base = 0;
-        // SAFETY: a valid place.
+        // SAFETY: `base` outlives the call.
         check(unsafe { cuMemAllocManaged(&mut base, len as usize, MEM_ATTACH_GLOBAL) })?;
         Ok(base)
     }
@@ -194,7 +198,7 @@ impl Engine for Managed {
 
     fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream) {
         let to = if onto_gpu { gpu } else { DEVICE_CPU };
-        // SAFETY: inside an allocation of ours. A prefetch that fails only means that pages fault in instead.
+        // SAFETY: the range is inside an allocation of ours. If a prefetch fails, pages fault in instead.
         unsafe { cuMemPrefetchAsync(at, len as usize, to, stream) };
     }
 }
@@ -202,17 +206,17 @@ impl Engine for Managed {
 /// Whether the GPU has this attribute.
 pub fn has(gpu: CUdevice, attribute: i32) -> bool {
     let mut value = 0;
-    // SAFETY: a valid place.
+    // SAFETY: `value` outlives the call.
     unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, gpu) == SUCCESS && value != 0 }
 }
 
-/// Whether prefetches move managed memory of this GPU.
+/// Whether managed memory of this GPU can be prefetched.
 pub fn can_prefetch(gpu: CUdevice) -> bool {
     has(gpu, DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)
 }
 
-/// The engine for a GPU, and why: the requested one if the GPU supports it, otherwise the best. `None`: memory stays where the
-/// driver put it.
+/// Chooses the engine for a GPU, and gives the reason: the requested one if the GPU supports it, otherwise the best.
+/// `None`: memory stays where the driver put it.
 pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static dyn Engine>, EngineReason) {
     if has(gpu, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
         SHARING.fetch_or(bit(gpu), Ordering::Relaxed);

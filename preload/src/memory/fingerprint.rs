@@ -1,5 +1,5 @@
-//! Fingerprints of chunks: 128 bits, computed on the GPU at the speed of its memory. A chunk that holds a single value, or what
-//! a copy in host memory holds already, is recognised without a copy over a link that is eighty times slower.
+//! Fingerprints of chunks: 128 bits, computed on the GPU at the speed of its memory. A chunk that holds a single value,
+//! or the same contents as a copy in host memory, is recognised without a copy over a link that is eighty times slower.
 
 use super::staging::Buffer;
 use crate::{
@@ -13,19 +13,20 @@ use core::{
     time::Duration,
 };
 
-/// The kernel as code for the GPUs of today and as PTX for later ones, which `fingerprint.sh` has made. The driver need not
-/// compile anything, which takes longer than to load code.
+/// The kernel as machine code for today's GPUs and as PTX for later ones, built by `fingerprint.sh`. Loading machine
+/// code is faster than having the driver compile PTX.
 static FAT_BINARY: &Aligned<[u8]> = &Aligned(*include_bytes!("fingerprint.fatbin"));
 
-/// The kernel as PTX alone, with a NUL at its end, for drivers that cannot use the fat binary.
+/// The kernel as PTX alone, NUL-terminated, for drivers that cannot use the fat binary.
 static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
 
-/// The driver reads words of 8 bytes there.
+/// The driver reads it in words of 8 bytes.
 #[repr(C, align(8))]
 struct Aligned<T: ?Sized>(T);
 
 const THREADS: u32 = 256;
-/// The kernel takes milliseconds, even beside programs that share the GPU without taking turns. After this time it counts as hung.
+/// The kernel takes milliseconds, even beside programs that share the GPU without taking turns. After this time it
+/// counts as hung.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The bytes that one block reads.
 const PART: u64 = 4 << 20;
@@ -51,17 +52,17 @@ pub struct Fingerprint {
 pub struct Fingerprinter {
     module: CUmodule,
     function: CUfunction,
-    /// Where the kernel reads its input and writes its results, and the address of that on the GPU.
+    /// The memory for the kernel's input and results, and its address on the GPU.
     table: Buffer,
     table_on_gpu: u64,
     seed: u64,
 }
 
-// SAFETY: its pointers are the driver's handles, which any thread may use.
+// SAFETY: the pointers are driver handles, which any thread may use.
 unsafe impl Send for Fingerprinter {}
 
 impl Fingerprinter {
-    /// Loads the kernel, so that nothing is left to do when it is launched. The driver may wait for running work.
+    /// Loads the kernel completely, so that a launch loads nothing. The driver may wait for running work.
     ///
     /// # Errors
     /// `ERROR_OUT_OF_MEMORY` for lack of memory; others if this GPU or driver cannot do it.
@@ -84,19 +85,19 @@ impl Fingerprinter {
     }
 
     fn load(&mut self) -> Result<(), CUresult> {
-        // SAFETY: a valid place, and a buffer that stays registered.
+        // SAFETY: `table_on_gpu` outlives the call, and the buffer stays registered.
         check(unsafe { driver::cuMemHostGetDevicePointer_v2(&mut self.table_on_gpu, self.table.address(), 0) })?;
         self.module = load()?;
         self.find().inspect_err(|_| {
-            // SAFETY: nothing of the module runs.
+            // SAFETY: no code of the module is running.
             unsafe { driver::cuModuleUnload(self.module) };
         })
     }
 
     fn find(&mut self) -> Result<(), CUresult> {
         const NAME: &CStr = c"nvshare_fingerprint";
-        // SAFETY: a valid place, and a text that ends with NUL. Where code is loaded when it is first used, this is that use by
-        // most drivers; newer ones have a call for it.
+        // SAFETY: `self.function` outlives the call, and `NAME` ends with NUL. With lazy loading, most drivers load the
+        // code here; newer ones have a call for it.
         unsafe {
             check(driver::cuModuleGetFunction(&mut self.function, self.module, NAME.as_ptr()))?;
             match driver::cuFuncLoad(self.function) {
@@ -106,12 +107,12 @@ impl Fingerprinter {
         }
     }
 
-    /// Its context is broken. What is left is the buffer, to be unregistered.
+    /// Returns the buffer, which still has to be unregistered. The context is broken.
     pub fn into_buffer(self) -> Buffer {
         self.table
     }
 
-    /// Its context is gone, with the module and the registration.
+    /// Forgets a context that is gone, and with it the module and the registration.
     pub fn forget_context(mut self, context: usize) {
         self.table.forget_context(context);
     }
@@ -119,8 +120,8 @@ impl Fingerprinter {
     /// Computes the fingerprints of chunks (address and size). No thread writes to the chunks until it returns.
     ///
     /// # Errors
-    /// Errors of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. The kernel may write to the table at any
-    /// time after that, so this `Fingerprinter` must not be used or dropped.
+    /// Errors of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. The kernel may write to the
+    /// table at any time after that, so this `Fingerprinter` must not be used or dropped.
     pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Result<Vec<Fingerprint>, CUresult> {
         let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
@@ -139,7 +140,8 @@ impl Fingerprinter {
 
     fn run(&mut self, chunks: &[(u64, u64)], parts: usize, stream: CUstream) -> Result<(), CUresult> {
         let list = self.table.address().cast::<[u64; 2]>();
-        // SAFETY: the list is at the table's beginning, which is aligned, and no longer than LIST; no kernel runs.
+        // SAFETY: the list is at the table's beginning, which is aligned, and no longer than LIST; no kernel is
+        // running.
         unsafe {
             list.write([chunks.len() as u64, parts as u64]);
             for (at, (address, len)) in chunks.iter().enumerate().take(MAX_CHUNKS) {
@@ -150,7 +152,8 @@ impl Fingerprinter {
         let (mut seed, mut part) = (self.seed, (PART / 16) as u32);
         let mut arguments: [*mut c_void; 4] =
             [(&raw mut on_gpu).cast(), (&raw mut out).cast(), (&raw mut seed).cast(), (&raw mut part).cast()];
-        // SAFETY: the kernel's own arguments, which the driver copies; what it reads and writes stays until it is done.
+        // SAFETY: these are the kernel's arguments, which the driver copies; the memory that it reads and writes stays
+        // valid until it is done.
         unsafe {
             check(driver::cuLaunchKernel(
                 self.function,
@@ -177,9 +180,9 @@ impl Fingerprinter {
         }
     }
 
-    /// The result for a chunk of so many parts.
+    /// Returns the result for a chunk of `parts` parts.
     fn read(&self, chunk: usize, parts: usize) -> Fingerprint {
-        // SAFETY: behind the list, aligned; the kernel has written these.
+        // SAFETY: the results follow the list, aligned; the kernel has written them.
         let found = unsafe {
             let out = self.table.address().cast::<u8>().add(LIST).cast::<Sums>();
             core::slice::from_raw_parts(out.add(chunk * parts), parts)
@@ -201,7 +204,7 @@ impl Fingerprinter {
 fn load() -> Result<CUmodule, CUresult> {
     let load = |image: *const c_void| {
         let mut module = core::ptr::null_mut();
-        // SAFETY: a valid place, and a whole image of the kernel.
+        // SAFETY: `module` outlives the call, and `image` is a complete image of the kernel.
         check(unsafe { driver::cuModuleLoadData(&mut module, image) }).map(|()| module)
     };
     load(FAT_BINARY.0.as_ptr().cast()).or_else(|error| match error {
@@ -214,9 +217,9 @@ fn load() -> Result<CUmodule, CUresult> {
     })
 }
 
-/// How many of the chunks one launch takes, and the number of parts of the largest of them. The kernel finds nothing to read in parts
-/// that a chunk does not have. A launch for each size of chunk instead leaves most of the GPU idle: 209 chunks of a language model, of 33
-/// to 90 MB in no order, took 74 ms on an H200.
+/// Returns the number of chunks for one launch, and the number of parts of the largest. The kernel skips parts beyond
+/// the end of a chunk. A launch per chunk size instead would leave most of the GPU idle: 209 chunks of a language
+/// model, of 33 to 90 MB in no order, took 74 ms on an H200.
 fn batch(chunks: &[(u64, u64)]) -> (usize, usize) {
     let (mut count, mut parts) = (0, 1);
     for (_, len) in chunks.iter().take(MAX_CHUNKS) {
@@ -229,7 +232,7 @@ fn batch(chunks: &[(u64, u64)]) -> (usize, usize) {
     (count, parts)
 }
 
-/// Random, so that a program cannot construct two contents with the same fingerprint.
+/// A random seed, so that a program cannot construct two contents with the same fingerprint.
 fn seed() -> u64 {
     let mut seed = [0; 8];
     let _ = rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::NONBLOCK);
@@ -268,7 +271,7 @@ mod tests {
         assert_eq!(batches(&[]), []);
     }
 
-    /// What the `cksum` of POSIX says: the CRC of the bytes and of their number, and the number.
+    /// Computes the POSIX `cksum`: the CRC of the bytes and of their number, and the number.
     fn cksum(bytes: &[u8]) -> String {
         let len = bytes.len().to_le_bytes();
         let len = &len[..len.len() - bytes.len().leading_zeros() as usize / 8];

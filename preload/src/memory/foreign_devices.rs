@@ -1,6 +1,6 @@
-//! Devices other than GPUs that may access GPU memory by themselves: network cards, disks, and GDRCopy, with which the CPU
-//! copies past the driver. No call says which memory they were given, but the program that gives it to them has their device
-//! open.
+//! Devices other than GPUs that may access GPU memory directly: network cards, disks, and GDRCopy, with which the CPU
+//! copies without the driver. No call tells which memory they may access, but the program that uses them has their
+//! device file open.
 
 use core::mem::MaybeUninit;
 use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};
@@ -12,7 +12,7 @@ fn is_one(path: &[u8]) -> bool {
     DEVICES.iter().any(|device| path.starts_with(device))
 }
 
-/// Whether such a device may access memory of this program. `false` if that cannot be found out.
+/// Whether such a device may access memory of this program. `false` if that cannot be determined.
 pub fn may_reach_memory() -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(folder) = open(c"/proc/self/fd", flags, Mode::empty()) else { return false };

@@ -1,5 +1,5 @@
-//! The memory that this process can still take: what the kernel has available, and what its control groups and their parents
-//! have left, whichever is less.
+//! The memory that this process can still allocate: the smaller of the memory that the kernel has available and the
+//! room in its cgroups and their ancestors.
 
 use crate::sys::file;
 use alloc::{ffi::CString, format, vec::Vec};
@@ -8,27 +8,27 @@ use rustix::process::{Resource, getrlimit};
 
 /// Left to the host: below this, nothing more is swapped out.
 const HOST_RESERVE: u64 = 512 << 20;
-/// Left to the process of the addresses that a limit allows it: for the stacks and heaps of a few threads.
+/// Addresses left to the process within its limit: enough for the stacks and heaps of a few threads.
 const ADDRESS_RESERVE: u64 = 32 << 20;
-/// The most nodes that a range of them has, whatever the text says.
+/// Upper bound on the nodes in one range, whatever the text contains.
 const MOST_NODES: u64 = 1024;
-/// Left to a control group for its other memory, which grows as well: this fraction of its limit, and this much at most.
+/// Left to a cgroup for its other memory, which also grows: this fraction of its limit, and at most this much.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
-/// No limit in version 1 is a number beyond this one.
+/// In version 1, a larger number means no limit.
 const NO_LIMIT: u64 = 1 << 60;
-/// The deepest nesting of control groups that is looked at.
+/// The deepest nesting of cgroups that is checked.
 const DEPTH: usize = 32;
 
-/// Bytes of buffers whose pages are being allocated, which may not show in the figures yet.
+/// Bytes of buffers whose pages are being allocated, which may not show in the kernel's figures yet.
 static BEING_TAKEN: AtomicU64 = AtomicU64::new(0);
 
-/// A claim on so many bytes, while their pages are being allocated.
+/// A claim on a number of bytes, while their pages are being allocated.
 #[derive(Debug)]
 pub struct Claim(u64);
 
 impl Claim {
-    /// `None` if there is no room for so many bytes.
+    /// `None` if less than `bytes` is left.
     pub fn new(bytes: u64) -> Option<Self> {
         let others = BEING_TAKEN.fetch_add(bytes, Ordering::SeqCst);
         let claim = Self(bytes);
@@ -42,14 +42,14 @@ impl Drop for Claim {
     }
 }
 
-/// What there is for this process, in bytes.
+/// The memory available to this process, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Headroom {
-    /// It can still take so much.
+    /// Bytes that it can still allocate.
     pub left: u64,
-    /// So much of what its control groups leave to their other memory is taken.
+    /// The overrun of the reserve of its cgroups, in bytes.
     pub lacking: u64,
-    /// A control group limits it.
+    /// Whether a cgroup limits it.
     pub is_limited: bool,
 }
 
@@ -63,17 +63,19 @@ impl Headroom {
     }
 }
 
-/// Bytes that the control groups of this process allow, less what is left to its other memory; `u64::MAX` if they do not limit it.
+/// Bytes that the cgroups of this process allow, minus the reserve for its other memory; `u64::MAX` if they set no
+/// limit.
 pub fn most_in_groups() -> u64 {
     most(in_groups(|group, files| limit(group, files).map(|most| (most - reserve(most)) as i64)))
 }
 
-/// The same of what [`in_groups`] gives.
+/// Converts the result of [`in_groups`]: `u64::MAX` if nothing limits it, and 0 if it is negative.
 fn most(least: i64) -> u64 {
     if least == i64::MAX { u64::MAX } else { least.try_into().unwrap_or(0) }
 }
 
-/// What the host has available, on the nodes whose memory this process may use, less the reserve, in bytes; `u64::MAX` if unknown.
+/// Bytes that the host has available, on the nodes whose memory this process may use, minus the reserve; `u64::MAX` if
+/// unknown.
 fn of_host() -> u64 {
     let all = kib(&file::read(c"/proc/meminfo"), b"MemAvailable:").unwrap_or(u64::MAX);
     let status = file::read(c"/proc/thread-self/status");
@@ -81,8 +83,8 @@ fn of_host() -> u64 {
     all.min(nodes).saturating_sub(HOST_RESERVE)
 }
 
-/// Free memory and page cache of the nodes that the thread with this `/proc/…/status` may use; `None` if it may use all. Beyond it the
-/// kernel kills the process, however much the other nodes have.
+/// Free memory and page cache of the nodes that the thread with this `/proc/…/status` may use; `None` if it may use
+/// all. Beyond that the kernel kills the process, even if other nodes have free memory.
 fn of_nodes(status: &[u8], root: &[u8]) -> Option<u64> {
     let allowed = list(line(status, b"Mems_allowed_list:")?);
     let mut is_limited = false;
@@ -112,7 +114,8 @@ fn list(text: &[u8]) -> Vec<u64> {
     ranges.flatten().collect()
 }
 
-/// Addresses and private memory that this process may still map, less what is left to its own use; `u64::MAX` if nothing limits it.
+/// Bytes of address space and private memory that this process may still map, minus the reserve; `u64::MAX` if nothing
+/// limits it.
 pub fn addresses_left() -> u64 {
     let status = file::read(c"/proc/self/status");
     let below = |limit: Option<u64>, used: &[u8]| {
@@ -123,7 +126,7 @@ pub fn addresses_left() -> u64 {
     addresses.min(data).min(commitment_left())
 }
 
-/// What the host still promises to processes, less the reserve, if it promises no more than it has.
+/// Bytes that the host can still commit, minus the reserve, if it does not overcommit.
 fn commitment_left() -> u64 {
     const NEVER: u64 = 2;
     if number(&file::read(c"/proc/sys/vm/overcommit_memory")) != Some(NEVER) {
@@ -134,19 +137,20 @@ fn commitment_left() -> u64 {
     limit.zip(promised).map_or(u64::MAX, |(limit, promised)| limit.saturating_sub(promised + HOST_RESERVE))
 }
 
-/// The least that any of the control groups has left; negative if it lacks memory.
+/// The smallest room of all cgroups; negative if one is overrun.
 fn of_groups() -> i64 {
     in_groups(of_group)
 }
 
-/// The least of something that all control groups of this process have; `i64::MAX` if none has it.
+/// The minimum of a figure over all cgroups of this process; `i64::MAX` if none has it.
 fn in_groups(figure: fn(&[u8], &Files) -> Option<i64>) -> i64 {
     let text = file::read(c"/proc/self/cgroup");
     let lines = text.split(|b| *b == b'\n');
     lines.filter_map(|line| of_line(line, b"/sys/fs/cgroup", figure)).min().unwrap_or(i64::MAX)
 }
 
-/// The least of the groups of a line of `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version 1), mounted at `root`.
+/// The minimum over the cgroups of a line of `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version
+/// 1), mounted at `root`.
 fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -> Option<i64> {
     let mut parts = line.splitn(3, |b| *b == b':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -174,7 +178,7 @@ fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -
 /// The files of one version of control groups.
 struct Files {
     mount: &'static [u8],
-    /// Names of its limits; the smallest is in effect.
+    /// Names of the limit files; the smallest limit applies.
     most: &'static [&'static [u8]],
     used: &'static [u8],
     /// The field of `memory.stat` that counts page cache, which the kernel reclaims first.
@@ -194,19 +198,19 @@ fn read(group: &[u8], name: &[u8]) -> Vec<u8> {
     CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
 }
 
-/// What a group may take; `None` if it has no limit. Beyond `memory.high` the kernel holds up each of its threads at every allocation,
-/// as it cannot reclaim memory that is registered with the driver.
+/// The limit of a group; `None` if it has none. Above `memory.high` the kernel throttles each allocation of its
+/// threads, as it cannot reclaim memory that is registered with the driver.
 fn limit(group: &[u8], files: &Files) -> Option<u64> {
     let limits = files.most.iter().filter_map(|name| number(&read(group, name)));
     limits.min().filter(|most| *most < NO_LIMIT)
 }
 
-/// What of that is left to its other memory.
+/// The part of a limit that is left to other memory.
 fn reserve(most: u64) -> u64 {
     (most / GROUP_PART).min(GROUP_RESERVE)
 }
 
-/// `None` if the group has no limit.
+/// The room of a group; `None` if it has no limit.
 fn of_group(group: &[u8], files: &Files) -> Option<i64> {
     let most = limit(group, files)?;
     let used = number(&read(group, files.used))?;
@@ -214,22 +218,22 @@ fn of_group(group: &[u8], files: &Files) -> Option<i64> {
     Some((most - reserve(most)).saturating_add(cached.min(used)) as i64 - used.min(NO_LIMIT) as i64)
 }
 
-/// What follows a name at the beginning of a line.
+/// The rest of the line that begins with a name.
 fn line<'a>(text: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     text.split(|b| *b == b'\n').find_map(|line| line.strip_prefix(name))
 }
 
-/// The number there.
+/// The number after a name.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     line(text, name).and_then(number)
 }
 
-/// The same for a number of KiB, in bytes.
+/// The number of KiB after a name, in bytes.
 fn kib(text: &[u8], name: &[u8]) -> Option<u64> {
     field(text, name).map(|kib| kib.saturating_mul(1024))
 }
 
-/// The number at the beginning of a text.
+/// Parses the number at the beginning of a text.
 fn number(text: &[u8]) -> Option<u64> {
     let text = text.trim_ascii_start();
     let end = text.iter().position(|b| !b.is_ascii_digit()).unwrap_or(text.len());

@@ -1,15 +1,15 @@
 //! The memory of one GPU as the program sees it, and where its contents really are.
 //!
-//! - [`engine`]: ways to get chunks of memory onto the GPU and off it.
+//! - [`engine`]: ways to put chunks of memory on the GPU and take them off.
 //! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: their bytes.
 //! - [`chunk`]: the pieces that are moved. [`slab`]: one piece for many small allocations.
-//! - [`pool`]: blocks that are allocated and freed in the order of streams.
+//! - [`pool`]: blocks that are allocated and freed in stream order.
 //! - [`alias`]: addresses at which the program has mapped memory itself.
-//! - [`mover`]: eviction and restoring, on the client's thread only.
+//! - [`mover`]: eviction and restoring, only on the client's thread.
 //! - [`staging`]: buffers in host memory. [`headroom`]: how much host memory this process may take.
-//! - [`file`]: swap files, where host memory has no room.
+//! - [`file`]: swap files, for copies that exceed host memory.
 //! - [`fingerprint`]: recognising contents without copying them.
-//! - `waiter`: calls of the driver that may wait for running work.
+//! - `waiter`: driver calls that may wait for running work.
 //! - [`foreign_devices`]: other devices that may access GPU memory.
 
 pub mod account;

@@ -1,51 +1,54 @@
-//! A stream-ordered allocator: blocks of address space that are handed out and taken back in the order of streams.
+//! A stream-ordered allocator: hands out blocks of address space, and takes them back in stream order.
 //!
-//! Pure bookkeeping; [`super::space`] gets the segments and finds out what is done. A freed block belongs to the stream in which it
-//! was freed: what that stream is given later comes after the free, so an allocation in the same stream may have the block at once.
-//! Any other must wait until the free is done, which is told by number: the frees of all pools of a GPU are counted, and a fence
-//! covers all up to a number. Nothing else orders two streams here. In particular, no stream is made to wait for another: what it
-//! would wait for could be work that the program submitted after the free, which may itself be waiting.
+//! Pure bookkeeping; [`super::space`] provides the segments and checks which frees are done. A freed block belongs to
+//! the stream in which it was freed: later work of that stream comes after the free, so an allocation in the same
+//! stream may reuse the block immediately. Other streams must wait until the free is done. This is tracked by number:
+//! the frees of all pools of a GPU are counted, and a fence covers all frees up to a number. Nothing else orders two
+//! streams here. In particular, no stream is made to wait for another: that would make it wait for work that the
+//! program submitted after the free, which may itself be waiting.
 //!
-//! Segments are of two classes, so that small blocks do not break up the room of large ones.
+//! Segments are of two classes, so that small blocks do not fragment the room for large ones.
 
 use alloc::{
     collections::{BTreeMap, BTreeSet},
     vec::Vec,
 };
 
-/// Blocks are multiples of this, in bytes, and so aligned: as the driver aligns memory of its pools.
+/// The size and alignment of blocks are multiples of this, in bytes: the driver's alignment of pool memory.
 pub const UNIT: u64 = 512;
 
-/// The size of the segment that an allocation is cut from, unless it needs a larger one: as the driver's pools grow (580).
+/// The size of a new segment, unless the allocation needs a larger one: the growth step of the driver's pools
+/// (580).
 pub const SEGMENT: u64 = 32 << 20;
 
-/// The largest block of the class of small ones, in bytes.
+/// The largest block of the small class, in bytes.
 const SMALL: u64 = 1 << 20;
 
-/// A stream, by numbers that no other stream ever has.
+/// Identifies a stream by numbers that are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StreamName {
-    /// The context of a default stream, which has one handle in all contexts; 0 for others.
+    /// The context of a default stream, which has one handle in all contexts; 0 for other streams.
     pub context: u64,
     /// The driver's number of the stream.
     pub id: u64,
 }
 
 impl StreamName {
-    /// None at all.
+    /// No stream.
     pub const NONE: Self = Self::LAST;
     const FIRST: Self = Self { context: 0, id: 0 };
     const LAST: Self = Self { context: u64::MAX, id: u64::MAX };
 }
 
-/// Who may have a free block without a wait. The order is that of preference between blocks of one size.
+/// Which streams may reuse a free block without a wait. The order is the order of preference between blocks of one
+/// size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Order {
-    /// What comes later in this stream.
+    /// Later work of this stream.
     Stream(StreamName),
-    /// Everyone: the free is done.
+    /// All streams: the free is done.
     Done,
-    /// No one, until the free is done.
+    /// None, until the free is done.
     Unknown,
 }
 
@@ -64,7 +67,7 @@ impl Class {
 #[derive(Debug, Clone, Copy)]
 struct Block {
     len: u64,
-    /// The segment that it is a part of.
+    /// The segment that contains it.
     segment: u64,
     class: Class,
     free: Option<Free>,
@@ -73,11 +76,11 @@ struct Block {
 #[derive(Debug, Clone, Copy)]
 struct Free {
     order: Order,
-    /// The number of the free; of several that were joined, the last.
+    /// The number of the free; the last one if several were joined.
     number: u64,
 }
 
-/// In bytes.
+/// All values are in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Statistics {
     pub reserved: u64,
@@ -88,16 +91,16 @@ pub struct Statistics {
 
 #[derive(Debug, Default)]
 pub struct Pool {
-    /// Their lengths, by address.
+    /// Lengths of segments, by address.
     segments: BTreeMap<u64, u64>,
     /// All blocks of all segments, by address.
     blocks: BTreeMap<u64, Block>,
-    /// The free ones.
+    /// The free blocks.
     free: BTreeSet<(Class, Order, u64, u64)>,
     statistics: Statistics,
 }
 
-/// The length of the block for an allocation of so many bytes; `None` if there is no such length.
+/// The length of the block for an allocation of `size` bytes; `None` on overflow.
 pub fn block_len(size: u64) -> Option<u64> {
     size.max(1).checked_next_multiple_of(UNIT)
 }
@@ -119,7 +122,7 @@ impl Pool {
         }
     }
 
-    /// The smallest free block for an allocation of `len` bytes that this stream may have.
+    /// The smallest free block that this stream may use for `len` bytes.
     fn find(&self, len: u64, stream: StreamName) -> Option<(Class, Order, u64, u64)> {
         let class = Class::of(len);
         let smallest =
@@ -133,7 +136,7 @@ impl Pool {
         self.find(len, stream).is_some_and(|(_, order, ..)| order != Order::Done)
     }
 
-    /// Allocates a block that this stream may have. `None` if there is none of that length (a multiple of [`UNIT`]).
+    /// Allocates a block that this stream may use. `None` if no block of that length (a multiple of [`UNIT`]) is free.
     pub fn allocate(&mut self, len: u64, stream: StreamName) -> Option<u64> {
         let key = self.find(len, stream)?;
         let (class, order, _, at) = key;
@@ -151,8 +154,8 @@ impl Pool {
         Some(at)
     }
 
-    /// Frees a block, behind what its `order` says. `number` is the free's, higher than that of any before. Returns the length of
-    /// the block; `None` if there is none.
+    /// Frees a block in the given order. `number` identifies the free, and is higher than all earlier numbers. Returns
+    /// the length of the block; `None` if there is none.
     pub fn free(&mut self, at: u64, order: Order, number: u64) -> Option<u64> {
         let block = self.blocks.get_mut(&at).filter(|block| block.free.is_none())?;
         block.free = Some(Free { order, number });
@@ -163,7 +166,7 @@ impl Pool {
         Some(block.len)
     }
 
-    /// Adds memory, all of it free, from which a block of `len` bytes is to be allocated next.
+    /// Adds a free segment, from which a block of `len` bytes will be allocated next.
     pub fn grow(&mut self, base: u64, segment: u64, len: u64) {
         let (class, order) = (Class::of(len), Order::Done);
         self.segments.insert(base, segment);
@@ -174,7 +177,7 @@ impl Pool {
         self.statistics.reserved_high = self.statistics.reserved_high.max(self.statistics.reserved);
     }
 
-    /// All frees up to this number are done.
+    /// Marks all frees up to this number as done.
     pub fn done(&mut self, number: u64) {
         for class in [Class::Small, Class::Large] {
             self.done_between(
@@ -186,7 +189,7 @@ impl Pool {
         }
     }
 
-    /// The same for frees in one stream.
+    /// Marks the frees in one stream up to this number as done.
     pub fn done_in(&mut self, stream: StreamName, number: u64) {
         for class in [Class::Small, Class::Large] {
             self.done_between((class, Order::Stream(stream)), (class, Order::Stream(stream)), number);
@@ -198,7 +201,7 @@ impl Pool {
         let is_done = |at: &u64| self.blocks.get(at).and_then(|block| block.free).is_some_and(|f| f.number <= number);
         let done: Vec<u64> = free.map(|(.., at)| *at).filter(is_done).collect();
         for at in done {
-            // Joined with another of these already, perhaps.
+            // It may already have been joined with another of these blocks.
             let Some(block) = self.blocks.get(&at).copied() else { continue };
             self.take_out(at, &block);
             let free = Some(Free { order: Order::Done, number: 0 });
@@ -208,7 +211,7 @@ impl Pool {
         }
     }
 
-    /// Joins a free block with the free blocks of the same order beside it.
+    /// Joins a free block with adjacent free blocks of the same order.
     fn join(&mut self, at: u64) {
         let Some((mut at, mut block)) = self.blocks.get(&at).map(|block| (at, *block)) else { return };
         let Some(mut free) = block.free else { return };
@@ -239,14 +242,14 @@ impl Pool {
         }
     }
 
-    /// Whether the freed block that starts there is all of its segment, and done.
+    /// Whether the freed block at this address is its whole segment, and done.
     fn is_idle(&self, base: u64, len: u64) -> bool {
         let block = self.blocks.get(&base);
         block.is_some_and(|block| block.len == len && block.free.is_some_and(|free| free.order == Order::Done))
     }
 
-    /// Takes out segments that hold nothing and that no work can use any more, the largest first, until no more than `keep` bytes
-    /// are left. Returns their addresses.
+    /// Removes segments that hold nothing and that no work can use any more, the largest first, until no more than
+    /// `keep` bytes are left. Returns their addresses.
     pub fn trim(&mut self, keep: u64) -> Vec<u64> {
         if self.statistics.reserved <= keep {
             return Vec::new();
@@ -270,7 +273,7 @@ impl Pool {
     fn remove_segment(&mut self, base: u64) {
         let Some(len) = self.segments.remove(&base) else { return };
         if let Some(block) = self.blocks.get(&base).copied() {
-            self.take_out(base, &block); // it is all of it
+            self.take_out(base, &block); // it covers the whole segment
         }
         self.statistics.reserved -= len;
     }
@@ -279,7 +282,7 @@ impl Pool {
         self.segments.is_empty()
     }
 
-    /// Whether there are frees of which it is not known that they are done.
+    /// Whether some frees are not known to be done.
     pub fn has_pending(&self) -> bool {
         [Class::Small, Class::Large].iter().any(|class| {
             let mut of_streams =
@@ -377,7 +380,7 @@ mod tests {
         );
     }
 
-    /// What every unit of memory is, without joining, splitting or searching.
+    /// The state of every unit of memory, without joining, splitting or searching.
     #[derive(Debug, Default)]
     struct Model {
         segments: BTreeMap<u64, u64>,
@@ -432,7 +435,7 @@ mod tests {
                     0..=4 => {
                         let (len, stream) = ((1 + random(6)) * UNIT, stream(random(3)));
                         let at = pool.allocate(len, stream).unwrap_or_else(|| {
-                            // Segments may be neighbours.
+                            // Segments may be adjacent.
                             let segment = len + random(8) * UNIT;
                             pool.grow(next, segment, len);
                             model.segments.insert(next, segment);

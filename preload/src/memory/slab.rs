@@ -1,4 +1,5 @@
-//! A slab: one granule shared by small allocations, in units of 512 bytes (the alignment of small allocations by the driver).
+//! A slab: one granule shared by small allocations, in units of 512 bytes (the driver's alignment of small
+//! allocations).
 
 use super::engine::GRANULE;
 
@@ -8,7 +9,7 @@ const UNITS: usize = (GRANULE / UNIT) as usize;
 /// The largest allocation that goes into a slab, in bytes. The driver aligns larger ones to 2 MiB.
 pub const LARGEST: u64 = 512 << 10;
 
-/// The units that are in use.
+/// The units in use.
 #[derive(Debug)]
 pub struct Slab {
     taken: [u64; UNITS / 64],

@@ -1,9 +1,10 @@
-//! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the speed of
-//! the link. `cuMemHostAlloc` allocates 3 GiB/s of such memory [H200]; this way it is as fast as the kernel provides pages.
+//! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the
+//! speed of the link. `cuMemHostAlloc` allocates 3 GiB/s of such memory [H200]; registered pages are allocated as fast
+//! as the kernel provides them.
 //!
-//! Chunks that `cuMemCreate` makes of host memory could stay mapped at the addresses of what was evicted. They take four times as long
-//! to make, no limit of a container holds for them, and a process that has any cannot be restored from a checkpoint
-//! (`bench/RESULTS.md`).
+//! Chunks of host memory created with `cuMemCreate` could stay mapped at the addresses of evicted chunks. Creating them
+//! takes four times as long, no container limit applies to them, and a process that has any cannot be restored from a
+//! checkpoint (`bench/RESULTS.md`).
 
 use super::headroom::{Claim, addresses_left};
 use crate::{
@@ -27,13 +28,14 @@ use rustix::{
 
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
-/// So many bytes get their pages before the next look whether the host has room. Several programs may find the same room at the
-/// same time: each of their threads then takes this much too much, which what is left to a control group for its other memory absorbs.
+/// Bytes whose pages are allocated between two checks whether the host has room. Several programs may find the same
+/// room at the same time: each of their threads then takes this much too much, which the reserve of the cgroup absorbs.
 const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
-/// The host buffer of one chunk. Dropping it frees the memory. One that is registered goes to the [`waiter`](super::waiter) instead.
+/// The host buffer of one chunk. Dropping it frees the memory. A registered buffer goes to the
+/// [`waiter`](super::waiter) instead.
 #[derive(Debug)]
 pub struct Buffer {
     address: usize,
@@ -43,23 +45,24 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer of so many bytes with all its pages; `None` if the host has no room for it.
+    /// A buffer of `len` bytes with all its pages; `None` if the host has no room for it.
     pub fn new(len: u64) -> Option<Self> {
         Self::reserve(&[len])?.pop().filter(Self::fill)
     }
 
-    /// Buffers of these sizes without pages, from one mapping: creating a mapping makes threads wait that allocate pages. Where a limit
-    /// leaves no addresses for one, from several, as far as they go.
+    /// Reserves buffers of these sizes without pages, from one mapping, since creating a mapping blocks threads that
+    /// allocate pages. If a limit leaves no addresses for one mapping, uses several, and may return fewer buffers.
     fn reserve_some(sizes: &[u64]) -> Vec<Self> {
         Self::reserve(sizes)
             .unwrap_or_else(|| sizes.iter().map_while(|size| Self::reserve(&[*size])).flatten().collect())
     }
 
-    /// Buffers of these sizes without pages, from one mapping.
+    /// Reserves buffers of these sizes without pages, from one mapping.
     fn reserve(sizes: &[u64]) -> Option<Vec<Self>> {
         let len = usize::try_from(sizes.iter().sum::<u64>()).ok()?;
         let whole = len.checked_add(HUGE).filter(|whole| *whole as u64 <= addresses_left())?;
-        // SAFETY: a new anonymous mapping, of which the ends go that make it begin where a huge page does; advice on it.
+        // SAFETY: a new anonymous mapping; unmapping its ends aligns it to huge pages, and the advice applies to the
+        // rest.
         let start = unsafe {
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
             let map = mmap_anonymous(core::ptr::null_mut(), whole, ProtFlags::empty(), flags).ok()?;
@@ -69,7 +72,8 @@ impl Buffer {
                     let _ = munmap(at as *mut c_void, end - at);
                 }
             }
-            // After `mlockall` the kernel gives a mapping all its pages once it may be written to, whether the host has them or not.
+            // After `mlockall` the kernel allocates all pages of a mapping as soon as it is writable, even if the host
+            // lacks memory.
             let _ = munlock(start as *mut c_void, len);
             if mprotect(start as *mut c_void, len, MprotectFlags::READ | MprotectFlags::WRITE).is_err() {
                 let _ = munmap(start as *mut c_void, len);
@@ -96,7 +100,7 @@ impl Buffer {
     }
 
     fn fill_piece(&self, at: usize, len: usize) -> bool {
-        // Checked here: other processes may have taken what was available a moment ago.
+        // Checked here, since other processes may have taken the memory a moment ago.
         let Some(_claim) = Claim::new(len as u64) else { return false };
         // SAFETY: memory of ours that is not in use yet.
         unsafe {
@@ -113,7 +117,8 @@ impl Buffer {
         }
     }
 
-    /// Registers it in the current context, so that copies are asynchronous and fast. Copies still work if that fails.
+    /// Registers the buffer in the current context, so that copies are asynchronous and fast. Copies still work if that
+    /// fails.
     pub fn register(&mut self, context: usize) {
         if self.registered == 0 {
             // SAFETY: memory of ours that stays mapped until unregistered.
@@ -126,11 +131,11 @@ impl Buffer {
         }
     }
 
-    /// Lets the kernel page it out again. The context with which it is registered is current, no capture may be broken, and the
-    /// driver may wait for running work.
+    /// Unregisters the buffer, so that the kernel can page it out again. The context with which it is registered is
+    /// current, no capture may be invalidated, and the driver may wait for running work.
     pub fn unregister(&mut self) {
         if core::mem::take(&mut self.registered) != 0 {
-            // SAFETY: registered, and nothing copies to it or from it.
+            // SAFETY: the buffer is registered, and no copy uses it.
             unsafe { driver::cuMemHostUnregister(self.address as *mut c_void) };
         }
     }
@@ -140,7 +145,7 @@ impl Buffer {
         (self.registered != 0).then_some(self.registered)
     }
 
-    /// The context is gone, and the registration with it.
+    /// Called when a context is gone, and the registration with it.
     pub fn forget_context(&mut self, context: usize) {
         if self.registered == context {
             self.registered = 0;
@@ -151,15 +156,17 @@ impl Buffer {
         self.address as *mut c_void
     }
 
-    /// The contents, while nothing copies to it.
+    /// The contents. No copy may write to the buffer.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: memory of ours, all of which is mapped, and zero before anything is copied to it. The caller's promise.
+        // SAFETY: all of the buffer is mapped, and zeroed until a copy writes to it. The caller ensures that none does
+        // now.
         unsafe { core::slice::from_raw_parts(self.address as *const u8, self.len) }
     }
 
-    /// The same, to write to it. Nothing copies from it, either.
+    /// The contents, for writing. No copy may use the buffer.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and there is no other reference to it.
+        // SAFETY: all of the buffer is mapped, the caller ensures that no copy uses it, and `self` is borrowed
+        // exclusively.
         unsafe { core::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }
     }
 
@@ -172,28 +179,29 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         debug_assert!(self.registered == 0, "a buffer is dropped that the driver knows");
         if self.registered != 0 {
-            return; // the driver would copy to what is at its address then
+            return; // the driver would copy to any memory that reuses the address
         }
-        // SAFETY: nothing copies to it any more: buffers are dropped after their copies are done.
+        // SAFETY: no copy uses it any more: buffers are dropped after their copies are done.
         let _ = unsafe { munmap(self.address as *mut c_void, self.len) };
     }
 }
 
-/// Allocates buffers on several threads, since most of the time goes into touching pages. Buffers are used as they come.
+/// Allocates buffers on several threads, since most of the time is spent touching pages. Buffers can be taken as they
+/// are finished.
 ///
-/// The first call of a thread to the driver may wait for the loader's lock, which another thread holds while it runs constructors
-/// of a library: perhaps until this eviction is over. So nobody waits for a thread that has not come that far; the thread that
-/// takes the buffers allocates them by itself.
+/// A thread's first driver call may wait for the loader's lock, which another thread holds while it runs constructors
+/// of a library: perhaps until this eviction is over. So nothing waits for a thread before that call has returned; the
+/// thread that takes the buffers allocates them itself.
 #[derive(Debug)]
 pub struct StagingAllocator(Arc<Queue>);
 
-/// What [`StagingAllocator::take`] finds.
+/// The result of [`StagingAllocator::take`].
 #[derive(Debug)]
 pub enum Taken {
     Buffer(Buffer),
     /// Threads are allocating.
     Later,
-    /// The host has no room, or no such buffer was asked for.
+    /// The host has no room, or no such buffer was requested.
     Nothing,
 }
 
@@ -208,15 +216,15 @@ struct Queue {
 
 #[derive(Debug)]
 struct State {
-    /// Buffers without pages. The last is needed first.
+    /// Buffers without pages. The last one is needed first.
     unfilled: Vec<Buffer>,
-    /// Those that threads have taken from there.
+    /// Buffers that threads have taken from `unfilled`.
     filling: usize,
     filled: Vec<Buffer>,
 }
 
 impl StagingAllocator {
-    /// Allocates buffers of these sizes, registered with that context, as far as the host has room, on at most `workers`
+    /// Allocates buffers of these sizes, registered with that context, until the host has no room, on at most `workers`
     /// threads.
     pub fn start(sizes: &[u64], context: usize, work: &'static Work, workers: usize) -> Self {
         let mut unfilled = Buffer::reserve_some(sizes);
@@ -234,7 +242,7 @@ impl StagingAllocator {
         Self(queue)
     }
 
-    /// A buffer of that size, with its pages: one that is finished, or a new one while no thread is allocating.
+    /// Takes a buffer of that size with its pages: a finished one, or a new one if no thread is allocating.
     pub fn take(&self, len: u64) -> Taken {
         let mut state = self.0.state.lock();
         if let Some(at) = state.filled.iter().position(|buffer| buffer.len() == len) {
@@ -255,7 +263,7 @@ impl StagingAllocator {
         self.0.workers.load(Ordering::SeqCst) == 0 || (state.unfilled.is_empty() && state.filling == 0)
     }
 
-    /// Allocates no more than what has been started.
+    /// Stops allocating buffers, except those already started.
     pub fn stop(&self) {
         self.0.stop();
     }
@@ -268,12 +276,12 @@ impl StagingAllocator {
 
 impl Queue {
     fn run(&self) {
-        // Whatever a first call waits for, no buffer does, and no context.
+        // This first driver call may wait; the thread holds no buffer and no context yet.
         let _ = current_or_null();
         while let Some(mut buffer) = self.next() {
             let filled = self.fill(&buffer);
             if filled {
-                // One that is being destroyed takes no more.
+                // A context that is being destroyed is not entered.
                 let _ = self.work.enter(self.context, || buffer.register(self.context));
             }
             let mut state = self.state.lock();
@@ -290,7 +298,7 @@ impl Queue {
         Some(buffer)
     }
 
-    /// Allocates the pages of a buffer. If the host has no room for them, it has none for the others.
+    /// Allocates the pages of a buffer. If the host has no room for them, it has none for the other buffers.
     fn fill(&self, buffer: &Buffer) -> bool {
         let filled = buffer.fill();
         if !filled {
@@ -301,6 +309,6 @@ impl Queue {
 
     fn stop(&self) {
         let unfilled = core::mem::take(&mut self.state.lock().unfilled);
-        drop(unfilled); // not under the lock: unmapping takes its time
+        drop(unfilled); // not under the lock, as unmapping takes long
     }
 }

@@ -1,8 +1,9 @@
-//! Calls of the driver that may wait for running work: unregistering host buffers, and loading the kernel for fingerprints. A thread that
-//! holds nothing makes them for one GPU, and ends when there are no more.
+//! Driver calls that may wait for running work: unregistering host buffers, and loading the fingerprint kernel. A
+//! thread that holds no lock makes them for one GPU, and ends when none are left.
 //!
-//! A call is made once the driver says that what its context had been given before is done. Work that ends only after the program's next
-//! call would otherwise be waited for inside the driver, where that call might have to wait as well.
+//! A call is made once the driver says that the work given to its context before is done. Otherwise the driver itself
+//! might wait for work that ends only after the program's next call, and that call might have to wait inside the driver
+//! too.
 
 use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
@@ -18,12 +19,13 @@ use crate::{
 use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
 
-/// The interval between looks at work that is waited for. It doubles while no job gets done, up to the longest: a kernel may run for
-/// as long as its program.
+/// The interval between polls of the awaited work. It doubles while no job finishes, up to the longest: a kernel may
+/// run until its program ends.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// For so long after a context's work was done no more of it is waited for: a program that is never idle queues less than this.
+/// For this long after a context's work was done, later work is not waited for: a program that is never idle queues
+/// less than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -38,20 +40,20 @@ struct Queue {
 #[derive(Debug, Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// A thread does jobs.
+    /// A thread is doing jobs.
     is_running: bool,
     /// Bytes of buffers that have been freed.
     freed: u64,
     returned: Vec<(Place, HostCopy)>,
-    /// `None` where fingerprints cannot be computed.
+    /// `None` if fingerprints cannot be computed.
     loaded: Vec<(usize, Option<Fingerprinter>)>,
 }
 
 #[derive(Debug)]
 enum Job {
-    /// Unregisters a buffer, and then frees it unless it is to be returned.
+    /// Unregisters a buffer, and then returns or frees it.
     Unregister(HostCopy, Option<Place>),
-    /// Loads the kernel for fingerprints into this context.
+    /// Loads the fingerprint kernel into this context.
     Load(usize),
 }
 
@@ -60,11 +62,11 @@ enum Job {
 pub(super) struct Place {
     pub base: u64,
     pub offset: u64,
-    /// The copy is the chunk's only contents, and the chunk is in flight until it has it back.
+    /// The copy is the chunk's only contents, and the chunk is in flight until the copy is returned.
     pub is_away: bool,
 }
 
-/// What the thread has done.
+/// The results of the thread.
 #[derive(Debug, Default)]
 pub(super) struct Finished {
     /// Bytes of buffers that have been freed.
@@ -81,17 +83,17 @@ impl Waiter {
         self.0.work
     }
 
-    /// Has the buffer of a copy unregistered, and freed or returned.
+    /// Queues the unregistering of a copy's buffer, which is then freed or returned.
     pub fn unregister(&self, copy: HostCopy, back_to: Option<Place>) {
         self.0.state.lock().jobs.push_back(Job::Unregister(copy, back_to));
         self.start();
     }
 
-    /// Has the kernel for fingerprints loaded into this context, unless that is under way.
+    /// Queues loading the fingerprint kernel into this context, unless that is in progress.
     pub fn load(&self, context: usize) {
         {
             let mut state = self.0.state.lock();
-            // A job that is being done is in no list: `is_running` says so.
+            // The job in progress is in no list, but `is_running` is set.
             if state.is_running || state.jobs.iter().any(|job| matches!(job, Job::Load(other) if *other == context)) {
                 return;
             }
@@ -100,14 +102,14 @@ impl Waiter {
         self.start();
     }
 
-    /// The outcome of [`load`](Self::load); `None` while there is none.
+    /// The outcome of [`load`](Self::load); `None` while it is pending.
     pub fn take_loaded(&self, context: usize) -> Option<Option<Fingerprinter>> {
         let mut state = self.0.state.lock();
         let at = state.loaded.iter().position(|(other, _)| *other == context)?;
         Some(state.loaded.swap_remove(at).1)
     }
 
-    /// Starts the thread if there are jobs and it does not run.
+    /// Starts the thread if there are jobs and it isn't running.
     pub fn start(&self) {
         {
             let mut state = self.0.state.lock();
@@ -122,7 +124,7 @@ impl Waiter {
         }
     }
 
-    /// Whether jobs are to be done.
+    /// Whether jobs are pending or in progress.
     pub fn is_busy(&self) -> bool {
         let state = self.0.state.lock();
         state.is_running || !state.jobs.is_empty()
@@ -133,7 +135,7 @@ impl Waiter {
         Finished { freed: core::mem::take(&mut state.freed), returned: core::mem::take(&mut state.returned) }
     }
 
-    /// A context is gone, and the code that was loaded into it. Jobs find out by themselves.
+    /// Called when a context is gone, and the code loaded into it. Jobs detect this themselves.
     pub fn forget_context(&self, context: usize) {
         let of_context = |(other, _): &mut (usize, _)| *other == context;
         let loaded: Vec<_> = self.0.state.lock().loaded.extract_if(.., of_context).collect();
@@ -144,7 +146,8 @@ impl Waiter {
 impl Queue {
     fn run(&self) {
         let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
+        // SAFETY: `mode` outlives the call. Nothing that this thread does may invalidate a stream capture of the
+        // program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         let mut passing = Vec::new();
         let mut retry = RETRY_INTERVAL;
@@ -172,7 +175,7 @@ impl Queue {
         connection::wake();
     }
 
-    /// Carries out a job, or returns it if that has to wait.
+    /// Carries out a job, or returns it if it has to wait.
     fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
         match job {
             Job::Unregister(mut copy, back_to) => {
@@ -190,7 +193,7 @@ impl Queue {
                     Some(place) => self.state.lock().returned.push((place, copy)),
                     None => {
                         let len = copy.buffer.len();
-                        drop(copy); // first, as it takes its time
+                        drop(copy); // first, as it takes long
                         self.state.lock().freed += len;
                     }
                 }
@@ -198,7 +201,7 @@ impl Queue {
             Job::Load(context) => {
                 let load = || {
                     let loaded = Fingerprinter::new(context).ok();
-                    // In the context, so that it is not destroyed before this is known of.
+                    // Inside the context, so that the context is not destroyed before the result is stored.
                     self.state.lock().loaded.push((context, loaded));
                 };
                 let has_passed = self.has_passed(context, passing);
@@ -210,7 +213,7 @@ impl Queue {
         None
     }
 
-    /// Whether what this context had been given when that was first asked is done.
+    /// Whether the work given to this context before the first query is done.
     fn has_passed(&self, context: usize, passing: &mut Vec<InContext>) -> bool {
         passing.retain(|other| other.passed_at.is_none_or(|at| at.elapsed() < PASSED_FOR));
         let known = passing.iter().position(|other| other.context == context);
@@ -226,7 +229,7 @@ impl Queue {
     }
 }
 
-/// The work of a context that is waited for.
+/// The awaited work of a context.
 #[derive(Debug)]
 struct InContext {
     context: usize,

@@ -1,5 +1,5 @@
-//! The GPUs that NVML shows. If the library, and not the program, set `CUDA_VISIBLE_DEVICES`, NVML counts and numbers the same
-//! GPUs. Look-ups by UUID or PCI bus are not changed.
+//! The GPUs that NVML shows. If the library, and not the program, has set `CUDA_VISIBLE_DEVICES`, NVML counts and
+//! numbers the same GPUs. Lookups by UUID or PCI bus are not changed.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{client::placement, sys::errno};
@@ -40,58 +40,59 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     match visible.nth(index as usize) {
         Some(uuid) => {
             let name = errno::preserved(|| format!("GPU-{uuid}\0"));
-            // SAFETY: as before; the name ends with NUL.
+            // SAFETY: NVML's export of this name has this signature; `name` ends with NUL, and `device` is the
+            // program's own.
             unsafe { transmute::<usize, ByUuid>(by_uuid)(name.as_ptr().cast(), device) }
         }
-        // SAFETY: as before.
+        // SAFETY: NVML's export of this name has this signature, and `device` is the program's own.
         None => unsafe { transmute::<usize, Real>(real)(NONE, device) },
     }
 }
 
-/// `nvmlDeviceGetCount`
+/// The hook of `nvmlDeviceGetCount`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
     count(&COUNT, device_count)
 }
 
-/// `nvmlDeviceGetCount_v2`
+/// The hook of `nvmlDeviceGetCount_v2`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return {
     count(&COUNT_2, device_count)
 }
 
-/// `nvmlDeviceGetHandleByIndex`
+/// The hook of `nvmlDeviceGetHandleByIndex`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) -> Return {
     by_index(&BY_INDEX, index, device)
 }
 
-/// `nvmlDeviceGetHandleByIndex_v2`
+/// The hook of `nvmlDeviceGetHandleByIndex_v2`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) -> Return {
     by_index(&BY_INDEX_2, index, device)
 }
 
-/// `nvmlDeviceGetIndex`
+/// The hook of `nvmlDeviceGetIndex`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> Return {

@@ -1,5 +1,5 @@
-//! The memory sizes that NVML shows: those that CUDA shows ([`memory_info`]). Programs that do not use CUDA, such as monitors,
-//! and programs without a limit see the real sizes; so do queries about a MIG slice.
+//! The memory sizes that NVML shows: the same sizes as CUDA's ([`memory_info`]). Programs that do not use CUDA, such as
+//! monitors, and programs without a limit see the real sizes; so do queries about a MIG slice.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{
@@ -42,7 +42,7 @@ const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
 pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
-/// The sizes that the program sees on a GPU of which NVML reports these; `None` if it sees those of NVML.
+/// The sizes that the program sees on a GPU for which NVML reports these; `None` if it sees NVML's.
 fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     if !memory_limits::are_set() {
         return None;
@@ -53,10 +53,10 @@ fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     })
 }
 
-/// `nvmlDeviceGetMemoryInfo`
+/// The hook of `nvmlDeviceGetMemoryInfo`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) -> Return {
@@ -68,17 +68,17 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Me
         // SAFETY: NVML has just written there.
         let Memory { total, free, .. } = unsafe { place.read_unaligned() };
         if let Some(MemoryInfo { total, free }) = told(device, total, free) {
-            // SAFETY: as before.
+            // SAFETY: NVML has just written there.
             unsafe { place.write_unaligned(Memory { total, free, used: total - free }) };
         }
     }
     result
 }
 
-/// `nvmlDeviceGetMemoryInfo_v2`
+/// The hook of `nvmlDeviceGetMemoryInfo_v2`.
 ///
 /// # Safety
-/// As for NVML.
+/// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut Memory2) -> Return {
@@ -90,11 +90,11 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut
     // SAFETY: NVML has just written there, and every version begins with its number.
     let place = NonNull::new(memory).filter(|place| unsafe { place.cast::<u32>().read_unaligned() } == VERSION_2);
     if let (SUCCESS, Some(place)) = (result, place) {
-        // SAFETY: as before.
+        // SAFETY: NVML has just written there.
         let Memory2 { version, total, reserved, free, .. } = unsafe { place.read_unaligned() };
         if let Some(MemoryInfo { total, free }) = told(device, total, free) {
             let reserved = reserved.min(total - free);
-            // SAFETY: as before.
+            // SAFETY: NVML has just written there.
             unsafe { place.write_unaligned(Memory2 { version, total, reserved, free, used: total - free - reserved }) };
         }
     }

@@ -1,6 +1,8 @@
-//! Queries to NVML whose answers nvshare changes to agree with CUDA: the size of [`memory`], and which [`devices`] there are.
+//! Hooks of NVML queries whose answers nvshare changes to agree with CUDA: the size of [`memory`], and the list of
+//! [`devices`].
 //!
-//! This library never loads NVML, and asks it nothing that the program could not ask. It holds no lock of its own meanwhile.
+//! This library never loads NVML, and makes only queries that the program could make. It holds no lock of its own
+//! during a query.
 
 mod devices;
 mod memory;
@@ -93,7 +95,7 @@ pub fn table() -> Option<(*mut c_void, Vec<(usize, usize)>)> {
 /// # Safety
 /// `name` is NULL or ends with NUL.
 pub unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     !name.is_null() && hooks().iter().any(|(real, _)| real.name == unsafe { CStr::from_ptr(name) })
 }
 
@@ -108,11 +110,11 @@ pub fn hook_of(found: *mut c_void) -> *mut c_void {
     hook.map_or(found, |(_, hook)| hook as *mut c_void)
 }
 
-/// Queried each time: a handle may mean something else after NVML was shut down.
+/// The UUID of a device. Queried each time: after a shutdown of NVML, a handle may denote another device.
 fn uuid(device: Device) -> Option<Uuid> {
     type Ask = unsafe extern "C" fn(Device, *mut c_char, u32) -> Return;
     let mut text = [0; UUID_LEN];
-    // SAFETY: NVML's export of this name has this signature, and has just answered another question with that handle.
+    // SAFETY: NVML's export of this name has this signature, and has just answered another query with that handle.
     let result = unsafe { transmute::<usize, Ask>(UUID.address()?)(device, text.as_mut_ptr().cast(), UUID_LEN as u32) };
     let text = CStr::from_bytes_until_nul(&text).ok().filter(|_| result == SUCCESS)?;
     Uuid::parse(text.to_str().ok()?.strip_prefix("GPU-")?)

@@ -1,6 +1,7 @@
-//! The program's memory by the names that the program knows: addresses, handles and IPC handles, across all GPUs.
+//! The program's memory by its names in the program: addresses, handles and IPC handles, across all GPUs.
 //!
-//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: what the program reserved, created and mapped itself.
+//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves, creates and maps
+//!   itself.
 //! - [`pools`]: memory pools, by the driver's handles.
 //! - [`shared`]: memory exported to other processes and imported from them.
 
@@ -16,7 +17,7 @@ use crate::{
     memory::space::Allocation,
 };
 
-/// The allocation that contains this address, and its GPU. The driver answers for the program's managed memory.
+/// The allocation that contains this address, and its GPU. For the program's managed memory, the driver answers.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     if !gate::is_active() {
         return None;
@@ -25,7 +26,7 @@ pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
 }
 
-/// The same for allocations of this process only.
+/// Like [`find`], but only for allocations of this process.
 pub fn find_own(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     find(address).filter(|(_, allocation)| !allocation.is_foreign())
 }
@@ -35,8 +36,8 @@ pub fn is_ours(address: CUdeviceptr) -> bool {
     find(address).is_some()
 }
 
-/// Whether any of these addresses is reserved by this library. The program can neither map memory there nor free them, even
-/// while nothing is mapped and the driver would permit it.
+/// Whether any of these addresses is reserved by this library. The program can neither map memory there nor free the
+/// addresses, even while nothing is mapped and the driver would permit it.
 pub fn are_ours(address: CUdeviceptr, size: Size) -> bool {
     let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
     gate::is_active() && (gpu::attached().any(overlap) || shared::find(address).is_some())

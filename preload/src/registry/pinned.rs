@@ -1,5 +1,5 @@
-//! Memory of the program that no engine can move: VMM allocations of certain kinds, arrays, pools and managed memory. It is
-//! permitted, counted against the limit, and reported, so that the scheduler does not try to evict it.
+//! Memory of the program that no engine can move: VMM allocations of certain kinds, arrays, pools and managed memory.
+//! It is permitted, counted against the limit, and reported, so that the scheduler does not try to evict it.
 
 use crate::{
     driver::{context::current_context, types::*},
@@ -12,10 +12,10 @@ use crate::{
 };
 use alloc::collections::BTreeMap;
 
-/// The kind of a driver's number: handles and addresses may coincide.
+/// The kind of a driver's identifier: handles and addresses may coincide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// `cuMemCreate`. Lives as long as its handle or a mapping.
+    /// `cuMemCreate`. Lives until its last handle and its last mapping are gone.
     Chunk,
     Array,
     /// Managed memory, or memory of a pool, by address.
@@ -28,7 +28,7 @@ struct Pinned {
     bytes: u64,
     /// Handles and mappings that refer to it.
     references: u32,
-    /// The context with which it is freed at the latest; 0 for none.
+    /// The context whose destruction frees it, unless it is freed earlier; 0 for none.
     context: usize,
 }
 
@@ -52,7 +52,7 @@ pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     gpu.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// Frees what belonged to a context that is gone, or all of a GPU if it was the `last` context there.
+/// Frees everything that belonged to a context that is gone, or to a GPU if it was the `last` context there.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut table = TABLE.lock();
     let mut bytes = 0u64;
@@ -69,7 +69,7 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     }
 }
 
-/// The program has another handle of the same chunk.
+/// Notes another handle of the same chunk.
 pub fn retain(chunk: Handle) {
     if let Some(pinned) = TABLE.lock().pinned.get_mut(&(Kind::Chunk, chunk)) {
         pinned.references = pinned.references.saturating_add(1);
@@ -84,7 +84,7 @@ pub struct Reference {
     last: Option<Pinned>,
 }
 
-/// Takes a reference out before the call that releases it: after the call, the name may belong to other memory.
+/// Takes a reference out before the call that releases it: after the call, its name may denote other memory.
 pub fn take(kind: Kind, name: u64) -> Option<Reference> {
     let name = (kind, name);
     let mut table = TABLE.lock();
@@ -95,14 +95,14 @@ pub fn take(kind: Kind, name: u64) -> Option<Reference> {
 }
 
 impl Reference {
-    /// The call succeeded: without references, the memory is free.
+    /// Called when the call has succeeded: without references, the memory is free.
     pub fn release(self) {
         if let Some(Pinned { gpu, bytes, .. }) = self.last {
             gpu.pin(|pinned| pinned.saturating_sub(bytes));
         }
     }
 
-    /// The call failed: the reference remains.
+    /// Called when the call has failed: the reference remains.
     pub fn restore(self) {
         let mut table = TABLE.lock();
         match (self.last, table.pinned.get_mut(&self.name)) {
@@ -144,11 +144,11 @@ pub fn array(array: CUarray) -> Option<(&'static Gpu, usize)> {
     TABLE.lock().pinned.get(&(Kind::Array, array as u64)).map(|pinned| (pinned.gpu, pinned.context))
 }
 
-/// Whether the program may have so many more bytes on that GPU.
+/// Whether the program may allocate `bytes` more on that GPU.
 pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return true };
     if bytes > space.lock().account.free() {
-        gpu.release_pools(); // what pools keep goes before anything fails
+        gpu.release_pools(); // unused memory of pools is released before an allocation fails
     }
     let account = space.lock().account;
     bytes <= account.free() || limit_request::raise(gpu, bytes, account.limit) == Outcome::Raised
@@ -156,7 +156,7 @@ pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
 
 /// The GPU of a VMM allocation; `None` for one in host memory.
 pub fn gpu_of(prop: *const AllocationProp) -> Option<&'static Gpu> {
-    // SAFETY: the driver reads it too; NULL is its error to give.
+    // SAFETY: the driver dereferences it too, and reports NULL.
     let location = unsafe { prop.as_ref() }?.location;
     (location.kind == MEM_LOCATION_TYPE_DEVICE).then(|| gpu::by_ordinal(location.id)).flatten()
 }

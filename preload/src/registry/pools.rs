@@ -1,5 +1,6 @@
-//! Memory pools by the driver's handles. The program's handles are the driver's own: each of our pools stands for one of the
-//! driver's, which is asked about everything that the program has set, and serves whatever this library leaves to it.
+//! Memory pools by the driver's handles, which are also the program's: each of our pools shadows a pool of the driver.
+//! The driver's pool is queried about all settings of the program, and serves the allocations that this library leaves
+//! to it.
 
 use crate::{
     driver::{self, check, types::*},
@@ -10,7 +11,7 @@ use crate::{
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::ffi::c_void;
 
-/// The pools that the program has made and that can be ours, and their GPUs.
+/// The pools that the program has created and that can be ours, and their GPUs.
 static MADE: Mutex<BTreeMap<u64, CUdevice>> = Mutex::new(Rank::MemoryPools, BTreeMap::new());
 
 /// `CUmemPoolProps`. Older headers have fewer names for the same bytes.
@@ -27,8 +28,8 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// The GPU of a pool of plain memory; `None` for others, such as one whose memory can be exported, is limited, or has
-    /// properties of which nothing is known here.
+    /// The GPU of a pool of plain memory; `None` for other pools: exportable or limited ones, and those with unknown
+    /// properties.
     fn plain(&self) -> Option<CUdevice> {
         let is_plain = self.kind == MEM_ALLOCATION_TYPE_PINNED
             && self.handle_types == 0
@@ -41,9 +42,9 @@ impl Properties {
     }
 }
 
-/// The driver has made a pool.
+/// Called when the driver has created a pool.
 pub fn made(handle: u64, properties: &Properties) {
-    // Another pool may have had the same handle, and be gone with its context.
+    // Another pool may have had the same handle, and have been destroyed with its context.
     for (gpu, space) in spaces() {
         space.lock().destroy_pool(handle, &gpu.work);
     }
@@ -71,7 +72,7 @@ pub struct Destroyed {
     known: Option<(&'static Gpu, u32)>,
 }
 
-/// Takes a pool out before it is destroyed: afterwards, its handle may be that of another.
+/// Takes a pool out before it is destroyed: afterwards, its handle may denote another pool.
 pub fn take(handle: u64) -> Destroyed {
     let made = MADE.lock().remove(&handle);
     let known = find(handle).and_then(|(gpu, space)| Some((gpu, space.lock().destroy_pool(handle, &gpu.work)?)));
@@ -79,7 +80,7 @@ pub fn take(handle: u64) -> Destroyed {
 }
 
 impl Destroyed {
-    /// The driver has not destroyed it.
+    /// Called when the driver has not destroyed the pool.
     pub fn restore(self) {
         if let Some(device) = self.made {
             MADE.lock().insert(self.handle, device);
@@ -93,10 +94,10 @@ impl Destroyed {
     }
 }
 
-/// What the program has set, as the driver knows it.
+/// The program's settings of a pool, as the driver reports them.
 pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
     let (mut opportunistic, mut threshold) = (0i32, 0u64);
-    // SAFETY: a pool of the program, and places of each attribute's type.
+    // SAFETY: `pool` is a pool of the program, and the places have each attribute's type.
     unsafe {
         let ask = |which, place| check(driver::cuMemPoolGetAttribute(pool, which, place)).ok();
         ask(attribute::REUSE_ALLOW_OPPORTUNISTIC, (&raw mut opportunistic).cast())?;
@@ -105,13 +106,13 @@ pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
     Some(Policy { threshold, opportunistic: opportunistic != 0 })
 }
 
-/// Whether the pool is ours, on this GPU. One that can be becomes it.
+/// Whether the pool is ours, on this GPU. Adopts the pool if it can be.
 pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> bool {
     let handle = pool as u64;
     let guard = space.lock();
     let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
     drop(guard);
-    // What the driver moves itself ends with a context, and is freed by a thread that waits.
+    // Memory that the driver moves itself is freed with a context, and by a thread that waits.
     if is_known || !copies {
         return is_known;
     }
@@ -127,31 +128,31 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
 
 fn default_of(device: CUdevice) -> Option<CUmemoryPool> {
     let mut pool = core::ptr::null_mut();
-    // SAFETY: a valid place.
+    // SAFETY: `pool` outlives the call.
     (unsafe { driver::cuDeviceGetDefaultMemPool(&mut pool, device) } == SUCCESS && !pool.is_null()).then_some(pool)
 }
 
-/// Gives another GPU access to what the program lets it reach of this pool.
+/// Couples two GPUs if the program gives the other one access to this pool.
 fn reach(pool: CUmemoryPool, owner: &'static Gpu, other: &'static Gpu) {
     if owner.index == other.index {
         return;
     }
     let (location, mut rights) = (Location { kind: MEM_LOCATION_TYPE_DEVICE, id: other.index as i32 }, 0);
-    // SAFETY: valid places, and a pool of the program.
+    // SAFETY: `rights` and `location` outlive the call, and `pool` is a pool of the program.
     let asked = unsafe { driver::cuMemPoolGetAccess(&mut rights, pool, &location) };
     if asked == SUCCESS && rights != 0 {
         couple(owner, other);
     }
 }
 
-/// The program has set who may reach a pool.
+/// Called when the program has changed the access rights to a pool.
 pub fn access_changed(pool: CUmemoryPool) {
     if let Some((owner, _)) = find(pool as u64) {
         gpu::attached().for_each(|other| reach(pool, owner, other));
     }
 }
 
-/// The program begins to use this GPU, which may reach pools of others.
+/// Called when the program begins to use this GPU, which may have access to pools of others.
 pub fn now_in_use(gpu: &'static Gpu) {
     for (owner, space) in spaces() {
         let pools: Vec<_> = space.lock().pools().collect();

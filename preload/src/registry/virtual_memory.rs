@@ -1,8 +1,9 @@
-//! A record of what the program has reserved, created and mapped itself: its addresses, its memory by handle, and its
-//! mappings. It makes no calls, and includes the driver's own memory.
+//! A record of the memory that the program reserves, creates and maps itself: its addresses, its memory by handle, and
+//! its mappings. It makes no driver calls, and includes the driver's own memory.
 //!
-//! Our memory has a *virtual handle*, which stands for a range of a [`Space`](crate::memory::space::Space): the chunks of the
-//! range come and go, and the driver's handles with them. Memory that is left to the driver has the driver's handle.
+//! Our memory has a *virtual handle*, which denotes a range of a [`Space`](crate::memory::space::Space): the chunks of
+//! the range come and go, and the driver's handles with them. Memory that is left to the driver has the driver's
+//! handle.
 
 use crate::{
     driver::types::*,
@@ -95,7 +96,7 @@ impl Table {
         handle
     }
 
-    /// The memory behind a virtual handle, as long as the program has the handle.
+    /// The memory behind a virtual handle, while the program has the handle.
     pub fn memory(&self, handle: Handle) -> Option<Memory> {
         self.memory.get(&handle).filter(|memory| memory.handles > 0).copied()
     }
@@ -150,13 +151,13 @@ impl Table {
         first.into_iter().chain(rest.into_iter().flatten()).map(|(_, mapping)| *mapping).collect()
     }
 
-    /// The same, if our memory is among them.
+    /// The mappings that overlap these addresses, if our memory is among them.
     pub fn ours_among(&self, at: u64, len: u64) -> Option<Vec<Mapping>> {
         let found = self.overlapping(at, len);
         found.iter().any(|mapping| mapping.handle.is_some()).then_some(found)
     }
 
-    /// The memory that is mapped there, if it is ours.
+    /// The mapped memory, if it is ours.
     pub fn behind(&self, mapping: &Mapping) -> Option<Memory> {
         self.memory.get(&mapping.handle?).copied()
     }

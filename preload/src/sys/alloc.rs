@@ -1,8 +1,9 @@
-//! The heap: the program's own `malloc`, and a little memory of our own for when that fails.
+//! The heap: the program's own `malloc`, and a small pool of our own for when that fails.
 //!
-//! A failed allocation would be a panic, which ends the program if it is in one of its threads. A program at the limit of its
-//! address space gets the driver's answers instead: what the library allocates then is small, and comes from a pool. The pool
-//! is not given back, so it is for a short time only; when it is used up, allocations do fail.
+//! A failed allocation would be a panic, which ends the program if it happens on one of its threads. At the limit of
+//! its address space, the program gets the driver's answers instead: the library's allocations in such a call are
+//! small, and come from the pool. Pool memory is not reused, so the pool lasts only for a short time; once it is used
+//! up, allocations do fail.
 
 use core::{
     alloc::{GlobalAlloc, Layout},
@@ -14,7 +15,7 @@ use core::{
 /// The alignment of `malloc` on the 64-bit platforms that CUDA supports.
 const MALLOC_ALIGNMENT: usize = 16;
 
-/// Bytes of the pool. Pages that are never touched take no memory.
+/// The size of the pool in bytes. Pages that are never touched take no memory.
 const POOL_SIZE: usize = 256 << 10;
 
 #[derive(Debug)]
@@ -29,7 +30,7 @@ struct Pool {
     used: AtomicUsize,
 }
 
-// SAFETY: each byte is given out once.
+// SAFETY: each byte is handed out once.
 unsafe impl Sync for Pool {}
 
 static POOL: Pool = Pool { bytes: UnsafeCell::new([0; POOL_SIZE]), used: AtomicUsize::new(0) };
@@ -53,8 +54,8 @@ impl Pool {
     }
 }
 
-// SAFETY: malloc and its kin do what is asked for here, alignment beyond theirs is asked for by name, and the pool gives each
-// byte out once.
+// SAFETY: malloc and its relatives fulfil this contract, larger alignments use `posix_memalign`, and the pool hands out
+// each byte once.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the size is not 0.
@@ -74,7 +75,7 @@ unsafe impl GlobalAlloc for Heap {
 
     unsafe fn dealloc(&self, block: *mut u8, _: Layout) {
         if !POOL.has(block) {
-            // SAFETY: it came from one of the functions above.
+            // SAFETY: `alloc` got the block from `malloc` or `posix_memalign`.
             unsafe { libc::free(block.cast()) };
         }
     }

@@ -1,9 +1,9 @@
-//! Functions of the C library that are looked up when they are needed, because their symbol version or their library has
-//! changed over time. Linking to them would tie this library to the machine it was built on, or load libpthread and libdl into
-//! every process.
+//! Functions of the C library that are looked up on first use, because their symbol version or library has changed over
+//! time. Linking to them would tie this library to the C library of the build machine, or load libpthread and libdl
+//! into every process.
 //!
-//! `dlvsym`, which finds the others, is linked weakly in a version that every glibc has. In a program without libdl it is NULL,
-//! and nothing is looked up.
+//! `dlvsym`, which finds the others, is linked weakly in a version that every glibc has. In a program without libdl it
+//! is NULL, and nothing is looked up.
 
 use crate::sys::elf;
 use alloc::vec::Vec;
@@ -59,22 +59,22 @@ unsafe extern "C" {
 
 /// `dlvsym` with [`BASE_VERSION`]; NULL if the program has none.
 pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: written by the loader, once. NUL-terminated names.
+    // SAFETY: the loader has written the address, once. The names are NUL-terminated.
     match unsafe { nvshare_dlvsym_address } {
         Some(dlvsym) => unsafe { dlvsym(handle, name.as_ptr(), BASE_VERSION.as_ptr()) },
         None => core::ptr::null_mut(),
     }
 }
 
-/// The C library's `dlsym`, or that of the next library which interposes it; 0 until first needed. The hook of `dlsym` reads it
+/// The C library's `dlsym`, or the next one that interposes it; 0 until first needed. The hook of `dlsym` reads it
 /// without a call.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// The next `dlopen` behind this library, for the hook.
 pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`. No known library interposes `dlvsym`, which finds the next versioned `dlsym` and not ours. Where
-/// libdl came later, neither is within reach.
+/// Finds the real `dlsym`. No known library interposes `dlvsym`, which finds the next versioned `dlsym` and not ours.
+/// In a program that loaded libdl later, neither is in the search scope.
 pub extern "C" fn find_real_dlsym() -> usize {
     let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
         0 => elf::of_c_library(c"dlsym").unwrap_or(0),
@@ -84,7 +84,7 @@ pub extern "C" fn find_real_dlsym() -> usize {
     address
 }
 
-/// Finds the next `dlopen`, which may be that of a tool.
+/// Finds the next `dlopen`, which may belong to a tool.
 pub extern "C" fn find_real_dlopen() -> usize {
     let address = match real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()) as usize {
         0 => elf::of_c_library(c"dlopen").unwrap_or(0),
@@ -94,8 +94,8 @@ pub extern "C" fn find_real_dlopen() -> usize {
     address
 }
 
-/// The C library's own `dlopen`, past all that interpose it, which may look something up and so come here again. `None` if the
-/// process has none.
+/// The C library's own `dlopen`. It bypasses all interposers, which may look something up and so call this again.
+/// `None` if the process has none.
 pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let mut address = ADDRESS.load(Ordering::Relaxed);
@@ -106,11 +106,11 @@ pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_v
         };
         ADDRESS.store(address, Ordering::Relaxed);
     }
-    // SAFETY: the address is dlopen's; 0 is None.
+    // SAFETY: the address is `dlopen`'s; 0 is `None`.
     unsafe { transmute(address) }
 }
 
-/// Looks up a symbol as the program would without this library; NULL if there is no `dlsym`.
+/// Looks up a symbol as the program would without this library; NULL if `dlsym` cannot be found.
 pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let address = match REAL_DLSYM.load(Ordering::Relaxed) {
         0 => find_real_dlsym(),
@@ -119,42 +119,43 @@ pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     if address == 0 {
         return core::ptr::null_mut();
     }
-    // SAFETY: the address is dlsym's.
+    // SAFETY: the address is `dlsym`'s.
     unsafe {
         transmute::<usize, unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void>(address)(handle, name)
     }
 }
 
-/// Not while objects are visited: the first time it looks something up, and that waits for the loader's other lock.
+/// Not called while objects are visited: the first call looks up a symbol, which waits for another of the loader's
+/// locks.
 pub fn page_size() -> usize {
     const LEAST: usize = 4096;
-    // SAFETY: any name may be asked for.
+    // SAFETY: any name is allowed.
     let size = sysconf().map_or(0, |sysconf| unsafe { sysconf(libc::_SC_PAGESIZE) });
     usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(LEAST)
 }
 
 /// Registers a function that runs first in the child of every fork.
 pub fn at_fork_in_child(call: extern "C" fn()) {
-    // SAFETY: this library is never unloaded, so it needs no handle to be unregistered by.
+    // SAFETY: this library is never unloaded, so it needs no handle to unregister the function.
     unsafe { __register_atfork(None, None, Some(call), core::ptr::null_mut()) };
 }
 
-/// Registers a function that runs when the program exits, before those that were registered earlier.
+/// Registers a function that runs when the program exits, before those registered earlier.
 pub fn at_exit(call: extern "C" fn(*mut c_void)) {
     if let Some(register) = __cxa_atexit() {
-        // SAFETY: as above.
+        // SAFETY: this library is never unloaded, so it needs no handle to unregister the function.
         unsafe { register(call, core::ptr::null_mut(), core::ptr::null_mut()) };
     }
 }
 
-/// Declares functions that are looked up on first use; `None` if the process does not have the function.
+/// Declares functions that are looked up on first use. Each returns `None` if the process does not have the function.
 macro_rules! late {
     ($( $name:ident ( $($type:ty),* ) -> $result:ty; )*) => { $(
         pub fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $result> {
             static ADDRESS: AtomicUsize = AtomicUsize::new(0);
             let known = ADDRESS.load(Ordering::Relaxed);
             let address = if known != 0 { known } else { look_up(concat!(stringify!($name), "\0"), &ADDRESS) };
-            // SAFETY: the C library's function of this name has this signature; 0 is None.
+            // SAFETY: the C library's function of this name has this signature; 0 is `None`.
             unsafe { transmute(address) }
         }
     )* };
@@ -185,31 +186,31 @@ late! {
     pthread_setspecific(libc::pthread_key_t, *const c_void) -> c_int;
 }
 
-/// An environment variable. In a setuid program there are none, because its user must not control it.
+/// An environment variable. Always `None` in a setuid program, whose user must not control it.
 pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     unsafe extern "C" {
         fn secure_getenv(name: *const c_char) -> *const c_char;
     }
-    // SAFETY: a NUL-terminated name; the caller reads the value at once.
+    // SAFETY: `name` is NUL-terminated; the caller uses the value immediately.
     unsafe {
         let value = secure_getenv(name.as_ptr());
         (!value.is_null()).then(|| CStr::from_ptr(value).to_bytes())
     }
 }
 
-/// The C library's pointer to the environment, which programs may change as well, so it is read and written as a whole. Looked
-/// up, since linking costs every program that is loaded with this library.
+/// The C library's pointer to the environment. Programs may change it too, so it is read and written as a whole. Looked
+/// up, since linking to it costs every program that is loaded with this library.
 fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let known = ADDRESS.load(Ordering::Relaxed);
     let address = if known != 0 { known } else { look_up("environ\0", &ADDRESS) };
-    // SAFETY: the C library's variable of this name is such a pointer, for as long as the process lives; 0 is None.
+    // SAFETY: the C library's variable of this name is such a pointer and lives until the process ends; 0 is `None`.
     unsafe { (address as *const AtomicPtr<*mut c_char>).as_ref() }
 }
 
 /// The entries of an environment.
 fn entries(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
-    // SAFETY: an array that ends with NULL, of strings that end with NUL, or no array.
+    // SAFETY: `environment` is NULL, or an array that ends with NULL, of NUL-terminated strings.
     let entry = move |at| unsafe {
         let entry = if environment.is_null() { environment.cast() } else { *environment.add(at) };
         (!entry.is_null()).then(|| (entry, CStr::from_ptr(entry)))
@@ -221,13 +222,13 @@ fn value_of<'a>(entry: &'a CStr, name: &CStr) -> Option<&'a [u8]> {
     entry.to_bytes().strip_prefix(name.to_bytes())?.strip_prefix(b"=")
 }
 
-/// An environment variable as the driver sees it, also in a setuid program.
+/// An environment variable as the driver sees it, even in a setuid program.
 pub fn variable(name: &CStr) -> Option<&'static [u8]> {
     entries(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
 }
 
-/// Sets a variable in a copy of the environment, as `setenv` of another thread would. The old environment is never freed or
-/// changed, so a concurrent reader sees either of them as a whole.
+/// Sets a variable in a copy of the environment, like `setenv` on another thread would. The old environment is never
+/// freed or changed, so a concurrent reader sees either one as a whole.
 pub fn set_environment(name: &CStr, value: &[u8]) {
     let Some(environ) = environ() else { return };
     let mut entry = Vec::with_capacity(name.to_bytes().len() + value.len() + 2);

@@ -1,7 +1,7 @@
-//! What the loader has loaded, in its own tables: the objects, their symbols and their relocations.
+//! The loader's own tables: the loaded objects, their symbols and their relocations.
 //!
-//! `dlsym` would find a symbol, too, but it takes the loader's lock, which a thread that waits at a gate may hold, and it
-//! changes what `dlerror` says, which the program may still want to know.
+//! `dlsym` would find a symbol too, but it takes the loader's lock, which a thread that waits at a gate may hold, and
+//! it resets `dlerror`, which the program may still want to read.
 
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -9,7 +9,7 @@ use core::{
 };
 use rustix::mm::{MprotectFlags, mprotect};
 
-/// The beginning of glibc's `struct link_map`, to which a handle of `dlopen` points.
+/// The beginning of glibc's `struct link_map`. A `dlopen` handle points to it.
 #[repr(C)]
 struct LinkMap {
     base: usize,
@@ -76,7 +76,7 @@ struct Tables {
 /// # Safety
 /// `library` is a handle of `dlopen`, and the library is never unloaded.
 pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
-    // SAFETY: the caller's promise; the loader has filled all of this in.
+    // SAFETY: the caller's contract; the loader has filled in all of this.
     unsafe {
         let map = library.cast::<LinkMap>().as_ref()?;
         Tables::of(map.base, map.dynamic).look_up(name)
@@ -88,7 +88,7 @@ pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
 /// # Safety
 /// `library` is a handle of `dlopen`, and the library is never unloaded.
 pub unsafe fn inside(library: *mut c_void) -> usize {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe { library.cast::<LinkMap>().as_ref() }.map_or(0, |map| map.dynamic as usize)
 }
 
@@ -101,15 +101,16 @@ pub struct Object<'a> {
 
 /// Visits every object, in the order in which they were loaded, until `visit` returns false.
 ///
-/// The loader changes its list under a lock that it holds meanwhile. No thread holds that one while it runs a constructor or
-/// waits. `visit` must neither allocate nor look anything up: others come here with the locks that these take.
+/// The loader holds the lock of its list during the visit. No thread holds that lock while it runs a constructor or
+/// waits. `visit` must neither allocate nor look anything up: other threads take the locks for that before this one.
 pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
     unsafe extern "C" fn call<F: FnMut(&Object) -> bool>(
         info: *mut libc::dl_phdr_info,
         _size: usize,
         visit: *mut c_void,
     ) -> c_int {
-        // SAFETY: the loader's own description, which is valid for as long as this runs, and what is passed below.
+        // SAFETY: `info` is the loader's own description, valid during this call, and `visit` is the pointer passed
+        // below.
         unsafe {
             let (info, visit) = (&*info, &mut *visit.cast::<F>());
             if info.dlpi_phdr.is_null() {
@@ -126,29 +127,30 @@ pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
     with(&mut visit);
 }
 
-/// How many objects have been loaded so far, those included that were unloaded again. `None` if the loader does not say.
+/// The number of objects loaded so far, including unloaded ones. `None` if the loader does not tell.
 pub fn loaded_so_far() -> Option<u64> {
     unsafe extern "C" fn read(info: *mut libc::dl_phdr_info, size: usize, place: *mut c_void) -> c_int {
         const END: usize = core::mem::offset_of!(libc::dl_phdr_info, dlpi_adds) + size_of::<u64>();
         if size >= END {
-            // SAFETY: the loader's description has the field, and the place is given below.
+            // SAFETY: the loader's description has the field, and `place` is the pointer passed below.
             unsafe { *place.cast() = Some((*info).dlpi_adds) };
         }
         1
     }
     let mut number: Option<u64> = None;
-    // SAFETY: the callback gets the place that it writes to.
+    // SAFETY: `read` gets the place that it writes to.
     unsafe { libc::dl_iterate_phdr(Some(read), (&raw mut number).cast()) };
     number
 }
 
-/// Finds the address of a function of the C library where `dlsym` cannot: in a program without libdl, into which libdl came
-/// later, beyond the reach of what was there before. `None` while it is not there.
+/// Finds the address of a C library function that `dlsym` cannot find: in a program without libdl that loaded libdl
+/// later, outside the search scope of the earlier objects. `None` while libdl is not loaded.
 pub fn of_c_library(name: &CStr) -> Option<usize> {
     let mut found = None;
     each_object(|object| {
         let tables = object.tables();
-        // SAFETY: the object stays while it is visited. What interposes one of these functions does not define all of them.
+        // SAFETY: the object stays loaded during the visit. An interposer of one of these functions does not define all
+        // of them.
         let is_it =
             [c"dlopen", c"dlsym", c"dlvsym", c"dlerror"].iter().all(|name| unsafe { tables.look_up(name).is_some() });
         if is_it {
@@ -171,7 +173,7 @@ impl Object<'_> {
         self.segments().any(|(at, end, header)| header.p_type == libc::PT_LOAD && (at..end).contains(&address))
     }
 
-    /// The addresses from the first to behind the last.
+    /// The first address, and the end of the last segment.
     pub fn bounds(&self) -> (usize, usize) {
         let loaded = self.segments().filter(|(_, _, header)| header.p_type == libc::PT_LOAD);
         loaded.fold((usize::MAX, 0), |(first, last), (at, end, _)| (first.min(at), last.max(end)))
@@ -183,7 +185,7 @@ impl Object<'_> {
         dynamic.map_or_else(Tables::default, |(at, ..)| unsafe { Tables::of(self.base, at as *const Dynamic) })
     }
 
-    /// The protection that the loader has given these bytes; `None` if they are not of one segment.
+    /// The protection that the loader has given these bytes; `None` if they are not inside one segment.
     fn protection(&self, page: usize, from: usize, to: usize) -> Option<MprotectFlags> {
         let within = |(at, end, _): &(usize, usize, &libc::Elf64_Phdr)| *at <= from && to <= *end;
         let of = |kind| self.segments().filter(move |(_, _, header)| header.p_type == kind);
@@ -197,12 +199,12 @@ impl Object<'_> {
         Some(flags.iter().filter(|(flag, _)| header.p_flags & flag != 0).map(|(_, protection)| *protection).collect())
     }
 
-    /// Makes these bytes writable while `change` runs. `false` if that cannot be done.
+    /// Makes these bytes writable while `change` runs. `false` if that fails.
     fn while_writable(&self, page: usize, from: usize, to: usize, change: impl FnOnce()) -> bool {
         let Some(protection) = self.protection(page, from, to) else { return false };
         let start = from & !(page - 1);
         let set = |protection| {
-            // SAFETY: pages of the object, which stay readable, and executable where they were.
+            // SAFETY: the pages belong to the object; they stay readable, and executable if they were.
             unsafe { mprotect(start as *mut c_void, to.next_multiple_of(page) - start, protection) }
         };
         if set(protection | MprotectFlags::WRITE).is_err() {
@@ -210,21 +212,21 @@ impl Object<'_> {
         }
         change();
         if !protection.contains(MprotectFlags::WRITE) {
-            let _ = set(protection); // it can fail for lack of memory only, and then the pages stay writable
+            let _ = set(protection); // it can only fail for lack of memory, and then the pages stay writable
         }
         true
     }
 
-    /// Has the symbols that this object defines lead elsewhere: `substitute` says where, by the address of each. Whatever is
-    /// bound to one from now on is bound to the substitute. `false` if the table of symbols cannot be written.
+    /// Redirects symbols that this object defines: `substitute` maps the address of a symbol to its replacement. Later
+    /// bindings use the replacement. `false` if the symbol table cannot be written.
     pub fn redirect_symbols(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();
         let target = |value: usize| {
             let address = tables.base.wrapping_add(value);
-            if self.contains(address) { substitute(address) } else { None } // another has been here before
+            if self.contains(address) { substitute(address) } else { None } // another library has redirected it already
         };
         let (mut first, mut last) = (usize::MAX, 0);
-        // SAFETY: the object stays while it is visited.
+        // SAFETY: the object stays loaded during the visit.
         unsafe {
             tables.each_defined(|symbol| {
                 if target((*symbol).value).is_some() {
@@ -235,7 +237,8 @@ impl Object<'_> {
         }
         first >= last
             || self.while_writable(page, first, last, || {
-                // SAFETY: as above; other threads read the value, which changes as a whole.
+                // SAFETY: the object stays loaded during the visit; other threads read the value, which changes as a
+                // whole.
                 unsafe {
                     tables.each_defined(|symbol| {
                         let value = AtomicUsize::from_ptr(&raw mut (*symbol).value);
@@ -247,28 +250,29 @@ impl Object<'_> {
             })
     }
 
-    /// Has what this object is bound to already lead elsewhere, by the same rule. `false` if some of it cannot be written.
+    /// Redirects existing bindings of this object in the same way. `false` if some of them cannot be written.
     ///
     /// # Safety
-    /// What `substitute` knows is in no object that the loader is still at work on, since its pages change their protection.
+    /// No object that the loader is still processing is bound to an address known to `substitute`, since the protection of
+    /// the object's pages changes.
     pub unsafe fn redirect_bindings(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();
         let mut all = true;
         for (at, size) in tables.relocations {
             for i in 0..size / size_of::<Relocation>() {
-                // SAFETY: the object's own table, and symbols that it names.
+                // SAFETY: the object's own table, and the symbols that it names.
                 let (relocation, symbols) =
                     unsafe { (&*(at as *const Relocation).add(i), tables.symbols as *const Symbol) };
                 if !STORES_ADDRESS.contains(&relocation.kind) || relocation.addend != 0 || relocation.symbol == 0 {
                     continue;
                 }
                 let place = tables.base.wrapping_add(relocation.offset);
-                // An object is left to use what it defines itself.
+                // An object keeps using symbols that it defines itself.
                 let is_own = unsafe { (*symbols.add(relocation.symbol as usize)).section != 0 };
                 if is_own || place % align_of::<usize>() != 0 || !self.contains(place) {
                     continue;
                 }
-                // SAFETY: a place that the loader writes an address to, and that other threads read as a whole.
+                // SAFETY: the loader writes an address to this place, and other threads read it as a whole.
                 let slot = unsafe { AtomicUsize::from_ptr(place as *mut usize) };
                 if let Some(target) = substitute(slot.load(Ordering::Relaxed)) {
                     all &= self.while_writable(page, place, place + size_of::<usize>(), || {
@@ -283,11 +287,11 @@ impl Object<'_> {
 
 impl Tables {
     /// # Safety
-    /// `dynamic` is the `PT_DYNAMIC` of an object that is loaded there.
+    /// `dynamic` is the `PT_DYNAMIC` of an object loaded at `base`.
     unsafe fn of(base: usize, dynamic: *const Dynamic) -> Self {
         let mut tables = Self { base, ..Self::default() };
         let mut entry = dynamic;
-        // SAFETY: the caller's promise; the loader has filled all of this in.
+        // SAFETY: the caller's contract; the loader has filled in all of this.
         while let Some(Dynamic { tag, value }) = unsafe { entry.as_ref() }.filter(|e| e.tag != DT_NULL) {
             // glibc has added the base to these addresses, unless the table is read-only.
             let address = if *value < base { base.wrapping_add(*value) } else { *value };
@@ -314,7 +318,7 @@ impl Tables {
 
     /// The address of a symbol that the object defines.
     unsafe fn look_up(&self, name: &CStr) -> Option<usize> {
-        // SAFETY: tables of an object that stays.
+        // SAFETY: the tables belong to an object that stays loaded.
         unsafe {
             match (self.gnu_hash, self.hash) {
                 (0, 0) => None,
@@ -324,9 +328,9 @@ impl Tables {
         }
     }
 
-    /// Visits the symbols that the object defines for others.
+    /// Visits the symbols that the object exports.
     unsafe fn each_defined(&self, mut visit: impl FnMut(*mut Symbol)) {
-        // SAFETY: the table's own numbers lead through it.
+        // SAFETY: all indices come from the table itself.
         unsafe {
             let mut look = |number: u32| {
                 let symbol = (self.symbols as *mut Symbol).add(number as usize);
@@ -352,7 +356,7 @@ impl Tables {
 
     /// The address of the symbol with this number, if it is defined and has this name.
     unsafe fn matching(&self, number: u32, name: &CStr) -> Option<usize> {
-        // SAFETY: a number out of the library's own hash table.
+        // SAFETY: `number` comes from the library's own hash table.
         unsafe {
             let symbol = &*(self.symbols as *const Symbol).add(number as usize);
             let its_name = CStr::from_ptr((self.strings as *const c_char).add(symbol.name as usize));
@@ -360,10 +364,10 @@ impl Tables {
         }
     }
 
-    /// `DT_GNU_HASH` is a header, a Bloom filter, the buckets, and chains that end with an odd hash. Returns the buckets, the
-    /// number of the first symbol in a chain, and the chains.
+    /// `DT_GNU_HASH` is a header, a Bloom filter, the buckets, and chains that end with an odd hash. Returns the
+    /// buckets, the number of the first symbol in a chain, and the chains.
     unsafe fn gnu_hash_table(&self) -> (&[u32], u32, *const u32) {
-        // SAFETY: the table's own numbers lead through it.
+        // SAFETY: all indices come from the table itself.
         unsafe {
             let header = self.gnu_hash as *const u32;
             let (buckets, first, filter) = (*header as usize, *header.add(1), *header.add(2));
@@ -374,7 +378,7 @@ impl Tables {
 
     unsafe fn look_up_by_gnu_hash(&self, name: &CStr) -> Option<usize> {
         let hash = name.to_bytes().iter().fold(5381u32, |h, b| h.wrapping_mul(33).wrapping_add(u32::from(*b)));
-        // SAFETY: as above.
+        // SAFETY: all indices come from the table itself.
         unsafe {
             let (buckets, first, chains) = self.gnu_hash_table();
             let mut number = *buckets.get(hash.checked_rem(buckets.len() as u32)? as usize)?;
@@ -396,14 +400,15 @@ impl Tables {
         }
     }
 
-    /// Looks the name up in `DT_HASH`: the number of buckets and of symbols, the buckets, and a chain link for each symbol.
+    /// Looks up the name in `DT_HASH`: the number of buckets and of symbols, the buckets, and a chain link for each
+    /// symbol.
     unsafe fn look_up_by_hash(&self, name: &CStr) -> Option<usize> {
         let hash = name.to_bytes().iter().fold(0u32, |h, b| {
             let h = (h << 4).wrapping_add(u32::from(*b));
             let high = h & 0xf000_0000;
             (h ^ (high >> 24)) & !high
         });
-        // SAFETY: as above.
+        // SAFETY: all indices come from the table itself.
         unsafe {
             let header = self.hash as *const u32;
             let buckets = *header;
@@ -428,7 +433,7 @@ mod tests {
 
     #[test]
     fn it_finds_what_dlsym_finds() {
-        // SAFETY: NUL-terminated names; the C library stays.
+        // SAFETY: the names are NUL-terminated, and the C library stays loaded.
         unsafe {
             let library = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY);
             for name in [c"getpid", c"qsort", c"environ", c"no_such_symbol"] {

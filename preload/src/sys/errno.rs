@@ -1,6 +1,6 @@
 //! `errno` belongs to the program.
 
-/// Runs `f` and leaves `errno` as it was before.
+/// Runs `f` and restores `errno` afterwards.
 pub fn preserved<R>(f: impl FnOnce() -> R) -> R {
     // SAFETY: the location is valid for the calling thread.
     let errno = unsafe { libc::__errno_location() };

@@ -19,8 +19,8 @@ pub fn read(path: &CStr) -> Vec<u8> {
     contents
 }
 
-/// A descriptor that the child of a fork must close. One thread writes it; a fork in the middle of a write finds none, or a
-/// number that does not belong to that file.
+/// A descriptor that the child of a fork must close. Only one thread writes it; a fork in the middle of a write finds
+/// none, or a number that does not belong to that file.
 #[derive(Debug)]
 pub struct InheritedDescriptor {
     descriptor: AtomicI32,
@@ -50,7 +50,7 @@ impl InheritedDescriptor {
     }
 }
 
-/// Identifies an open file: its number may be that of another file once the program has closed it.
+/// Identifies an open file: once the program has closed it, its number may belong to another file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     device: u64,
@@ -65,7 +65,7 @@ impl Identity {
 
     /// Whether this descriptor still belongs to that file.
     pub fn is(self, descriptor: RawFd) -> bool {
-        // SAFETY: only asked about; a number that is no descriptor is an error.
+        // SAFETY: the descriptor is only queried; a number that is not a descriptor gives an error.
         descriptor >= 0 && Self::of(unsafe { BorrowedFd::borrow_raw(descriptor) }) == Some(self)
     }
 }

@@ -1,8 +1,8 @@
-//! A lock between processes: `flock(2)` on a file. The kernel releases it when the process ends, however that happens. It takes
-//! only the permission to read the file, so it works on a read-only mount, and between users.
+//! A lock between processes: `flock(2)` on a file. The kernel releases it when the process ends, in whatever way. It
+//! needs only read permission for the file, so it works on a read-only mount, and between users.
 //!
-//! The child of a fork would share the lock, so it closes its copy ([`close_in_child`]). The program may close any descriptor:
-//! the lock is released then, and [`LockFile::is_open`] returns `false`.
+//! The child of a fork would share the lock, so it closes its copy ([`close_in_child`]). The program may close any
+//! descriptor: this releases the lock, and [`LockFile::is_open`] returns `false`.
 
 use super::file::{Identity, InheritedDescriptor};
 use core::{
@@ -15,13 +15,13 @@ use rustix::{
     io::{Errno, fcntl_dupfd_cloexec},
 };
 
-/// Our descriptors are numbered from here on, since some programs rely on getting the lowest numbers.
+/// The lowest number of our descriptors, since some programs rely on getting the lowest numbers.
 const LOWEST_DESCRIPTOR: RawFd = 400;
 /// Two for each GPU.
 const MAX_FILES: usize = 2 * nvshare_wire::MAX_SLOTS as usize;
 
 static DESCRIPTORS: [InheritedDescriptor; MAX_FILES] = [const { InheritedDescriptor::none() }; MAX_FILES];
-/// The end of those that have ever been used.
+/// The number of entries that have ever been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 #[derive(Debug)]
@@ -35,13 +35,13 @@ pub struct LockFile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TryLock {
     Got,
-    /// Another process has it locked.
+    /// Another process holds the lock.
     Taken,
     Failed,
 }
 
 impl LockFile {
-    /// Opens the file, if there is one.
+    /// Opens the file, if it exists.
     pub fn open(path: &CStr) -> Option<Self> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
         let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
@@ -57,7 +57,7 @@ impl LockFile {
     }
 
     fn get(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: it is open, and only borrowed for a call.
+        // SAFETY: the descriptor is open, and only borrowed for a call.
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
@@ -74,12 +74,12 @@ impl LockFile {
         }
     }
 
-    /// Locks it for this process alone. A shared lock of this process is lost, whatever the outcome.
+    /// Locks the file exclusively. A shared lock of this process is lost, whatever the outcome.
     pub fn lock_exclusive(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockExclusive)
     }
 
-    /// Locks it together with other processes.
+    /// Locks the file together with other processes.
     pub fn lock_shared(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockShared)
     }
@@ -90,7 +90,7 @@ impl LockFile {
 
     /// Whether another process has locked it exclusively. This process must not have locked it.
     pub fn is_taken(&self) -> bool {
-        let tried = self.lock_shared(); // processes that ask do not get in each other's way
+        let tried = self.lock_shared(); // concurrent checks do not disturb each other
         if tried == TryLock::Got {
             self.unlock();
         }
@@ -102,13 +102,13 @@ impl Drop for LockFile {
     fn drop(&mut self) {
         self.inherited.set(None);
         if self.identity.is(self.descriptor) {
-            // SAFETY: open, and ours.
+            // SAFETY: the descriptor is open, and ours.
             drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
         }
     }
 }
 
-/// Only the client's thread opens and closes lock files.
+/// Finds an unused entry. Only the client's thread opens and closes lock files.
 fn unused() -> Option<&'static InheritedDescriptor> {
     let (at, unused) = DESCRIPTORS.iter().enumerate().find(|(_, descriptor)| descriptor.get().is_none())?;
     USED.fetch_max(at + 1, Ordering::SeqCst);

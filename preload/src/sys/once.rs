@@ -1,8 +1,9 @@
-//! Values and actions that all threads share and that happen once.
+//! Shared values and actions that are initialised or run once.
 //!
 //! Neither is a lock: if another thread held a lock during a fork, the child could never take it.
 
-/// A value made on first use. Threads may race to make it; the first result is kept and the others are dropped, so no thread waits.
+/// A value created on first use. Threads may race to create it; the first result is kept and the others are dropped, so
+/// no thread waits.
 pub use once_cell::race::OnceBox;
 
 use crate::sys::time::{self, Instant};
@@ -11,7 +12,8 @@ use core::{
     time::Duration,
 };
 
-/// The longest wait of other threads for the one that does it, which a fork may have lost; and the interval between their looks.
+/// How long other threads wait for the thread that runs the action, which a fork may have lost; and the interval
+/// between their polls.
 const LONGEST: Duration = Duration::from_secs(4);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -28,7 +30,8 @@ impl Once {
         Self(AtomicU8::new(NOT_DONE))
     }
 
-    /// Does it, unless it has been done; waits while another thread does it. `false` if that failed: the next caller tries again.
+    /// Runs the action, unless it has been done; waits while another thread runs it. `false` if it failed: the next
+    /// caller tries again.
     pub fn run(&self, action: impl FnOnce() -> bool) -> bool {
         match self.0.compare_exchange(NOT_DONE, DOING, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) => {

@@ -1,6 +1,6 @@
 //! The order in which a thread takes locks, so that no two threads ever wait for each other.
 //!
-//! [`once`](super::once) has no rank: waits there are bounded.
+//! [`once`](super::once) has no rank: its waits are bounded.
 
 /// All locks of the library, the outermost first. While a thread holds one, it takes only later ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -8,34 +8,34 @@
 pub enum Rank {
     /// The green contexts.
     GreenContexts,
-    /// One thread at a time opens memory of another process, which takes as long as that one takes to answer.
+    /// One thread at a time opens memory of another process, which takes until that process answers.
     Opening,
-    /// No lock: waiting at a gate, or for an answer, for which the client's thread must act. It takes none of those before, and holds
-    /// this rank itself.
+    /// Not a lock: waiting at a gate, or for an answer, which the client's thread must bring about. That thread takes
+    /// none of the earlier locks, and holds this rank itself.
     ClientThread,
-    /// The memory that the program maps itself: calls that change what a handle or an address means.
+    /// The program's own mappings: calls that change the meaning of a handle or an address.
     VirtualMemory,
     /// One thread at a time makes GPUs peers.
     Coupling,
-    /// A GPU's mover. Those of several GPUs are taken in the GPUs' order.
+    /// A GPU's mover. The movers of several GPUs are locked in the order of the GPUs.
     Mover,
     /// Introducing a GPU to the scheduler.
     Introduction,
     /// Attaching to a GPU for the first time.
     Attachment,
-    /// What this process has opened of others.
+    /// Memory of other processes that this process has opened.
     Imports,
-    /// The request to another process that is pending.
+    /// The pending request to another process.
     Question,
-    /// The allocations that the driver makes.
+    /// Allocations that the driver makes.
     PinnedMemory,
-    /// The memory pools that the program has made.
+    /// Memory pools that the program has created.
     MemoryPools,
-    /// A GPU's allocations and their account. Reports are sent under it, so that the newest is the last.
+    /// A GPU's allocations and their account. Reports are sent with it locked, so that the newest is the last.
     Space,
-    /// A GPU's contexts, streams and marks. Contexts that are entered under it are not destroyed meanwhile.
+    /// A GPU's contexts, streams and marks. Contexts entered under it are not destroyed until it is released.
     Work,
-    /// No capture begins or ends while it is read.
+    /// No capture begins or ends while it is read-locked.
     CaptureStart,
     /// The captures.
     Captures,
@@ -43,11 +43,11 @@ pub enum Rank {
     FreeEvents,
     /// Host buffers that are being allocated.
     StagingBuffers,
-    /// Calls that a thread which holds nothing is to make.
+    /// Calls that a thread without locks has to make.
     WaitingCalls,
-    /// What a swap file holds, and what its threads have to do.
+    /// The contents of a swap file, and the jobs of its threads.
     SwapFile,
-    /// One thread at a time asks for the lock of GPUs.
+    /// One thread at a time requests GPU locks.
     LockRequest,
     /// The last request for a higher limit that was denied.
     DeniedLimit,
@@ -55,7 +55,7 @@ pub enum Rank {
     RuledLimits,
     /// Naming this process as an exporter.
     ExportKey,
-    /// Messages that go before the next report.
+    /// Messages to be sent before the next report.
     Outbox,
     /// The connection: one message at a time.
     Connection,
@@ -68,7 +68,7 @@ pub use checked::{Held, Ranked, has_room, held, holds_any, with_room};
 #[cfg(not(debug_assertions))]
 pub use unchecked::{Held, Ranked, with_room};
 
-/// Release builds: nothing is kept and nothing is done.
+/// Release builds: keeps no state, and does nothing.
 #[cfg(not(debug_assertions))]
 mod unchecked {
     #[derive(Debug)]
@@ -104,8 +104,8 @@ mod unchecked {
     }
 }
 
-/// Debug builds: each thread has a word with a bit for each rank that it holds. A handler of a signal that interrupts a thread finds
-/// what the thread holds, and the child of a fork what the thread held that forked.
+/// Debug builds: each thread has a word with a bit for each rank that it holds. A signal handler finds the ranks of the
+/// interrupted thread, and the child of a fork finds the ranks of the forking thread.
 #[cfg(debug_assertions)]
 mod checked {
     use super::Rank;
@@ -116,10 +116,10 @@ mod checked {
     #[derive(Debug)]
     pub struct Ranked(Rank);
 
-    /// The calling thread holds a lock of this rank.
+    /// Proof that the calling thread holds a lock of this rank.
     #[derive(Debug)]
     pub struct Held {
-        /// 0 if it holds another of this rank.
+        /// 0 if it holds another lock of this rank.
         bit: u64,
     }
 
@@ -128,17 +128,17 @@ mod checked {
             Self(rank)
         }
 
-        /// The thread is about to take the lock.
+        /// Called before the thread takes the lock.
         pub fn take(&self) -> Held {
             self.take_within(!0 << self.0 as u32)
         }
 
-        /// The same where the thread may hold others of this rank.
+        /// Like `take`, but the thread may hold other locks of this rank.
         pub fn take_beside(&self) -> Held {
             self.take_within((!0 << self.0 as u32) << 1)
         }
 
-        /// The same for what is no lock, where the thread may have left it by a jump.
+        /// Like `take`, for a rank that is not a lock, and that the thread may have left by a jump.
         pub fn take_anew(&self) -> Held {
             thread::set_ranks(thread::ranks() & !(1 << self.0 as u32));
             self.take()
@@ -155,10 +155,10 @@ mod checked {
         }
     }
 
-    /// Not a rank: what the thread submits has room in its stream's queue.
+    /// Not a rank: the thread's submissions have room in the stream's queue.
     const ROOM: u64 = 1 << 63;
 
-    /// Until the result is dropped, what the calling thread submits has room in its stream's queue.
+    /// Until the result is dropped, the calling thread's submissions have room in the stream's queue.
     pub fn with_room() -> Held {
         let held = thread::ranks();
         thread::set_ranks(held | ROOM);
@@ -189,7 +189,7 @@ mod checked {
 
     impl core::fmt::Write for Stderr {
         fn write_str(&mut self, text: &str) -> core::fmt::Result {
-            // SAFETY: that many bytes.
+            // SAFETY: `text` has that many bytes.
             unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
             Ok(())
         }
@@ -204,7 +204,7 @@ mod checked {
             "nvshare: takes a lock of rank {rank:?} ({}) while it holds {highest} ({held:#b})",
             rank as u8
         );
-        // SAFETY: it ends the process.
+        // SAFETY: `abort` ends the process.
         unsafe { libc::abort() }
     }
 

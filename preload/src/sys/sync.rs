@@ -1,6 +1,6 @@
 //! Locks: futexes without poisoning, which make a system call only under contention.
 //!
-//! Each has a [`Rank`]. Debug builds check that threads take them in the order of the ranks; other builds know nothing of it.
+//! Each lock has a [`Rank`]. Debug builds check that threads take locks in rank order; release builds do not.
 
 use super::rank::Ranked;
 pub use super::rank::{Held, Rank};
@@ -19,7 +19,7 @@ pub struct RwLock<T> {
     inner: futex::RwLock<T>,
 }
 
-/// A lock that is held.
+/// A held lock.
 #[derive(Debug)]
 pub struct Guard<G> {
     inner: G,
@@ -42,14 +42,15 @@ impl<G: DerefMut> DerefMut for Guard<G> {
     }
 }
 
-/// The calling thread waits for the client's thread until the result is dropped. It must hold no lock that the other takes.
+/// Until the result is dropped, the calling thread waits for the client's thread. It must hold no lock that the
+/// client's thread takes.
 #[inline]
 pub fn waiting_for_client_thread() -> Held {
     const RANK: Ranked = Ranked::new(Rank::ClientThread);
     RANK.take_anew()
 }
 
-/// The calling thread is the client's thread until the result is dropped.
+/// Until the result is dropped, the calling thread is the client's thread.
 pub fn on_client_thread() -> Held {
     waiting_for_client_thread()
 }
@@ -65,7 +66,7 @@ impl<T> Mutex<T> {
         Guard { inner: self.inner.lock(), _held: held }
     }
 
-    /// The same while another of its rank may be held. The caller has an order among these.
+    /// Locks while another lock of this rank may be held. The caller orders locks of this rank.
     #[inline]
     pub fn lock_beside(&self) -> Guard<futex::MutexGuard<'_, T>> {
         let held = self.rank.take_beside();
@@ -78,7 +79,7 @@ impl<T> RwLock<T> {
         Self { rank: Ranked::new(rank), inner: futex::RwLock::new(value) }
     }
 
-    /// Never while the same thread reads: another that waits to write would be between the two.
+    /// Never called while the same thread reads: a thread that waits to write would come between the two.
     #[inline]
     pub fn read(&self) -> Guard<futex::RwLockReadGuard<'_, T>> {
         let held = self.rank.take();

@@ -8,7 +8,7 @@ use rustix::{
     thread::gettid,
 };
 
-/// A thread that was in the middle of something.
+/// A thread that was running or runnable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Task {
     id: i32,
@@ -16,7 +16,8 @@ pub struct Task {
     used: u64,
 }
 
-/// The threads of the process, except the calling one, that were not asleep in a system call. `None` if that cannot be found out.
+/// The threads of the process, except the calling one, that were not asleep in a system call. `None` if that cannot be
+/// determined.
 pub fn on_their_way() -> Option<Vec<Task>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = open(c"/proc/self/task", flags, Mode::empty()).ok()?;
@@ -33,7 +34,7 @@ pub fn on_their_way() -> Option<Vec<Task>> {
 }
 
 impl Task {
-    /// Whether it has come so far since that it is at another place: it sleeps in a system call, it has used processor time, or it
+    /// Whether it has left its earlier position in the code: it sleeps in a system call, has used processor time, or
     /// has ended.
     pub fn has_moved_on(&self) -> bool {
         state(self.id).is_none_or(|(now, is_asleep)| is_asleep || now.used > self.used)
@@ -50,7 +51,7 @@ fn state(id: i32) -> Option<(Task, bool)> {
 }
 
 fn parse(id: i32, text: &[u8]) -> Option<(Task, bool)> {
-    // The name may have spaces and brackets in it, what follows has neither.
+    // The name may contain spaces and brackets; the following fields contain neither.
     let end = text.iter().rposition(|byte| *byte == b')')?;
     let mut fields = text.get(end + 2..)?.split(|byte| *byte == b' ');
     let state = fields.next()?;
@@ -77,7 +78,7 @@ mod tests {
         assert_eq!(parse(42, b""), None);
     }
 
-    /// Looks for a minute, on a busy machine for longer.
+    /// Polls for a minute, on a busy machine for longer.
     fn until<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
         (0..12_000).find_map(|_| {
             thread::sleep(Duration::from_millis(5));

@@ -1,4 +1,4 @@
-//! Threads of this library, and words of thread-local storage for every thread.
+//! Threads of this library, and thread-local words for every thread.
 
 use super::c;
 use alloc::boxed::Box;
@@ -10,12 +10,13 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// The stack that our threads use, in bytes; virtual until touched.
+/// The stack size of our threads in bytes; virtual until touched.
 const STACK: usize = 256 << 10;
 
 type Main = Box<dyn FnOnce() + Send>;
 
-/// Starts a detached thread that receives no signals and has the scheduling of the process; `false` if that fails.
+/// Starts a detached thread that receives no signals and has the process's scheduling attributes; `false` if that
+/// fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     let run: Main = Box::new(move || {
         let _ = rustix::thread::set_name(name);
@@ -25,7 +26,7 @@ pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool 
     let main = Box::into_raw(Box::new(run));
     let started = with_signals_blocked(|| create(main));
     if !started {
-        // SAFETY: no thread has it.
+        // SAFETY: no thread has taken it.
         drop(unsafe { Box::from_raw(main) });
     }
     started
@@ -42,14 +43,14 @@ fn create(main: *mut Main) -> bool {
         return false;
     };
     let (mut attributes, mut thread) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    // SAFETY: valid places; the attributes are initialised before they are used.
+    // SAFETY: the places outlive the calls; the attributes are initialised before they are used.
     unsafe {
         let attributes = attributes.as_mut_ptr();
         if init(attributes) != 0 {
             return false;
         }
         detach(attributes, libc::PTHREAD_CREATE_DETACHED);
-        // Not the policy of the thread that happens to be here: under SCHED_FIFO, that may keep the processor and wait for this one.
+        // Not the policy of the calling thread: under SCHED_FIFO, it may keep the processor and wait for this one.
         if let (Some(inherit), Some(policy), Some(priority)) =
             (c::pthread_attr_setinheritsched(), c::pthread_attr_setschedpolicy(), c::pthread_attr_setschedparam())
         {
@@ -57,8 +58,8 @@ fn create(main: *mut Main) -> bool {
             priority(attributes, &libc::sched_param { sched_priority: 0 });
             inherit(attributes, libc::PTHREAD_EXPLICIT_SCHED);
         }
-        // What the C library keeps in a stack comes on top: static thread-local storage, for one, of any size. One that does
-        // not say how much that is gives threads the program's default size.
+        // The C library's own use of the stack is added, such as static thread-local storage, which may have any size.
+        // With a C library that does not tell its minimum, threads get the program's default size.
         if let Some(minimum) = c::__pthread_get_minstack() {
             stack(attributes, STACK.saturating_add(minimum(attributes)));
         }
@@ -69,7 +70,7 @@ fn create(main: *mut Main) -> bool {
 }
 
 extern "C" fn run(main: *mut c_void) -> *mut c_void {
-    // SAFETY: made by `spawn` for this thread alone.
+    // SAFETY: `spawn` created it for this thread only.
     unsafe { Box::from_raw(main.cast::<Main>())() };
     core::ptr::null_mut()
 }
@@ -78,7 +79,8 @@ extern "C" fn run(main: *mut c_void) -> *mut c_void {
 fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     let Some(sigprocmask) = c::sigprocmask() else { return f() };
     let (mut all, mut before) = (MaybeUninit::<libc::sigset_t>::uninit(), MaybeUninit::uninit());
-    // SAFETY: valid places. It is the mask of the calling thread alone, on Linux. The C library leaves out its own signals.
+    // SAFETY: the places outlive the calls. On Linux, the mask is the calling thread's own. The C library excludes its
+    // own signals.
     unsafe {
         all.as_mut_ptr().write_bytes(0xff, 1);
         let changed = sigprocmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0;
@@ -90,40 +92,41 @@ fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     }
 }
 
-/// The processors of the process's first thread when the library was loaded, as the kernel gives them.
+/// The processors of the process's first thread when the library was loaded, in the kernel's format.
 struct Cpus {
     mask: UnsafeCell<[u8; CPU_MASK]>,
-    /// How much of it the kernel has written; 0 if it refused.
+    /// The number of bytes that the kernel has written; 0 if it refused.
     len: AtomicUsize,
 }
 
-/// Bytes of a set of 8,192 processors, the most that Linux supports.
+/// The size in bytes of a set of 8,192 processors, the most that Linux supports.
 const CPU_MASK: usize = 1024;
 
-// SAFETY: written by the loader's thread before any other thread is there; only read afterwards.
+// SAFETY: the loader's thread writes it before any other thread exists; afterwards it is only read.
 unsafe impl Sync for Cpus {}
 
 static AT_LOAD: Cpus = Cpus { mask: UnsafeCell::new([0; CPU_MASK]), len: AtomicUsize::new(0) };
 
 /// Called once, when the library is loaded.
 pub fn remember_cpus() {
-    // SAFETY: no other thread reads it yet, and no more bytes are written than there are. 0 is the calling thread, the first.
+    // SAFETY: no other thread reads it yet, and the kernel writes at most `CPU_MASK` bytes. 0 is the calling thread,
+    // the first.
     let len = unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, CPU_MASK, AT_LOAD.mask.get()) };
     AT_LOAD.len.store(len.clamp(0, CPU_MASK as _) as usize, Ordering::Relaxed);
 }
 
-/// Replaces what the calling thread has inherited, as far as the kernel allows: its processors by those at load, its nice value by
-/// that of the process's first thread, and the nodes of its memory by any.
+/// Replaces attributes that the calling thread has inherited, as far as the kernel allows: its processors by the set at
+/// load, its nice value by the value of the process's first thread, and its memory nodes by all.
 fn schedule() {
     const MPOL_DEFAULT: i32 = 0;
     let first = rustix::process::getpid().as_raw_pid();
-    // SAFETY: as many bytes as the kernel has written there; the other calls have no pointers.
+    // SAFETY: the mask has `len` bytes, written by the kernel; the other calls take no pointers.
     unsafe {
         let len = AT_LOAD.len.load(Ordering::Relaxed);
         if len > 0 {
             libc::syscall(libc::SYS_sched_setaffinity, 0, len, AT_LOAD.mask.get());
         }
-        let nice = 20 - libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, first); // the kernel gives 40 to 1
+        let nice = 20 - libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, first); // the kernel returns 40 to 1
         if nice < 20 {
             libc::syscall(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, nice);
         }
@@ -139,7 +142,7 @@ pub fn cpus() -> usize {
     mask.iter().take(len).map(|byte| byte.count_ones() as usize).sum::<usize>().max(1)
 }
 
-/// The stack pointer of the function that this is inlined into.
+/// The stack pointer of the function into which this is inlined.
 #[inline(always)]
 pub fn stack_pointer() -> usize {
     let here;
@@ -148,7 +151,7 @@ pub fn stack_pointer() -> usize {
     unsafe {
         core::arch::asm!("mov {here}, rsp", here = out(reg) here, options(pure, nomem, nostack, preserves_flags));
     }
-    // SAFETY: as above.
+    // SAFETY: reads a register.
     #[cfg(target_arch = "aarch64")]
     unsafe {
         core::arch::asm!("mov {here}, sp", here = out(reg) here, options(pure, nomem, nostack, preserves_flags));
@@ -158,8 +161,9 @@ pub fn stack_pointer() -> usize {
 
 // ---- words of a thread ----
 
-/// Declares a word of each thread, and a function that returns where the calling thread's is: thread-local storage in the
-/// initial-exec model, which costs two instructions, makes no call and exists as long as its thread. In stable Rust only std has it.
+/// Declares a thread-local word, and a function that returns its address in the calling thread: thread-local storage in
+/// the initial-exec model, which costs two instructions, makes no call and exists until its thread ends. In stable Rust
+/// only std offers it.
 macro_rules! word {
     ($place:ident, $symbol:literal) => {
         core::arch::global_asm!(
@@ -177,7 +181,7 @@ macro_rules! word {
         #[inline(always)]
         fn $place() -> *mut usize {
             let place: *mut usize;
-            // SAFETY: says where this thread's own storage is.
+            // SAFETY: computes the address of this thread's own storage.
             #[cfg(target_arch = "x86_64")]
             unsafe {
                 core::arch::asm!(
@@ -187,7 +191,7 @@ macro_rules! word {
                     options(pure, readonly, nostack),
                 );
             }
-            // SAFETY: as above.
+            // SAFETY: computes the address of this thread's own storage.
             #[cfg(target_arch = "aarch64")]
             unsafe {
                 core::arch::asm!(
@@ -212,7 +216,7 @@ word!(ranks_place, "nvshare_ranks");
 /// The calling thread's word; NULL until it is set.
 #[inline(always)]
 pub fn mine() -> *const c_void {
-    // Every launch comes here: this is `place` and a load in one instruction less.
+    // Every launch calls this, so it is `place` and a load with one instruction less.
     // SAFETY: reads this thread's own storage.
     #[cfg(target_arch = "x86_64")]
     unsafe {
@@ -225,7 +229,7 @@ pub fn mine() -> *const c_void {
         );
         word
     }
-    // SAFETY: as above.
+    // SAFETY: reads this thread's own storage.
     #[cfg(not(target_arch = "x86_64"))]
     unsafe {
         place().cast::<*const c_void>().read()
@@ -233,19 +237,19 @@ pub fn mine() -> *const c_void {
 }
 
 pub fn set_mine(word: *const c_void) {
-    // SAFETY: as above.
+    // SAFETY: writes this thread's own storage.
     unsafe { place().cast::<*const c_void>().write(word) }
 }
 
 /// The ranks of the locks that the calling thread holds, as bits ([`super::rank`]).
 #[cfg(debug_assertions)]
 pub fn ranks() -> u64 {
-    // SAFETY: as above.
+    // SAFETY: reads this thread's own storage.
     unsafe { ranks_place().cast::<u64>().read() }
 }
 
 #[cfg(debug_assertions)]
 pub fn set_ranks(ranks: u64) {
-    // SAFETY: as above.
+    // SAFETY: writes this thread's own storage.
     unsafe { ranks_place().cast::<u64>().write(ranks) }
 }

@@ -12,7 +12,7 @@ pub struct Instant(Duration);
 
 impl Instant {
     pub fn now() -> Self {
-        // Not by the C library's function, which tools interpose that let time stand still. This needs no system call, either.
+        // Not the C library's function, which some tools interpose to stop time. This needs no system call either.
         let time = clock_gettime(ClockId::Monotonic);
         Self(Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0)))
     }
@@ -21,7 +21,7 @@ impl Instant {
         Self::now().0.saturating_sub(self.0)
     }
 
-    /// The time since the clock began.
+    /// The time since the start of the clock.
     pub fn since_start(&self) -> Duration {
         self.0
     }

@@ -1,7 +1,8 @@
-//! Stream captures, which calls of this library must not break.
+//! Stream captures, which calls of this library must not invalidate.
 //!
-//! Depending on its mode, a capture is broken by a query or a context-wide event beside it. [`beside`] makes such calls either
-//! while no capture can begin, or with the thread in relaxed mode, in which queries beside a capture are allowed (driver 580).
+//! Depending on its mode, a capture is invalidated by a concurrent query or context-wide event. [`beside`] makes such
+//! calls either while no capture can begin, or with the thread in relaxed mode, in which queries are allowed during a
+//! capture (driver 580).
 
 use super::streams::context_of;
 use crate::{
@@ -21,25 +22,26 @@ use core::{
 /// The number of captures in this process. Changed under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(Rank::CaptureStart, ());
-/// The number of threads that are in [`synchronizing`], and the time after which each has begun its call.
+/// The number of threads in [`synchronizing`], and the time after which each has begun its call.
 static SYNCHRONIZING: AtomicUsize = AtomicUsize::new(0);
 const SYNCHRONIZING_BEGINS: Duration = Duration::from_millis(1);
 static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Rank::Captures, Vec::new());
 
-/// A stream that captures, and its context.
+/// A capturing stream, and its context.
 #[derive(Debug, Clone, Copy)]
 struct Member {
     stream: usize,
-    /// The per-thread stream has one handle in all threads, so the thread identifies it, too.
+    /// The per-thread stream has one handle in all threads, so the thread identifies it too.
     thread: usize,
     context: usize,
 }
 
 #[derive(Debug)]
 struct Capture {
-    /// The driver's number; 0 if it gives none.
+    /// The driver's number; 0 if it assigns none.
     id: u64,
-    /// First the stream that ends it, then those that have joined it. If the context of the first is destroyed, the capture ends.
+    /// The origin stream, which ends the capture, then the streams that have joined it. The capture ends if the context
+    /// of the origin is destroyed.
     members: Vec<Member>,
 }
 
@@ -68,29 +70,32 @@ pub fn any() -> bool {
 /// Whether work submitted to this stream goes into a graph instead of to the GPU.
 pub fn is_capturing(stream: CUstream) -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: a valid place; allowed at any time. It fails for the legacy stream beside a capture, which does not capture.
+    // SAFETY: `status` outlives the call, which is allowed at any time. It fails for the legacy stream during a
+    // capture, but that stream does not capture.
     let result = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
     result == SUCCESS && status != STREAM_CAPTURE_STATUS_NONE
 }
 
-/// Runs `call` so that it breaks no capture. Its argument says whether a capture is under way: it must then leave out what is
-/// never allowed beside one (context-wide events and synchronisation). No capture begins meanwhile, so `call` must be short.
+/// Runs `call` so that it invalidates no capture. Its argument says whether a capture is active: `call` must then leave
+/// out operations that are never allowed during one (context-wide events and synchronisation). No capture can begin
+/// until `call` returns, so it must be short.
 pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
     let _no_start = STARTING.read();
     if any() { relaxed(|| call(true)) } else { call(false) }
 }
 
-/// Runs `call`, which may take long, so that it breaks no capture of another thread.
+/// Runs `call`, which may take long, so that it invalidates no capture of another thread.
 pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: a valid place; the second call gives the thread back the mode it had.
+    // SAFETY: `mode` outlives both calls; the second one restores the thread's mode.
     unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
     let result = call();
     unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
     result
 }
 
-/// Makes a call that waits for a whole context, which breaks any capture if it begins beside one. `None` if one is under way.
+/// Makes a call that waits for a whole context, which invalidates any capture that is active when it begins. `None` if
+/// one is active.
 pub fn synchronizing<R>(call: impl FnOnce() -> R) -> Option<R> {
     {
         let _no_start = STARTING.read();
@@ -109,7 +114,7 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if !gate::is_active() {
         return call();
     }
-    // Before it captures.
+    // Queried before the stream captures.
     let context = context_of(stream).unwrap_or(core::ptr::null_mut());
     let _start = STARTING.write();
     if SYNCHRONIZING.load(Ordering::SeqCst) > 0 {
@@ -125,8 +130,8 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// Makes a call by which this stream, which does not capture, may join a capture: it waits for an event. Returns the contexts of
-/// the stream and of the capture if it does.
+/// Makes a call that waits for an event. The stream, which does not capture, may join a capture that way; then this
+/// returns the contexts of the stream and of the capture.
 pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, Option<[CUcontext; 2]>) {
     let Some(context) = context_of(stream) else { return (call(), None) };
     let result = call();
@@ -141,7 +146,7 @@ pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, 
     (result, origin.map(|origin| [context, origin]))
 }
 
-/// The context of a stream that captures; `None` if it is not known.
+/// The context of a capturing stream; `None` if it is not known.
 pub(super) fn context_of_member(stream: CUstream) -> Option<CUcontext> {
     let wanted = Member::of(stream, core::ptr::null_mut());
     let captures = CAPTURES.lock();
@@ -149,15 +154,15 @@ pub(super) fn context_of_member(stream: CUstream) -> Option<CUcontext> {
     member.map(|member| member.context as CUcontext)
 }
 
-/// The driver's number of the capture of this stream; 0 if it gives none.
+/// The driver's number of this stream's capture; 0 if it assigns none.
 fn id_of(stream: CUstream) -> u64 {
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: valid places; allowed at any time.
+    // SAFETY: `status` and `id` outlive the call, which is allowed at any time.
     unsafe { driver::cuStreamGetCaptureInfo(stream, &mut status, &mut id) };
     id
 }
 
-/// The capture on this stream has ended, or the stream is gone.
+/// Called when the capture on this stream has ended, or the stream has been destroyed.
 pub fn end(stream: CUstream) {
     if !is_known() {
         return;
@@ -166,12 +171,13 @@ pub fn end(stream: CUstream) {
     forget(|capture| capture.origin().is_none_or(|origin| origin.is(&wanted)));
 }
 
-/// A context is gone, and the captures in it.
+/// Called when a context has been destroyed, and with it the captures in it.
 pub fn end_all_in(context: CUcontext) {
     forget(|capture| capture.origin().is_none_or(|origin| origin.context == context as usize));
 }
 
-/// In the child of a fork the count is the parent's, and another thread may have held the lock.
+/// Whether there may be known captures. False in the child of a fork: the count is the parent's, and another thread may
+/// have held the lock.
 fn is_known() -> bool {
     any() && gate::is_active()
 }

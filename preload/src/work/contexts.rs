@@ -27,8 +27,8 @@ pub(super) fn is_only(context: CUcontext) -> bool {
     !context.is_null() && ONLY.load(Ordering::Acquire) == context as usize
 }
 
-/// The program has this context, on whichever GPU, also one that this library does not support. Called before any thread can launch to
-/// it, but the one that makes it.
+/// Records that the program has this context, on any GPU, even one that this library does not support. Called before
+/// any thread can launch to it, except the thread that creates it.
 pub fn is_there(context: CUcontext) {
     let context = context as usize;
     let only = ONLY.compare_exchange(0, context, Ordering::AcqRel, Ordering::Acquire);
@@ -37,18 +37,20 @@ pub fn is_there(context: CUcontext) {
     }
 }
 
-/// The program has, or is about to have, contexts other than its first. From now on a handle does not identify the legacy stream.
+/// Records that the program has, or is about to have, contexts other than its first. From now on a handle does not
+/// identify the legacy stream.
 pub fn are_several() {
     if ONLY.swap(SEVERAL, Ordering::AcqRel) != SEVERAL {
         epoch::end();
     }
 }
 
-/// The interval between looks whether threads have left a context, or another thread has destroyed it.
+/// The interval between checks whether threads have left a context, or another thread has destroyed it.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A context that the program is destroying. The driver waits for its work, and the client's thread, the gates and this thread's locks
-/// must not: nothing of ours is held meanwhile, and nothing enters the context.
+/// A context that the program is destroying. The driver's call waits for the context's work, and the client's thread,
+/// the gates and other threads must not wait for the call. So during the call this library holds no lock and does not
+/// enter the context.
 #[derive(Debug)]
 pub(super) struct Dying {
     context: Context,
@@ -58,14 +60,14 @@ pub(super) struct Dying {
 }
 
 impl Work {
-    /// A context that is known was retained or attached once more. `false` if it is not known.
+    /// Counts another retain or attach of a known context. `false` if it is not known.
     pub fn use_context(&self, context: CUcontext) -> bool {
         let mut inner = self.inner.lock();
         let known = inner.context(context as usize);
         known.map(|context| context.uses += 1).is_some()
     }
 
-    /// A context was created, or retained or attached once more. The program is not destroying it.
+    /// Counts the creation, or another retain or attach, of a context. The program is not destroying it.
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
@@ -76,7 +78,7 @@ impl Work {
         }
     }
 
-    /// Whether the program is destroying a context of this handle.
+    /// Whether the program is destroying a context with this handle.
     pub fn is_dying(&self, context: CUcontext) -> bool {
         self.inner.lock().is_dying(context as usize)
     }
@@ -86,8 +88,8 @@ impl Work {
         self.inner.lock().known(context).is_some()
     }
 
-    /// Runs `f` in a context of the program, which is not destroyed meanwhile, on a thread that holds no lock. `None` if the context
-    /// cannot be entered.
+    /// Runs `f` in a context of the program, which is not destroyed until `f` returns, on a thread that holds no lock.
+    /// `None` if the context cannot be entered.
     pub fn enter<R>(&self, context: usize, f: impl FnOnce() -> R) -> Option<R> {
         {
             let mut inner = self.inner.lock();
@@ -98,8 +100,9 @@ impl Work {
         result
     }
 
-    /// Makes a call that ends one use of a context, if others are left: the context stays then. The last use is not ended before the
-    /// call has returned, or of two threads, one could end the last use while the other still believes in its own.
+    /// Makes a call that ends one use of a context, if other uses remain, so that the context stays. The context counts
+    /// as entered until the call has returned: otherwise, of two threads, one could end the last use while the other
+    /// still counts on its own.
     pub fn releasing_context(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
         {
             let mut inner = self.inner.lock();
@@ -117,19 +120,20 @@ impl Work {
         Some(result)
     }
 
-    /// The program is about to make a call that may destroy a context: nothing of ours enters it from here on, and all that was there
-    /// has left. `false` if the context is not known; otherwise [`end_of_destroying`](Self::end_of_destroying) follows.
+    /// Called before a call that may destroy a context: nothing of this library enters it from now on, and everything
+    /// that was in it has left. `false` if the context is not known; otherwise
+    /// [`end_of_destroying`](Self::end_of_destroying) follows.
     pub fn begin_destroying(&self, context: CUcontext) -> bool {
         let handle = context as usize;
         {
             let mut inner = self.inner.lock();
-            // One that another thread is destroying.
+            // Another thread may be destroying it.
             while inner.is_dying(handle) {
                 drop(inner);
                 time::sleep(POLL_INTERVAL);
                 inner = self.inner.lock();
             }
-            // A stream made from now on may have the handle of one that goes with the context.
+            // A stream created from now on may have the handle of one that is destroyed with the context.
             epoch::end();
             let Some(at) = inner.contexts.iter().position(|context| context.handle == handle) else { return false };
             let context = inner.contexts.swap_remove(at);
@@ -153,8 +157,8 @@ impl Work {
         others.filter(|other| other.handle != context as usize).all(|other| other.foreign)
     }
 
-    /// The call has returned: the context is gone, or stays. It stays with one use less where another thread has retained it in this
-    /// moment: then the call has succeeded.
+    /// Called when the call has returned: the context is gone, or stays. If another thread has retained it at that
+    /// moment, the call has succeeded and the context stays with one use less.
     pub fn end_of_destroying(&self, context: CUcontext, is_gone: bool, result: CUresult) {
         let mut inner = self.inner.lock();
         let Some(at) = inner.dying.iter().position(|dying| dying.context.handle == context as usize) else { return };
@@ -171,8 +175,8 @@ impl Work {
         inner.streams.extend(streams);
     }
 
-    /// Uses each new context once on the client's thread, before other threads depend on that: on first use the driver sets up
-    /// thread-local storage, which may need the loader's lock, which a thread that waits at the gate may hold.
+    /// Uses each new context once on the client's thread, before other threads depend on it. On first use the driver
+    /// sets up thread-local storage, which may need the loader's lock, which a thread that waits at the gate may hold.
     pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {
@@ -181,7 +185,7 @@ impl Work {
         }
     }
 
-    /// A green context is gone.
+    /// Forgets a green context that has been destroyed.
     pub fn forget_foreign(&self, context: CUcontext) {
         self.inner.lock().forget_context(context as usize);
     }
@@ -194,7 +198,7 @@ impl Work {
         self.inner.lock().has(context as usize)
     }
 
-    /// Whether all work that may touch memory of this GPU is in this context.
+    /// Whether all work that may access memory of this GPU is in this context.
     pub fn is_all_in(&self, context: CUcontext) -> bool {
         let inner = self.inner.lock();
         self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1 && inner.dying.is_empty()
@@ -207,7 +211,7 @@ impl Work {
         own.peek().is_some() && own.all(|context| is_broken_in(context.handle))
     }
 
-    /// The program's contexts on this GPU that memory can be copied with.
+    /// The program's contexts on this GPU that can be used to copy memory.
     pub fn contexts(&self) -> Vec<CUcontext> {
         self.inner.lock().contexts.iter().filter(|c| !c.foreign).map(|c| c.handle as CUcontext).collect()
     }
@@ -226,13 +230,13 @@ impl Inner {
         self.dying.iter().any(|dying| dying.context.handle == context)
     }
 
-    /// The same also for one that is being destroyed.
+    /// Like `context`, but also finds a context that is being destroyed.
     fn known(&mut self, context: usize) -> Option<&mut Context> {
         let dying = self.dying.iter_mut().map(|dying| &mut dying.context);
         self.contexts.iter_mut().chain(dying).find(|c| c.handle == context)
     }
 
-    /// A thread that was in a context has left it.
+    /// Called when a thread has left a context.
     pub(super) fn leave(&mut self, context: usize) {
         if let Some(context) = self.known(context) {
             context.users -= 1;

@@ -1,11 +1,11 @@
-//! Fences: whether everything that was submitted is done.
+//! Fences: whether all submitted work is done.
 
 use super::point::Point;
 use super::{Work, streams::Stream};
 use crate::driver::context::with_current;
 use alloc::{sync::Arc, vec::Vec};
 
-/// No samples are taken of more streams than this: each costs an event per stream.
+/// No samples are taken of more streams than this, since each costs an event per stream.
 const MAX_SAMPLED_STREAMS: usize = 32;
 
 /// Covers everything that had been submitted when it was recorded.
@@ -23,7 +23,7 @@ impl Fence {
 }
 
 impl Work {
-    /// Records a fence behind everything submitted so far that may touch memory of this GPU. `None` if that is not possible at
+    /// Records a fence behind all submitted work that may access memory of this GPU. `None` if that is not possible at
     /// the moment, for instance because of a capture.
     pub fn fence(&self) -> Option<Fence> {
         let mut fence = self.fence_of_own()?;
@@ -33,7 +33,7 @@ impl Work {
         Some(fence)
     }
 
-    /// The same for a fence in the middle of work: only if it costs little.
+    /// Records a fence in the middle of work, if it costs little.
     pub fn sample(&self) -> Option<Fence> {
         let count = self.inner.lock().streams.len();
         if count > MAX_SAMPLED_STREAMS { None } else { self.fence() }
@@ -50,10 +50,11 @@ impl Work {
             self.find_room(&mut inner);
         }
         if !inner.recording.is_empty() {
-            return None; // and in a moment there is a point
+            return None; // a point follows in a moment
         }
         for stream in dirty {
-            // Only its own thread can record a point there, and is about to. Where the queue may be full, points come as it empties.
+            // Only the stream's own thread can record a point there, and is about to. If the queue may be full, points
+            // are recorded as it empties.
             let made = !inner.is_foreign(stream)
                 && inner.has_room()
                 && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true);
@@ -65,15 +66,15 @@ impl Work {
         Some(fence)
     }
 
-    /// Whether everything behind the fence in one context of this GPU is done; `None` if the driver does not say.
+    /// Whether all work that the fence covers in one context of this GPU is done; `None` if the driver does not say.
     pub fn is_done_in(&self, fence: &Fence, context: usize) -> Option<bool> {
-        // The context is not destroyed meanwhile.
+        // Prevents the destruction of the context.
         let _inner = self.inner.lock();
         let points = fence.points.iter().filter(|point| point.context == context);
         points.map(|point| point.progress()).find(|progress| *progress != Some(true)).unwrap_or(Some(true))
     }
 
-    /// Whether everything behind the fence is done. A fence that is done stays done and costs nothing to ask.
+    /// Whether all work that the fence covers is done. A fence that is done stays done, and querying it costs nothing.
     pub fn is_done(&self, fence: &mut Fence) -> bool {
         while let Some((work, other)) = fence.others.last_mut() {
             if !work.is_done(other) {
@@ -81,7 +82,7 @@ impl Work {
             }
             fence.others.pop();
         }
-        // No context is destroyed meanwhile.
+        // Prevents the destruction of contexts.
         let _inner = self.inner.lock();
         while let Some(point) = fence.points.last() {
             if !point.is_done() {

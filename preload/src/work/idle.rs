@@ -1,8 +1,9 @@
-//! Asking the driver whether contexts are idle, before memory leaves the GPU.
+//! Queries the driver whether contexts are idle, before memory is evicted.
 //!
-//! All else here knows only of work that passed a hook. A kernel that was launched past the hooks, by a library that got hold
-//! of the driver's own functions, must not lose its memory either. So before memory leaves, the driver itself must say that
-//! everything that the contexts have been given is done. Neither way to ask is allowed beside a capture; memory stays then.
+//! The rest of this library only knows work that passed a hook. A kernel launched past the hooks, by a library that
+//! obtained the driver's own functions, must not lose its memory either. So before memory is evicted, the driver itself
+//! must confirm that all work given to the contexts is done. Neither way to query it is allowed during a capture; then
+//! memory stays.
 
 use super::{Fence, Work, point::Point};
 use crate::{
@@ -16,15 +17,15 @@ use crate::{
 };
 use alloc::{sync::Arc, vec::Vec};
 
-/// The point behind what a context had been given.
+/// The point behind all work given to a context.
 #[derive(Debug, Default)]
 pub struct Passing(Option<Arc<Point>>);
 
 impl Work {
-    /// A fence behind everything that the contexts of this GPU and its peers have been given, by whatever call. `None` if the
-    /// driver cannot be asked at the moment.
+    /// A fence behind all work that the contexts of this GPU and its peers were given, by any call. `None` if the
+    /// driver cannot be queried at the moment.
     ///
-    /// An event of a primary context covers the green contexts of its GPU as well.
+    /// An event of a primary context covers the green contexts of its GPU too.
     pub fn fence_of_contexts(&'static self) -> Option<Fence> {
         let mut fence = self.idle_fence()?;
         for other in self.peer_works() {
@@ -33,8 +34,8 @@ impl Work {
         Some(fence)
     }
 
-    /// A fence for memory that is being freed. The driver is asked as well, where it answers without a wait and no capture is
-    /// under way: this is what the program has asked for, so memory does not stay for a capture.
+    /// A fence for memory that is being freed. It includes the driver's answer if that needs no wait and no capture is
+    /// active: the program itself asked for the freeing, so memory does not stay because of a capture.
     pub fn fence_for_freeing(&self) -> Option<Fence> {
         let mut fence = self.fence()?;
         let add = |work: &Self, fence: &mut Fence| fence.points.extend(work.record_contexts().unwrap_or_default());
@@ -68,8 +69,8 @@ impl Work {
         Ok(points)
     }
 
-    /// Whether what a context had been given when that was first asked is done. Where the driver has no events of contexts (before 12.5),
-    /// it is not known, and counts as done.
+    /// Whether the work given to a context at the time of the first query is done. Counts as done if the driver has no
+    /// context events (before 12.5) and so cannot tell.
     pub fn has_passed(&self, context: usize, passing: &mut Passing) -> bool {
         let mut inner = self.inner.lock();
         if let Some(point) = &passing.0 {
@@ -86,8 +87,8 @@ impl Work {
         }
     }
 
-    /// The same where the driver has no events of contexts (before 12.5): threads wait for the contexts. `None` while one still waits
-    /// for a context: it knows nothing of what was submitted since.
+    /// Like `record_contexts`, for drivers without context events (before 12.5): threads wait for the contexts. `None`
+    /// while a thread still waits for a context, since its wait does not cover later submissions.
     fn synchronize_contexts(&'static self) -> Option<Vec<Arc<Point>>> {
         let contexts: Vec<usize> = {
             let mut inner = self.inner.lock();
@@ -114,9 +115,9 @@ impl Work {
         points.into_iter().collect()
     }
 
-    /// Waits until all work of the point's context is done. If that cannot be found out, the point is never done.
+    /// Waits until all work of the point's context is done. If the wait fails, the point is never done.
     fn synchronize(&self, point: &Point) {
-        // SAFETY: no arguments.
+        // SAFETY: the call takes no arguments.
         let synchronize = || capture::synchronizing(|| unsafe { driver::cuCtxSynchronize() });
         let result = self.enter(point.context, || {
             let result = synchronize()?;

@@ -18,48 +18,50 @@ pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 
-/// No scheduler sets a lower limit than this: the GPU would idle between kernels.
+/// The scheduler cannot set a lower limit than this: the GPU would idle between kernels.
 const RUN_AHEAD_LEAST: u32 = 1_000;
 
-/// The window of a new program, in submissions, before anything is known about its kernels; and the largest window.
+/// The window of a new program, in submissions, while nothing is known about its kernels; and the largest window.
 pub(super) const FIRST_WINDOW: u32 = 1;
 
 const MAX_WINDOW: u32 = 4096;
 
-/// Keeps the steps small in which the window moves on. A mark is an event and a few queries, so it costs about as much as a launch:
-/// little where the window is large, for small kernels.
+/// Keeps the steps small in which the window advances. A mark is an event and a few queries, so it costs about as much
+/// as a launch: little where the window is large, which it is for small kernels.
 const MARKS_PER_WINDOW: u32 = 8;
 
-/// While no more marks than this are pending, each that is due is recorded; normally there are never more. Each takes a place in the
-/// driver's queue, which has about a thousand: behind work that does not end, the submissions between two marks double with every
-/// `MARKS_PER_DOUBLING`, so that a thousand launches take 40 marks, and a million 70.
+/// While no more marks than this are pending, each due mark is recorded; normally there are never more. Each takes an
+/// entry in the driver's queue, which has about a thousand. Behind work that does not end, the number of submissions
+/// between two marks doubles with every `MARKS_PER_DOUBLING`, so that a thousand launches take 40 marks, and a million
+/// 70.
 const FEW_MARKS: usize = 16;
 
 const MARKS_PER_DOUBLING: usize = 3;
 
-/// The longest wait of a thread for a mark at first. It is longer where recent work took longer, and half as long after each wait
-/// in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
+/// The longest wait of a thread for a mark at first. It is longer if recent work took longer, and is halved after each
+/// wait in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
 const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// After so many waits for one mark in vain, threads no longer wait for it: each would be shorter than a sleep.
+/// After this many waits in vain for one mark, threads no longer wait for it: each would be shorter than a sleep.
 const MAX_HALVINGS: u32 = 15;
 
-/// A thread that waits asks at first without pause, then at this interval, then at this part of the time that it has waited.
+/// A waiting thread polls without pause at first, then at this interval, then at this fraction of the time that it has
+/// waited.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 const POLL_PART: u32 = 64;
 
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A queue has about 1,020 entries. So many are left for what a thread submits before a mark is due.
+/// A queue has about 1,020 entries. The subtracted entries are left for submissions before a mark is due.
 const MANY_ENTRIES: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
 
 /// Work that ends this soon after a submission may have needed it.
 const PROMPTLY: Duration = Duration::from_millis(20);
 
-/// The longest wait of a thread for work that is only in other streams than its own.
+/// The longest wait of a thread for work that is only in streams other than its own.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
@@ -69,7 +71,7 @@ pub(super) struct Mark {
     pub(super) since: Instant,
     /// Submissions since the previous mark.
     pub(super) weight: u32,
-    /// Entries of queues that these took, at most.
+    /// Upper bound on the queue entries that these submissions took.
     pub(super) entries: u32,
     /// Submissions that were outstanding when it was recorded, including its own.
     pub(super) ahead: u32,
@@ -116,18 +118,18 @@ impl Work {
         left < 0
     }
 
-    /// Records a mark behind all that this thread has submitted since its last one.
+    /// Records a mark behind all of this thread's submissions since its last one.
     pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
         let between = slot.between_marks.get();
         let unmarked = between.abs_diff(slot.unmarked_left.get());
-        // Only the last can have been heavy.
+        // Only the last one can have been heavy.
         let entries = unmarked.min(between.unsigned_abs() + 1);
         slot.unmarked_left.set(between);
         self.renew_marks(slot);
         crate::sys::errno::preserved(|| self.mark(unmarked, entries, stream));
     }
 
-    /// Has this thread record marks as often as is right now. What it has submitted since the last one counts.
+    /// Updates how often this thread records marks. Its submissions since the last mark count.
     pub fn renew_marks(&self, slot: &threads::Slot) {
         let between = self.per_mark.load(Ordering::Relaxed) as i32 - 1;
         slot.unmarked_left.set(slot.unmarked_left.get() + between - slot.between_marks.get());
@@ -164,7 +166,7 @@ impl Work {
         self.update_full(&mut inner, Instant::now());
     }
 
-    /// Sets `full` if too much is outstanding now: more than the window, or for longer than the window was meant to last.
+    /// Sets `full` if too much is outstanding: more than the window, or for longer than the window was meant to last.
     pub(super) fn update_full(&self, inner: &mut Inner, now: Instant) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| now - oldest.since > run_ahead);
@@ -182,13 +184,13 @@ impl Work {
         while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }
 
-    /// Waits until the oldest mark is done, and learns from the time it took. The mark may be behind a kernel that only ends
-    /// when the program tells it to, perhaps by this thread's next call, so the wait is limited. Returns whether the mark is
-    /// done and was recorded no later than `newest`.
+    /// Waits until the oldest mark is done, and learns from the time that it took. The mark may be behind a kernel that
+    /// only ends when the program tells it to, perhaps by this thread's next call, so the wait is limited. Returns
+    /// whether the mark is done and was recorded no later than `newest`.
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
-        // Work that is done already may have been so for a while.
+        // Finished work may have been done for a while.
         self.collect(&mut inner, false);
         self.update_full(&mut inner, Instant::now());
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
@@ -201,7 +203,7 @@ impl Work {
         drop(inner);
         loop {
             let waited = begin.elapsed();
-            // Tiny kernels end within microseconds; for others a sleep is short compared with the window.
+            // Tiny kernels end within microseconds; for other kernels a sleep is short compared with the window.
             if waited > POLL_INTERVAL {
                 time::sleep((waited / POLL_PART).clamp(POLL_INTERVAL, MAX_POLL_INTERVAL));
             }
@@ -221,7 +223,7 @@ impl Work {
         }
     }
 
-    /// Learns from a mark that became done: how long it took with so many submissions outstanding.
+    /// Learns from a finished mark: how long it took with `ahead` submissions outstanding.
     pub(super) fn learn(&self, inner: &mut Inner, took: Duration, ahead: u32, exact: bool) {
         let micros = (took.as_micros() as u64).max(1);
         let ahead = u64::from(ahead.max(1));
@@ -231,8 +233,8 @@ impl Work {
         }
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
-        // At most doubles, so that little is queued of unknown kernels. 0 if a single submission takes longer than the window,
-        // or did so recently: a short one in between does not mean that more of them follow.
+        // At most doubles the window, so that little is queued of unknown kernels. 0 if a single submission takes
+        // longer than the window, or did so recently: a short one in between does not mean that more of them follow.
         let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
         let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
         self.set_window(inner, if exact { window } else { window.max(inner.window) });
@@ -251,7 +253,7 @@ impl Work {
 
     pub(super) fn set_window(&self, inner: &mut Inner, window: u32) {
         inner.window = window;
-        // A power of two, so that it seldom becomes less, which all threads have to hear of.
+        // A power of two, so that it seldom decreases: a decrease must reach all threads.
         let per_mark = 1 << (window / MARKS_PER_WINDOW).max(1).ilog2();
         if per_mark < self.per_mark.swap(per_mark, Ordering::Relaxed) {
             epoch::end();
@@ -264,7 +266,7 @@ impl Work {
         self.bound_run_ahead();
     }
 
-    /// Sets the GPU time that may be queued at most, in microseconds; 0: what is known here decides.
+    /// Sets the most GPU time that may be queued, in microseconds. 0 removes the scheduler's limit.
     pub fn limit_run_ahead(&self, micros: u32) {
         self.run_ahead_limit.store(if micros == 0 { u32::MAX } else { micros.max(RUN_AHEAD_LEAST) }, Ordering::Relaxed);
         self.bound_run_ahead();
@@ -281,19 +283,20 @@ impl Work {
         }
     }
 
-    /// Notes marks that are done, if the queues of streams may be full otherwise.
+    /// Collects finished marks if the queues of streams may be full otherwise.
     pub(super) fn find_room(&self, inner: &mut Inner) {
         if !inner.has_room() {
             self.collect(inner, false);
         }
     }
 
-    /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it took;
-    /// otherwise it took no longer than that, so the window may grow but not shrink.
+    /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it
+    /// took; otherwise that time is an upper bound, so the window may grow but not shrink.
     pub(super) fn collect(&self, inner: &mut Inner, waited: bool) {
         let mut newest = None;
         let mut weight = 0;
-        // Marks of one stream become done in their order, so only the oldest is asked. There are too few for a search to matter.
+        // Marks of one stream finish in order, so only the oldest is queried. There are too few for a linear search to
+        // matter.
         let mut pending: [Option<Stream>; FEW_MARKS] = [None; FEW_MARKS];
         let mut count = 0;
         inner.marks.retain(|mark| {
@@ -329,7 +332,7 @@ impl Work {
         }
     }
 
-    /// The number of marks that are done: a drain during which it does not grow makes no progress.
+    /// The number of marks that are done. A drain during which it does not grow makes no progress.
     pub fn progress(&self) -> u64 {
         self.collect(&mut self.inner.lock(), false);
         self.done.load(Ordering::Relaxed)
@@ -341,14 +344,14 @@ fn decaying_max(known: u64, seen: u64) -> u64 {
     seen.max(known - known / 8)
 }
 
-/// How often a mark must be due before one is recorded, while so many are pending.
+/// How often a mark must be due before one is recorded, with this many marks pending.
 fn spacing(pending: usize) -> u32 {
     1 << (pending.saturating_sub(FEW_MARKS) / MARKS_PER_DOUBLING).min(31)
 }
 
 impl Inner {
-    /// Whether any thread may record a point in any stream and waits for nothing: the queues have room, also for what threads have
-    /// submitted since a mark was last due.
+    /// Whether any thread can record a point in any stream without waiting: the queues have room, even with the
+    /// submissions that threads made since a mark was last due.
     pub(super) fn has_room(&self) -> bool {
         self.marks.iter().map(|mark| mark.entries.saturating_add(1)).fold(self.unmarked.entries, u32::saturating_add)
             < MANY_ENTRIES
@@ -358,14 +361,15 @@ impl Inner {
         self.marks.front().is_some_and(|oldest| oldest.point.is_done())
     }
 
-    /// Without a pending mark none tells when the submissions behind the newest are done, so they count no longer.
+    /// Without a pending mark nothing tells when the submissions behind the newest mark are done, so they no longer
+    /// count.
     fn forget_unmarked(&mut self) {
         if self.marks.is_empty() {
             (self.outstanding, self.unmarked) = (0, Unmarked::NONE);
         }
     }
 
-    /// Whether no thread waits any more for the oldest mark, which is behind work that may need the program to go on.
+    /// Whether threads no longer wait for the oldest mark, because its work may need the program to continue.
     fn is_given_up(&self) -> bool {
         let waits = |abandoned: &AbandonedWait| self.futile_waits + abandoned.times;
         let oldest = self.marks.front().map(|mark| mark.since);

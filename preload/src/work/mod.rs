@@ -1,18 +1,18 @@
-//! Work that was submitted to one GPU and may still run: limiting it, and finding out when it is done.
+//! Work that was submitted to one GPU and may still run: limits it, and detects when it is done.
 //!
-//! Each submission notes its stream. A [`Point`] is an event in one of them. An event behind *everything* would be simpler, but
-//! an event in the legacy stream makes streams wait for each other that otherwise would not ([`is_marked_at_once`]), and
-//! `cuCtxRecordEvent` is forbidden beside any capture and missing before driver 12.5.
+//! Each submission notes its stream. A [`Point`] is an event in one of them. An event behind *everything* would be
+//! simpler, but an event in the legacy stream makes streams wait for each other that otherwise would not
+//! ([`is_marked_at_once`]), and `cuCtxRecordEvent` is forbidden during any capture and missing before driver 12.5.
 //!
-//! [`marks`] limit it. Every few submissions a thread records a point in its stream; when too much is outstanding, the next
-//! submission waits for the oldest mark. The limit is a window of submissions, derived from the time that marks took: about
-//! [`RUN_AHEAD`] µs of GPU time, which is far more than the GPU needs to stay busy, and bounds how long a revoke waits. No wait
-//! is long, because running work may be waiting for what the program does next.
+//! [`marks`] limit the work. Every few submissions a thread records a point in its stream; when too much is
+//! outstanding, the next submission waits for the oldest mark. The limit is a window of submissions, derived from the
+//! time that marks took: about [`RUN_AHEAD`] µs of GPU time, which is far more than the GPU needs to stay busy, and
+//! bounds how long a revoke waits. No wait is long, because running work may depend on the program's next call.
 //!
-//! [`fence`]s tell when it is done: a point in every stream that was given work. Before memory leaves the GPU, the driver is
-//! asked as well ([`idle`]).
+//! [`fence`]s tell when it is done: a point in every stream that was given work. Before memory is evicted, the driver
+//! is queried too ([`idle`]).
 //!
-//! [`streams`], [`contexts`]: what the program has. [`capture`]: captures of streams into graphs.
+//! [`streams`], [`contexts`]: the program's streams and contexts. [`capture`]: captures of streams into graphs.
 
 pub mod capture;
 mod contexts;
@@ -44,20 +44,20 @@ use streams::{MIN_PRUNE_THRESHOLD, Recording, Stream, StreamState};
 
 #[derive(Debug)]
 pub struct Work {
-    /// Submissions of one thread after which it records a mark. An epoch ends when it becomes less.
+    /// Submissions of one thread after which it records a mark. An epoch ends when it decreases.
     per_mark: AtomicU32,
-    /// Microseconds of GPU time that may be queued.
+    /// Microseconds of GPU time that may be queued; follows from `run_ahead_limit` and `contended`.
     run_ahead: AtomicU32,
-    /// The most that the scheduler allows, and whether another client waits for the GPU: from both it follows.
+    /// The scheduler's limit on it, and whether another client waits for the GPU.
     run_ahead_limit: AtomicU32,
     contended: AtomicBool,
-    /// Marks that have been seen done: the measure of progress.
+    /// Marks that were seen done: the measure of progress.
     done: AtomicU64,
     /// Too much is outstanding: the next submission waits.
     full: AtomicBool,
     /// The longest recent time from a mark to its completion, in microseconds.
     slowest: AtomicU64,
-    /// GPUs whose work may touch memory of this one, as bits.
+    /// GPUs whose work may access memory of this one, as bits.
     peers: AtomicU64,
     /// Returns the work of another GPU: the table of GPUs is in a layer above.
     of_gpu: fn(u32) -> Option<&'static Work>,
@@ -77,7 +77,7 @@ struct Inner {
     closed_streams: VecDeque<Arc<Point>>,
     marks: VecDeque<Mark>,
     unmarked: Unmarked,
-    /// Submissions before marks that are not done, and those behind the newest.
+    /// Submissions before unfinished marks, and those behind the newest mark.
     outstanding: u32,
     /// Submissions that may be outstanding when another is made.
     window: u32,
@@ -85,10 +85,10 @@ struct Inner {
     longest: u64,
     /// The oldest mark, once a thread has given up waiting for it.
     abandoned: Option<AbandonedWait>,
-    /// The number of recent marks that were done soon after a thread gave up waiting for it: it had needed the thread's next
-    /// submission.
+    /// The number of recent marks that finished soon after a thread gave up waiting for them: their work had needed the
+    /// thread's next submission.
     futile_waits: u32,
-    /// The number of known streams from which on idle ones are removed.
+    /// The number of known streams above which idle ones are removed.
     prune_threshold: usize,
 }
 

@@ -1,4 +1,5 @@
-//! Points: events in the program's streams behind what a stream was given so far, and the contexts that they belong to.
+//! Points: events in the program's streams behind the work given to a stream so far, and the contexts that they belong
+//! to.
 
 use crate::{
     driver::{self, check, context::is_dead_in, types::*, waiting},
@@ -21,12 +22,12 @@ pub(super) struct Event {
     home: Arc<Events>,
 }
 
-/// What is left of a context's events when the context is forgotten and fences still have some.
+/// The part of a context's events that outlives the forgotten context while fences still hold some.
 #[derive(Debug)]
 struct Events {
-    /// Those that are not in use.
+    /// Events that are not in use.
     free: Mutex<Vec<usize>>,
-    /// Whether they can be asked about.
+    /// Whether the events can be queried.
     life: AtomicU8,
 }
 
@@ -40,7 +41,7 @@ impl Drop for Event {
 #[derive(Debug)]
 pub(super) struct Point {
     pub context: usize,
-    /// `None` for a point that is not an event: a thread says when it is done.
+    /// `None` for a point without an event: a thread reports when it is done.
     event: Option<Event>,
     /// It was seen done, or its context is gone.
     done: AtomicBool,
@@ -61,8 +62,9 @@ impl Point {
         self.progress() == Some(true)
     }
 
-    /// Whether the event is done, or nothing will ever run in its context again. An event that is gone went with its context: it
-    /// is destroyed by nobody else. `None` after any other error (beside a capture that went wrong, say), which tells nothing.
+    /// Whether the event is done, or nothing will ever run in its context again. A missing event went with its context,
+    /// since nothing else destroys it. `None` after any other error (during an invalidated capture, say), which tells
+    /// nothing.
     pub fn progress(&self) -> Option<bool> {
         let done = self.done.load(Ordering::Relaxed);
         let Some(event) = self.event.as_ref().filter(|_| !done) else { return Some(done) };
@@ -90,16 +92,17 @@ impl Point {
 #[derive(Debug)]
 pub(super) struct Context {
     pub handle: usize,
-    /// How often it was created, retained or attached, less its releases. Never more than the driver's count, so that a release
-    /// which is not the last is known to be none.
+    /// The number of times it was created, retained or attached, minus its releases. Never more than the driver's
+    /// count, so that a release that is not the last is never taken for the last.
     pub uses: u32,
-    /// Only the thread to which it is current can use it, so the client's thread cannot: a green context.
+    /// A green context: only the thread on which it is current can use it, so the client's thread cannot.
     pub foreign: bool,
     /// The client's thread has used it once.
     pub warm: bool,
-    /// Threads that are in it without a lock, or end one of several uses. It is not destroyed before they are done.
+    /// Threads that are in it without a lock, or are ending one of several uses. It is not destroyed before they have
+    /// left.
     pub users: u32,
-    /// A thread waits for all of its work.
+    /// A thread is waiting for all of its work.
     pub is_awaited: bool,
     events: Arc<Events>,
 }
@@ -110,18 +113,19 @@ impl Context {
         Self { handle, uses: 0, foreign, warm: false, users: 0, is_awaited: false, events: Arc::new(events) }
     }
 
-    /// Records a point behind what this stream was given, in whose queue there is room. The context is current.
+    /// Records a point behind the work given to this stream, whose queue has room. The context is current.
     pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
         let result = waiting::with_room(|| capture::beside(|_| record(&event, stream)));
         self.keep(event, result)
     }
 
-    /// Records a point behind everything that the context has been given, by whatever call. The context is current.
+    /// Records a point behind all work that the context was given, by any call. The context is current, and the queues
+    /// of its streams have room.
     ///
     /// # Errors
-    /// `ERROR_NOT_READY` beside a capture, which such an event would break; `ERROR_NOT_FOUND` where the driver has no such
-    /// events (before 12.5); other errors of the driver. There is room in the queues of its streams.
+    /// `ERROR_NOT_READY` during a capture, which such an event would invalidate; `ERROR_NOT_FOUND` if the driver has no
+    /// such events (before 12.5); other errors of the driver.
     pub fn record_all(&mut self) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
         // SAFETY: the event is ours and not in use, and the context has not been destroyed.
@@ -133,12 +137,12 @@ impl Context {
         self.keep(event, result)
     }
 
-    /// A point, if its event was recorded.
+    /// Returns a point if its event was recorded.
     pub fn keep(&mut self, event: Event, recorded: CUresult) -> Result<Arc<Point>, CUresult> {
         if let Err(error) = check(recorded) {
             if error == ERROR_INVALID_HANDLE {
-                // Perhaps the event does not belong to this context: it must not spoil every other point.
-                // SAFETY: ours, and not referred to.
+                // The event may not belong to this context: it must not spoil every other point.
+                // SAFETY: the event is ours, and nothing refers to it.
                 let _ = capture::beside(|_| unsafe { driver::cuEventDestroy_v2(event.handle as CUevent) });
                 core::mem::forget(event);
             }
@@ -147,7 +151,7 @@ impl Context {
         Ok(Arc::new(Point { context: self.handle, event: Some(event), done: AtomicBool::new(false) }))
     }
 
-    /// An event that is not in use. The context is current.
+    /// Returns an event that is not in use. The context is current.
     pub fn event(&mut self) -> Result<Event, CUresult> {
         let free = self.events.free.lock().pop();
         let handle = free.map_or_else(create, Ok)?;
@@ -162,44 +166,44 @@ impl Context {
         }
     }
 
-    /// The program is about to destroy the context: its events are not asked about, and count as not done.
+    /// Called before the program destroys the context: its events are no longer queried, and count as not done.
     pub fn begin_to_end(&self) {
         self.events.life.store(DYING, Ordering::Relaxed);
     }
 
-    /// The context stays after all.
+    /// Called when the context stays after all.
     pub fn stay(&self) {
         self.events.life.store(ALIVE, Ordering::Relaxed);
     }
 
-    /// The context is gone, with its events.
+    /// Called when the context is gone, with its events.
     pub fn end(&self) {
         self.events.life.store(GONE, Ordering::Relaxed);
     }
 }
 
-/// Records an event, which is not in use, behind what this stream of the current context was given. Not in a stream that captures, as
-/// the event would be captured, and not in the legacy stream beside a capture, which it would break.
+/// Records an unused event behind the work given to this stream of the current context. Refuses a capturing stream,
+/// since the event would be captured, and the legacy stream during a capture, which the event would invalidate.
 pub(super) fn record(event: &Event, stream: CUstream) -> CUresult {
     let is_captured = || capture::any() && (is_legacy(stream) || capture::is_capturing(stream));
     if is_captured() {
         return ERROR_NOT_READY;
     }
-    // SAFETY: an event of ours; streams are forgotten before they are destroyed.
+    // SAFETY: `event` is ours; streams are forgotten before they are destroyed.
     let result = unsafe { driver::cuEventRecord(event.handle as CUevent, stream) };
-    // Another thread may have joined the stream to a capture in this moment. Such an event would never be done.
+    // Another thread may just have joined the stream to a capture. Such an event would never be done.
     if is_captured() { ERROR_NOT_READY } else { result }
 }
 
 /// A new event of the current context.
 fn create() -> Result<usize, CUresult> {
     let mut event = core::ptr::null_mut();
-    // SAFETY: a valid place.
+    // SAFETY: `event` outlives the call.
     check(capture::beside(|_| unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }))?;
     Ok(event as usize)
 }
 
-/// Whether a capture of another stream forbids to touch this one.
+/// Whether this is the legacy stream, which must not be used during a capture of another stream.
 #[inline]
 pub fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY

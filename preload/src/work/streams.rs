@@ -13,14 +13,14 @@ use crate::{
 use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// The program has, or had, a stream that waits for the legacy stream, and the other way round.
+/// The program has, or had, a stream that synchronizes with the legacy stream.
 static BLOCKING_STREAMS: AtomicBool = AtomicBool::new(false);
 
-/// The least number of known streams from which on idle ones are removed.
+/// The smallest number of known streams above which idle ones are removed.
 pub(super) const MIN_PRUNE_THRESHOLD: usize = 64;
 
-/// Identifies a stream: the default streams have one handle in all contexts or all threads. The thread is a number, since the
-/// work of its stream may outlive it.
+/// Identifies a stream: the default streams have one handle in all contexts or all threads. The thread is a number,
+/// since the work of its stream may outlive it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Stream {
     pub(super) context: usize,
@@ -35,23 +35,23 @@ pub(super) struct StreamState {
     pub(super) last: Option<Arc<Point>>,
 }
 
-/// A thread records the last point of a stream.
+/// A thread is recording the last point of a stream.
 #[derive(Debug)]
 pub(super) struct Recording {
     stream: Stream,
-    /// Another thread has done so at the same time: which point is the last is not known.
+    /// Another thread is recording there too, so which point is the last is not known.
     overlaps: bool,
 }
 
 impl StreamState {
-    /// Whether it may have work that is not done.
+    /// Whether it may have unfinished work.
     pub(super) fn is_in_use(&self) -> bool {
         self.dirty || self.last.as_ref().is_some_and(|point| !point.is_done())
     }
 }
 
 impl Stream {
-    /// The stream that the calling thread means by this handle.
+    /// The stream that this handle denotes on the calling thread.
     pub(super) fn of(handle: CUstream, context: CUcontext) -> Self {
         let thread = if handle == STREAM_PER_THREAD { threads::mine().number.load(Ordering::Relaxed) } else { 0 };
         Self { context: context as usize, handle: handle as usize, thread }
@@ -62,27 +62,28 @@ impl Stream {
     }
 }
 
-/// Whether a point in this stream is recorded by the thread that submits there, right behind each submission.
+/// Whether a point in this stream is recorded by the submitting thread, right behind each submission.
 ///
-/// An event in the legacy stream waits for all blocking streams, and they wait for it. At a later time it would tie together
-/// work that the program did not: what waits in one blocking stream for a step that the program takes later in another would
-/// wait for ever. As long as there are no blocking streams, an event there ties nothing, and can be recorded by any thread.
+/// An event in the legacy stream waits for all blocking streams, and they wait for it. Recorded later, it would tie
+/// together work that the program did not: work in one blocking stream that waits for a later step of the program in
+/// another would wait for ever. Without blocking streams, an event there ties nothing together, and any thread can
+/// record it.
 #[inline]
 pub fn is_marked_at_once(stream: CUstream) -> bool {
     is_legacy(stream) && BLOCKING_STREAMS.load(Ordering::Acquire)
 }
 
-/// The program is about to make its first blocking stream, on whichever GPU. Returns `false` if it was not the first.
-/// Afterwards [`Work::mark_legacy_streams`] is called for each GPU, before the stream is made.
+/// Called before the program creates its first blocking stream, on any GPU. Returns `false` if it was not the first. If
+/// it was, the caller then calls [`Work::mark_legacy_streams`] for each GPU, before the stream is created.
 pub fn first_blocking_stream() -> bool {
     !BLOCKING_STREAMS.load(Ordering::Acquire) && !BLOCKING_STREAMS.swap(true, Ordering::AcqRel)
 }
 
 impl Work {
-    /// Records a point in each legacy stream, while there is no blocking stream that would have to wait for it.
+    /// Records a point in each legacy stream, while no blocking stream exists that would have to wait for it.
     pub fn mark_legacy_streams(&self) {
         let mut inner = self.inner.lock();
-        // Whoever launches from now on learns of the blocking stream, even where there is nothing to mark.
+        // Threads that launch from now on learn of the blocking stream, even if there is nothing to mark.
         epoch::end();
         let unmarked =
             |(stream, state): (&Stream, &StreamState)| (state.dirty && is_legacy(stream.handle())).then_some(*stream);
@@ -95,9 +96,9 @@ impl Work {
         }
     }
 
-    /// Has whatever is submitted from now on to streams that wait for the legacy stream wait for what all of them have been given.
-    /// `stream` is the legacy stream of the current context. `false` if that is not possible now, for instance because of a
-    /// capture, or because the queues of streams may be full.
+    /// Makes all later submissions to streams that synchronize with the legacy stream wait for all work given to them
+    /// so far. `stream` is the legacy stream of the current context. `false` if that is not possible now, for instance
+    /// because of a capture, or because the queues of streams may be full.
     pub fn order_blocking_streams(&self, stream: CUstream) -> bool {
         let Some(context) = context_of(stream) else { return false };
         let stream = Stream::of(stream, context);
@@ -108,14 +109,14 @@ impl Work {
         is_possible && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true)
     }
 
-    /// The program begins to capture this stream: the last moment to record a point behind its work.
+    /// Called when the program begins to capture this stream: the last moment to record a point behind its work.
     pub fn mark_stream(&self, stream: CUstream) {
         if let Some(context) = context_of(stream) {
             self.mark_if_dirty(Stream::of(stream, context));
         }
     }
 
-    /// The program destroys this stream, whose work goes on.
+    /// Called when the program destroys this stream. Its work continues.
     pub fn forget_stream(&self, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let is_idle = is_idle(stream);
@@ -139,7 +140,7 @@ impl Work {
         }
     }
 
-    /// A point for a mark, behind everything that this stream was given so far. The calling thread can use the stream.
+    /// Returns a point for a mark, behind all work given to this stream so far. The calling thread can use the stream.
     pub(super) fn point_of_mark(&self, stream: Stream) -> Option<Arc<Point>> {
         let is_kept_dirty = {
             let inner = self.inner.lock();
@@ -151,12 +152,12 @@ impl Work {
                 _ => false,
             }
         };
-        // More will follow, so the stream stays dirty. Were it clean, the epoch would have to end, and the next launch would have to note
-        // the stream again.
+        // More work will follow, so the stream stays dirty. If it became clean, the epoch would have to end, and the
+        // next launch would have to note the stream again.
         if is_kept_dirty { self.record(stream)?.ok() } else { self.point_in(stream) }
     }
 
-    /// Records a point in a stream that the calling thread can use, which has no work behind it then.
+    /// Records a point in a stream that the calling thread can use. The stream then counts as clean.
     pub(super) fn point_in(&self, stream: Stream) -> Option<Arc<Point>> {
         {
             let mut inner = self.inner.lock();
@@ -169,8 +170,8 @@ impl Work {
         self.inner.lock().has_recorded(stream, recorded)
     }
 
-    /// Records an event in a stream that the calling thread can use; `None` if the context is not known. The driver waits where the
-    /// stream's queue is full, so no lock is held.
+    /// Records an event in a stream that the calling thread can use; `None` if the context is not known. The driver
+    /// waits if the stream's queue is full, so no lock is held.
     fn record(&self, stream: Stream) -> Option<Result<Arc<Point>, CUresult>> {
         let record = || {
             let event = match self.inner.lock().context(stream.context)?.event() {
@@ -187,17 +188,17 @@ impl Work {
     }
 }
 
-/// Whether all work of this stream is done, as far as the driver says so.
+/// Whether the driver says that all work of this stream is done.
 pub(super) fn is_idle(stream: CUstream) -> bool {
-    // SAFETY: the program uses this stream. A stream that captures is never asked.
+    // SAFETY: the program uses this stream. A capturing stream is never queried.
     capture::beside(|capturing| {
         !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
     })
 }
 
 impl Inner {
-    /// Keeps the last point of a stream that is destroyed. For each that is added, two are asked: so those that are done do not
-    /// pile up, whichever of them are done first.
+    /// Keeps the last point of a destroyed stream. Each addition checks two points, so that finished points do not pile
+    /// up, in whatever order they finish.
     fn keep_closed(&mut self, point: Arc<Point>) {
         for _ in 0..2 {
             if let Some(oldest) = self.closed_streams.pop_front().filter(|oldest| !oldest.is_done()) {
@@ -215,17 +216,19 @@ impl Inner {
         }
     }
 
-    /// Whether only one thread can use this stream: the one that it belongs to, or to which its context is current.
+    /// Whether only one thread can use this stream: the stream's own thread, or the thread on which its context is
+    /// current.
     pub(super) fn is_foreign(&self, stream: Stream) -> bool {
         stream.thread != 0 || self.contexts.iter().find(|c| c.handle == stream.context).is_none_or(|c| c.foreign)
     }
 
-    /// Whether a point is recorded in this stream right behind each submission, since no other thread can do so later, or none should.
+    /// Whether a point is recorded in this stream right behind each submission, since no other thread can or should do
+    /// so later.
     pub(super) fn needs_points_at_once(&self, stream: Stream) -> bool {
         self.is_foreign(stream) || is_marked_at_once(stream.handle())
     }
 
-    /// Records a point in a stream whose context is current, and whose queue has room.
+    /// Records a point in a stream whose context is current and whose queue has room.
     pub(super) fn point_with_room(&mut self, stream: Stream) -> Option<Arc<Point>> {
         self.begin_recording(stream);
         let recorded = self.context(stream.context).map(|context| context.record(stream.handle()));
@@ -236,11 +239,11 @@ impl Inner {
         self.recording.iter().any(|recording| recording.stream == stream)
     }
 
-    /// A thread is about to record a point behind all that this stream was given. Until it has, the stream has work that no point is
-    /// behind.
+    /// Called before a thread records a point behind all work given to this stream. Until it is recorded, the stream
+    /// has work without a point behind it.
     fn begin_recording(&mut self, stream: Stream) {
-        // Before the point: a thread that reads the old epoch has submitted before the point; one that reads the new epoch notes the
-        // stream again, which is dirty from then on.
+        // Before the point: a thread that reads the old epoch has submitted before the point; a thread that reads the
+        // new epoch notes the stream again, which is dirty from then on.
         epoch::end();
         self.streams.entry(stream).or_default().dirty = false;
         let overlaps = self.is_recording(stream);
@@ -248,12 +251,12 @@ impl Inner {
         self.recording.push(Recording { stream, overlaps });
     }
 
-    /// The end of recording a point in a stream: it is the stream's last, or it could not be recorded.
+    /// Ends the recording of a point in a stream: it is the stream's last, or it could not be recorded.
     fn has_recorded(&mut self, stream: Stream, recorded: Option<Result<Arc<Point>, CUresult>>) -> Option<Arc<Point>> {
         let at = self.recording.iter().position(|recording| recording.stream == stream)?;
         let overlaps = self.recording.swap_remove(at).overlaps;
         let Some(state) = self.streams.get_mut(&stream) else {
-            // Another thread has destroyed the stream, or found that there is none.
+            // Another thread has destroyed the stream, or found that it does not exist.
             let point = recorded?.ok()?;
             self.keep_closed(point.clone());
             return Some(point);
@@ -266,7 +269,7 @@ impl Inner {
                 }
                 Some(point)
             }
-            // Nothing runs there any more, or there is no such stream and the program's call failed.
+            // Nothing runs there any more, or the stream does not exist and the program's call failed.
             Some(Err(error)) if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) => {
                 self.streams.remove(&stream);
                 None
@@ -279,8 +282,8 @@ impl Inner {
     }
 }
 
-/// The context of a stream that the calling thread may use. A stream that captures is not asked, as no query of it is sure to
-/// leave its capture whole.
+/// The context of a stream that the calling thread may use. A capturing stream is not queried, as any query may
+/// invalidate its capture.
 pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
     let known = if is_default {
@@ -289,15 +292,16 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
         capture::context_of_member(stream)
     } else {
         let mut context = core::ptr::null_mut();
-        // SAFETY: a valid place, and a stream that the program uses.
+        // SAFETY: `context` outlives the call, and the program uses this stream.
         let asked = capture::beside(|_| unsafe { driver::cuStreamGetCtx(stream, &mut context) });
         (asked == SUCCESS).then_some(context)
     };
     known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
 }
 
-/// Identifies a stream from one launch to the next; `None` for the legacy stream of no context. The legacy stream differs between
-/// contexts, so its context names it, which the driver must be asked for: as long as the program has had only one, its handle does.
+/// Identifies a stream from one launch to the next; `None` for the legacy stream without a context. The legacy stream
+/// differs between contexts, so its context identifies it, for which the driver must be queried. While the program has
+/// had only one context, the handle is enough.
 #[inline]
 pub fn name_of(stream: CUstream) -> Option<usize> {
     if !is_legacy(stream) {

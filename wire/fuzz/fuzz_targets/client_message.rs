@@ -1,4 +1,4 @@
-//! Whatever bytes arrive, the decoder returns; and what it accepts, it writes again exactly as it was.
+//! The decoder returns for any bytes, and a message that it accepts encodes to the same bytes.
 //!
 //! `RUSTC_BOOTSTRAP=1 cargo fuzz run client_message` in `wire/`; `corpus/` begins with one message of each kind.
 #![no_main]

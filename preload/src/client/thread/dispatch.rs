@@ -1,4 +1,4 @@
-//! Dispatch: carrying out the messages of the scheduler.
+//! Carries out the scheduler's messages.
 
 use super::ClientThread;
 use crate::{
@@ -16,7 +16,7 @@ use nvshare_wire::{
 use rustix::fd::OwnedFd;
 
 impl ClientThread {
-    /// Carries out one message. Descriptors that no message needs are closed.
+    /// Carries out one message. Closes descriptors that the message doesn't use.
     pub(super) fn handle(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         if let SchedulerMessage::Remark { text } = message {
             return trace!("{}", text.as_str());
@@ -25,7 +25,8 @@ impl ClientThread {
         match message {
             SchedulerMessage::Welcome { .. } => {}
             SchedulerMessage::Refused { text, .. } => self.disconnected(text.as_str()),
-            // Nothing is allocated before the limit, which follows, is known: it could exceed the limit for good.
+            // Nothing is allocated until the limit arrives in a later message: an earlier allocation could exceed it
+            // permanently.
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {

@@ -1,5 +1,5 @@
-//! The part of the thread that keeps the host memory of this client within what the scheduler allows: copies go into the swap file,
-//! and come back before their chunks do.
+//! Keeps this client's host memory within the scheduler's limit: writes copies of chunks to the swap file and reads
+//! them back before their chunks are restored.
 
 use super::{CHORE_INTERVAL, ClientThread, memory::release_surplus};
 use crate::{
@@ -19,29 +19,30 @@ use core::time::Duration;
 use nvshare_wire::ClientMessage;
 use rustix::fd::OwnedFd;
 
-/// Chunks that are written, or read, at once: two for each thread, so that none has to wait for the client's thread.
+/// Chunks being written or read at a time: two per worker thread, so that no worker waits for the client's thread.
 const MAX_JOBS: usize = 8;
 
-/// By so much, in bytes, copies may exceed what is allowed while they are written. Beyond it nothing more leaves the GPU.
+/// The most bytes above the limit that copies may occupy while they are being written. Above it, eviction stops.
 const MOST_BEHIND: u64 = 512 << 20;
 
-/// The longest time between two looks at the control group of a client that has host memory.
+/// The longest interval between checks of the cgroup of a client that has host memory.
 const GROUP_PERIOD: Duration = Duration::from_secs(1);
-/// Bytes that other memory of a control group grows by in a second, at most: what the kernel provides to a few threads.
+/// Upper bound, in bytes per second, on the growth of a cgroup's other memory: what the kernel can allocate for a few
+/// threads.
 const GROWTH: u64 = 8 << 30;
 
-/// Where copies of chunks may be.
+/// The places that hold copies of chunks: host memory and swap files.
 #[derive(Debug)]
 pub(super) struct HostTier {
     /// Bytes of host memory that the scheduler allows; `u64::MAX` without one.
     ram: u64,
     /// The file that copies are written to.
     current: Option<SwapFile>,
-    /// All files in which something may be.
+    /// All files that may still hold copies.
     files: Vec<SwapFile>,
-    /// More host memory is held than allowed, and no file takes it: the kernel may page it out.
+    /// More host memory is held than allowed and no file can take it, so the kernel may page it out.
     pub is_pageable: bool,
-    /// What the kernel says, and since when.
+    /// The kernel's latest figures, and when they were read.
     seen: Option<(Instant, Headroom)>,
 }
 
@@ -50,12 +51,12 @@ impl HostTier {
         Self { ram: u64::MAX, current: None, files: Vec::new(), is_pageable: false, seen: None }
     }
 
-    /// Whether there is nothing to do, and nothing to look after.
+    /// Whether the client holds no host memory, has no files and no limit.
     fn is_unused(&self) -> bool {
         self.ram == u64::MAX && self.files.is_empty() && self.held() == 0
     }
 
-    /// Bytes of host memory that all GPUs' memory takes, without what is being written or given back.
+    /// Bytes of host memory that hold chunks of any GPU, without those being written or freed.
     fn held(&self) -> u64 {
         let kept = |account: Account| account.host() - account.releasing;
         let held =
@@ -63,7 +64,7 @@ impl HostTier {
         held.saturating_sub(self.files.iter().map(SwapFile::writing).sum())
     }
 
-    /// What of it is more than allowed, or than this process's control groups have room for.
+    /// Bytes of held host memory above the scheduler's limit, or above the room in this process's cgroups.
     fn excess(&self) -> u64 {
         let held = self.held();
         let releasing = gpu::attached().filter_map(Gpu::account).map(|account| account.releasing).sum();
@@ -71,15 +72,15 @@ impl HostTier {
         held.saturating_sub(self.ram).max(lacking.min(held))
     }
 
-    /// Looks what the kernel says, unless that was a moment ago.
+    /// Reads the kernel's figures, unless they were read a moment ago.
     fn look(&mut self) {
         if self.seen.is_none_or(|(at, _)| at.elapsed() >= CHORE_INTERVAL) {
             self.seen = Some((Instant::now(), Headroom::now()));
         }
     }
 
-    /// The time until the next look at the control group, whose other memory grows without telling anybody: before it can have taken
-    /// what there is.
+    /// The time until the next check of the cgroup. Its other memory grows without notice, so the check comes before
+    /// that memory can have used up the headroom.
     fn next_look(&self) -> Duration {
         let headroom = self.headroom();
         if self.held() == 0 || !headroom.is_limited {
@@ -92,21 +93,21 @@ impl HostTier {
         self.seen.map_or(Headroom::UNLIMITED, |(_, headroom)| headroom)
     }
 
-    /// Bytes of host memory that may still be taken.
+    /// Bytes of host memory that this client may still allocate.
     fn spare(&self) -> u64 {
         self.ram.saturating_sub(self.held())
     }
 }
 
 impl ClientThread {
-    /// The scheduler has files. Not before it says so is it tried whether they can be used.
+    /// The scheduler offers swap files. Whether this process can use them is not tested earlier.
     pub(super) fn use_swap_file(&self) {
         if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
         }
     }
 
-    /// The scheduler allows so much host memory, and has reserved so much of the file.
+    /// Applies the scheduler's limit on host memory, and its reservation in the swap file.
     pub(super) fn set_host_memory(&mut self, ram: u64, size: u64, descriptors: Vec<OwnedFd>) {
         self.tier.ram = ram;
         if let Some(descriptor) = descriptors.into_iter().next() {
@@ -119,7 +120,7 @@ impl ClientThread {
         }
     }
 
-    /// There is no scheduler that limits host memory, or a new one, which knows nothing of the file.
+    /// Called when no scheduler limits host memory, or when a new one does, which doesn't know the file.
     pub(super) fn forget_host_memory(&mut self) {
         self.tier.ram = u64::MAX;
         self.retire_file();
@@ -128,24 +129,25 @@ impl ClientThread {
     fn retire_file(&mut self) {
         if let Some(file) = self.tier.current.take() {
             file.retire();
-            // It ends when the last has been read.
+            // The file is closed once its last chunk has been read.
             gpu::attached().filter_map(Gpu::space).for_each(|space| space.lock().forget_places());
         }
     }
 
-    /// Bytes of host memory that this client may allocate for what is still on the GPU. If nobody waits for the GPU, half of what
-    /// the host and its control groups have left is kept for other memory; as that grows, these bytes are given back.
+    /// Bytes of host memory that this client may allocate for chunks that are still on the GPU. If no other client
+    /// waits for the GPU, half of the headroom of the host and its cgroups is left to other memory; as that memory
+    /// grows, these bytes are freed.
     pub(super) fn spare_host_memory(&self, is_contended: bool) -> u64 {
         let left = Headroom::now().left;
         self.tier.spare().min(if is_contended { left } else { left / 2 })
     }
 
-    /// Whether copies are on their way into the file, so that an eviction that finds no host memory should wait for them.
+    /// Whether copies are being written to the file. An eviction that finds no host memory then waits for them.
     pub(super) fn is_writing(&self) -> bool {
         self.tier.files.iter().any(|file| file.writing() > 0)
     }
 
-    /// Carries out what has been read and written, and has more of it read or written. Returns the time until the next look.
+    /// Applies finished reads and writes, and starts new ones. Returns the time until the next call.
     pub(super) fn step_files(&mut self, gpu: &'static Gpu, space: &Mutex<Space>) -> Duration {
         if self.tier.is_unused() {
             return Duration::MAX;
@@ -179,13 +181,14 @@ impl ClientThread {
         self.write_some(gpu, space)
     }
 
-    /// Bytes of host buffers that are kept while memory comes back from a file, whatever is allowed: what is on the GPU again leaves
-    /// its buffer to what is still to be read, which is then there without the work of making one.
+    /// Bytes of host buffers kept while memory is read back from a file, even above the limit: a chunk that is back on
+    /// the GPU passes its buffer to a chunk still to be read, which saves creating one.
     pub(super) fn needed_to_read(account: &Account) -> u64 {
         account.in_file.min(MOST_BEHIND)
     }
 
-    /// Has chunks read that the program needs. They take host memory until they are on the GPU, so only so many are read ahead.
+    /// Starts reading chunks that the program needs. They occupy host memory until they are on the GPU, so reading
+    /// ahead is bounded.
     fn read_some(&self, space: &Mutex<Space>) -> Duration {
         let mut jobs: usize = self.tier.files.iter().map(SwapFile::jobs).sum();
         if jobs >= MAX_JOBS {
@@ -197,12 +200,12 @@ impl ClientThread {
             spare = spare.saturating_sub(bytes);
             jobs += 1;
         }
-        // One for which there was no host memory is tried again; others say when they are done.
+        // Retries a chunk for which there was no host memory; running jobs report when they are done.
         if jobs > 0 { CHORE_INTERVAL } else { Duration::MAX }
     }
 
-    /// Has copies written, as long as there are more than allowed, or than an eviction leaves room for. Before the process sleeps, too:
-    /// then nothing can be written, since freeing a buffer may need the driver.
+    /// Starts writing copies while they exceed the limit, or while an eviction finds no host memory. Also before the
+    /// process sleeps, since nothing can be written during sleep: freeing a buffer may need the driver.
     fn write_some(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Duration {
         let is_full = self.on(gpu).host_full.is_some() && !self.is_writing();
         let excess = self.tier.excess();
@@ -222,7 +225,7 @@ impl ClientThread {
         let is_pageable = jobs == 0 && excess > 0;
         {
             let guard = space.lock();
-            // Some were in the file already.
+            // Some chunks were in the file already.
             if guard.account.in_file != in_file {
                 gpu.report(&guard.account);
             }

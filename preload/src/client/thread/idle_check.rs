@@ -1,21 +1,21 @@
-//! The driver's confirmation that no work of the program runs, which an eviction waits for.
+//! The driver's confirmation that no work of the program is running, which an eviction waits for.
 
 use crate::{env::trace::trace, gpu::Gpu, sys::time::Instant, work::Fence};
 use core::time::Duration;
 
-/// All work that passed a hook is done by now, so the rest has been running since before the release. After this time the
-/// scheduler learns of it, and evicts other clients' memory.
+/// All work that passed a hook is done by now, so any remaining work has been running since before the release. After
+/// this time the scheduler is told, and evicts other clients' memory.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The state of one GPU while its memory is about to leave: the gate is closed, and all work that passed a hook is done. Nothing
-/// that passes a hook can start before it is reset.
+/// The idle check of one GPU whose memory is about to be evicted: the gate is closed, and all work that passed a hook
+/// is done. No such work can start until the eviction ends, which resets the check.
 #[derive(Debug, Default)]
 pub enum IdleCheck {
     #[default]
     NotAsked,
     Asked {
         since: Instant,
-        /// `None` while the driver cannot be asked.
+        /// `None` while the driver cannot be queried.
         fence: Option<Fence>,
     },
     Idle,
@@ -26,7 +26,7 @@ pub enum Answer {
     Idle,
     /// Not yet known.
     Pending,
-    /// Work runs that passed no hook, or may do so.
+    /// Work that passed no hook is running, or may be.
     Busy,
 }
 

@@ -1,5 +1,4 @@
-//! The part of the thread that moves each GPU's memory to where the allowance wants it, and does what other threads left
-//! undone.
+//! Moves each GPU's memory towards its allowance, and does the chores that other threads left undone.
 
 use super::{
     CHORE_INTERVAL, ClientThread,
@@ -23,21 +22,22 @@ use crate::{
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, client::StuckReason};
 
-/// The interval between looks whether a call of the program that has passed the gate has ended.
+/// The interval between checks whether a call that has passed the gate has returned.
 const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// The longest wait of an eviction for host memory.
+/// The longest time that an eviction waits for host memory.
 const HOST_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The interval between attempts to restore memory for which the GPU had no room.
 const RESTORE_RETRY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
-    /// Moves memory as the allowance demands, and does what other threads left undone. Returns the time until the next look.
+    /// Moves memory as the allowance demands, and does the chores that other threads left undone. Returns the time
+    /// until the next call.
     pub(super) fn service(&mut self, gpu: &'static Gpu) -> Duration {
         gpu.work.warm_up_contexts();
         if connection::is_connected() {
-            gpu.introduce(false, shared::introduce); // in case it could not be sent at once
+            gpu.introduce(false, shared::introduce); // in case it could not be sent immediately
         }
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = self.step_files(gpu, space);
@@ -59,7 +59,7 @@ impl ClientThread {
         let (account, can_restore) = (guard.account, guard.can_restore());
         let is_surplus = account.mapped + account.pinned > account.allowance || self.is_preparing_sleep();
         let leaves = is_surplus && self.turn(gpu).is_over();
-        // Under the lock of the space: no thread can make memory lacking between the test and the opening.
+        // While the space is locked, so that no thread can change what is missing between the test and the opening.
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
         }
@@ -72,7 +72,7 @@ impl ClientThread {
         wait.min(again).min(self.move_memory(gpu, space, goal))
     }
 
-    /// Where the memory should go now, and when to ask again even if nothing happens.
+    /// Returns the goal for this GPU's memory, and when to compute it again even if nothing happens.
     fn goal(
         &mut self,
         gpu: &'static Gpu,
@@ -104,10 +104,10 @@ impl ClientThread {
         }
     }
 
-    /// Whether no work of this client that may touch memory here runs, and none can start. If not, when to ask again; `None` if
-    /// that is not worthwhile.
+    /// Checks that no work of this client that may access memory of this GPU is running, and that none can start. If
+    /// not, returns when to check again; `None` if checking again is pointless.
     fn may_evict(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
-        // The scheduler evicts only clients that do not hold the lock, but a release may still be on its way.
+        // The scheduler evicts only clients that do not hold the lock, but a release message may still be on its way.
         if !(self.turn(gpu).is_over() && gpu.is_drained()) {
             *self.idle_check(gpu) = IdleCheck::default();
             return Err(Some(CHORE_INTERVAL));
@@ -130,7 +130,7 @@ impl ClientThread {
         }
     }
 
-    /// Takes one step. Returns the time until the next.
+    /// Takes one step. Returns the time until the next one.
     fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, goal: Goal) -> Duration {
         let mut mover = gpu.moving.lock();
         let contexts = gpu.work.contexts();
@@ -158,7 +158,7 @@ impl ClientThread {
             Step::Busy(after) => return after,
             Step::Done { .. } => {
                 self.on(gpu).host_full = None;
-                // Chunks that were planned and did not move kept the gate closed.
+                // Chunks that were planned but did not move kept the gate closed.
                 let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
                 return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }
@@ -166,7 +166,7 @@ impl ClientThread {
                 if self.on(gpu).host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT
                     || self.is_writing() =>
             {
-                return CHORE_INTERVAL; // memory that returns to the GPU, or goes into a file, frees host memory
+                return CHORE_INTERVAL; // restoring memory to the GPU, or writing it to a file, frees host memory
             }
             Step::Stopped(stop) if goal != Goal::Restore => {
                 self.on(gpu).host_full = None;
@@ -189,7 +189,8 @@ impl ClientThread {
         RESTORE_RETRY
     }
 
-    /// The rest cannot leave. The scheduler sees it mapped, and turns to other clients.
+    /// Abandons an eviction whose remaining memory cannot leave. The scheduler sees that memory mapped, and evicts
+    /// other clients.
     fn stop_eviction(&mut self, gpu: &Gpu, space: &Mutex<Space>, reason: StuckReason) {
         give_up_eviction(gpu, space);
         report_stuck(gpu, reason);
@@ -203,12 +204,12 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
     gpu.report(&guard.account);
 }
 
-/// Tells the scheduler why memory stays. It evicts other clients' memory then, and asks this client again later.
+/// Tells the scheduler why memory stays. It then evicts other clients' memory, and asks this client again later.
 fn report_stuck(gpu: &Gpu, reason: StuckReason) {
     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
 }
 
-/// Gives back host memory that holds nothing of use, beyond `most` bytes.
+/// Frees host memory that holds nothing useful, beyond `most` bytes.
 pub(super) fn release_surplus(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
     let mut guard = space.lock();
     guard.release_surplus(most);

@@ -1,10 +1,12 @@
-//! The client's thread: it owns the connection to the scheduler, receives messages and carries them out.
+//! The client's thread: owns the connection to the scheduler, receives messages and carries them out.
 //!
-//! It makes no call that waits for running work, which debug builds check: drains, idleness and handshakes are looked at in short steps
-//! ([`Turn`]), and moving memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
+//! It makes no call that waits for running work; debug builds check this. Drains, idle checks and handshakes are polled
+//! in short steps ([`Turn`]), and moving memory is split into steps too. Without a scheduler the program runs ungated,
+//! and the thread keeps trying to connect.
 //!
-//! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory;
-//!   `idle_check`: not before the driver confirms that nothing runs. `files`: what host memory has no room for. `sleep`: being taken off the GPUs.
+//! - `dispatch`: carries out messages. `session`: connects, resumes, handles a lost connection. `memory`: moves memory.
+//! - `idle_check`: the driver's confirmation that nothing is running. `files`: the swap files. `sleep`: taking the
+//!   process off its GPUs.
 
 mod dispatch;
 mod files;
@@ -43,23 +45,24 @@ use sleep::Sleep;
 /// The longest wait for a scheduler that went away. After that the client runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The interval between attempts to reach a scheduler: at first, and once it has been away for longer.
+/// The interval between attempts to connect: at first, and once the scheduler has been away for longer.
 const RETRY_SOON: Duration = Duration::from_millis(100);
 
 const RETRY_LATE: Duration = Duration::from_secs(2);
 
-/// The interval between looks at what other threads left undone: a report that could not be sent, memory that was freed.
+/// The interval between checks for chores that other threads left undone: a report that could not be sent, freed
+/// memory.
 const CHORE_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The number of messages handled before the thread looks at its GPUs again.
 const MESSAGES_AT_ONCE: u32 = 256;
 
-/// The id that the scheduler gave this client; 0 before.
+/// The client id that the scheduler assigned; 0 until then.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
-/// Starts the thread. The first attempt to connect comes before that, so that the program's first launch is already gated.
+/// Starts the thread. It first tries to connect, so that the program's first launch is already gated.
 pub fn start(shut_driver: fn(bool)) -> Start {
-    // A first look-up takes the loader's lock, which a thread of the program may hold while it waits at a gate.
+    // A first symbol lookup takes the loader's lock, which a thread of the program may hold while it waits at a gate.
     driver::resolve_all();
     driver::hook::all().for_each(|hook| {
         hook.real.find();
@@ -82,7 +85,7 @@ pub fn start(shut_driver: fn(bool)) -> Start {
 pub enum Start {
     Started,
     NoThread,
-    /// There is no scheduler, and `NVSHARE_REQUIRED` is set.
+    /// `NVSHARE_REQUIRED` is set and no scheduler answers.
     NoScheduler,
 }
 
@@ -93,21 +96,22 @@ struct ClientThread {
     socket: Option<Arc<Socket>>,
     /// The protocol version in use.
     version: u16,
-    /// Since when there has been no scheduler; `None` while connected.
+    /// When the scheduler was lost; `None` while connected.
     disconnected_since: Option<Instant>,
-    /// When the current connection was made, and since when there had been none before.
+    /// When the current connection was made, and when the previous one had been lost.
     connected_at: (Instant, Instant),
     next_try: Instant,
-    /// A handshake that has begun.
+    /// A handshake in progress.
     attempt: Option<Attempt>,
     ungated: bool,
-    /// Why there is no scheduler, and whether the user has been told, which happens once per process.
+    /// The reason for running without a scheduler, and whether the user has been told. The user is told once per
+    /// process.
     offline_reason: String,
     reported: bool,
-    /// Host memory, and the files for what exceeds it.
+    /// Host memory, and the files for the copies that exceed its limit.
     tier: HostTier,
     sleep: Sleep,
-    /// Shuts all ways into the driver, or opens them.
+    /// Closes all entries into the driver if `true`, opens them if `false`.
     shut_driver: fn(bool),
 }
 
@@ -116,11 +120,11 @@ struct ClientThread {
 struct PerGpu {
     turn: Turn,
     idle_check: IdleCheck,
-    /// Takes the scheduler's place while there is none.
+    /// Replaces the scheduler while there is none.
     offline: Offline,
     /// When to try again to restore memory for which the GPU had no room.
     restore_at: Option<Instant>,
-    /// Since when an eviction has waited for host memory.
+    /// When an eviction began to wait for host memory.
     host_full: Option<Instant>,
 }
 
@@ -147,7 +151,8 @@ impl ClientThread {
     fn run(mut self) {
         let _here = on_client_thread();
         let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
+        // SAFETY: `mode` outlives the call. Nothing that this thread does may invalidate a stream capture of the
+        // program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         loop {
             let mut timeout = if self.is_off_its_gpus() { self.step_asleep() } else { self.step() };
@@ -174,7 +179,7 @@ impl ClientThread {
         }
     }
 
-    /// Does what is due. Returns the time until more is, unless a message arrives.
+    /// Does the work that is due. Returns the time until more is due, unless a message arrives first.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
             self.report_offline("programs run at the same time, and take turns by a lock file where memory is short");
@@ -199,7 +204,7 @@ impl ClientThread {
             } else if self.disconnected_since.is_some() {
                 self.on(gpu).offline.show(gpu);
             }
-            // The locks of peers are held together or not at all.
+            // The locks of peer GPUs are held together or not at all.
             if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
                 self.turn(gpu).release_early(gpu);
             }

@@ -1,4 +1,4 @@
-//! The session with a scheduler: connecting, resuming with a successor, losing the connection, and running without one.
+//! The session with a scheduler: connecting, resuming with a successor, losing the connection, running without one.
 
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
@@ -25,7 +25,7 @@ use alloc::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
-/// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
+/// A connection that ends this soon does not count: the scheduler counts as away since the previous loss.
 const STEADY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
@@ -35,13 +35,14 @@ impl ClientThread {
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
     }
 
-    /// Makes the first connection, for which the program waits.
+    /// Makes the first connection. The program waits for it.
     pub(super) fn connect(&mut self) {
         let connected = placement::take_connection();
         self.has_tried(connected.unwrap_or_else(|| handshake::connect(&hello())));
     }
 
-    /// Goes on with the handshake of a later connection, or begins one if it is time. Returns whether an attempt has ended.
+    /// Continues the handshake of a later connection, or begins one when it is due. Returns whether an attempt has
+    /// ended.
     pub(super) fn step_connecting(&mut self) -> bool {
         let begun = match self.attempt.take() {
             Some(attempt) => Ok(attempt),
@@ -69,7 +70,7 @@ impl ClientThread {
         }
     }
 
-    /// A scheduler has accepted this client. `named`: the GPUs that it has been told of already.
+    /// Called when a scheduler has accepted this client. `named`: the GPUs that this scheduler already knows of.
     pub(super) fn connected(&mut self, socket: Arc<Socket>, version: u16, id: u64, named: SlotSet) {
         trace!("client {id}, protocol version {version}");
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
@@ -83,7 +84,8 @@ impl ClientThread {
         self.gpus.iter_mut().for_each(|gpu| gpu.restore_at = None);
         for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
             self.on(gpu).offline.end(gpu);
-            // This scheduler has granted no lock: running work is drained, and threads that have work ask anew.
+            // This scheduler has granted no lock: running work is drained, and threads that have work request the lock
+            // again.
             gpu.request_is_over();
             self.turn(gpu).abandon(gpu);
             gpu.introduce(named & (1 << gpu.index) != 0, shared::introduce);
@@ -91,22 +93,23 @@ impl ClientThread {
         connection::begin_generation();
     }
 
-    /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
+    /// A new scheduler has taken over the connection. Tells it everything, including which locks are held.
     pub(super) fn resume(&mut self) {
         self.forget_preparation();
         if self.greet_successor() { self.tell_successor(None) } else { self.disconnected("it does not read") }
     }
 
-    /// Introduces this process to a scheduler that has taken over the connection. `false` if that cannot be sent.
+    /// Introduces this process to a scheduler that has taken over the connection. `false` if the messages cannot be
+    /// sent.
     pub(super) fn greet_successor(&mut self) -> bool {
         trace!("a new scheduler has taken over the connection");
         let Some(socket) = self.socket.clone() else { return true };
-        // Unread messages of earlier times keep the socket full until the new scheduler discards them.
+        // Unread messages sent to the predecessor keep the socket full until the new scheduler discards them.
         socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
     }
 
-    /// Tells it about the GPUs, once it has been greeted. `named`: it has been told that this process is asleep, and of these
-    /// GPUs.
+    /// Tells a greeted successor about the GPUs. `named`: the GPUs that it already knows of, if it has been told that
+    /// this process is asleep.
     pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
         self.forget_host_memory();
         // The new scheduler discards no message from here on.
@@ -121,12 +124,12 @@ impl ClientThread {
             turn.contend(gpu, None);
             held |= u64::from(turn.has_lock()) << gpu.index;
         }
-        // One that was asleep held nothing.
+        // A process that was asleep held no lock.
         let is_told = || named.is_some() || connection::send(&ClientMessage::Held { gpus: held });
         if !(outbox::flush() && is_told()) {
             return self.disconnected("it does not read");
         }
-        // Requests of other threads may have been discarded, so waiting threads make them again.
+        // Requests of other threads may have been discarded, so waiting threads repeat them.
         for gpu in gpu::attached() {
             gpu.request_is_over();
             gpu.limit_answers.changed();
@@ -143,7 +146,8 @@ impl ClientThread {
         let now = Instant::now();
         let (met, away) = self.connected_at;
         let since = if now - met < STEADY { away } else { now };
-        // A connection that keeps ending is not retried at once, since each attempt stops the program for a moment.
+        // A connection that keeps breaking is not retried immediately, since each attempt stops the program for a
+        // moment.
         let next_try = if since == now { now } else { now + RETRY_LATE };
         (self.disconnected_since, self.next_try, self.offline_reason) = (Some(since), next_try, why.to_string());
         for gpu in gpu::attached() {
@@ -152,7 +156,8 @@ impl ClientThread {
         }
     }
 
-    /// No scheduler: programs whose memory fits run. Memory comes back as room appears, and its program waits for that.
+    /// Runs without a scheduler: programs whose memory fits run. Evicted memory is restored as room appears, and its
+    /// program waits until then.
     pub(super) fn run_ungated(&mut self) {
         self.ungated = true;
         self.forget_host_memory();
@@ -167,12 +172,12 @@ impl ClientThread {
     }
 }
 
-/// The message by which this process introduces itself.
+/// The message that introduces this process.
 pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,
         max_version: version::MAX,
-        // By the time that a preparation is not over, the connection is known.
+        // A process that is away has finished its preparation, so the connection already exists.
         flags: if presence::is_away() { ASLEEP } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,

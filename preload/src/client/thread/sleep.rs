@@ -1,9 +1,9 @@
-//! Sleep: the process is taken off its GPUs by another one, until a thread of the program wants to enter the driver.
+//! Sleep: another process takes this one off its GPUs, until a thread of the program is about to enter the driver.
 //!
-//! It is prepared in three steps, each of which is undone when a thread comes: the gates are shut and all memory leaves; the ways
-//! into the driver are shut ([`presence`]); threads that were just about to enter have had the time to. From then on this thread
-//! takes no lock that a thread of the program may hold while it waits, and makes no call of the driver, until the scheduler says that the
-//! process is awake. What arrives meanwhile is carried out afterwards.
+//! Sleep is prepared in three steps: the gates close and all memory is evicted; the entries into the driver close
+//! ([`presence`]); threads that were just about to enter get time to arrive. Each step is undone when a thread arrives.
+//! From then until the scheduler says that the process is awake, this thread takes no lock that a waiting thread of the
+//! program may hold, and makes no driver call. Messages that arrive in that time are carried out afterwards.
 
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
@@ -33,23 +33,23 @@ use nvshare_wire::{
 };
 use rustix::fd::OwnedFd;
 
-/// The interval between looks at what a preparation waits for.
+/// The interval between polls of the conditions that a preparation waits for.
 const LOOK: Duration = Duration::from_millis(1);
-/// The longest preparation: an eviction of a whole GPU over a slow link.
+/// The longest preparation: evicting a whole GPU's memory over a slow link.
 const MOST: Duration = Duration::from_secs(30);
 /// The longest wait for threads that may be about to enter the driver.
 const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
 
-/// The longest wait for a scheduler that went away while the process was asleep, before the driver is tried.
+/// How long to wait for a scheduler that disappeared while the process was asleep, before trying the driver.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 pub(super) enum Sleep {
     #[default]
     Awake,
-    /// Memory leaves. `paused`: threads that wait are no reason to stay.
+    /// Memory is being evicted. `paused`: waiting threads do not prevent the sleep.
     Preparing { since: Instant, paused: bool },
-    /// The ways into the driver are shut.
+    /// The entries into the driver are closed.
     Leaving(Leaving),
     /// Nothing enters the driver.
     Prepared(Prepared),
@@ -62,30 +62,32 @@ type Message = (SchedulerMessage, Vec<OwnedFd>);
 pub(super) struct Leaving {
     since: Instant,
     paused: bool,
-    /// Threads that may have found a way into the driver before.
+    /// Threads that may have passed an entry into the driver before it closed.
     on_their_way: Vec<Task>,
-    /// What came since.
+    /// Messages received since.
     messages: Vec<Message>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Prepared {
-    /// The scheduler has been told that the process is prepared, and that it is wanted.
+    /// Whether the scheduler has been told that the process is prepared (`told`), and that its threads want to run
+    /// (`asked`).
     told: bool,
     asked: bool,
-    /// What came since.
+    /// Messages received since.
     messages: Vec<Message>,
-    /// Why the connection was lost, and one that was made since.
+    /// Why the connection was lost, and the connection made since.
     lost: Option<String>,
     connected: Option<(Arc<Socket>, u16, u64)>,
-    /// When to try to make one.
+    /// When to try to connect.
     next_try: Option<Instant>,
     lost_at: Option<Instant>,
-    /// A thread calls the driver.
+    /// A thread is calling the driver.
     is_tried: bool,
     /// A successor has taken over the connection and been greeted.
     has_successor: bool,
-    /// The GPUs that the present scheduler has been told of since the one that asked for the sleep went away.
+    /// The GPUs that the present scheduler has been told of since its predecessor, which asked for the sleep,
+    /// disappeared.
     named: SlotSet,
 }
 
@@ -94,7 +96,7 @@ impl ClientThread {
         matches!(self.sleep, Sleep::Preparing { .. })
     }
 
-    /// Whether the ways into the driver are shut.
+    /// Whether the entries into the driver are closed.
     pub(super) fn is_off_its_gpus(&self) -> bool {
         matches!(self.sleep, Sleep::Leaving(_) | Sleep::Prepared(_))
     }
@@ -109,14 +111,14 @@ impl ClientThread {
         }
     }
 
-    /// The scheduler that has asked for it is gone, and the ways into the driver are open.
+    /// Cancels a preparation: the scheduler that asked for it is gone, and the entries into the driver are still open.
     pub(super) fn forget_preparation(&mut self) {
         if self.is_preparing_sleep() {
             self.sleep = Sleep::Awake;
         }
     }
 
-    /// While memory leaves. Returns the time until the next look.
+    /// Advances the preparation while memory is being evicted. Returns the time until the next step.
     pub(super) fn step_preparation(&mut self) -> Duration {
         let Sleep::Preparing { since, paused } = self.sleep else { return Duration::MAX };
         let late = (since.elapsed() > MOST).then_some(SleepRefusal::Busy);
@@ -141,7 +143,7 @@ impl ClientThread {
         LOOK
     }
 
-    /// Whether all memory is off this GPU, and no work runs there or can start.
+    /// Whether all memory is off this GPU, no work is running there, and none can start.
     fn has_left(&mut self, gpu: &'static Gpu) -> bool {
         let is_empty = |account: crate::memory::account::Account| account.mapped == 0 && account.in_flight == 0;
         self.turn(gpu).is_over()
@@ -152,7 +154,7 @@ impl ClientThread {
             && gpu.moving.lock().is_idle()
     }
 
-    /// Why this process cannot sleep now. `paused`: its threads may wait until it is resumed.
+    /// The reason why this process cannot sleep now. `paused`: its threads may wait until it is resumed.
     fn why_not(&mut self, paused: bool) -> Option<SleepRefusal> {
         if settings::get().gang != 0 {
             return Some(SleepRefusal::Gang);
@@ -163,7 +165,8 @@ impl ClientThread {
         if exit::has_begun() {
             return Some(SleepRefusal::Busy);
         }
-        // First, since memory that they may reach stays on the GPU like that of work that is not seen.
+        // Checked first: memory that these devices may reach is unevictable too, which would be reported as unseen
+        // work.
         if foreign_devices::may_reach_memory() {
             return Some(SleepRefusal::Rdma);
         }
@@ -189,7 +192,7 @@ impl ClientThread {
         redirect::was_refused().then_some(SleepRefusal::UnseenWork)
     }
 
-    /// An eviction has stopped: a preparation would only begin it again.
+    /// Called when an eviction has stopped: the preparation ends, since it would only begin the eviction again.
     pub(super) fn cannot_leave(&mut self, reason: StuckReason) {
         if self.is_preparing_sleep() {
             let is_unseen = reason == StuckReason::UnseenWork;
@@ -197,7 +200,7 @@ impl ClientThread {
         }
     }
 
-    /// Undoes a preparation, and says why.
+    /// Undoes a preparation, and reports the reason.
     fn stay_awake(&mut self, why: SleepRefusal) -> Duration {
         trace!("cannot sleep: {why:?}");
         self.undo();
@@ -205,7 +208,7 @@ impl ClientThread {
         Duration::ZERO
     }
 
-    /// Threads may enter the driver, from now on. What has come meanwhile is carried out.
+    /// Lets threads enter the driver again, and carries out the messages received since.
     fn undo(&mut self) {
         if presence::is_away() {
             (self.shut_driver)(false);
@@ -216,7 +219,7 @@ impl ClientThread {
         }
     }
 
-    /// In the place of [`step`](Self::step) while the ways into the driver are shut.
+    /// Replaces [`step`](Self::step) while the entries into the driver are closed.
     pub(super) fn step_asleep(&mut self) -> Duration {
         if let Sleep::Leaving(leaving) = &mut self.sleep {
             leaving.on_their_way.retain(|task| !task.has_moved_on());
@@ -238,7 +241,7 @@ impl ClientThread {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
                 if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
                     let socket = Arc::new(socket);
-                    // First, since other threads may send something about them.
+                    // First, since other threads may send messages about these GPUs.
                     prepared.named = name_gpus(&socket, version);
                     connection::set_connection(Some(Connection { socket: socket.clone(), version }));
                     (self.socket, self.version) = (Some(socket.clone()), version);
@@ -247,7 +250,7 @@ impl ClientThread {
                 }
             }
             wait = RETRY_SOON;
-            // The scheduler may have gone before anybody locked the process, or somebody else may put it back.
+            // The scheduler may have disappeared before it locked the process, or another process may restore it.
             if !prepared.is_tried && prepared.lost_at.is_some_and(|lost| lost.elapsed() >= RETURN_TIMEOUT) {
                 prepared.is_tried = try_driver();
             }
@@ -257,7 +260,7 @@ impl ClientThread {
                 return Duration::ZERO;
             }
         }
-        // These wait for an answer that is carried out once the process is awake.
+        // These threads wait for an answer that is carried out once the process is awake.
         if gpu::attached().any(|gpu| gpu.is_waited_for()) {
             presence::want();
         }
@@ -274,13 +277,13 @@ impl ClientThread {
         wait
     }
 
-    /// A message while the ways into the driver are shut.
+    /// Handles a message that arrives while the entries into the driver are closed.
     pub(super) fn receive_asleep(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         match (&mut self.sleep, message) {
             (_, SchedulerMessage::Awake { moved }) => self.wake_up(moved),
             (_, SchedulerMessage::PrepareSleep { flags }) => self.prepare_sleep(flags),
             (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
-                // It is told of the rest once the process is awake. What its predecessor has sent is of no use.
+                // The successor is told the rest once the process is awake. Its predecessor's messages are obsolete.
                 prepared.messages.clear();
                 (prepared.has_successor, prepared.told, prepared.asked) = (true, true, false);
                 let is_greeted = self.greet_successor();
@@ -292,7 +295,7 @@ impl ClientThread {
                 }
             }
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
-            // It has not been said that the process is prepared, so nobody has locked it.
+            // The scheduler has not been told that the process is prepared, so it has not locked the process.
             (_, message @ SchedulerMessage::Resume { .. }) => {
                 self.stay_awake(SleepRefusal::Busy);
                 self.handle(message, descriptors);
@@ -302,15 +305,17 @@ impl ClientThread {
         }
     }
 
-    /// The process is on its GPUs again, or stays there. `moved`: GPUs that the scheduler has put it on in the place of others. The
-    /// driver knows better: a predecessor may have put the process back, of which the scheduler has not heard.
+    /// Called when the process is back on its GPUs, or never left them. `moved`: GPUs that the scheduler exchanged for
+    /// others. The driver's answer prevails: an earlier scheduler may have restored the process without this one
+    /// knowing.
     pub(super) fn wake_up(&mut self, moved: Moves) {
         if matches!(self.sleep, Sleep::Preparing { .. } | Sleep::Leaving(_)) {
-            // It never left. The scheduler has waited for too long, and asks for nothing else before it has an answer.
+            // The process never left. The scheduler's wait timed out, and it asks for nothing else until it has an
+            // answer.
             self.stay_awake(SleepRefusal::Busy);
             return;
         }
-        // First, so that no thread that goes on names a GPU that was left.
+        // First, so that no thread that resumes names a GPU that the process has left.
         placement::look_again();
         let gpus = gpu::look_again();
         let prepared = match &mut self.sleep {
@@ -320,7 +325,7 @@ impl ClientThread {
         self.undo();
         for gpu in gpu::attached().filter(|gpu| gpu.work.are_all_broken()) {
             trace!("GPU {}: the driver could not put the process back", gpu.index);
-            // It goes on to the driver's error, which each of its calls returns from now on.
+            // The program continues to the driver's error, which each of its calls returns from now on.
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }
@@ -347,7 +352,7 @@ impl ClientThread {
         messages.into_iter().for_each(|(message, descriptors)| self.handle(message, descriptors));
     }
 
-    /// The connection is lost while the ways into the driver are shut.
+    /// Handles the loss of the connection while the entries into the driver are closed.
     pub(super) fn disconnected_asleep(&mut self, why: &str) {
         let Sleep::Prepared(prepared) = &mut self.sleep else {
             self.undo();
@@ -364,8 +369,8 @@ impl ClientThread {
     }
 }
 
-/// Names the GPUs to a scheduler that has been told that the process is asleep. It is told the rest once the process is awake.
-/// Returns those that it has been told of.
+/// Names the GPUs to a scheduler that knows that the process is asleep. The rest follows once the process is awake.
+/// Returns the GPUs that were named.
 fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
     let send = |gpu: &Gpu| {
         gpu.name().is_some_and(|attach| socket.wait_for_room() && socket.send(attach.encode(version).as_bytes()))
@@ -376,17 +381,18 @@ fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
 
 static ANSWERED: AtomicBool = AtomicBool::new(false);
 
-/// Whether a call that [`try_driver`] has begun has returned.
+/// Whether the call that [`try_driver`] made has returned.
 fn has_answered() -> bool {
     ANSWERED.load(Ordering::SeqCst)
 }
 
-/// Calls the driver, in a thread that waits there for as long as the process is locked. `false` if there is no thread for it.
+/// Calls the driver on a thread of its own, which is blocked there while the process is locked. `false` if no thread
+/// could be started.
 fn try_driver() -> bool {
     ANSWERED.store(false, Ordering::SeqCst);
     let primary = gpu::attached().find_map(Gpu::primary).unwrap_or(core::ptr::null_mut()) as usize;
     threads::spawn(c"nvshare-try", move || {
-        // SAFETY: a context that the program has retained, or NULL, in a thread of its own.
+        // SAFETY: `primary` is a context that the program has retained, or NULL, and the thread runs nothing else.
         unsafe { driver::wait_while_locked(primary as CUcontext) };
         ANSWERED.store(true, Ordering::SeqCst);
         connection::wake();

@@ -9,10 +9,10 @@ pub(super) struct Extent {
     pub len: u64,
 }
 
-/// The parts of a file that hold nothing. What is taken may be in several parts, so free space is never too fragmented.
+/// The free parts of a file. A taken length may consist of several parts, so fragmentation never prevents taking it.
 #[derive(Debug, Default)]
 pub(super) struct Extents {
-    /// Lengths by offset. No two adjoin.
+    /// Lengths by offset. No two parts are adjacent.
     free: BTreeMap<u64, u64>,
     /// The sum of the lengths.
     bytes: u64,
@@ -24,7 +24,7 @@ impl Extents {
         self.bytes
     }
 
-    /// Takes so many bytes, from the beginning of the file on; `None` if there are not as many.
+    /// Takes `len` bytes, lowest offsets first; `None` if fewer are free.
     pub fn take(&mut self, len: u64) -> Option<Vec<Extent>> {
         if len > self.bytes {
             return None;
@@ -43,7 +43,7 @@ impl Extents {
         Some(taken)
     }
 
-    /// Adds free space: a part that was taken, or one by which the file has grown.
+    /// Adds free space: a part that was taken, or new space at the end of the file.
     pub fn give(&mut self, Extent { mut offset, mut len }: Extent) {
         if len == 0 {
             return;
@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(free.take(30), Some(std::vec![extent(0, 30)]));
     }
 
-    /// Parts that are taken never overlap, and all space can be taken again in the end.
+    /// Taken parts never overlap, and in the end all space can be taken again.
     #[test]
     fn nothing_is_taken_twice_and_nothing_is_lost() {
         let mut free = Extents::default();

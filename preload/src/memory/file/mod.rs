@@ -1,14 +1,14 @@
-//! Swap files: where copies of chunks go that host memory has no room for.
+//! Swap files: they hold copies of chunks that exceed host memory.
 //!
-//! The scheduler makes the file, reserves its space and passes it ([`SwapFile::open`]); nobody else has it. Chunks are written to it
-//! and read from it in the background, by threads of its own ([`worker`]), straight from the buffers and into them. The client's
-//! thread orders that and carries out what follows from it.
+//! The scheduler creates the file, reserves its space and passes it here ([`SwapFile::open`]); no other process has it.
+//! Threads of the file write and read chunks in the background ([`worker`]), directly from and into the buffers. The
+//! client's thread gives them jobs and applies the results.
 //!
-//! The program can neither close the file nor pass it on: it is open in the threads' own table of descriptors alone, which no other
-//! thread shares, no fork copies and no `exec` keeps. The file has no name, so it ends with the process.
+//! The program can neither close the file nor pass it on: it is open only in the threads' own descriptor table, which
+//! no other thread shares, no fork copies and no `exec` keeps. The file has no name, so it disappears with the process.
 //!
-//! A chunk's checksum stays in memory, and is compared when the chunk is read. What does not agree is lost, as after an error of the
-//! memory that cannot be corrected.
+//! A chunk's checksum stays in memory, and is compared when the chunk is read. A mismatch means that the contents are
+//! lost, like after an uncorrectable memory error.
 
 mod extents;
 mod worker;
@@ -36,13 +36,14 @@ use rustix::{
 
 pub use worker::is_supported;
 
-/// Threads that read and write, and so requests that a disk has at once: with fewer than four, a fast NVMe disk has pauses.
+/// Threads that read and write, and so the number of requests that a disk has at a time: with fewer than four, a fast
+/// NVMe disk idles at times.
 const WORKERS: usize = 4;
 
-/// The newest file, while it is open in the program.
+/// The newest file, while it is open in the program's descriptor table.
 static HANDED_OVER: InheritedDescriptor = InheritedDescriptor::none();
 
-/// Closes the copy that the child of a fork has, if the fork was in that moment.
+/// Closes the descriptor in the child of a fork, if the fork copied it.
 pub fn close_in_child() {
     if let Some((number, identity)) = HANDED_OVER.get()
         && identity.is(number)
@@ -52,7 +53,7 @@ pub fn close_in_child() {
     }
 }
 
-/// A chunk by its place.
+/// Identifies a chunk by its address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkName {
     pub gpu: u32,
@@ -68,33 +69,33 @@ pub struct SwapFile(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Changes whenever there is something to do for the threads.
+    /// Changes whenever the threads have something to do.
     news: AtomicU32,
 }
 
 #[derive(Debug)]
 struct State {
-    /// The size in bytes: all of it is reserved.
+    /// The size in bytes. All of it is reserved.
     size: u64,
     free: Extents,
     jobs: VecDeque<Job>,
-    /// Jobs that threads have taken from there.
+    /// Jobs that threads have taken from `jobs`.
     in_progress: usize,
     done: Vec<Done>,
     status: Status,
-    /// Bytes that are being written, and that have been.
+    /// Bytes that are being written, and that have been written.
     writing: u64,
     written: u64,
-    /// The program's number of the descriptor, until the threads have a table of their own.
+    /// The descriptor's number in the program, until the threads have a table of their own.
     handed_over: Option<(RawFd, Identity)>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
-    /// The threads have not begun.
+    /// The threads have not started.
     Opening,
     Usable,
-    /// Nothing more is written: there is another file, a write has failed, or the file could not be opened.
+    /// Nothing more is written: a newer file exists, a write has failed, or the file could not be opened.
     ReadOnly,
 }
 
@@ -127,14 +128,14 @@ pub(in crate::memory) struct Done {
 #[derive(Debug)]
 pub(in crate::memory) enum Outcome {
     Written(FileCopy, Buffer),
-    /// The disk has refused it: the copy stays in host memory.
+    /// The disk has rejected the write: the copy stays in host memory.
     NotWritten(HostCopy),
-    /// The contents are still in the file as well.
+    /// The contents are still in the file too.
     Read(HostCopy),
-    /// The host has no memory for a buffer now.
+    /// The host has no memory for a buffer at the moment.
     NoBuffer(FileCopy),
-    /// The disk has failed, or holds something else than what was written. The buffer may be registered with the driver, which these
-    /// threads do not enter.
+    /// The disk has failed, or holds something other than the written contents. The buffer may be registered with the
+    /// driver, which these threads do not enter.
     Lost(Buffer),
 }
 
@@ -170,7 +171,7 @@ impl Drop for FileCopy {
 }
 
 impl State {
-    /// Whether the file is of no use any more.
+    /// Whether the file is no longer useful.
     fn is_over(&self) -> bool {
         self.status == Status::ReadOnly
             && self.jobs.is_empty()
@@ -180,7 +181,7 @@ impl State {
 }
 
 impl SwapFile {
-    /// Takes over a file from the scheduler, of which nothing is reserved yet. `None` if threads cannot be started.
+    /// Takes over a file from the scheduler, in which nothing is reserved yet. `None` if threads cannot be started.
     pub fn open(descriptor: OwnedFd) -> Option<Self> {
         // Some programs rely on getting the lowest numbers.
         let descriptor = fcntl_dupfd_cloexec(&descriptor, LOWEST_DESCRIPTOR).unwrap_or(descriptor);
@@ -204,7 +205,7 @@ impl SwapFile {
             HANDED_OVER.set(None);
             return None;
         }
-        // Not before the thread has its own; see `close_in_program`.
+        // It is closed once the thread has its own; see `close_in_program`.
         mem::forget(descriptor);
         Some(file)
     }
@@ -222,12 +223,12 @@ impl SwapFile {
             HANDED_OVER.set(None);
         }
         if let Some((number, _)) = number.filter(|(number, identity)| identity.is(*number)) {
-            // SAFETY: it is that of `open`, and nothing else has it.
+            // SAFETY: it is the descriptor from `open`, and nothing else owns it.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
         }
     }
 
-    /// So many bytes are reserved by now. They are never fewer than before.
+    /// Notes that `size` bytes are reserved by now. The size never decreases.
     pub fn grow(&self, size: u64) {
         let mut state = self.0.state.lock();
         if let Some(len) = size.checked_sub(state.size) {
@@ -236,19 +237,19 @@ impl SwapFile {
         }
     }
 
-    /// Writes no more to this file. What is in it stays until it is read.
+    /// Stops writing to this file. Its contents stay until they are read.
     pub fn retire(&self) {
         self.0.state.lock().status = Status::ReadOnly;
         self.tell();
     }
 
-    /// Whether nothing is in it, and nothing will be.
+    /// Whether the file is empty, and stays so.
     pub fn is_over(&self) -> bool {
         let state = self.0.state.lock();
         state.is_over() && state.done.is_empty() && state.handed_over.is_none()
     }
 
-    /// Whether it is worth to keep what has been read from it, which then need not be written again.
+    /// Whether chunks read from it should keep their place in it, so that they need not be written again.
     pub(in crate::memory) fn is_kept(&self) -> bool {
         self.0.state.lock().status == Status::Usable
     }
@@ -275,7 +276,7 @@ impl SwapFile {
         state.jobs.len() + state.in_progress
     }
 
-    /// Writes a chunk's copy, whose buffer is not registered with the driver. Returns the copy if there is no room.
+    /// Writes a chunk's copy. Its buffer is not registered with the driver. Returns the copy if the file has no room.
     pub(in crate::memory) fn write(&self, chunk: ChunkName, copy: HostCopy) -> Result<(), HostCopy> {
         let mut state = self.0.state.lock();
         let Some(extents) = (state.status == Status::Usable).then(|| state.free.take(chunk.len)).flatten() else {
@@ -289,13 +290,13 @@ impl SwapFile {
         Ok(())
     }
 
-    /// The jobs of this GPU that are done.
+    /// Takes the finished jobs of this GPU.
     pub(in crate::memory) fn take_done(&self, gpu: u32) -> Vec<Done> {
         let mut state = self.0.state.lock();
         state.done.extract_if(.., |done| done.chunk.gpu == gpu).collect()
     }
 
-    /// Tells the threads that there is something to do.
+    /// Wakes the threads for a new job or status.
     fn tell(&self) {
         self.0.news.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.0.news);
@@ -303,7 +304,7 @@ impl SwapFile {
 }
 
 impl FileCopy {
-    /// Reads the chunk, into this buffer if there is one.
+    /// Reads the chunk, into the given buffer if its size fits.
     pub fn read(self, chunk: ChunkName, into: Option<Buffer>) {
         let file = self.file.clone();
         let into = into.filter(|buffer| buffer.len() == chunk.len);
@@ -333,12 +334,12 @@ mod tests {
     const LEN: u64 = 4 << 20;
     const CHUNK: ChunkName = ChunkName { gpu: 3, base: 0, offset: 0, len: LEN };
 
-    /// A file without a name, as a scheduler makes it, and another descriptor of it.
+    /// A file without a name, like the scheduler's, and another descriptor of it.
     fn file(name: &str) -> (OwnedFd, File) {
         let path = std::env::temp_dir().join(std::format!("nvshare-file-{}-{name}", std::process::id()));
         let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
         fs::remove_file(path).unwrap();
-        // SAFETY: it has just been made, and nothing else has it.
+        // SAFETY: it was just created, and nothing else owns it.
         (unsafe { OwnedFd::from_raw_fd(file.try_clone().unwrap().into_raw_fd()) }, file)
     }
 

@@ -17,40 +17,41 @@ use rustix::{
     io::{Errno, pread, pwrite},
 };
 
-/// The most bytes of one call: enough for the whole speed of a disk, and few enough that a disk that is shared serves others.
+/// The most bytes per call: enough to reach the full speed of a disk, and few enough that a shared disk serves others
+/// too.
 const PIECE: usize = 8 << 20;
 
 /// The longest sleep of a thread that has nothing to do.
 const SLEEP: Duration = Duration::from_secs(3600);
 
-/// `CLOSE_RANGE_UNSHARE` of the kernel.
+/// The kernel's `CLOSE_RANGE_UNSHARE`.
 const UNSHARE: libc::c_uint = 1 << 1;
 
 /// Closes the descriptors from `first` to `last` in the calling thread's table.
 fn close_range(first: u32, last: u32, flags: libc::c_uint) -> Result<(), Errno> {
-    // SAFETY: takes numbers alone. What it closes is the caller's concern.
+    // SAFETY: the call takes only numbers. The caller decides which descriptors may be closed.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) };
-    // SAFETY: the calling thread's own.
+    // SAFETY: `errno` is the calling thread's own.
     if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
 }
 
-/// Whether threads can have a table of descriptors of their own here: from Linux 5.9 on, unless a filter forbids it.
+/// Whether threads can have their own descriptor table here: from Linux 5.9 on, unless a seccomp filter forbids it.
 pub fn is_supported() -> bool {
     const UNKNOWN: u8 = 2;
     static ANSWER: AtomicU8 = AtomicU8::new(UNKNOWN);
     if ANSWER.load(Ordering::Relaxed) == UNKNOWN {
-        // Such a range is refused as invalid where the call is known, and nothing is closed.
+        // A kernel that has the call rejects this range as invalid, and closes nothing.
         let answer = crate::sys::errno::preserved(|| close_range(1, 0, UNSHARE)) == Err(Errno::INVAL);
         ANSWER.store(u8::from(answer), Ordering::Relaxed);
     }
     ANSWER.load(Ordering::Relaxed) == 1
 }
 
-/// Gives the calling thread a table of descriptors of its own, in which these alone are open.
+/// Gives the calling thread its own descriptor table, in which only these descriptors are open.
 fn keep_only(mut descriptors: Vec<RawFd>) -> Result<(), Errno> {
     descriptors.sort_unstable();
     let mut end = u32::MAX;
-    let mut flags = UNSHARE; // with the first, which copies nothing beyond the last that is kept
+    let mut flags = UNSHARE; // on the first call, which copies no entry above the last kept one
     for descriptor in descriptors.into_iter().rev().filter_map(|descriptor| u32::try_from(descriptor).ok()) {
         if descriptor < end {
             close_range(descriptor + 1, end, flags)?;
@@ -64,11 +65,11 @@ fn keep_only(mut descriptors: Vec<RawFd>) -> Result<(), Errno> {
     close_range(0, end, flags)
 }
 
-/// The first thread of a file, which the program has open under this number.
+/// Runs the first thread of a file, which is open in the program under this number.
 pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
     let sender = wakeup::sender();
     let kept = [number].into_iter().chain(sender).collect();
-    // What the program has opened under one of these numbers meanwhile must not stay open here.
+    // A file that the program has since opened under one of these numbers must not stay open here.
     let is_open = keep_only(kept).is_ok() && identity.is(number) && wakeup::sender() == sender;
     {
         let mut state = file.0.state.lock();
@@ -81,7 +82,7 @@ pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
     if !is_open {
         return;
     }
-    // They share this thread's table.
+    // The other threads share this thread's table.
     for _ in 1..WORKERS {
         let its_own = file.clone();
         threads::spawn(c"nvshare-file", move || work(&its_own, number));
@@ -89,9 +90,9 @@ pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
     work(&file, number);
 }
 
-/// Does jobs until the file is of no use any more.
+/// Does jobs until the file is no longer useful.
 fn work(file: &SwapFile, number: RawFd) {
-    // SAFETY: nothing closes it in the table of these threads.
+    // SAFETY: nothing closes `number` in the table of these threads.
     let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
     loop {
         let news = file.0.news.load(Ordering::SeqCst);
@@ -99,7 +100,7 @@ fn work(file: &SwapFile, number: RawFd) {
             let mut state = file.0.state.lock();
             if state.is_over() {
                 drop(state);
-                file.tell(); // the other threads, too
+                file.tell(); // the other threads too
                 return;
             }
             let job = state.jobs.pop_front();
@@ -184,7 +185,7 @@ fn read_part(file: BorrowedFd<'_>, mut bytes: &mut [u8], Extent { mut offset, ..
         let piece = bytes.len().min(PIECE);
         let Some(place) = bytes.get_mut(..piece) else { return Err(Errno::IO) };
         match pread(file, place, offset) {
-            Ok(0) => return Err(Errno::IO), // the file ends: somebody has truncated it
+            Ok(0) => return Err(Errno::IO), // end of file: it was truncated
             Ok(n) => {
                 bytes = bytes.get_mut(n..).unwrap_or(&mut []);
                 offset += n as u64;

@@ -1,4 +1,4 @@
-//! Eviction: chunks leave the GPU. They are copied to host buffers unless their contents are known to be there already.
+//! Eviction: copies chunks to host buffers, unless a current copy exists, and unmaps them from the GPU.
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
@@ -19,11 +19,11 @@ use crate::{
 use alloc::vec::Vec;
 use core::time::Duration;
 
-/// The longest wait of an eviction for the kernel for fingerprints.
+/// The longest time that an eviction waits for the fingerprint kernel to be loaded.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Mover {
-    /// Starts as many evictions as may be in flight. Returns when to look again for those that could not start yet.
+    /// Starts evictions up to the limit on copies in flight. Returns when to retry evictions that could not start yet.
     pub(super) fn evict_some(
         &mut self,
         space: &Mutex<Space>,
@@ -31,7 +31,7 @@ impl Mover {
         report: &dyn Fn(&Account),
     ) -> Result<Option<Duration>, Stop> {
         if self.is_idle() {
-            // Nothing runs, so all that was freed is done. It need not be copied.
+            // Nothing is running, so all frees are complete. Freed memory need not be copied.
             let mut guard = space.lock();
             if guard.release_idle_pools() > 0 {
                 report(&guard.account);
@@ -52,7 +52,7 @@ impl Mover {
             }
             if self.plan.is_empty() {
                 drop(guard);
-                // Buffers ordered for the previous plan must arrive first.
+                // Buffers allocated for the previous plan must arrive first.
                 if !self.stop_staging(space) || !self.has_kernel(space) {
                     return Ok(Some(RETRY_INTERVAL));
                 }
@@ -159,7 +159,7 @@ impl Mover {
         Ok(None)
     }
 
-    /// Accounts for a chunk that left the GPU without a copy.
+    /// Accounts for a chunk that was evicted without a copy.
     fn evicted_uncopied(
         &mut self,
         guard: &mut Space,
@@ -177,7 +177,7 @@ impl Mover {
         report(&guard.account);
     }
 
-    /// Puts the chunks of the plan back: they stay.
+    /// Puts the chunks of the plan back, so that they stay.
     pub(super) fn unplan(&mut self, space: &Mutex<Space>) {
         if !self.plan.is_empty() {
             let mut guard = space.lock();
@@ -187,13 +187,13 @@ impl Mover {
         }
     }
 
-    /// Whether the kernel for fingerprints is loaded in the mover's context, as far as it will be.
+    /// Whether the fingerprint kernel is loaded in the mover's context, or will not be.
     fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
         let has = !space.lock().engine().copies() || self.ready.first_mut().is_none_or(|ready| ready.has_kernel(space));
         has || self.loading_since.get_or_insert_with(Instant::now).elapsed() > LOAD_TIMEOUT
     }
 
-    /// Computes the fingerprints of the chunks of the plan.
+    /// Computes the fingerprints of the planned chunks.
     pub(super) fn fingerprint_plan(&mut self) {
         let copied = self.plan.iter().filter(|leaving| leaving.is_copied);
         let chunks: Vec<_> = copied.map(|leaving| (leaving.base + leaving.chunk.offset, leaving.chunk.len)).collect();

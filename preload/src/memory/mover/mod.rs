@@ -1,14 +1,16 @@
-//! The mover: brings memory to where the scheduler wants it, chunk by chunk off the GPU and back to the same addresses.
+//! The mover: evicts chunks from the GPU and restores them at the same addresses, as the scheduler's allowance demands.
 //!
-//! Nothing waits for a copy. Each step starts what it can and completes what has arrived, so that messages are read between
-//! steps and new allowances are used as they come. (Steps do wait for fingerprints, which takes milliseconds.) Many copies are
-//! in flight at once, and the account is reported after each, so that other clients can use freed bytes while the rest still
-//! leaves. No step makes a call of the driver that may wait for running work: the [`waiter`](super::waiter) does.
+//! Nothing waits for a copy. Each step starts new copies and completes finished ones, so that messages are read between
+//! steps and new allowances take effect as they arrive. (Steps do wait for fingerprints, which takes milliseconds.)
+//! Many copies are in flight at a time, and the account is reported after each, so that other clients can use freed
+//! bytes while the rest is still being evicted. No step makes a driver call that may wait for running work: the
+//! [`waiter`](super::waiter) makes those.
 //!
 //! Chunks that need no copy are not copied, see [`fingerprint`](super::fingerprint).
 //!
-//! What it needs in a context is made when the program creates that, by the program's thread ([`Mover::make_ready`]). What a
-//! driver does for the first time may take long, and may need the loader's lock, while an eviction has others wait.
+//! The mover's objects in a context are created with the context, on the program's thread ([`Mover::make_ready`]). The
+//! driver's first use of something may take long, and may need the loader's lock; during an eviction, other clients
+//! would wait for that.
 //!
 //! - `evict`, `restore`: the two directions. `transfer`: copies in flight. `staging`: host buffers for evictions.
 
@@ -35,7 +37,7 @@ use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
 use transfer::{CopyContext, Transfer};
 
-/// The interval between looks at copies in flight: an eighth of the time that one chunk takes.
+/// The interval between polls of copies in flight: an eighth of the time that one chunk takes.
 const POLL_INTERVAL: Duration = Duration::from_micros(150);
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
@@ -46,12 +48,13 @@ const REST: Duration = Duration::from_secs(180);
 /// The number of buffers that are unregistered at a time.
 const TIDY_BATCH: usize = 4;
 
-/// Where memory should go.
+/// Where memory should move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// Off the GPU, until at most `target` bytes are mapped. No work of this client may run or start: its gate is closed.
+    /// Off the GPU, until at most `target` bytes are mapped. No work of this client is running or can start: its gate
+    /// is closed.
     Evict { target: u64 },
-    /// Onto the GPU, as far as the allowance permits.
+    /// Onto the GPU, up to the allowance.
     Restore,
     /// Nowhere. Transfers in flight are completed.
     Idle,
@@ -62,7 +65,7 @@ pub enum Goal {
 pub enum Step {
     /// Transfers are in flight: take the next step after this time.
     Busy(Duration),
-    /// Nothing is in flight, and nothing more can be done. `moved`: something has moved since the last time.
+    /// Nothing is in flight, and nothing more can be done. `moved`: memory has moved since the last such step.
     Done {
         moved: bool,
     },
@@ -72,7 +75,7 @@ pub enum Step {
 /// The reason why a move ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// The host has no room: the rest stays on the GPU.
+    /// The host has no room: the remaining chunks stay on the GPU.
     HostFull,
     /// The GPU has no room although the allowance does.
     GpuFull,
@@ -88,30 +91,30 @@ pub struct Mover {
     /// Contexts that have failed.
     broken: Vec<usize>,
     transfers: VecDeque<Transfer>,
-    /// The chunks that leave next.
+    /// The chunks to be evicted next.
     plan: VecDeque<Leaving>,
-    /// Chunks that may come back next: base, offset and length.
+    /// Chunks that may be restored next: base, offset and length.
     lacking: VecDeque<(u64, u64, u64)>,
     staging: Option<StagingAllocator>,
-    /// The buffers being allocated are for a later eviction.
+    /// Whether the buffers being allocated are for a later eviction.
     preparing: bool,
-    /// Since when the GPU has had no room although the allowance does.
+    /// When the GPU was first found to have no room although the allowance does.
     full_since: Option<Instant>,
-    /// A chunk that came back could not be mapped at all its aliases.
+    /// A restored chunk could not be mapped at all its aliases.
     refused: bool,
-    /// Threads for which nothing new begins to move: of the program, which leave a context or make GPUs peers.
+    /// The number of program threads that pause the mover while they destroy a context or make GPUs peers.
     pauses: u32,
-    /// Contexts in which a thread makes what moving memory needs.
+    /// Contexts in which a thread is creating the mover's objects.
     in_the_making: Vec<usize>,
-    /// Since when the kernel for fingerprints has been loaded during an eviction.
+    /// When loading the fingerprint kernel during an eviction began.
     loading_since: Option<Instant>,
-    /// When something last moved, until host memory has been tidied up since.
+    /// When memory last moved; `None` once host memory has been tidied up since.
     untidy_since: Option<Instant>,
     /// Counts for the trace.
     stats: Stats,
 }
 
-// SAFETY: its pointers are the driver's handles, which any thread may use.
+// SAFETY: the pointers are driver handles, which any thread may use.
 unsafe impl Send for Mover {}
 
 #[derive(Debug, Default)]
@@ -123,12 +126,12 @@ struct Stats {
     uncopied: u64,
 }
 
-/// What the mover had in a context that is being destroyed.
+/// The mover's objects in a context that is being destroyed.
 #[derive(Debug)]
 pub struct Left(Option<CopyContext>);
 
 impl Left {
-    /// The context is gone.
+    /// Called when the context is gone.
     pub fn forget(self) {
         if let Some(ready) = self.0 {
             ready.forget();
@@ -156,7 +159,7 @@ impl Mover {
         }
     }
 
-    /// Does what can be done now, in one of these contexts.
+    /// Takes one step towards the goal, in one of these contexts.
     pub fn step(
         &mut self,
         space: &Mutex<Space>,
@@ -174,7 +177,7 @@ impl Mover {
                 Ok(context) => context,
                 Err(stop) => {
                     self.end(space, goal);
-                    // Nothing is under way any more but buffers that were to be copied to.
+                    // Only buffers meant for copies may still be in progress.
                     return match self.stop_staging(space) {
                         false => Step::Busy(RETRY_INTERVAL),
                         true if goal == Goal::Idle => Step::Done { moved: false },
@@ -208,7 +211,7 @@ impl Mover {
         }
     }
 
-    /// Whether nothing is under way, so that only a new goal makes work.
+    /// Whether nothing is in progress, so that only a new goal creates work.
     pub fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.plan.is_empty() && self.staging.is_none()
     }
@@ -218,7 +221,8 @@ impl Mover {
         self.ready.first().map(|ready| ready.context as CUcontext)
     }
 
-    /// Tidies up host memory when nothing has moved for a while, or at once if the host lacks memory. Returns when to call again.
+    /// Tidies up host memory when nothing has moved for a while, or immediately if the host is short of memory. Returns
+    /// when to call again.
     pub fn tidy(&mut self, space: &Mutex<Space>, is_host_short: bool) -> Duration {
         let Some(since) = self.untidy_since else { return Duration::MAX };
         let rest = since.elapsed();
@@ -234,9 +238,10 @@ impl Mover {
         Duration::MAX
     }
 
-    /// Makes all that moving memory needs in a new context, so that an eviction finds everything loaded and allocated. The caller is
-    /// a thread of the program that holds nothing: loading code may wait for running work. The program does not have the context yet,
-    /// and `add` tells the library of it. If there is no memory for the kernel, an eviction has it loaded.
+    /// Creates the mover's objects in a new context, so that an eviction finds everything loaded and allocated. The
+    /// caller is a thread of the program that holds no lock, since loading code may wait for running work. The program
+    /// does not have the context yet, and `add` registers it with the library. If memory for the kernel is short, an
+    /// eviction loads it later.
     pub fn make_ready(mover: &Mutex<Self>, context: CUcontext, copies: bool, add: impl FnOnce()) {
         let handle = context as usize;
         loop {
@@ -264,8 +269,8 @@ impl Mover {
         add();
     }
 
-    /// Chooses one of these contexts to work in, unless there is one, and returns it. Best done early, while there is memory
-    /// for it.
+    /// Chooses one of these contexts to work in, unless there is one, and returns it. Best done early, while there is
+    /// memory for its objects.
     pub fn settle(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
         if let Some(ready) = self.ready.first() {
             return Ok(ready.context);
@@ -284,7 +289,7 @@ impl Mover {
         Err(stop)
     }
 
-    /// Stops using a context that is about to be destroyed. The caller holds nothing.
+    /// Stops using a context that is about to be destroyed. The caller holds no lock.
     pub fn leave(mover: &Mutex<Self>, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> Left {
         let mut guard = mover.lock();
         guard.pause();
@@ -299,12 +304,12 @@ impl Mover {
         Left(at.map(|at| guard.ready.remove(at)))
     }
 
-    /// The context stays after all.
+    /// Called when the context stays after all.
     pub fn come_back(&mut self, Left(ready): Left) {
         self.ready.extend(ready);
     }
 
-    /// Nothing new begins to move until [`resume`](Self::resume).
+    /// Starts no new transfers until [`resume`](Self::resume).
     pub fn pause(&mut self) {
         self.pauses += 1;
     }
@@ -313,7 +318,7 @@ impl Mover {
         self.pauses -= 1;
     }
 
-    /// Completes or undoes what is under way. Returns whether nothing is any more.
+    /// Completes or undoes everything in progress. Returns whether nothing is left.
     pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> bool {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
             let complete = || capture::relaxed(|| self.complete(space, report));

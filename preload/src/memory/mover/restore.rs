@@ -1,4 +1,4 @@
-//! Restoring: chunks come back to the GPU, at the same addresses, as far as the allowance permits.
+//! Restoring: maps chunks on the GPU again, at the same addresses, as far as the allowance permits.
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
@@ -19,7 +19,7 @@ use core::time::Duration;
 const TIMEOUT: Duration = Duration::from_millis(300);
 
 impl Mover {
-    /// Starts as many restorations as may be in flight and as the allowance has room for.
+    /// Starts restoring chunks, up to the limit on copies in flight and the room in the allowance.
     pub(super) fn restore_some(&mut self, space: &Mutex<Space>) -> Result<Option<Duration>, Stop> {
         while self.has_room() {
             if core::mem::take(&mut self.refused) {
@@ -44,7 +44,7 @@ impl Mover {
                     }
                     self.full_since = None;
                     let (mut free, mut total) = (0, 0);
-                    // SAFETY: valid places.
+                    // SAFETY: `free` and `total` outlive the call.
                     unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) };
                     trace!("GPU {gpu}: no room for {len} bytes, while {free} of {total} are free");
                     return Err(Stop::GpuFull);
@@ -53,11 +53,13 @@ impl Mover {
             self.full_since = None;
             let (stream, context) = (self.stream(), self.context().map_or(0, |context| context as usize));
             if let Residency::Host(Some(copy)) = &mut residency {
-                // It is not if the program has been idle for long, or if the contents come from a file. To register and copy takes a
-                // third of the time of a copy from pageable memory at most, for which this thread would wait as well [H100, H200].
+                // The buffer is unregistered if the program has been idle for long, or if the contents come from a
+                // file. Registering and copying together take at most a third of the time of a copy from pageable
+                // memory, for which this thread would wait too [H100, H200].
                 copy.buffer.register(context);
             }
-            // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is complete.
+            // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is
+            // complete.
             let copied = unsafe {
                 match &residency {
                     Residency::Host(Some(copy)) => {
@@ -84,7 +86,7 @@ impl Mover {
         Ok(Some(POLL_INTERVAL))
     }
 
-    /// The next chunk that can come back.
+    /// Takes the next chunk that can be restored.
     fn take_lacking(&mut self, space: &mut Space) -> Option<(u64, Chunk)> {
         if self.lacking.is_empty() {
             self.lacking = space.lacking().into();

@@ -1,4 +1,4 @@
-//! The host buffers of an eviction: when they are allocated, and what happens to those that are left over.
+//! The host buffers of an eviction: allocates them, and keeps the unused ones.
 
 use super::Mover;
 use crate::{
@@ -15,7 +15,7 @@ const WORKERS: usize = 8;
 const WORKERS_AHEAD: usize = 2;
 
 impl Mover {
-    /// Has buffers allocated for an eviction of so many bytes that is likely to come.
+    /// Starts allocating buffers for a likely eviction of `bytes` bytes.
     pub fn prepare(&mut self, space: &Mutex<Space>, contexts: &[CUcontext], bytes: u64) {
         if self.pauses > 0 || !self.is_idle() || self.settle(contexts).is_err() {
             return;
@@ -29,7 +29,7 @@ impl Mover {
         trace!("buffers are allocated ahead: {}", self.preparing);
     }
 
-    /// Has the buffers allocated that the plan needs and that are not there.
+    /// Starts allocating the buffers that the plan needs and that do not exist yet.
     pub(super) fn allocate_for_plan(&mut self, space: &Mutex<Space>) {
         let needs = |leaving: &&Leaving| {
             let is_constant = leaving.fingerprint.is_some_and(|fingerprint| fingerprint.constant.is_some());
@@ -56,7 +56,7 @@ impl Mover {
         }
     }
 
-    /// Stops allocating. Returns whether no buffer is being allocated any more.
+    /// Stops allocating buffers. Returns whether all allocations have ended.
     pub(super) fn stop_staging(&mut self, space: &Mutex<Space>) -> bool {
         self.preparing = false;
         self.collect_staging(space)

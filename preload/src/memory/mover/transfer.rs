@@ -1,4 +1,4 @@
-//! Transfers: chunks whose copy is in flight, and what happens when it is done.
+//! Transfers: chunks whose copy is in flight, and their completion.
 
 use super::Mover;
 use crate::{
@@ -17,12 +17,12 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// The most bytes and copies in flight: more than the link carries until the next look, however small the chunks are.
+/// The most bytes and copies in flight: more than the link carries until the next poll, however small the chunks are.
 const MAX_IN_FLIGHT: u64 = 512 << 20;
 
 const MAX_COPIES: usize = 256;
 
-/// The most copies of large chunks in flight, for which there are events from the beginning.
+/// The most copies of large chunks in flight. This many events are created in advance.
 const FIRST_EVENTS: usize = (MAX_IN_FLIGHT / CHUNK) as usize;
 
 /// The mover's objects in a context in which it can work.
@@ -32,23 +32,24 @@ pub(super) struct CopyContext {
     stream: CUstream,
     /// Events that are not in use.
     events: Vec<CUevent>,
-    /// `None` if it has not been tried, or there was no memory. The inner `None` means that fingerprints cannot be computed here.
+    /// `None` if loading has not been tried, or memory was short. The inner `None` means that fingerprints cannot be
+    /// computed here.
     fingerprinter: Option<Option<Fingerprinter>>,
 }
 
 impl CopyContext {
-    /// Makes what copies need in the current context, which is this.
+    /// Creates the objects that copies need in `context`, which is current.
     pub(super) fn new(context: usize) -> Result<Self, CUresult> {
         let mut stream = core::ptr::null_mut();
-        // SAFETY: a valid place.
+        // SAFETY: `stream` outlives the call.
         check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
-        // A transfer for which there is none makes one.
+        // A transfer that finds no event creates one.
         let events = (0..FIRST_EVENTS).map_while(|_| new_event()).collect();
         trace!("memory can be moved in context {context:#x}");
         Ok(Self { context, stream, events, fingerprinter: None })
     }
 
-    /// Loads the kernel for fingerprints, unless there is no memory for it now. The driver may wait for running work.
+    /// Loads the fingerprint kernel, unless memory for it is short at the moment. The driver may wait for running work.
     pub(super) fn load_kernel(&mut self) {
         self.fingerprinter = match Fingerprinter::new(self.context) {
             Err(ERROR_OUT_OF_MEMORY) => None,
@@ -56,7 +57,7 @@ impl CopyContext {
         };
     }
 
-    /// The fingerprints of chunks (address and size), which nothing writes to meanwhile.
+    /// Computes the fingerprints of chunks (address and size). Nothing may write to the chunks until it returns.
     pub(super) fn fingerprints(&mut self, chunks: &[(u64, u64)]) -> Option<Vec<Fingerprint>> {
         let fingerprinter = self.fingerprinter.as_mut()?;
         let result = fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
@@ -67,7 +68,7 @@ impl CopyContext {
         result.ok()
     }
 
-    /// Whether the kernel for fingerprints has been loaded, or cannot be. Otherwise it is being loaded from here on.
+    /// Whether the fingerprint kernel has been loaded, or cannot be. If neither, starts loading it.
     pub(super) fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
         if self.fingerprinter.is_none() {
             let guard = space.lock();
@@ -79,12 +80,12 @@ impl CopyContext {
         self.fingerprinter.is_some()
     }
 
-    /// Its context is broken. What is left are buffers, to be unregistered.
+    /// Returns the buffers, which still have to be unregistered. The context is broken.
     pub(super) fn into_buffers(self) -> Option<Buffer> {
         Some(self.fingerprinter??.into_buffer())
     }
 
-    /// Its context is gone, with all that the driver had of it.
+    /// Forgets a context that is gone, and with it the driver's objects.
     pub(super) fn forget(self) {
         if let Some(fingerprinter) = self.fingerprinter.flatten() {
             fingerprinter.forget_context(self.context);
@@ -94,7 +95,7 @@ impl CopyContext {
 
 fn new_event() -> Option<CUevent> {
     let mut event = core::ptr::null_mut();
-    // SAFETY: a valid place.
+    // SAFETY: `event` outlives the call.
     check(unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }).ok().map(|()| event)
 }
 
@@ -115,7 +116,7 @@ pub(super) struct Transfer {
 pub(super) enum Direction {
     /// To host memory.
     Out(Option<HostCopy>),
-    /// To the GPU, from where the contents are. They are still there if the transfer fails.
+    /// To the GPU, from this residency. The contents are still there if the transfer fails.
     In(Residency),
 }
 
@@ -130,10 +131,10 @@ impl Mover {
 
     /// Records an event behind a transfer that was started.
     pub(super) fn track(&mut self, mut transfer: Transfer) {
-        // Without an event, landing waits for the stream.
+        // Without an event, completion waits for the stream.
         if let Some(ready) = self.ready.first_mut()
             && let Some(event) = ready.events.pop().or_else(new_event)
-            // SAFETY: an event and a stream of this context.
+            // SAFETY: the event and the stream belong to this context.
             && unsafe { driver::cuEventRecord(event, ready.stream) } == SUCCESS
         {
             transfer.event = event;
@@ -144,14 +145,14 @@ impl Mover {
     /// Completes the transfers that are done.
     pub(super) fn complete(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         while let Some(first) = self.transfers.front() {
-            // SAFETY: the mover's own event, or stream.
+            // SAFETY: the event or stream is the mover's own.
             let there = unsafe {
                 match first.event.is_null() {
                     true => driver::cuStreamQuery(self.stream()),
                     false => driver::cuEventQuery(first.event),
                 }
             };
-            // An event that is gone went with its context. Any other error concerns the call alone.
+            // A missing event went with its context. Any other error concerns only the call.
             if !(matches!(there, SUCCESS | ERROR_INVALID_HANDLE) || is_dead(there)) {
                 return;
             }
@@ -161,7 +162,7 @@ impl Mover {
         }
     }
 
-    /// Completes all transfers in a context that is broken, where none runs any more.
+    /// Completes all transfers of a broken context, in which none is running any more.
     pub(super) fn complete_all(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         while let Some(transfer) = self.transfers.pop_front() {
             self.complete_one(transfer, space, report);
@@ -191,7 +192,7 @@ impl Mover {
                     guard.put(base, offset, Residency::Gpu { handle, copy });
                     return report(&guard.account);
                 }
-                // There may be no room for page tables: the chunk comes back later.
+                // There may be no room for page tables: the chunk is restored later.
                 self.refused = true;
                 residency
             }

@@ -1,4 +1,5 @@
-//! The allowance: how many bytes the scheduler lets this client have on the GPU, and which allowances have been carried out.
+//! The allowance: the scheduler's limit on this client's bytes on the GPU, and the allowances that have been carried
+//! out.
 
 use super::Space;
 
@@ -6,7 +7,7 @@ use super::Space;
 const MANY_PENDING: usize = 4096;
 
 impl Space {
-    /// A new allowance has arrived.
+    /// Applies a new allowance.
     pub fn allow(&mut self, seq: u32, bytes: u64) {
         self.account.allowance = bytes;
         self.pending.push_back((seq, bytes));
@@ -16,39 +17,39 @@ impl Space {
         self.settle();
     }
 
-    /// A new scheduler has not sent allowances yet: what is mapped stays until it does.
+    /// Resets the allowance for a new scheduler: mapped memory stays until it sends allowances.
     pub fn reset_for_scheduler(&mut self) {
         self.reset_for_successor();
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// The same for a successor on the same connection: the highest limit that can be requested stays as it was.
+    /// Resets the allowance for a successor on the same connection: the highest limit that can be requested stays.
     pub fn reset_for_successor(&mut self) {
         self.pending.clear();
         (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
         self.account.limit_seq = 0;
     }
 
-    /// There is no scheduler.
+    /// Removes the allowance, to run without a scheduler.
     pub fn run_ungated(&mut self, limit: u64) {
         self.pending.clear();
         (self.account.allowance, self.account.limit) = (u64::MAX, self.account.at_most(limit));
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// A new limit has arrived.
+    /// Applies a new limit.
     pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
         self.account.limit = bytes.min(self.account.env_max);
         self.account.limit_max = most.min(self.account.env_max);
         (self.account.limit_seq, self.account.host_cache_max) = (seq, keep);
     }
 
-    /// Without a scheduler, while other clients lack memory: so many bytes are to leave, and none come.
+    /// Without a scheduler, while other clients lack memory: evicts `bytes` bytes, and restores none.
     pub fn make_room_for_others(&mut self, bytes: u64) {
         self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
     }
 
-    /// The eviction cannot go on: the rest stays.
+    /// Ends an eviction that cannot continue: the remaining memory stays.
     pub fn give_up_eviction(&mut self) {
         self.account.allowance = self.account.mapped + self.account.pinned;
         if let Some((seq, _)) = self.pending.drain(..).next_back() {
@@ -62,7 +63,8 @@ impl Space {
         }
     }
 
-    /// Acknowledges the allowances that have been carried out. Once the newest has, earlier ones no longer matter.
+    /// Acknowledges the allowances that have been carried out. Once the newest one has been, earlier ones no longer
+    /// matter.
     pub(super) fn settle(&mut self) {
         let there = self.account.mapped + self.account.pinned;
         if self.pending.back().is_some_and(|(_, bytes)| there <= *bytes) {

@@ -1,4 +1,4 @@
-//! Host buffers that belong to the space: free ones, and copies of chunks that are on the GPU.
+//! The host buffers of the space: free ones, and copies of chunks that are on the GPU.
 
 use super::Space;
 use crate::memory::{
@@ -10,7 +10,7 @@ use crate::memory::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Keeps buffers for the next eviction. [`take_surplus`](Self::take_surplus) removes those beyond what may be kept.
+    /// Keeps buffers for the next eviction. [`release_surplus`](Self::release_surplus) removes those above the limit.
     pub(in crate::memory) fn keep_buffers(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
         for buffer in buffers {
             self.account.host_cache += buffer.len();
@@ -18,14 +18,14 @@ impl Space {
         }
     }
 
-    /// A free buffer of this length.
+    /// Takes a free buffer of this length.
     pub(in crate::memory) fn take_free_buffer(&mut self, len: u64) -> Option<Buffer> {
         let at = self.free_buffers.iter().position(|buffer| buffer.len() == len)?;
         self.account.host_cache -= len;
         Some(self.free_buffers.swap_remove(at))
     }
 
-    /// Any free buffer.
+    /// Takes any free buffer.
     fn pop_free_buffer(&mut self) -> Option<Buffer> {
         let taken = self.free_buffers.pop()?;
         self.account.host_cache -= taken.len();
@@ -36,12 +36,12 @@ impl Space {
         &self.waiter
     }
 
-    /// The same for several.
+    /// Starts releasing several buffers.
     pub(in crate::memory) fn release_buffers(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
         buffers.into_iter().for_each(|buffer| self.release_buffer(buffer));
     }
 
-    /// Has a buffer unregistered and freed, which nothing copies to or from.
+    /// Starts unregistering and freeing a buffer, which no copy uses.
     pub(in crate::memory) fn release_buffer(&mut self, buffer: Buffer) {
         self.account.releasing += buffer.len();
         self.waiter.unregister(HostCopy { buffer, fingerprint: None, file: None }, None);
@@ -55,8 +55,8 @@ impl Space {
         }
     }
 
-    /// Releases free buffers, and has the kernel able to page out the others: a few at a time, since a program whose memory comes back
-    /// waits for those of chunks that are away. Returns whether there may be more.
+    /// Releases free buffers, and lets the kernel page out the others. A few at a time, since a program whose memory is
+    /// being restored waits for the buffers of evicted chunks. Returns whether there may be more.
     pub(in crate::memory) fn tidy_buffers(&mut self, count: usize) -> bool {
         self.release_surplus(self.account.host_cache - self.free_buffers.iter().map(Buffer::len).sum::<u64>());
         for _ in 0..count {
@@ -66,7 +66,8 @@ impl Space {
         self.waiter.is_busy()
     }
 
-    /// Takes a copy whose buffer is registered. Its bytes are in flight, or releasing if the chunk is on the GPU.
+    /// Takes a copy whose buffer is registered. Its bytes count as in flight, or as releasing if the chunk is on the
+    /// GPU.
     fn take_registered(&mut self) -> Option<(Place, HostCopy)> {
         let is_registered = |copy: &HostCopy| copy.buffer.registered_with().is_some();
         let is_kept = |kept: &Option<Kept>| matches!(kept, Some(Kept::Host(copy)) if is_registered(copy));
@@ -94,9 +95,9 @@ impl Space {
         None
     }
 
-    /// Notes what the thread has done that unregisters buffers. Returns whether that was anything.
+    /// Applies the results of the thread that unregisters buffers. Returns whether there were any.
     pub fn collect_released(&mut self) -> bool {
-        self.waiter.start(); // in case there was no thread for it
+        self.waiter.start(); // in case no thread could be started earlier
         let Finished { freed, returned } = self.waiter.take_finished();
         let any = freed > 0 || !returned.is_empty();
         self.account.releasing -= freed;
@@ -127,7 +128,7 @@ impl Space {
         self.waiter.is_busy()
     }
 
-    /// The buffer of a copy whose chunk is on the GPU.
+    /// Takes the buffer of a copy whose chunk is on the GPU.
     pub(in crate::memory) fn take_copy(&mut self, len: u64) -> Option<Buffer> {
         self.take_copy_if(|chunk| chunk.len == len)
     }
@@ -151,7 +152,8 @@ impl Space {
         self.free_buffers.iter().map(Buffer::len).collect()
     }
 
-    /// The lengths of the buffers that evicting so many bytes would need, if what is kept has not changed on the GPU.
+    /// The lengths of the buffers that evicting `bytes` bytes would need, if the chunks with copies have not changed on
+    /// the GPU.
     pub(in crate::memory) fn buffers_for(&self, bytes: u64) -> Vec<u64> {
         let needs = |chunk: &Chunk| {
             self.engine_of(chunk.flags).copies() && matches!(chunk.residency, Residency::Gpu { copy: None, .. })

@@ -8,7 +8,7 @@ use crate::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Takes a chunk that is still away, if the allowance has room for it. It counts as mapped from here on.
+    /// Takes a chunk that is still off the GPU, if the allowance has room for it. It counts as mapped from here on.
     pub(in crate::memory) fn take_lacking(&mut self, base: u64, offset: u64) -> Option<Chunk> {
         let room = self.account.room();
         let range = self.ranges.get_mut(&base).filter(|range| range.moves())?;
@@ -22,21 +22,21 @@ impl Space {
         Some(taken)
     }
 
-    /// All chunks that can come back at once: base, offset and length.
+    /// All chunks that can be restored immediately: base, offset and length.
     pub(in crate::memory) fn lacking(&self) -> Vec<(u64, u64, u64)> {
         let live = self.ranges.iter().filter(|(_, range)| range.moves());
         let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
         chunks.filter(|(_, c)| c.is_at_hand()).map(|(base, c)| (base, c.offset, c.len)).collect()
     }
 
-    /// Whether the allowance has room for a chunk that is away.
+    /// Whether the allowance has room for a chunk that is off the GPU.
     pub fn can_restore(&self) -> bool {
         let room = self.account.room();
         let lacking = |c: &Chunk| c.is_away() && c.len <= room;
         !self.account.is_complete() && self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking))
     }
 
-    /// The chunks to evict for so many bytes: first those of which a copy exists.
+    /// The chunks to evict to free `bytes` bytes: chunks that have a copy come first.
     pub(super) fn leaving(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
         let mut leaving = Vec::new();
         let mut sum = 0u64;
@@ -55,7 +55,8 @@ impl Space {
         leaving
     }
 
-    /// Takes these chunks. They are the mover's until [`put`](Self::put): nothing else takes them off the GPU.
+    /// Takes the chunks to evict. They belong to the mover until [`put`](Self::put): nothing else takes them off the
+    /// GPU.
     pub(in crate::memory) fn take_leaving(&mut self, bytes: u64) -> Vec<Leaving> {
         let names: Vec<_> = self.leaving(bytes).into_iter().map(|(base, chunk)| (base, chunk.offset)).collect();
         names.into_iter().filter_map(|(base, offset)| self.take_mapped(base, offset)).collect()
@@ -83,7 +84,7 @@ impl Space {
         let dead = range.dead;
         if let Some(chunk) = range.chunks.iter_mut().find(|c| c.offset == offset) {
             if let Residency::Gpu { handle, .. } = residency {
-                // For aliases that were added while the chunk was on its way out, if it stays after all.
+                // For aliases that were added during the eviction, if the chunk stays after all.
                 let _ = range.aliases.show(offset, chunk.len, handle);
             }
             // The copy from which a chunk was restored is not needed, and counts as cached.
@@ -99,19 +100,19 @@ impl Space {
         }
     }
 
-    /// Unmaps a chunk that is about to leave from the aliases of its range.
+    /// Unmaps a chunk that is about to be evicted from the aliases of its range.
     pub(in crate::memory) fn hide(&mut self, base: u64, offset: u64) {
         if let Some(range) = self.ranges.get_mut(&base) {
             range.aliases.hide(offset);
         }
     }
 
-    /// Maps a chunk that is back at the aliases of its range.
+    /// Maps a restored chunk at the aliases of its range.
     pub(in crate::memory) fn show(&mut self, base: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
         self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
     }
 
-    /// Accounts for a chunk whose memory on the GPU has been freed, and which is there now.
+    /// Accounts for a chunk that has left the GPU: its memory there is freed, and `there` is its new residency.
     pub(in crate::memory) fn left(&mut self, len: u64, there: &Residency) {
         self.account.mapped -= len;
         if let Residency::Host(_) | Residency::File(_) = there {

@@ -19,19 +19,19 @@ pub struct Exported {
 pub enum Export {
     /// The range, the allocation, and its offset in the range.
     Done(Exported, Allocation, u32),
-    /// Not all of the range is on the GPU.
+    /// Part of the range is off the GPU.
     Away,
     Impossible,
 }
 
 impl Space {
-    /// Whether other processes can open any of it.
+    /// Whether other processes can open any range of the space.
     pub fn has_exported(&self) -> bool {
         self.ranges.values().any(|range| range.exported.is_some())
     }
 
-    /// Exports the range of the allocation at this address: pins it, if all of it is on the GPU and its chunks `can_share`.
-    /// `new` makes a name for a range that has none.
+    /// Exports the range of the allocation at this address: pins it, if all of it is on the GPU and its chunks
+    /// `can_share`. `new` creates a name for a range that has none.
     pub fn export(
         &mut self,
         address: u64,
@@ -57,8 +57,8 @@ impl Space {
         Export::Done(exported, allocation, offset)
     }
 
-    /// The size of an exported range that still holds that allocation, the size of its chunks except the last, and the chunks
-    /// from number `first` on.
+    /// For an exported range that still holds that allocation: its size, the size of its chunks except the last, and
+    /// the chunks from number `first` on.
     pub fn exported(
         &self,
         exported: Exported,

@@ -1,4 +1,4 @@
-//! Chunks on their way into a swap file or out of it. Meanwhile they are in flight, so the program does not run.
+//! Chunks being written to a swap file or read from it. They count as in flight, so the program does not run.
 
 use super::Space;
 use crate::memory::{
@@ -7,8 +7,8 @@ use crate::memory::{
 };
 
 impl Space {
-    /// Takes a chunk whose copy can go into a file: one that is there already, or else the last that fits, since the first come back
-    /// first.
+    /// Takes a chunk whose copy can go into a file: one that has a place there already, or else the last one that fits,
+    /// since the first chunks are restored first.
     fn take_for_file(&mut self, room: u64) -> Option<(ChunkName, HostCopy)> {
         let gpu = self.gpu as u32;
         for is_there in [true, false] {
@@ -28,7 +28,7 @@ impl Space {
         None
     }
 
-    /// Gives up the places in files of what has another one as well.
+    /// Frees the file places of chunks that have another copy.
     pub fn forget_places(&mut self) {
         for chunk in self.ranges.values_mut().flat_map(|range| &mut range.chunks) {
             match &mut chunk.residency {
@@ -39,11 +39,11 @@ impl Space {
         }
     }
 
-    /// Has one more copy leave host memory: it is written, unless it is in a file already. Returns its size; `None` if there is none
-    /// that fits.
+    /// Moves one more copy out of host memory: it is written, unless it is in a file already. Returns its size; `None`
+    /// if no copy fits.
     pub fn write_one(&mut self, file: &SwapFile) -> Option<u64> {
         let (chunk, mut copy) = self.take_for_file(file.room()).or_else(|| {
-            // What is kept of chunks on the GPU is in the way.
+            // File places kept for chunks on the GPU take up the room.
             if self.bytes_in_host_buffers() > 0 && file.jobs() == 0 {
                 self.forget_places();
             }
@@ -64,10 +64,10 @@ impl Space {
         }
     }
 
-    /// Has the next chunk read, if the allowance has room for it, and if it is read alone or with others of at most `most` bytes in
-    /// all, those included that wait in host memory. `spare`: so many bytes of host memory may be taken for it; otherwise it gets
-    /// the buffer of a copy of what is on the GPU already, if there is one. Returns its size; `None` if there is
-    /// none.
+    /// Starts reading the next chunk, if the allowance has room for it, and if no other chunk is being read or held in
+    /// host memory, or the total stays within `most` bytes. `spare`: bytes of host memory that the chunk may take; if
+    /// it needs more, it gets the buffer of a copy of a chunk on the GPU, if there is one. Returns its size; `None` if
+    /// no chunk can be read.
     pub fn read_one(&mut self, most: u64, spare: u64) -> Option<u64> {
         let others = self.bytes_in_host_buffers() + self.account.in_flight;
         let room = self.account.room().saturating_sub(self.account.in_flight);
@@ -94,13 +94,13 @@ impl Space {
         None
     }
 
-    /// Bytes of chunks that are away from the GPU and in host memory.
+    /// Bytes of chunks that are off the GPU and in host memory.
     fn bytes_in_host_buffers(&self) -> u64 {
         let chunks = self.ranges.values().filter(|range| range.moves()).flat_map(|range| &range.chunks);
         chunks.filter(|chunk| matches!(chunk.residency, Residency::Host(Some(_)))).map(|chunk| chunk.len).sum()
     }
 
-    /// Puts back the chunks of a file's jobs that are done. Returns whether there were any.
+    /// Puts back the chunks of a file's finished jobs. Returns whether there were any.
     pub fn land(&mut self, file: &SwapFile) -> bool {
         let done = file.take_done(self.gpu as u32);
         let any = !done.is_empty();

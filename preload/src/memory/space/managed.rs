@@ -1,8 +1,8 @@
-//! Managed memory: the program's own, and all of it with the engine that uses managed memory.
+//! Managed memory: the program's own, and all memory with the managed engine.
 //!
-//! The driver frees managed memory only in a thread that has a context, where it waits for the work of the context. So the thread
-//! in which the program frees it makes that call: it waits there just as it would without this library. The client's thread,
-//! on which others depend, never does.
+//! The driver frees managed memory only on a thread that has a context, where it waits for the work of the context. So
+//! the call is made on the program thread that frees the memory: it waits there just as it would without this library.
+//! The client's thread, on which other threads depend, never makes it.
 
 use super::{Allocation, Freed, Range, RangeKind, Space};
 use crate::{
@@ -12,8 +12,8 @@ use crate::{
 };
 use alloc::{collections::VecDeque, vec::Vec};
 
-/// Managed memory that is being freed by the driver. Nothing else knows it meanwhile, since its addresses may be used again before
-/// that call returns.
+/// Managed memory that the driver is freeing. It is taken out of the space before the call, since its addresses may be
+/// reused before the call returns.
 #[derive(Debug)]
 pub struct Freeing {
     base: u64,
@@ -24,18 +24,18 @@ pub struct Freeing {
 }
 
 impl Freeing {
-    /// What to pass to `cuMemFree`.
+    /// The address to pass to `cuMemFree`.
     pub fn base(&self) -> CUdeviceptr {
         self.base
     }
 }
 
-/// The mover has a part of it at the moment.
+/// The mover currently holds a part of the memory.
 #[derive(Debug)]
 pub struct IsMoving;
 
 impl Space {
-    /// Allocates memory that `make` gets from the driver.
+    /// Allocates memory that `make` obtains from the driver.
     pub fn allocate_managed(
         &mut self,
         size: u64,
@@ -57,7 +57,7 @@ impl Space {
         Ok(base)
     }
 
-    /// Whether there is any, of the program's own.
+    /// Whether the program has managed memory of its own.
     pub fn has_managed(&self) -> bool {
         self.allocations.values().any(|allocation| allocation.managed)
     }
@@ -67,16 +67,16 @@ impl Space {
         flags.map_or(self.engine, |flags| self.engine_of(flags))
     }
 
-    /// Takes out the allocation at this address, if freeing it means that the driver frees managed memory: not if other
-    /// allocations share the memory.
+    /// Takes out the allocation at this address, if freeing it makes the driver free managed memory. It does not if
+    /// other allocations share the memory.
     ///
     /// # Errors
-    /// The mover has a part of it, and gives it back soon.
+    /// The mover holds a part of it, and puts it back soon.
     pub fn take_managed(&mut self, address: u64) -> Result<Option<Freeing>, IsMoving> {
         let Some(allocation) = self.allocations.get(&address).copied() else { return Ok(None) };
         let base = allocation.range;
         let is_shared = |space: &Self| {
-            // Those of a slab are within it.
+            // The allocations of a slab are within it.
             let mut within = space.allocations.range(base..base.saturating_add(GRANULE)).map(|(_, other)| other);
             within.any(|other| other.range == base && other.base != address)
         };
@@ -94,7 +94,7 @@ impl Space {
         Ok(Some(Freeing { base, allocation, range, freed }))
     }
 
-    /// The driver has freed it, or has refused to: then it is as it was.
+    /// Ends a free: the driver has freed the memory, or has refused to, in which case it is put back.
     pub fn end_of_freeing(&mut self, freeing: Freeing, is_freed: bool) {
         let Freeing { base, allocation, mut range, freed } = freeing;
         if is_freed {
@@ -106,12 +106,12 @@ impl Space {
         self.freed.extend(freed);
     }
 
-    /// Managed memory that could not be freed earlier; the caller gives it back to the driver.
+    /// Takes managed memory that could not be freed earlier; the caller passes it to the driver.
     pub fn take_unfreed(&mut self) -> Vec<u64> {
         core::mem::take(&mut self.unfreed)
     }
 
-    /// The driver has refused it, for instance because of a capture.
+    /// Keeps memory that the driver has refused to free, for instance because of a capture.
     pub fn keep_unfreed(&mut self, unfreed: Vec<u64>) {
         self.unfreed.extend(unfreed);
     }

@@ -1,4 +1,4 @@
-//! Ranges as others reach them: the program's own mappings, other GPUs, and calls for which a range must stay on the GPU.
+//! Other ways to reach ranges: the program's own mappings, other GPUs, and calls that need a range to stay on the GPU.
 
 use super::{RangeKind, Space};
 use crate::{
@@ -8,12 +8,12 @@ use crate::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Whether allocations can be shared with other devices, as those of `cuMemAlloc` can on such a GPU.
+    /// Whether allocations can be shared with other devices, like `cuMemAlloc` memory on such a GPU.
     pub fn is_rdma_capable(&self) -> bool {
         self.flags.rdma != 0 && engine::has(self.gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
     }
 
-    /// Gives another GPU access to all allocations here. Nothing may be moving.
+    /// Gives another GPU access to all allocations of this one. No chunk may be moving.
     pub fn let_in(&mut self, gpu: u32) {
         if !self.engine.copies() {
             return; // every GPU reaches managed memory
@@ -29,7 +29,8 @@ impl Space {
         }
     }
 
-    /// The program maps a range at an address of its own. Chunks that are away are mapped there when they come back.
+    /// Adds an address at which the program maps a range. Chunks that are off the GPU are mapped there when they are
+    /// restored.
     pub fn add_alias(&mut self, base: u64, at: u64) -> Result<(), CUresult> {
         let Some(range) = self.ranges.get_mut(&base) else { return Err(ERROR_INVALID_VALUE) };
         range.aliases.add(at);
@@ -42,7 +43,7 @@ impl Space {
         Ok(())
     }
 
-    /// The program has unmapped the range there.
+    /// Removes an address at which the program has unmapped the range.
     pub fn remove_alias(&mut self, base: u64, at: u64) {
         if let Some(range) = self.ranges.get_mut(&base) {
             range.aliases.remove(at);
@@ -63,7 +64,8 @@ impl Space {
         handles.reduce(|first, next| first.filter(|_| next.is_some()))?
     }
 
-    /// Keeps a range on the GPU for good: it counts as pinned instead of demand. `false` if it is not all there.
+    /// Keeps a range on the GPU permanently: it counts as pinned instead of demand. `false` if part of it is off the
+    /// GPU.
     pub fn pin(&mut self, base: u64) -> bool {
         let is_there = self.on_gpu(base).is_some();
         let Some(range) = self.ranges.get_mut(&base).filter(|_| is_there) else { return false };
@@ -73,14 +75,14 @@ impl Space {
         true
     }
 
-    /// The same for a range that is a single chunk. Returns the driver's handle of it; `None` if there are several, or it is
-    /// not on the GPU.
+    /// Pins a range that is a single chunk. Returns the driver's handle of it; `None` if it has several chunks, or is
+    /// off the GPU.
     pub fn pin_chunk(&mut self, base: u64) -> Option<Handle> {
         let [_] = self.ranges.get(&base)?.chunks.as_slice() else { return None };
         self.on_gpu(base).filter(|_| self.pin(base))
     }
 
-    /// Whether any of these addresses belong to a range.
+    /// Whether any of these addresses belongs to a range.
     pub fn overlaps(&self, at: u64, len: u64) -> bool {
         let before = self.ranges.range(..at.saturating_add(len.max(1))).next_back();
         before.is_some_and(|(base, range)| base + range.len > at)

@@ -1,10 +1,11 @@
 //! The space: the program's allocations on one GPU, with their addresses, chunks and account.
 //!
-//! A *range* is a reserved part of the address space, made of chunks: one large allocation, or a slab that small ones share.
-//! The addresses of a range never change, and freed memory is not reused before all earlier work is done.
+//! A *range* is a reserved part of the address space, made of chunks: one large allocation, or a slab that small ones
+//! share. The addresses of a range never change, and freed memory is not reused before all earlier work is done.
 //!
-//! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory. `files`: swap files.
-//! - `pools`: memory pools of the program. `managed`: what only the program's threads can free.
+//! - `allowance`: the limit on mapped bytes. `chunks`: the mover's access to chunks. `buffers`: host memory. `files`:
+//!   swap files.
+//! - `pools`: memory pools of the program. `managed`: memory that only the program's threads can free.
 //! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
 mod allowance;
@@ -50,15 +51,15 @@ pub struct Space {
     /// Freed allocations that earlier work may still use.
     freed: VecDeque<Freed>,
     next_id: u64,
-    /// Allowances that have not been carried out, with their sequence numbers, in order. An eviction is requested in steps, so
-    /// that what has left can be passed on while the rest still leaves.
+    /// Allowances that have not been carried out, with their sequence numbers, in order. An eviction is requested in
+    /// steps, so that other clients can use evicted memory while the rest is still being evicted.
     pending: VecDeque<(u32, u64)>,
-    /// The properties of the chunks of allocations, as those of `cuMemAlloc` are.
+    /// The properties of the chunks of allocations, which match `cuMemAlloc`.
     flags: Flags,
     /// Host buffers that are not in use.
     free_buffers: Vec<Buffer>,
     waiter: Waiter,
-    /// Managed memory that is accounted for as freed, and that a thread of the program must give back to the driver.
+    /// Managed memory that counts as freed, and that a thread of the program must pass to the driver.
     unfreed: Vec<u64>,
     pools: Pools,
     pub account: Account,
@@ -69,7 +70,7 @@ pub struct Space {
 enum RangeKind {
     Single,
     Slab(Box<Slab>),
-    /// Made by the program with `cuMemCreate`: only its aliases are addresses that the program knows.
+    /// Created by the program with `cuMemCreate`: the program knows only its aliases as addresses.
     Created,
     /// A segment of the memory pool with this name.
     Pool(u32),
@@ -82,11 +83,11 @@ struct Range {
     chunks: Vec<Chunk>,
     /// Freed while the mover had a chunk of it; it is dismantled when the chunk is back.
     dead: bool,
-    /// The driver has freed its addresses already.
+    /// The driver has already freed its addresses.
     gone: bool,
-    /// It stays on the GPU for good, and is accounted for as pinned.
+    /// It stays on the GPU permanently, and counts as pinned.
     pinned: bool,
-    /// The name under which other processes know it. It is pinned, then.
+    /// The name under which other processes know it. An exported range is pinned.
     exported: Option<Exported>,
     aliases: Aliases,
 }
@@ -94,13 +95,13 @@ struct Range {
 #[derive(Debug, Clone, Copy)]
 pub struct Allocation {
     pub base: u64,
-    /// As the program requested it.
+    /// The size that the program requested.
     pub size: u64,
     pub id: u64,
     pub context: usize,
-    /// Managed memory of the program, about which the driver answers all queries.
+    /// Managed memory of the program, for which the driver answers all queries.
     pub managed: bool,
-    /// The driver's handle of the memory pool that it is from; 0 if it is from none.
+    /// The driver's handle of its memory pool; 0 if it is from none.
     pub pool: u64,
     range: u64,
 }
@@ -134,9 +135,9 @@ pub struct Allocated {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backing {
     There,
-    /// It comes when the scheduler allows it; the gate must be closed until then.
+    /// It is mapped when the scheduler allows it; the gate must be closed until then.
     Later,
-    /// The same, although the allowance had room: the driver had none, and perhaps never will.
+    /// Like `Later`, although the allowance had room: the driver had no memory, and may never have.
     Refused,
 }
 
@@ -200,7 +201,7 @@ impl Space {
         (address - a.base < a.size).then_some(*a)
     }
 
-    /// Allocates memory. `beyond` lets it exceed the limit.
+    /// Allocates memory. `beyond` allows it to exceed the limit.
     pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
         let (range, address, backing) = if size <= slab::LARGEST {
@@ -242,7 +243,7 @@ impl Space {
         self.make_range(len, RangeKind::Created, flags, beyond)
     }
 
-    /// Frees what [`create`](Self::create) made, when nothing refers to it any more.
+    /// Frees a range from [`create`](Self::create), when nothing refers to it any more.
     pub fn destroy(&mut self, base: u64) {
         self.drop_range(base);
     }
@@ -263,7 +264,7 @@ impl Space {
 
     fn add_range(&mut self, base: u64, len: u64, kind: RangeKind, flags: Flags) -> Result<(u64, Backing), CUresult> {
         let engine = self.engine_of(flags);
-        // Memory that can be exported is a single chunk, since it must be a single handle.
+        // Exportable memory is a single chunk, since it must be a single handle.
         let step = if flags.handle_types == 0 { CHUNK } else { len };
         let chunks = (0..len.div_ceil(step))
             .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, residency: Residency::Unbacked })
@@ -271,7 +272,7 @@ impl Space {
         let (pinned, exported, aliases) = (false, None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
-        // Only if no other memory is lacking: what is restored first must find its place.
+        // Only if no other memory is missing: chunks that are restored first must find room.
         let lacking = self.account.demand - len > self.account.mapped;
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
@@ -282,8 +283,8 @@ impl Space {
                         chunk.residency = Residency::Gpu { handle, copy: None };
                         self.account.mapped += chunk.len;
                     }
-                    // Other clients have not freed theirs yet, and the mover tries again. Without a scheduler or other clients,
-                    // nothing would change.
+                    // Other clients have not freed their memory yet, and the mover retries. Without a scheduler or
+                    // other clients, nothing would change.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;
@@ -300,7 +301,7 @@ impl Space {
         Ok((base, backing))
     }
 
-    /// Frees a range. Nothing may be using it.
+    /// Frees a range that nothing uses.
     fn dismantle(&mut self, base: u64, mut range: Range) {
         let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
         if range.pinned {
@@ -343,7 +344,7 @@ impl Space {
         self.settle();
     }
 
-    /// Frees the allocation at this address, when nothing uses it any more. Returns its id; `None` if there is none.
+    /// Frees the allocation at this address, once nothing uses it any more. Returns its id; `None` if there is none.
     pub fn free(&mut self, address: u64, work: &Work) -> Option<u64> {
         let allocation = *self.allocations.get(&address)?;
         if self.free_in_pool(address, None) {
@@ -357,7 +358,7 @@ impl Space {
         Some(allocation.id)
     }
 
-    /// Whether work in the context of an allocation that was freed may not have ended yet. `None` if that cannot be told now.
+    /// Whether work in the context of a freed allocation may still be running. `None` if that cannot be determined now.
     pub fn is_awaited(&mut self, id: u64, work: &Work) -> Option<bool> {
         let Some(freed) = self.freed.iter_mut().find(|freed| freed.allocation.id == id) else { return Some(false) };
         if freed.fence.is_none() {
@@ -395,7 +396,7 @@ impl Space {
         self.tend_pools(work);
     }
 
-    /// The bytes that an allocation frees: its range, unless that is a slab.
+    /// The bytes that freeing an allocation releases: its range, unless that is a slab.
     fn room_of(&self, allocation: &Allocation) -> u64 {
         let range = self.ranges.get(&allocation.range);
         range.filter(|r| matches!(r.kind, RangeKind::Single)).map_or(0, |r| r.len)
@@ -409,7 +410,7 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&allocation.range) else { return };
         let empty = match &mut range.kind {
             RangeKind::Single | RangeKind::Created => true,
-            RangeKind::Pool(_) => false, // with its pool
+            RangeKind::Pool(_) => false, // freed with its pool
             RangeKind::Slab(slab) => {
                 slab.give_back(allocation.base - allocation.range, allocation.size);
                 slab.is_empty()
@@ -424,15 +425,15 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         if range.is_moving() {
             if !core::mem::replace(&mut range.dead, true) {
-                self.account.freeing += range.len; // its address may be reused: it goes in a moment
+                self.account.freeing += range.len; // its address may be reused: it is dismantled in a moment
             }
         } else if let Some(range) = self.ranges.remove(&base) {
             self.dismantle(base, range);
         }
     }
 
-    /// Frees everything that belongs to a context which is being destroyed, or to any context if none is left. Memory of pools
-    /// belongs to none.
+    /// Frees everything that belongs to a context that is being destroyed, or to any context if none is left. Pool
+    /// memory belongs to no context.
     pub fn drop_context(&mut self, context: usize, last: bool) {
         let of_contexts = self.allocations.values().filter(|a| a.pool == 0);
         let gone: Vec<_> = of_contexts.filter(|a| last || a.context == context).copied().collect();
@@ -440,7 +441,7 @@ impl Space {
             self.allocations.remove(&allocation.base);
             self.release_gone(allocation);
         }
-        self.unfreed.clear(); // some of it may be gone with the context, and its addresses in use again
+        self.unfreed.clear(); // some of it may be gone with the context, and its addresses reused
         self.buffers().for_each(|buffer| buffer.forget_context(context));
         self.waiter.forget_context(context);
         if last {
@@ -451,7 +452,7 @@ impl Space {
         }
     }
 
-    /// The same for one allocation: the driver has already freed managed memory.
+    /// Releases an allocation whose context is gone: the driver has already freed managed memory.
     fn release_gone(&mut self, allocation: Allocation) {
         let is_managed = !self.engine_of_range(allocation.range).copies();
         if let Some(range) = self.ranges.get_mut(&allocation.range) {

@@ -1,6 +1,7 @@
-//! Memory pools of the program: the blocks of each are cut from ranges, its *segments*.
+//! Memory pools of the program: the blocks of each pool are cut from ranges, its *segments*.
 //!
-//! A pool stands for one of the driver, whose handle it goes by, and which serves what this library leaves to the driver.
+//! A pool shadows a pool of the driver and has its handle. The driver's pool serves the allocations that this library
+//! leaves to the driver.
 
 use super::{Allocated, Allocation, Backing, RangeKind, Space};
 use crate::{
@@ -14,7 +15,7 @@ use crate::{
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// The GPUs, as bits, with frees of which it is not known that they are done.
+/// The GPUs with frees that are not known to be done, as bits.
 static PENDING: AtomicU64 = AtomicU64::new(0);
 
 /// Whether [`Space::synchronized`] may have anything to do, on any GPU.
@@ -23,23 +24,24 @@ pub fn has_pending_frees() -> bool {
     PENDING.load(Ordering::Relaxed) != 0
 }
 
-/// What the program has waited for.
+/// The work that the program has waited for.
 #[derive(Debug, Clone, Copy)]
 pub enum Awaited {
-    /// All that it had given this stream.
+    /// All work given to this stream.
     Stream(StreamName),
-    /// All that it had submitted.
+    /// All submitted work.
     All,
-    /// It is not known what.
+    /// Unknown work.
     Some,
 }
 
 /// The properties of a pool that the program can set.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Policy {
-    /// More memory than this, in bytes, is released when the program waits for its work.
+    /// When the program waits for its work, memory above this size, in bytes, is released.
     pub threshold: u64,
-    /// A block may be reused in another stream once its free is seen to be done, without a wait of the program for that.
+    /// Whether a block may be reused in another stream once its free is seen to be done, without the program having
+    /// waited for it.
     pub opportunistic: bool,
 }
 
@@ -47,19 +49,19 @@ pub struct Policy {
 struct PoolOfGpu {
     /// The driver's handle; 0 once the program has destroyed the pool.
     handle: u64,
-    /// The name of it in ranges.
+    /// Its number in ranges.
     id: u32,
     policy: Policy,
     pool: Pool,
 }
 
 impl PoolOfGpu {
-    /// Whether the program's waits are what releases its memory, or lets it be used again in other streams.
+    /// Whether its memory is released, or reused in other streams, only because the program waits.
     fn needs_waits(&self) -> bool {
         self.pool.statistics().reserved > self.threshold() || !self.policy.opportunistic
     }
 
-    /// What it keeps when the program waits for its work, in bytes.
+    /// Bytes that it keeps when the program waits for its work.
     fn threshold(&self) -> u64 {
         if self.handle == 0 { 0 } else { self.policy.threshold }
     }
@@ -72,9 +74,9 @@ pub(super) struct Pools {
     next_id: u32,
     /// The number of frees so far.
     frees: u64,
-    /// Behind all work that may use what was freed up to a number.
+    /// Behind all work that may use blocks freed up to a number.
     fence: Option<(u64, Fence)>,
-    /// The number up to which frees are known to be done, in all streams.
+    /// All frees with this number or a lower one are known to be done, in all streams.
     done: u64,
 }
 
@@ -87,7 +89,7 @@ impl Pools {
         self.pools.iter_mut().find(|pool| pool.id == id)
     }
 
-    /// Frees up to this number are done.
+    /// Marks frees up to this number as done.
     fn done(&mut self, number: u64) {
         self.pools.iter_mut().for_each(|its| its.pool.done(number));
         self.done = self.done.max(number);
@@ -97,7 +99,7 @@ impl Pools {
         self.pools.iter().any(|its| its.pool.has_pending())
     }
 
-    /// Looks whether frees are done. One fence is enough at a time: those after it have the next.
+    /// Checks whether frees are done. Uses one fence at a time: later frees get the next one.
     fn look(&mut self, work: &Work) {
         if let Some((number, fence)) = &mut self.fence {
             if !work.is_done(fence) {
@@ -114,27 +116,27 @@ impl Pools {
 }
 
 impl Space {
-    /// Whether the pool with this handle is known here.
+    /// Whether the pool with this handle is known on this GPU.
     pub fn has_pool(&self, handle: u64) -> bool {
         handle != 0 && self.pools.pools.iter().any(|pool| pool.handle == handle)
     }
 
-    /// The driver's handles of all pools here.
+    /// The driver's handles of all known pools.
     pub fn pools(&self) -> impl Iterator<Item = u64> {
         self.pools.pools.iter().map(|its| its.handle).filter(|handle| *handle != 0)
     }
 
-    /// Whether an allocation of a pool is at this address.
+    /// Whether a pool allocation is at this address.
     pub fn is_of_pool(&self, address: u64) -> bool {
         self.allocations.get(&address).is_some_and(|allocation| allocation.pool != 0)
     }
 
-    /// Whether there are frees of which it is not known that they are done.
+    /// Whether some frees are not known to be done.
     pub fn has_pending_in_pools(&self) -> bool {
         self.pools.has_pending()
     }
 
-    /// A pool of the driver becomes one of ours.
+    /// Makes a pool of the driver one of ours.
     pub fn adopt_pool(&mut self, handle: u64, policy: Policy) {
         if self.has_pool(handle) {
             return;
@@ -144,7 +146,8 @@ impl Space {
         self.pools.pools.push(PoolOfGpu { handle, id, policy, pool: Pool::new() });
     }
 
-    /// The program destroys a pool. Its memory is freed as its blocks are. Returns its name, for [`Self::revive_pool`].
+    /// Called before the program destroys a pool. Its memory is freed as its blocks are. Returns its number, for
+    /// [`Self::revive_pool`].
     pub fn destroy_pool(&mut self, handle: u64, work: &Work) -> Option<u32> {
         let pool = self.pools.of(handle)?;
         pool.handle = 0;
@@ -153,10 +156,10 @@ impl Space {
         Some(id)
     }
 
-    /// The driver would not destroy it.
+    /// Called when the driver has refused to destroy the pool.
     pub fn revive_pool(&mut self, id: u32, handle: u64, policy: Policy) {
         if self.has_pool(handle) {
-            return; // another thread has used it meanwhile
+            return; // another thread has used it since
         }
         match self.pools.by_id(id) {
             Some(pool) => pool.handle = handle,
@@ -174,19 +177,19 @@ impl Space {
         self.pools.of(handle).map(|its| its.pool.statistics())
     }
 
-    /// Resets the high-water mark of used, or else of reserved, memory.
+    /// Resets the high-water mark of used memory, or else of reserved memory.
     pub fn reset_pool_high(&mut self, handle: u64, of_used: bool) {
         if let Some(its) = self.pools.of(handle) {
             its.pool.reset_high(of_used);
         }
     }
 
-    /// Allocates a block that a pool has, for work that is submitted to this stream from now on. `None` if it has none, or is not
-    /// known here.
+    /// Allocates a free block of a pool, for work submitted to this stream from now on. `None` if no block fits, or the
+    /// pool is not known on this GPU.
     ///
-    /// In the legacy stream, `order` has what blocking streams are given from now on wait for what they have been given, and
-    /// returns whether that worked: to whoever relies on the legacy stream for the order of others, allocating and freeing are
-    /// work there, and it has none of ours.
+    /// In the legacy stream, `order` makes later work of blocking streams wait for their earlier work, and returns
+    /// whether that worked. Programs that rely on the legacy stream to order other streams expect allocating and
+    /// freeing to be work there, but this library submits none.
     pub fn allocate_from_pool(
         &mut self,
         handle: u64,
@@ -207,7 +210,7 @@ impl Space {
         found.inspect(|address| self.add_allocation_of_pool(*address, size, handle))
     }
 
-    /// Allocates from new memory of a pool.
+    /// Allocates from a new segment of a pool.
     pub fn allocate_with_pool(
         &mut self,
         handle: u64,
@@ -218,7 +221,7 @@ impl Space {
         let len = pool::block_len(size).ok_or(ERROR_OUT_OF_MEMORY)?;
         let id = self.pools.of(handle).ok_or(ERROR_INVALID_VALUE)?.id;
         let backing = self.grow_pool(id, len, beyond, work)?;
-        // Of which the frees are done: there is enough of that now.
+        // A block whose free is done: the new segment has one.
         let grown = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, StreamName::NONE));
         let address = grown.ok_or(ERROR_OUT_OF_MEMORY)?;
         self.add_allocation_of_pool(address, size, handle);
@@ -226,15 +229,15 @@ impl Space {
     }
 
     fn add_allocation_of_pool(&mut self, address: u64, size: u64, pool: u64) {
-        // The segment that it lies in.
+        // The segment that contains it.
         let range = self.ranges.range(..=address).next_back().map_or(address, |(base, _)| *base);
         let id = self.next_id;
         self.next_id += 1;
-        let (context, managed) = (0, false); // memory of pools belongs to no context
+        let (context, managed) = (0, false); // pool memory belongs to no context
         self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool });
     }
 
-    /// Before an allocation for which there is not enough room: what pools keep and nothing uses goes first, if that is enough.
+    /// Makes room for an allocation that would not fit: releases unused memory of pools first, if that is enough.
     pub(super) fn make_room(&mut self, len: u64, work: &Work) {
         let mut lacking = len.saturating_sub(self.account.free().min(self.account.room()));
         if lacking == 0 || self.pools.pools.is_empty() {
@@ -256,7 +259,7 @@ impl Space {
     fn grow_pool(&mut self, id: u32, len: u64, beyond: bool, work: &Work) -> Result<Backing, CUresult> {
         let least = len.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
         let usual = least.max(pool::SEGMENT);
-        // Not more than is needed where the program can have little more.
+        // Only the necessary size if the program can allocate little more.
         let segment = if usual <= self.account.free() / 8 { usual } else { least };
         self.make_room(segment, work);
         let (base, backing) = self.make_range(segment, RangeKind::Pool(id), self.flags, beyond)?;
@@ -266,13 +269,13 @@ impl Space {
         Ok(backing)
     }
 
-    /// Frees an allocation of a pool once this stream has come so far; `None`: once all work is done that may use it. Returns
-    /// whether there is one.
+    /// Frees an allocation of a pool once this stream has reached this point; `None`: once all work that may use it is
+    /// done. Returns whether the allocation exists.
     pub fn free_in_pool(&mut self, address: u64, stream: Option<StreamName>) -> bool {
         self.free_in_order(address, stream.map_or(Order::Unknown, Order::Stream))
     }
 
-    /// Frees an allocation of a pool which the program does not know yet, and what the pool has grown by for it.
+    /// Frees an allocation of a pool that the program does not know yet, and the segment added for it.
     pub fn undo_in_pool(&mut self, address: u64, work: &Work) {
         if self.free_in_order(address, Order::Done) {
             self.release_pools(work);
@@ -299,7 +302,8 @@ impl Space {
         self.pools.frees
     }
 
-    /// The program has waited for work since there were so many frees: memory beyond the thresholds is released.
+    /// Called when the program has waited for work. `number` is the number of frees before the wait. Releases memory
+    /// above the thresholds.
     pub fn synchronized(&mut self, awaited: Awaited, number: u64, work: &Work) {
         match awaited {
             Awaited::Stream(stream) => self.pools.pools.iter_mut().for_each(|its| its.pool.done_in(stream, number)),
@@ -314,12 +318,12 @@ impl Space {
         }
     }
 
-    /// Releases memory of a pool that nothing uses, until it has at most `keep` bytes.
+    /// Releases unused memory of a pool, until it has at most `keep` bytes.
     pub fn trim_pool(&mut self, handle: u64, keep: u64) {
         self.trim_pools(|its| if its.handle == handle { keep } else { u64::MAX });
     }
 
-    /// Looks whether frees of pools are done. Returns whether there are others.
+    /// Checks whether frees of pools are done. Returns whether any are left.
     pub fn look_at_pools(&mut self, work: &Work) -> bool {
         if self.pools.has_pending() {
             self.pools.look(work);
@@ -327,13 +331,13 @@ impl Space {
         self.pools.has_pending()
     }
 
-    /// Releases all memory of pools that nothing uses, since it is needed. Returns how many bytes.
+    /// Releases all unused memory of pools, since it is needed. Returns the number of bytes.
     pub fn release_pools(&mut self, work: &Work) -> u64 {
         self.look_at_pools(work);
         self.trim_pools(|_| 0)
     }
 
-    /// The same when no work is running and none can be submitted.
+    /// Releases all unused memory of pools when no work is running and none can be submitted.
     pub(in crate::memory) fn release_idle_pools(&mut self) -> u64 {
         if self.pools.pools.is_empty() {
             return 0;
@@ -356,12 +360,12 @@ impl Space {
         before.saturating_sub(self.account.demand)
     }
 
-    /// Whether pools that were destroyed wait for work to be done.
+    /// Whether destroyed pools are waiting for work to be done.
     pub fn has_dying_pools(&self) -> bool {
         self.pools.pools.iter().any(|its| its.handle == 0 && its.pool.has_pending())
     }
 
-    /// Frees what pools that were destroyed no longer use.
+    /// Frees unused memory of destroyed pools.
     pub(super) fn tend_pools(&mut self, work: &Work) {
         if self.pools.pools.iter().any(|its| its.handle == 0) {
             self.look_at_pools(work);

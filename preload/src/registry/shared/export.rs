@@ -1,4 +1,4 @@
-//! Exporting: naming memory of this process so that others can open it, and sending them its chunks.
+//! Exporting: names memory of this process so that other processes can open it, and sends them its chunks.
 
 use super::handle::{ExportHandle, IpcHandle};
 use crate::{
@@ -25,9 +25,9 @@ use rustix::{
 
 /// The longest wait for the scheduler to read that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
-/// The name of this process as an exporter, made at its first export.
+/// The name of this process as an exporter, created at its first export.
 static KEY: OnceBox<Secret> = OnceBox::new();
-/// Held from making the key until it is announced, so that no export uses it earlier.
+/// Held from the creation of the key until its announcement, so that no export uses it earlier.
 static ANNOUNCING: Mutex<()> = Mutex::new(Rank::ExportKey, ());
 
 fn random() -> Option<Secret> {
@@ -51,7 +51,7 @@ fn announced_key() -> Option<Secret> {
 #[derive(Debug)]
 pub enum Attempt {
     Done(IpcHandle),
-    /// Not all of it is on the GPU now.
+    /// Part of it is off the GPU at the moment.
     Away,
     /// Not possible: the driver answers.
     Impossible,
@@ -86,7 +86,7 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
 /// A descriptor of the chunk, for another process.
 fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     let mut descriptor = -1;
-    // SAFETY: a valid place and a chunk of ours; the descriptor is new and belongs to nothing else.
+    // SAFETY: `descriptor` outlives the call, and the chunk is ours; the descriptor is new and has no other owner.
     unsafe {
         let place = (&raw mut descriptor).cast();
         let result = driver::cuMemExportToShareableHandle(place, chunk, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -94,8 +94,8 @@ fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     }
 }
 
-/// Answers the scheduler's request for chunks, on behalf of a process that knows the secret. Called on the client's thread
-/// only.
+/// Answers the scheduler's request for chunks, on behalf of a process that knows the secret. Called only on the
+/// client's thread.
 pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;
@@ -103,7 +103,7 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
         let Some(space) = gpu.space() else { continue };
         let guard = space.lock();
         let Some((bytes, chunk, handles)) = guard.exported(exported, allocation, first as usize) else { continue };
-        // Under the lock, so that the chunks are not freed meanwhile.
+        // With the space locked, so that the chunks are not freed until they are exported.
         let descriptors: Vec<OwnedFd> = handles.take(MAX_DESCRIPTORS).map_while(descriptor).collect();
         drop(guard);
         outcome = Sharing::Failed;

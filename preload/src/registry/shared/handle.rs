@@ -1,11 +1,11 @@
-//! The handles of exported memory: 64 bytes, as from `cuIpcGetMemHandle`, that name an allocation.
+//! The handles of exported memory: like the handles of `cuIpcGetMemHandle`, they have 64 bytes and name an allocation.
 
 use nvshare_wire::Secret;
 
 /// `CUipcMemHandle`.
 pub type IpcHandle = [u8; 64];
 
-/// The first bytes of our handles. The driver's begin with an address in the exporter, which this can never be.
+/// The first bytes of our handles. The driver's handles begin with an address in the exporter, which this can never be.
 const MAGIC: [u8; 8] = *b"nvshare\xfe";
 
 #[derive(Debug, Clone, Copy)]

@@ -1,5 +1,5 @@
-//! Memory of other processes that this process has opened. It does not move, and counts with its exporter until that frees it
-//! or ends; then the scheduler tells one of the importers to adopt it.
+//! Memory of other processes that this process has opened. It does not move, and counts with its exporter until the
+//! exporter frees it or ends; then the scheduler tells one of the importers to adopt it.
 
 use super::handle::{ExportHandle, RangeId};
 use crate::{
@@ -19,7 +19,7 @@ use core::{
 use nvshare_wire::{ClientMessage, Secret};
 use rustix::fd::{AsRawFd, OwnedFd};
 
-/// The first id of imported allocations, above all of our own.
+/// The first id of imported allocations, above all ids of our own.
 const FOREIGN: u64 = 1 << 40;
 
 pub static REGISTRY: Mutex<SharedMemoryRegistry> =
@@ -30,7 +30,7 @@ pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 #[derive(Debug)]
 pub struct SharedMemoryRegistry {
     pub imports: BTreeMap<RangeId, Import>,
-    /// A range that is being opened, and whether it is to be adopted afterwards.
+    /// The range that is being opened, and whether it has to be adopted afterwards.
     pub opening: Option<(RangeId, bool)>,
 }
 
@@ -39,11 +39,11 @@ pub struct SharedMemoryRegistry {
 pub struct Import {
     pub at: u64,
     pub bytes: u64,
-    /// The end of the chunks that have been mapped, as an offset.
+    /// The offset of the end of the mapped chunks.
     pub mapped: u64,
     /// The GPU whose work uses it.
     user: &'static Gpu,
-    /// The GPU that holds the memory, if this process uses that one.
+    /// The GPU that holds the memory, if this process uses that GPU.
     home: Option<&'static Gpu>,
     opens: Vec<Open>,
     /// It counts with this client.
@@ -67,9 +67,9 @@ pub fn has_imports() -> bool {
     ANY_IMPORTS.load(Ordering::SeqCst)
 }
 
-/// Tells the scheduler, which has just been told of that GPU, what this client has open there.
+/// Tells the scheduler, which has just learnt of that GPU, which imports this client has open there.
 pub fn introduce(gpu: &Gpu) {
-    // Locked until it is queued: the message about a range that is closed meanwhile must come later.
+    // Locked until it is queued: the message about a range that is closed concurrently must come later.
     let registry = REGISTRY.lock();
     let here = registry.imports.iter().filter(|(_, i)| i.home.is_some_and(|home| core::ptr::eq(home, gpu)));
     outbox::push(here.map(|((exporter, range), i)| ClientMessage::Imported {
@@ -84,7 +84,7 @@ pub fn introduce(gpu: &Gpu) {
 impl Import {
     pub fn reserve(bytes: u64, user: &'static Gpu) -> Result<Self, CUresult> {
         let mut at = 0;
-        // SAFETY: a valid place.
+        // SAFETY: `at` outlives the call.
         check(unsafe { driver::cuMemAddressReserve(&mut at, bytes as usize, GRANULE as usize, 0, 0) })?;
         Ok(Self { at, bytes, mapped: 0, user, home: None, opens: Vec::new(), adopted: false, closing: None })
     }
@@ -93,7 +93,8 @@ impl Import {
     pub fn map(&mut self, descriptor: &OwnedFd, len: u64) -> Result<(), CUresult> {
         let shared = descriptor.as_raw_fd() as usize as *mut c_void;
         let (mut handle, mut prop) = (0, AllocationProp::default());
-        // SAFETY: valid places and an open descriptor; the addresses are reserved and nothing is mapped there.
+        // SAFETY: the places outlive the calls, and the descriptor is open; the addresses are reserved, and nothing is
+        // mapped there.
         unsafe {
             check(driver::cuMemImportFromShareableHandle(&mut handle, shared, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
                 .map_err(|_| ERROR_MAP_FAILED)?;
@@ -112,13 +113,13 @@ impl Import {
     pub fn give_access(&self) -> Result<(), CUresult> {
         let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: self.user.index as CUdevice };
         let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-        // SAFETY: a valid place; all of it is mapped.
+        // SAFETY: `access` outlives the call; all of the range is mapped.
         check(unsafe { driver::cuMemSetAccess(self.at, self.bytes as usize, &access, 1) }).map_err(|_| ERROR_MAP_FAILED)
     }
 
-    /// Unmaps everything. No work that uses it may be running.
+    /// Unmaps everything. No running work may use it.
     pub fn unmap(&self) {
-        // SAFETY: mapped and reserved by this, and nothing uses it.
+        // SAFETY: this import has mapped and reserved the range, and nothing uses it.
         unsafe {
             if self.mapped > 0 {
                 driver::cuMemUnmap(self.at, self.mapped as usize);
@@ -209,7 +210,7 @@ pub fn unmap_closed() -> bool {
     !rest
 }
 
-/// Closes everything that a context had open which is gone, or all on that GPU if it was the `last` context there.
+/// Closes everything that a destroyed context had open, or everything on that GPU if it was the `last` context there.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return;
@@ -217,7 +218,7 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut registry = REGISTRY.lock();
     let mut gone = Vec::new();
     for (name, import) in registry.imports.iter_mut().filter(|(_, i)| core::ptr::eq(i.user, gpu)) {
-        // One that the program has closed may be used by work in another context: it goes when that is done.
+        // A range that the program has closed may be used by work in another context: it is unmapped when that is done.
         let was_open = !import.opens.is_empty();
         import.opens.retain(|open| !last && open.context != context as usize);
         if last || (was_open && import.opens.is_empty()) {
@@ -240,7 +241,7 @@ fn forget((exporter, range): RangeId, import: &Import) {
     outbox::flush();
 }
 
-/// The exporter no longer counts this range: it becomes pinned memory of this client.
+/// Makes a range, which the exporter no longer counts, pinned memory of this client.
 pub fn adopt(exporter: Secret, range: u32) {
     let (home, bytes) = {
         let mut registry = REGISTRY.lock();
@@ -248,7 +249,7 @@ pub fn adopt(exporter: Secret, range: u32) {
             *wanted = true;
             return;
         }
-        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // it was closed meanwhile
+        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // it has been closed
         let Some(home) = import.home.filter(|_| !import.adopted) else { return };
         import.adopted = true;
         (home, import.bytes)

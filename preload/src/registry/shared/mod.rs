@@ -1,16 +1,17 @@
 //! Memory shared between processes, as by `cuIpcGetMemHandle` and `cuIpcOpenMemHandle`.
 //!
-//! A handle of 64 bytes names an allocation: it holds the exporter's key, the number of the range, a secret, and the place of
-//! the allocation in the range. The process that opens the handle asks the scheduler, which knows the exporter by its key and
-//! asks it for the range; only a process that knows the secret gets an answer. Descriptors of the range's chunks come back the
-//! same way, and the importer maps them.
+//! A handle of 64 bytes names an allocation: it holds the exporter's key, the number of the range, a secret, and the
+//! place of the allocation in the range. The process that opens the handle sends a request to the scheduler, which
+//! identifies the exporter by its key and forwards the request; only a process that knows the secret gets an answer.
+//! Descriptors of the range's chunks come back the same way, and the importer maps them.
 //!
-//! Exported memory is pinned on the GPU until the exporter frees it. Imported memory is foreign: it does not move, and it
-//! counts with its exporter until that frees it or ends. Then the scheduler tells one of the importers to adopt it, and it
-//! counts with that one.
+//! Exported memory is pinned on the GPU until the exporter frees it. Imported memory is foreign: it does not move, and
+//! it counts with its exporter until the exporter frees it or ends. Then the scheduler tells one of the importers to
+//! adopt it, and it counts with that importer.
 //!
-//! - [`handle`]: the handles. [`export`]: making them, and answering requests for what they name.
-//! - [`opening`]: opening a handle. [`question`]: the requests to the exporter. [`imports`]: the memory that has been opened.
+//! - [`handle`]: the handles. [`export`]: creating handles, and answering requests for their memory.
+//! - [`opening`]: opening a handle. [`question`]: the requests to the exporter. [`imports`]: the memory that has been
+//!   opened.
 
 mod export;
 mod handle;

@@ -20,7 +20,7 @@ use nvshare_wire::ClientMessage;
 /// More than any GPU has.
 const MAX_BYTES: u64 = 1 << 46;
 
-/// Opens one of our handles in this context of that GPU. Returns the address of the allocation here.
+/// Opens one of our handles in this context of that GPU. Returns the address of the allocation in this process.
 pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64, CUresult> {
     static ONE: Mutex<()> = Mutex::new(Rank::Opening, ());
     let handle = ExportHandle::read(handle).ok_or(ERROR_INVALID_VALUE)?;
@@ -53,7 +53,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
                 import.unmap();
             }
             REGISTRY.lock().opening = None;
-            // This includes what may still arrive.
+            // This also covers chunks that may still arrive.
             outbox::push([ClientMessage::Closed { exporter: handle.exporter, range: handle.range }]);
             outbox::flush();
             Err(result.err().unwrap_or(ERROR_MAP_FAILED))
@@ -61,7 +61,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
     }
 }
 
-/// Fetches and maps a range. After an error, `import` holds what must be undone.
+/// Fetches and maps a range. After an error, `import` holds the parts that must be undone.
 fn bring_in(handle: &ExportHandle, gpu: &'static Gpu, import: &mut Option<Import>) -> Result<(), CUresult> {
     let mut layout = None;
     loop {

@@ -1,4 +1,4 @@
-//! Requests to an exporter, by way of the scheduler, for the chunks of a range.
+//! Requests to an exporter, through the scheduler, for the chunks of a range.
 
 use super::handle::ExportHandle;
 use crate::{
@@ -20,10 +20,10 @@ use rustix::fd::OwnedFd;
 
 /// The longest wait for an exporter, which may be moving its memory, or be stopped.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval between looks whether the scheduler is back, and between requests to an exporter that is busy.
+/// The interval between checks whether the scheduler is back, and between requests to an exporter that is busy.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The pending request, of which there is one at a time.
+/// The pending request. There is at most one.
 static QUESTION: Mutex<Option<Question>> = Mutex::new(Rank::Question, None);
 /// Counts answers. The requesting thread sleeps on it.
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
@@ -42,7 +42,7 @@ pub struct Answer {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// An answer has arrived. If no request is waiting for it, its descriptors are closed.
+/// Called when an answer has arrived. If no request is waiting for it, its descriptors are closed.
 pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
     if let Some(question) = QUESTION.lock().as_mut().filter(|q| q.ticket == ticket && q.answer.is_none()) {
         question.answer = Some(Answer { outcome, bytes, chunk, descriptors });
@@ -92,7 +92,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
     let answer = result?;
     match answer.outcome {
         Sharing::Done => Ok(answer),
-        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // as the driver says about memory that is gone
+        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // the driver's answer for memory that is gone
         Sharing::Failed | Sharing::Busy => Err(ERROR_MAP_FAILED),
     }
 }
