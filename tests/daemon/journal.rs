@@ -117,7 +117,7 @@ fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
     let attached = journald.until("attached");
     assert_eq!((attached["PRIORITY"].as_str(), attached.get("MESSAGE_ID")), ("7", None));
 
-    // More lines than a socket holds, none of which is read.
+    // More lines than a socket holds, while no process reads it.
     for _ in 0..300 {
         client.request();
         client.until_granted();

@@ -232,7 +232,7 @@ fn who_goes_is_no_longer_kept() {
     let stays = resuming(&manager, &daemon);
     let directory = daemon.kill();
     let daemon = Daemon::start_under(&manager, directory);
-    // It leaves just when it is asked.
+    // It leaves at the moment when the new daemon asks it to report again.
     drop(gone);
     resume(&stays, 0, 0, 0);
     daemon.log.wait("of 2 programs continue");

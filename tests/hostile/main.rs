@@ -230,7 +230,7 @@ fn descriptors_that_nobody_asked_for_are_closed() {
     program.finish();
 }
 
-/// A scheduler's answers to a program that opens another's memory, none of which may yield memory.
+/// A scheduler's answers to a program that opens another's memory. None of them yields memory.
 #[test]
 fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
     let real = machine();

@@ -10,7 +10,7 @@ use nvshare::bus::SchedulerProxy;
 use nvshare_wire::{ClientMessage, SchedulerMessage, Uuid};
 use test_support::daemon::{self as support, Client, Daemon, GIB};
 
-/// Clients of one process, each of which waits for all GPUs. Each GPU has at most one holder.
+/// Clients of one process, which all wait for all GPUs. Each GPU has at most one holder.
 const CLIENTS: usize = 256;
 const GPUS: u32 = 16;
 /// The longest time until another program is welcomed, with some slack for a loaded test machine. Explaining all waits on

@@ -16,7 +16,7 @@ const SEQUENCES: u64 = 150;
 /// The number of concurrent sequences; most of them wait.
 const ACTORS: usize = 16;
 
-/// Each needs at most 8 MiB and runs for a fraction of a second, so much of the nonsense arrives while it
+/// Each needs at most 8 MiB and runs for a fraction of a second, so most of the nonsense arrives while it
 /// works.
 const PROGRAMS: &[&str] = &[
     "mix --mem 8M --chunks 3 --reps 1 --rounds 20",

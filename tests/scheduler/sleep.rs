@@ -353,8 +353,7 @@ fn answers_that_nobody_asked_for_change_nothing() {
 mod found {
     use super::*;
 
-    /// The last client has connected to a new scheduler, and reports to be asleep. The other has most of the
-    /// GPU.
+    /// Connects a client that reports to be asleep to a new scheduler, beside clients with these demands.
     fn found(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let n = demands.len() as u64 + 1;

@@ -57,7 +57,7 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
     }
 }
 
-/// A client's own limit on its share of the time.
+/// A client's own weight, which limits its share of the time.
 pub fn claims_of_time(rng: &mut Dice) -> EnvLimits {
     EnvLimits { weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize], ..EnvLimits::default() }
 }

@@ -43,8 +43,8 @@ fn three_programs_that_do_not_fit_take_turns_there() {
     machine.wait_until_empty();
 }
 
-/// A host with 64 GB holds about two and a half times the memory that exceeds 24 GiB. Allocations beyond that are refused,
-/// and no program fails later.
+/// The host's 64 GB are about two and a half times the GPU's 24 GiB. Memory that fits into neither is refused, and no
+/// program fails later.
 #[test]
 fn more_than_its_host_can_hold_is_refused_there() {
     let machine = Machine::with_scheduler(consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, ..Setup::default() }));

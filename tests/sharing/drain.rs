@@ -267,7 +267,7 @@ fn a_gang_that_waits_for_itself_runs_together() {
     pair("pair --how value --rounds 60", &[("NVSHARE_GANG", "pair")]);
 }
 
-/// The environment is the one that PyTorch's launcher gives its processes. There are gaps in which both release the lock.
+/// The environment is that of a process under PyTorch's launcher. There are gaps in which both release the lock.
 #[test]
 fn processes_of_a_launcher_are_a_gang() {
     let torchrun =

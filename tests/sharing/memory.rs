@@ -215,7 +215,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
     let all = machine.setup.capacity(2) + 64 * MIB;
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
     first.wait_to_say("holding");
-    // The first program's slack is what is left, and passes to this one as it allocates more.
+    // The first program's slack is the rest, and passes to this one as it allocates more.
     let words = "oversub --mem 396M --chunk 32M --rounds 1";
     let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");

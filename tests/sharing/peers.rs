@@ -4,7 +4,7 @@ use test_support::machine::*;
 
 const SHARE: u64 = 24 * MIB;
 
-/// Two GPUs, neither of which has room for two such programs.
+/// Two GPUs without room for two such programs on either.
 fn two_gpus() -> Setup {
     Setup {
         memory: 96 * MIB,

@@ -142,9 +142,9 @@ impl Narrow {
 /// believes the rest to be free: it grants both programs memory that `cuMemCreate` refuses, neither moves aside for the
 /// other, and neither is ever at rest, so nothing is measured again.
 ///
-/// The figures are those of a large GPU of which strangers hold most, since the memory believed to be free must exceed
-/// what the scheduler reserves when a mapping fails. The contexts are complete between two samples, 200 ms apart, and the
-/// next sample is taken while both programs allocate.
+/// The figures are those of a large GPU that strangers have nearly filled, since the memory believed to be free must
+/// exceed the scheduler's reserve for failed mappings. The contexts are complete between two samples, 200 ms apart, and
+/// the next sample is taken while both programs allocate.
 #[test]
 fn two_programs_whose_contexts_appear_slowly_both_finish() {
     let settings = [("CUDA_SIM_CONTEXT_TIME", "300"), ("CUDA_SIM_GPU_BANDWIDTH", "16G")];

@@ -64,7 +64,7 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
     machine.wait_until_empty();
 }
 
-/// A restore without room fails permanently, since it is another process that calls it.
+/// A restore without room fails permanently. Here another process than nvshare's helper calls it.
 #[test]
 fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });

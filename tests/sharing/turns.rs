@@ -72,7 +72,8 @@ fn programs_of_every_kind_take_turns() {
     machine.wait_until_empty();
 }
 
-/// Managed memory that doesn't fit would thrash if two programs ran at once; `auto` prevents that from the start.
+/// Managed memory that doesn't fit would thrash if two programs ran at the same time; `auto` prevents that from the
+/// start.
 #[test]
 fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "auto", ..Setup::default() });

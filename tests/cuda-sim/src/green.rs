@@ -26,7 +26,7 @@ struct Description(u32);
 static GREENS: Registry<Green> = Registry::new();
 static DESCRIPTIONS: Registry<Description> = Registry::new();
 
-/// `CUdevResource`, of which only the kind for multiprocessors is supported.
+/// `CUdevResource`; only the kind for multiprocessors is supported.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Resource {

@@ -136,8 +136,8 @@ type Seen = std::sync::Mutex<BTreeSet<u64>>;
 
 // ---- nothing slips out ----
 
-/// Two threads submit while a third closes the gate. If it sees no thread inside, it reads the work so far, all of which must have been
-/// counted, and opens the gate again.
+/// Two threads submit while a third closes the gate. If it sees no thread inside, it reads the work so far, checks that all of it has
+/// been counted, and opens the gate again.
 fn close_look_open(seen: &Seen) {
     let gpus = Gpus::new();
     let submitters: [_; THREADS] = std::array::from_fn(|index| {

@@ -1,4 +1,5 @@
-//! Eviction: which memory is evicted, when it is passed on, and what keeps memory on the GPU; reservations of the driver.
+//! Eviction: the choice of memory to evict, when it is passed on, and reasons to keep memory on the GPU; reservations of
+//! the driver.
 
 use crate::talk::*;
 use nvshare_sched::*;
