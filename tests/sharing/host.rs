@@ -61,7 +61,7 @@ fn stays_on_the_gpu(options: &str) {
     machine.wait_until_empty();
 }
 
-/// The part that fits into the limit on addresses is evicted, although that is not all that could be.
+/// Only the part that fits into the limit on addresses is evicted.
 #[test]
 fn a_limit_on_addresses_leaves_room_for_some() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });

@@ -6,7 +6,7 @@ use std::time::Duration;
 use test_support::cgroup::Unit;
 use test_support::machine::*;
 
-/// Writes the machine's rules to a drop-in and has the scheduler reload them.
+/// Writes the machine's rules to a drop-in and reloads the scheduler's configuration.
 fn rule(machine: &Machine, rules: &str) {
     write(machine, rules);
     machine.ctl(&["reload"]);
