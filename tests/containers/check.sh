@@ -1,7 +1,6 @@
 #!/bin/bash
 # Containers of Debian 12, of Debian 11, with another C library and with none share a simulated GPU by CDI, under a real
-# podman:
-# see README.md.
+# podman: see README.md.
 #
 #   check.sh BUILT   BUILT: target/debug
 set -eu

@@ -1,7 +1,7 @@
-//! A scheduler that is broken, malicious, or of another version cannot harm a program, and programs cannot keep a scheduler
-//! from serving others (`clients`). With such a scheduler the results of a program are right, it ends, and it waits only
-//! while a living scheduler that never grants may make it wait. The scheduler may refuse it memory, as any scheduler may,
-//! with CUDA's own error.
+//! A scheduler that is broken, malicious, or of another version cannot harm a program, and programs cannot keep a
+//! scheduler from serving others (`clients`). With such a scheduler the results of a program are right, it ends, and it
+//! waits only while a living scheduler that never grants may make it wait. The scheduler may refuse it memory, as any
+//! scheduler may, with CUDA's own error.
 //!
 //! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more random sequences;
 //! `NVSHARE_TEST_SEED` sets the first seed.

@@ -3,9 +3,8 @@
 #
 #   kubernetes.sh DIR   DIR: the target directory
 #
-# Debian 12 is the last release whose package has all of them. It is 1.20, built with the one line that 1.26 changed: before
-# that,
-# the kubelet sent the socket's path as the HTTP/2 authority, which tonic rightly refuses.
+# Debian 12 is the last release whose package has all of them. It is 1.20, built with the one line that 1.26 changed:
+# before that, the kubelet sent the socket's path as the HTTP/2 authority, which tonic rightly refuses.
 set -eu
 
 suite=bookworm

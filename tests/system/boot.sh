@@ -1,7 +1,6 @@
 #!/bin/sh
 # Boots the system in a directory as a container, runs a command in it as root, and shuts it down. Returns the
-# command's
-# exit status. Needs root, systemd-nspawn and nsenter.
+# command's exit status. Needs root, systemd-nspawn and nsenter.
 #
 #   mmdebstrap --variant=apt --include=systemd,systemd-sysv,dbus bookworm DIR
 #   tests/system/boot.sh DIR COMMAND…

@@ -1,10 +1,8 @@
 //! Sleeping on a word of memory.
 //!
 //! The kernel promises that checking the word and going to sleep are one step for threads that wake sleepers, and that
-//! both
-//! sides execute a full barrier before it. A sleep never ends by its timeout here, so a missing wake-up is a deadlock,
-//! which
-//! loom reports. Spurious ends of a sleep (by a signal or the timeout) are [`interrupt`].
+//! both sides execute a full barrier before it. A sleep never ends by its timeout here, so a missing wake-up is a
+//! deadlock, which loom reports. Spurious ends of a sleep (by a signal or the timeout) are [`interrupt`].
 
 use crate::atomic::{AtomicU32, Ordering};
 use core::time::Duration;

@@ -1,8 +1,8 @@
 //! A record of all decisions of a machine, to compare a rewritten machine with the one before.
 //!
 //! With `NVSHARE_DECISIONS=DIRECTORY`, every world of a test adds a line to a file of the test's name: the number of
-//! commands
-//! that its machine gave, and a hash of them with their times. `PROPTEST_RNG_SEED=N` makes the same worlds again:
+//! commands that its machine gave, and a hash of them with their times. `PROPTEST_RNG_SEED=N` makes the same worlds
+//! again:
 //!
 //! ```text
 //! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p nvshare-sched
