@@ -471,8 +471,8 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(config(600))]
 
-    /// For any events: no panic, no command to an unknown client, no raise beyond the existing memory, deadlines in the future, and
-    /// the same answers to the same events.
+    /// For any events: no panic, no command to an unknown client, no raise beyond the existing memory, and the same answers to the
+    /// same events.
     #[test]
     fn nonsense_is_survived(
         start in prop_oneof![Just(0u64), 0u64..1 << 40],
