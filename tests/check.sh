@@ -1,6 +1,6 @@
 #!/bin/sh
-# `make check`: everything that can be checked without a GPU. Goes on after a failure, and ends with a summary. What this
-# machine lacks is named; on CI ($CI is set) it counts as a failure.
+# `make check`: everything that can be checked without a GPU. Continues after a failure, and ends with a summary. Tools that
+# this machine lacks are listed; on CI ($CI is set) a missing tool is a failure.
 set -u
 
 cd "$(dirname "$0")/.."
@@ -9,7 +9,7 @@ built=${CARGO_TARGET_DIR:-target}/debug
 started=$(date +%s)
 failed=0
 summary=
-# Results of the steps that run beside the tests.
+# Results of the steps that run in parallel with the tests.
 scratch=$(mktemp -d)
 beside=
 trap 'kill $beside 2>/dev/null; rm -rf "$scratch"' EXIT
@@ -31,7 +31,7 @@ step() { # name, command…
     [ $verdict = passed ]
 }
 
-# A step beside the tests, with the processor time that they leave. Its output is for the end, if it fails.
+# Runs a step in parallel with the tests, with the processor time that they leave. If it fails, its output is shown at the end.
 quietly() { # name, command…
     name=$1
     shift
@@ -43,7 +43,7 @@ quietly() { # name, command…
     printf '%s\t%s\t%s s\n' $verdict "$name" "$(($(date +%s) - began))" >>"$scratch/lines"
 }
 
-# Waits for the steps beside the tests.
+# Waits for the steps that run in parallel with the tests.
 collect() {
     wait "$beside"
     beside=
@@ -62,7 +62,7 @@ finish() {
     exit $failed
 }
 
-# rust-version promises that this cargo builds everything; CI has it, and so finds out.
+# rust-version promises that this cargo builds everything. CI uses it, and so checks the promise.
 oldest_cargo() {
     oldest=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
     version=$("$cargo" --version | cut -d ' ' -f 2)
@@ -78,7 +78,7 @@ oldest_cargo() {
     esac
 }
 
-# libnvshare.so is a workspace of its own.
+# libnvshare.so is a separate workspace.
 preload='--manifest-path preload/Cargo.toml'
 
 man_pages() {
@@ -92,7 +92,7 @@ end_to_end() {
     tests/cuda-sim/install.sh "$built/simulated" "$built" && "$built/nvshare-demo" --simulated "$built/simulated"
 }
 
-# Tests that need more are skipped where it is missing, unless NVSHARE_TEST_ALL is set.
+# Tests that need further tools are skipped if those are missing, unless NVSHARE_TEST_ALL is set.
 all=${NVSHARE_TEST_ALL:+apparmor_parser libeatmydata libjemalloc perl python3 setpriv tmux}
 # shellcheck disable=SC2086
 step "what is needed" tests/needs.sh cargo cc libc.a readelf dbus-daemon man $all || finish
@@ -105,14 +105,14 @@ else
     lacking "formatting" "rustup component add rustfmt"
 fi
 
-# Clippy is rustc with more lints, so it can build everything: a run of its own would compile all of it, and all that it needs,
-# once more. Its warnings fail nothing yet, so that the tests run in any case; cargo repeats them when nothing is left to build.
+# Clippy is rustc with more lints, so it builds everything: a separate run would compile all code and its dependencies once
+# more. Its warnings don't fail the build, so that the tests run in any case; cargo repeats them when nothing is left to build.
 lints() { # what to build
     said=$("$cargo" build --quiet "$@" 2>&1) && [ -z "$said" ] || { printf '%s\n' "$said"; return 1; }
 }
 if cargo_has clippy; then export RUSTC_WORKSPACE_WRAPPER=clippy-driver; else lacking "lints" "rustup component add clippy"; fi
 
-# With the tests, because what these need has other features: without them, much would be built twice.
+# With the tests, because their dependencies have other features: without them, much would be built twice.
 everything='--workspace --all-targets --locked'
 # shellcheck disable=SC2086
 step "build" "$cargo" build $everything || finish
@@ -125,7 +125,7 @@ fi
 step "static nvsharectl" tests/static-nvsharectl.sh "$built" || finish
 oldest_cargo
 
-# Nextest learns here what is built: cargo could not tell it beside the lints, which lock the directory.
+# Lists the built tests for nextest now: cargo could not do so in parallel with the lints, which lock the directory.
 if cargo_has nextest; then
     "$cargo" metadata --locked --format-version 1 >"$scratch/metadata.json" &&
         "$cargo" nextest list --workspace --locked --list-type binaries-only --message-format json >"$scratch/binaries.json" || finish
@@ -152,10 +152,10 @@ fi
 step "demo on a simulated GPU" end_to_end
 collect
 
-# Whole systems can be made by root, with tools that few machines have; CI does without.
+# Whole systems need root, and tools that few machines have; CI skips them.
 have() { for tool; do command -v "$tool" >/dev/null || return; done; }
 if [ "$(id -u)" = 0 ] && have mmdebstrap systemd-nspawn dpkg-buildpackage dh; then
-    # The demo and the check in fresh systems would take several times as long as all of this.
+    # The demo and the check in fresh systems would take several times longer than everything else together.
     step "packages on Debian 12 and 13" env -u RUSTC_WORKSPACE_WRAPPER make check-system PROGRAMS= FRESH=no
 else
     line skipped "packages on Debian 12 and 13" "wants root, mmdebstrap, systemd-nspawn, debhelper: make check-system"
@@ -165,7 +165,7 @@ if [ "$(id -u)" = 0 ] && have mmdebstrap podman crun musl-gcc python3; then
 else
     line skipped "containers of Debian 11 and 12" "wants root, mmdebstrap, podman, crun, musl-tools: make check-containers"
 fi
-# Building Kubernetes takes long, and is done only when it is asked for.
+# Building Kubernetes takes long, so it is built only on request, by make check-kubernetes.
 if [ "$(id -u)" = 0 ] && [ -d "${built%/*}/kubernetes/kubernetes" ]; then
     step "pods on a Kubernetes node" make check-kubernetes
 else

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Whether another version of nvshare and this one work together: programs share a simulated GPU, once with that version's library
-# and this scheduler, as containers and programs that keep running after an upgrade have it, once with this library and that
-# version's scheduler, and once with that scheduler, which is upgraded to this one while they run.
+# Checks that another version of nvshare works with this one: programs share a simulated GPU, once with the other version's library
+# and this scheduler, as in containers and in programs that keep running after an upgrade, once with this library and the other
+# version's scheduler, and once with the other scheduler, which is upgraded to this one while they run.
 #
 #   compatibility.sh COMMIT BUILT   COMMIT: a tag or any other commit; BUILT: target/debug, with this version's programs
 set -eu
@@ -15,8 +15,8 @@ directory=$built/../compatibility
 mkdir -p "$directory"
 directory=$(realpath "$directory")
 
-# Sharing in general, a restart of the scheduler, its absence, limits, memory that programs share. These look at what programs
-# compute and are told, and at no wording that may change.
+# Sharing in general, a restart of the scheduler, its absence, limits, and memory that programs share. These tests check programs'
+# results and the values that they get, but no wording that may change.
 tests='
     test(=turns::programs_of_every_kind_take_turns)
   | test(=turns::random_allocations_survive_hand_overs)
@@ -31,7 +31,7 @@ tests='
 echo "--- building $1"
 rm -rf "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
 mkdir "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
-# With the time of now: cargo goes by times, and would take what it built of a newer commit.
+# With the present time: cargo compares times, and would reuse its build of a newer commit.
 git archive "$commit" | tar -xm -C "$directory/source"
 build() { (cd "$directory/source" && CARGO_TARGET_DIR="$directory/target" "$cargo" build --locked "$@"); }
 build -p nvshare --bin nvshare-scheduler
@@ -39,8 +39,8 @@ build --manifest-path preload/Cargo.toml
 cp "$directory/target/debug/libnvshare.so" "$directory/library"
 cp "$directory/target/debug/nvshare-scheduler" "$directory/scheduler"
 rm -rf "$directory/source"
-# A scheduler that is upgraded: the first that a test starts is of that version, later ones are of this one. Each run has a record
-# of its own, with its number.
+# A scheduler that is upgraded: the first that a test starts is the other version, later ones are this version. Each run has a
+# separate record with its number.
 cat >"$directory/upgrade/nvshare-scheduler" <<END
 #!/bin/sh
 case " \$* " in *"/record-1 "*) exec '$directory/scheduler/nvshare-scheduler' "\$@" ;; esac

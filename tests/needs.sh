@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what the project needs, for root on Debian; otherwise prints the names of the packages and fails.
+# Installs the project's dependencies, for root on Debian; otherwise prints the names of the packages and fails.
 #
 #   needs.sh cargo|cc|libc.a|readelf|dbus-daemon|man|dh…
 set -eu

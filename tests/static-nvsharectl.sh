@@ -1,5 +1,5 @@
 #!/bin/sh
-# Links nvsharectl as `make build` does, without need of a loader, and puts it where tests of it look.
+# Links nvsharectl statically, as `make build` does, and puts it where its tests look for it.
 #
 #   static-nvsharectl.sh BUILT
 #
@@ -17,5 +17,5 @@ shift
 mkdir -p "$built/static"
 "${RUSTC:-rustc}" --edition 2024 src/bin/nvsharectl.rs -o "$built/static/nvsharectl.new" "$@" \
     -C target-feature=+crt-static --extern "nvshare=$built/libnvshare.rlib" -L "dependency=$built/deps"
-# In one step, for those who run the one that is there.
+# Atomically, since the old file may be running.
 mv "$built/static/nvsharectl.new" "$built/static/nvsharectl"

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Counts calls of the driver that may wait and were made on the client's thread or under a lock of the library, and places in its
-# sources that make such calls and that no test has reached. Prints them, and their number last: 0 is what it should be.
+# Counts driver calls that may wait and were made on the client's thread or under a lock of the library, and places in the
+# library's sources that make such calls and were reached by no test. Prints them, and then their number, which should be 0.
 #
-#     tests/waiting-calls.sh [TEST…]     words for nextest: which tests of tests/sharing to run; all without any
-#     CALLS=FILE tests/waiting-calls.sh  runs none: that file is from a run with LIBNVSHARE_WAITING_CALLS=FILE
+#     tests/waiting-calls.sh [TEST…]     arguments for nextest that select tests of tests/sharing; default: all
+#     CALLS=FILE tests/waiting-calls.sh  runs no tests, and reads the file of a run with LIBNVSHARE_WAITING_CALLS=FILE
 #
-# The tests run with what `make check` has built: a library with debug assertions counts, others do not.
+# The tests use the build of `make check`: only a library with debug assertions counts calls.
 set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
@@ -13,11 +13,12 @@ calls=${CALLS:-}
 if [ -z "$calls" ]; then
     calls=$(mktemp)
     trap 'rm -f "$calls"' EXIT
-    # What a test that fails has reached counts as well.
+    # Places reached by failing tests count too.
     LIBNVSHARE_WAITING_CALLS=$calls $cargo nextest run --workspace --no-fail-fast -E 'binary(sharing)' "$@" >&2 || :
 fi
 
-# Where the library calls a function that waits, without the declarations in driver/mod.rs and the tests in driver/waiting.rs.
+# The places where the library calls a function that waits, except the declarations in driver/mod.rs and the tests in
+# driver/waiting.rs.
 places() {
     sed -n 's/^\(cu[A-Za-z0-9_]*\)\twaits\t.*/\1/p' preload/coverage/waiting.tsv | while read -r name; do
         grep -rnE "(driver::|[ (])$name(_ptds)?\(" preload/src --include='*.rs' |

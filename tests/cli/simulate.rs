@@ -13,7 +13,7 @@ use nvshare::timeline::{Activity, Span};
 
 const GIB: u64 = 1 << 30;
 
-/// A scenario with one GPU of 16 GiB without reserve, a slow link, and these jobs.
+/// A scenario with one GPU of 16 GiB without a reserve, a slow link, and these jobs.
 fn one_gpu(jobs: &str) -> String {
     format!("[memory]\nreserve = 0\ncontext = 0\n[[gpu]]\nmemory = \"16G\"\nlink = \"8G\"\n{jobs}")
 }
@@ -322,13 +322,13 @@ fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
     let default: Vec<Policy> = Policy::by_name("fcfs-auto").into_iter().collect();
     let report = run(&scenario, &default);
     let figures = of(&report, "fcfs-auto");
-    // An answer of 0.6 s is cut short once at most. One server alone keeps the GPU busy for 0.6 of each 0.605 s.
+    // An answer of 0.6 s is interrupted once at most. One server alone keeps the GPU busy for 0.6 of each 0.605 s.
     assert!(figures.wait_worst < Duration::from_millis(7400), "{:?}", figures.wait_worst);
     assert!(figures.busy > 0.85 * 0.6 / 0.605, "{}", figures.busy);
 }
 
-/// On a card whose link is slow, the GPU is idle for no more than a tenth of the time because memory moves, and no more of
-/// the link's time is used.
+/// On a card whose link is slow, the GPU idles because of moving memory for at most a tenth of the time, and no more than
+/// that share of the link's time is used.
 #[test]
 fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
     const LINK_TOTAL: f64 = 35.0 * GIB as f64;
@@ -348,7 +348,7 @@ fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
         assert!(figures.hand_overs > 40 && moving > 0.01, "{name}: {} hand-overs", figures.hand_overs);
         assert!(figures.busy >= 0.9 && moving <= 0.1, "{name}: {} of the time busy, {moving} moving", figures.busy);
         assert!(figures.fairness.is_some_and(|fairness| fairness > 0.99), "{name}: {:?}", figures.fairness);
-        // Nobody waits for longer than the others' turns by the time quantum.
+        // No program waits longer than the others' turns of one time quantum each.
         let others = scenario.jobs[0].count - 1;
         assert!(figures.wait_worst < scenario.settings.time_quantum * others, "{name}: {:?}", figures.wait_worst);
     }

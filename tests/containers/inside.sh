@@ -1,5 +1,5 @@
 #!/bin/bash
-# What check.sh does once its mounts are its own: starts a scheduler, writes the CDI file, and goes through the steps.
+# The part of check.sh with private mounts: starts a scheduler, writes the CDI file, and runs the steps.
 #
 #   inside.sh BUILT PROGRAMS BASES
 set -eu

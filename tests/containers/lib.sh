@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the steps have in common. Sourced by inside.sh.
+# Functions that the steps share. inside.sh sources this file.
 
 sockets=$scratch/nvshare
 control=$scratch/nvshare-control/control.sock
-# One simulated machine: every process of it has these, the scheduler and the containers too.
+# The simulated machine: all its processes have these variables, including the scheduler and the containers.
 gpu=(CUDA_SIM_DIR="$scratch/gpu" CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 mkdir -p "$sockets" "$scratch/gpu" "$scratch/driver"
-# Turns that are over soon.
+# Short turns.
 echo 'time-quantum = "1s"' >"$scratch/nvshare.toml"
 
 pod() {
@@ -61,7 +61,7 @@ import_static() {
     import_directory static "$scratch/static"
 }
 
-# A program of another C library, with its loader.
+# A program with another C library, and its loader.
 import_musl() {
     mkdir -p "$scratch/musl/lib" "$scratch/musl/etc"
     printf '%s\n' "$hello" | musl-gcc -x c - -o "$scratch/musl/hello"
@@ -86,12 +86,12 @@ stop_scheduler() { # signal
 
 ctl() { "$built/nvsharectl" --control "$control" "$@"; }
 
-# The value of a Python expression of what status says: `s`.
+# The value of a Python expression on the status, `s`.
 status() { ctl --json status | python3 -c "import json,sys; s = json.load(sys.stdin); print($1)"; }
 
 # ---- the CDI file
 
-# NVIDIA's file, as it would be for this GPU: its driver, its device nodes. And what a simulated GPU needs besides.
+# NVIDIA's file for this GPU, with its driver and device nodes, and the additional needs of a simulated GPU.
 write_nvidia_file() {
     libraries=/usr/lib/$(uname -m)-linux-gnu
     cat >/etc/cdi/nvidia.yaml <<EOF
@@ -123,14 +123,14 @@ write_cdi_file() {
 
 # ---- containers
 
-# Makes a container that sees the GPU, and prints its id. Nothing here needs a network, limits that root may not raise
-# everywhere, or control groups that podman makes: enter makes one of the name that podman would give it.
+# Creates a container that sees the GPU, and prints its ID. Nothing here needs a network, limits that root may not
+# raise everywhere, or control groups made by podman: `enter` makes one with the name that podman would give it.
 create() { # option… image command…
     pod create --network=none --cgroups=disabled --ulimit nofile=1000:1000 --ulimit nproc=1000:1000 \
         --device nvshare.com/gpu=0 --volume "$programs/cuda-program:/usr/local/bin/cuda-program:ro" "$@"
 }
 
-# Runs a container that was made, in its control group, and ends as it does.
+# Runs a created container in its control group, and returns its exit status.
 enter() { # id
     group=/sys/fs/cgroup/nvshare-test/libpod-$1
     mkdir -p "$group"
@@ -140,7 +140,7 @@ enter() { # id
     )
 }
 
-# Both in one.
+# Creates and runs a container.
 run() { # option… image command…
     id=$(create "$@")
     enter "$id"

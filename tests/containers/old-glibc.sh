@@ -2,7 +2,7 @@
 # Builds the simulated GPU and the programs that use it against the glibc of Debian 11, so that they start in its containers
 # and in newer ones.
 #
-#   old-glibc.sh ROOT TARGET_DIR   ROOT: a Debian 11 with libc6-dev; prints the directory of what was built
+#   old-glibc.sh ROOT TARGET_DIR   ROOT: a Debian 11 with libc6-dev; prints the directory of the results
 set -eu
 
 [ $# -eq 2 ] || { echo "usage: $0 ROOT TARGET_DIR" >&2; exit 2; }
@@ -11,7 +11,7 @@ machine=$(uname -m)
 libc=$target/libc
 mkdir -p "$libc"
 
-# One flat directory: the links and linker scripts of libc6-dev name absolute paths, which would lead out of it.
+# One flat directory: the links and linker scripts of libc6-dev contain absolute paths, which would lead out of it.
 cp "$root/usr/lib/$machine-linux-gnu"/{crt1.o,Scrt1.o,crti.o,crtn.o,libc_nonshared.a} "$libc"
 for library in libc.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libm.so.6 libutil.so.1 libgcc_s.so.1 ld-linux-x86-64.so.2; do
     cp -L "$root/lib/$machine-linux-gnu/$library" "$libc"

@@ -131,7 +131,7 @@ impl Episode {
             self.strike();
             self.check();
         }
-        // Lets all remaining programs end.
+        // Waits for the end of all remaining programs.
         while !self.guests.is_empty() || !matches!(self.scheduler, Scheduler::Runs) {
             std::thread::sleep(Duration::from_millis(5));
             self.tend();
@@ -223,7 +223,7 @@ impl Episode {
         (!found.is_empty()).then(|| self.dice.pick(&found))
     }
 
-    /// Signals a random program. Counted once the program has ended by the signal.
+    /// Signals a random program. The event is counted once the signal has ended the program.
     fn end_somebody(&mut self, signal: i32, stand: Option<Stand>, whom: &'static str) {
         if let Some(at) = self.find(stand) {
             let guest = &mut self.guests[at];

@@ -1,21 +1,21 @@
 #!/bin/sh
-# Puts the simulated libraries into a directory under the names that programs load them by.
+# Installs the simulated libraries in a directory, under the names by which programs load them.
 #
 #   install.sh DIR [TARGET_DIR]
 #
-# TARGET_DIR is where cargo built cuda-sim and nvml-sim: ./target/debug unless told. Then run programs with
-# LD_LIBRARY_PATH=DIR. WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" in the environment leaves symbols out, as an older
-# driver would; set CUDA_SIM_DRIVER as well, so that cuGetProcAddress does not know them either.
+# TARGET_DIR is where cargo built cuda-sim and nvml-sim; it defaults to ./target/debug. Programs then run with
+# LD_LIBRARY_PATH=DIR. WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" in the environment removes symbols, as in an older
+# driver; also set CUDA_SIM_DRIVER, so that cuGetProcAddress does not know them either.
 set -eu
 
 dir=${1:?usage: install.sh DIR [TARGET_DIR]}
 from=${2:-target/debug}
 mkdir -p "$dir"
-# Beside and renamed, so that a program that has the old one loaded keeps it.
+# Copied under another name and renamed, so that a program that has loaded the old file keeps it.
 put() {
     cp "$1" "$2.new"
     for symbol in ${WITHOUT:-}; do
-        # The dynamic linker compares names: one that is spelt differently is never found.
+        # The dynamic linker compares names, so a misspelt name is never found.
         changed=$(printf '%s' "$symbol" | sed 's/^./_/')
         LC_ALL=C sed -i "s/\x00$symbol\x00/\x00$changed\x00/g" "$2.new"
     done

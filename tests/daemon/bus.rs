@@ -1,5 +1,5 @@
-//! `org.nvshare.Scheduler1` on a private bus and on the control socket: what everybody can read, what root can change,
-//! and what is said of it.
+//! `org.nvshare.Scheduler1` on a private bus and on the control socket: what every user can read, what root can
+//! change, and the signals and log lines about it.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -70,7 +70,7 @@ fn a_value_that_is_not_allowed_changes_nothing() {
     });
 }
 
-/// The next PropertiesChanged: what changed, as text.
+/// The changed properties of the next PropertiesChanged, as text.
 async fn next_change(stream: &mut MessageStream) -> Vec<(String, String)> {
     use zbus::export::futures_core::Stream;
     loop {
@@ -102,7 +102,7 @@ fn a_change_is_announced_once_to_everybody_and_no_change_is_not() {
         let mut on_bus = MessageStream::for_match_rule(rule.as_str(), &here, None).await.expect("a match");
         let mut on_control = MessageStream::from(&there);
         let (bus, control) = (scheduler(&here).await, scheduler(&there).await);
-        // Changed on the bus, changed on the control socket, and "changed" to what it was.
+        // Changed on the bus, changed on the control socket, and "changed" to the same value.
         bus.set_time_quantum(45).await.expect("allowed");
         bus.set_time_quantum(45).await.expect("allowed");
         refusal(bus.set_time_quantum(0).await);
@@ -182,7 +182,7 @@ fn clients_and_gpus_are_listed() {
         let clients = scheduler.list_clients().await.expect("an answer");
         let ids: Vec<u64> = clients.iter().map(|client| client.id).collect();
         assert_eq!(ids, [holder.id, waiter.id]);
-        // Both are of one user, who has half of its time for each.
+        // Both belong to one user, whose share is divided between them.
         assert_eq!(clients.iter().map(|client| client.gpus[0].share_due).collect::<Vec<_>>(), [Some(500); 2]);
         let first = &clients[0];
         assert_eq!((first.pid, first.library.as_str()), (std::process::id(), "test"));
@@ -236,7 +236,8 @@ fn others_than_root_read_and_change_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The names of the programs of a timeline, as that caller sees it, by whether they are the caller's own.
+/// The names of the programs of a timeline, as the caller sees it. They depend on whether the programs are the
+/// caller's own.
 async fn timeline(connection: &Connection) -> Vec<String> {
     let file = scheduler(connection).await.create_timeline().await.expect("everybody may");
     let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(file));
@@ -300,7 +301,7 @@ fn a_timeline_names_only_ones_own_programs() {
     let own = format!("(PID {})", std::process::id());
     assert!(seen.iter().any(|label| label.ends_with(&own)), "{seen:?}");
 
-    // Also once it has ended.
+    // The same holds once it has ended.
     drop(holder);
     block_on(async {
         let connection = on_bus(&bus).await;
@@ -370,7 +371,7 @@ fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
         let (name, text) = refusal(scheduler.reload().await);
         assert_eq!(name, "org.nvshare.Scheduler1.Error.InvalidConfiguration");
         assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
-        // SIGHUP is the same, and reports to the log.
+        // SIGHUP does the same, and reports to the log.
         daemon.signal(libc::SIGHUP);
         daemon.log.wait("the configuration is unchanged");
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
@@ -437,7 +438,7 @@ fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
             holder.request();
         }
     }
-    // Were each to wait for a list, there would be as many lists.
+    // If each hand-over waited for a list, there would be as many lists.
     let listings = listed.load(Ordering::Relaxed) - before;
     assert!(listings < 250, "1000 hand-overs took as long as {listings} lists");
     drop(stop);
@@ -448,7 +449,7 @@ fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
 
 // ---- locks ---------------------------------------------------------------------------------------------------------
 
-/// The lines that the owner of a lock reads.
+/// The lines that the owner of a lock receives.
 fn lines(lock: nvshare::bus::LockFd) -> BufReader<UnixStream> {
     let stream = UnixStream::from(std::os::fd::OwnedFd::from(lock));
     stream.set_nonblocking(false).expect("a blocking socket");
@@ -477,7 +478,7 @@ fn pressure_is_the_time_in_which_somebody_waits() {
             let groups = scheduler.list_pressure().await.expect("an answer");
             let gpu = groups.iter().find(|group| group.kind == "gpu").expect("the GPU").clone();
             let tenant = groups.iter().find(|group| group.kind == "tenant").expect("the tenant");
-            // Both are of one tenant.
+            // Both belong to one tenant.
             assert!((tenant.some_total - gpu.some_total).abs() < 1e-3, "{groups:?}");
             gpu
         };
@@ -499,7 +500,7 @@ fn a_program_is_told_what_it_waits_for() {
         assert_eq!(refused.0, "org.freedesktop.DBus.Error.InvalidArgs", "{}", refused.1);
         let (holder, waiter) = (daemon.client(), daemon.client());
         holder.attach();
-        // Both are of this process.
+        // Both belong to this process.
         let own = std::process::id();
         let idle = scheduler.explain(own).await.expect("sentences");
         assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for it.")), "{idle:?}");
@@ -522,7 +523,7 @@ fn a_program_is_told_what_it_waits_for() {
     });
 }
 
-/// The second client, once it is in that state.
+/// The second client, once it is in this state.
 async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
     let look = async || {
         let seen = scheduler.list_clients().await.expect("clients");
@@ -542,7 +543,7 @@ fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
         let lock = scheduler.acquire_lock("", "bench", "to measure\nalone", HashMap::new()).await.expect("a lock");
         let seen = second_once(&scheduler, "waiting").await;
         assert_eq!((seen.name.as_str(), seen.why.as_str()), ("bench", "to measure?alone"));
-        // SAFETY: a plain call that cannot fail.
+        // SAFETY: `geteuid` has no preconditions and cannot fail.
         assert_eq!((seen.pid, seen.uid), (std::process::id(), unsafe { libc::geteuid() }));
 
         holder.release();
@@ -563,7 +564,7 @@ fn a_lock_needs_no_room_on_the_gpu() {
         let scheduler = scheduler(connection).await;
         let full = daemon.client();
         full.attach();
-        // All but less than a context, as far as that is known.
+        // Leaves less free than a context is expected to take.
         full.report((14 << 30) + (900 << 20), 0);
         let look = async || scheduler.list_gpus().await.expect("GPUs");
         let status = eventually("a demand", async || Some(look().await).filter(|gpus| gpus[0].demand > 0)).await;
@@ -620,7 +621,8 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
     });
 }
 
-/// A client that has so many bytes on the GPU and gives up the lock and memory as it is told, until it is hung up on.
+/// A client with `bytes` on the GPU that releases the lock and memory as it is told, until the daemon closes its
+/// connection.
 fn obedient(daemon: &Daemon, bytes: u64) -> std::thread::JoinHandle<()> {
     let client = daemon.client();
     client.attach();
@@ -668,7 +670,7 @@ fn a_room_is_vacated_shown_and_over_when_it_is_closed() {
         assert!(gpu.resident <= (15 << 30) - (8 << 30), "the holder has given its memory: {gpu:?}");
         assert_eq!(gpu.kept, Some(8 << 30));
         let [seen] = gpu.rooms.expect("rooms").try_into().expect("one");
-        // SAFETY: a plain call that cannot fail.
+        // SAFETY: `geteuid` has no preconditions and cannot fail.
         assert_eq!((seen.pid, seen.uid, seen.bytes), (std::process::id(), unsafe { libc::geteuid() }, 8 << 30));
         assert!(seen.ready && (1.0..=3600.0).contains(&seen.ends_in), "{seen:?}");
         let text = scheduler.explain(std::process::id()).await.expect("sentences").join(" ");
@@ -683,7 +685,7 @@ fn a_room_is_vacated_shown_and_over_when_it_is_closed() {
     });
 }
 
-/// Waits until clients have so much on the GPU.
+/// Waits until clients have `bytes` on the GPU.
 async fn second_resident(scheduler: &SchedulerProxy<'_>, bytes: u64) {
     let resident = async || scheduler.list_gpus().await.expect("GPUs")[0].resident;
     eventually(&format!("{bytes} resident bytes"), async || (resident().await >= bytes).then_some(())).await;
@@ -738,7 +740,7 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
         ] {
             assert_eq!(ask("", 1, HashMap::from([options])).await, said(text));
         }
-        // Pinned memory never leaves.
+        // Pinned memory is never evicted.
         client.send(pinned(12 << 30));
         client.request();
         client.until_granted();
@@ -760,7 +762,7 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
     });
 }
 
-/// A report of memory of which all is on the GPU and none can leave.
+/// A report of memory that is all on the GPU and cannot be evicted.
 fn pinned(bytes: u64) -> ClientMessage {
     let mut report = memory(0, bytes, bytes);
     if let ClientMessage::Memory { pinned, .. } = &mut report {
@@ -877,7 +879,7 @@ fn a_lock_goes_by_the_rule_of_its_caller() {
     if !is_root() {
         return test_support::skip("root, who may change settings on a bus");
     }
-    // SAFETY: a plain call that cannot fail.
+    // SAFETY: `geteuid` has no preconditions and cannot fail.
     let uid = unsafe { libc::geteuid() };
     let bus = Bus::start();
     let rules = format!(
@@ -912,7 +914,7 @@ const INVALID: &str = "org.freedesktop.DBus.Error.InvalidArgs";
 
 #[test]
 fn a_lock_is_in_no_gang() {
-    // SAFETY: a plain call that cannot fail.
+    // SAFETY: `geteuid` has no preconditions and cannot fail.
     let uid = unsafe { libc::geteuid() };
     let bus = Bus::start();
     let daemon = with_rules(&bus, &format!("[[rule]]\nname = \"job\"\nuser = {uid}\ngang = true\n"));

@@ -1,4 +1,5 @@
-//! Clients of the daemon: what they are told, what is refused, and what neither it nor the others suffer from.
+//! Clients of the daemon: the messages they get, the messages that are refused, and the failures that harm
+//! neither the daemon nor other clients.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
@@ -42,7 +43,7 @@ fn a_library_of_another_age_is_told_so() {
         client.until_end();
         daemon.log.wait(&format!("its library speaks protocol {min} to {max}"));
     }
-    // A newer library that still speaks ours is served, and so is an older one that speaks ours already.
+    // A newer library that still speaks our version is served, and so is an older library that already does.
     for (min, max) in [(version::MAX, version::MAX + 8), (0, version::MAX)] {
         let client = Client::connect(&daemon.socket()).expect("the daemon listens");
         client.send(hello_of(min, max));
@@ -103,7 +104,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
             client.send_raw(&packet);
         }
         client.until_end();
-        // Lines about one user are limited, so the reason is looked for only while they are not.
+        // Log lines about one user are limited, so the reason is expected only while they are not.
         if daemon.log.count("is disconnected after a protocol violation") < 10 {
             daemon.log.wait(reason);
         }
@@ -132,7 +133,7 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
         Some(SchedulerMessage::Remark { text }) => text.as_str().to_owned(),
         other => panic!("instead of a remark: {other:?}"),
     };
-    // In parts, of which one that belongs to another value is none.
+    // Values are sent in parts; a part of another value in between doesn't interfere.
     say(own(1, "1"));
     say(own(0, "0000x"));
     let allowed = "a number from 1 to 10000, or \"idle\" is allowed";
@@ -145,9 +146,9 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     say(own(0, ""));
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"\": {allowed}"));
     daemon.log.wait("NVSHARE_MEMORY_MAX: memory-max cannot be");
-    // One without an end.
+    // A value without an end.
     for _ in 0..=env_limits::LONGEST / 100 {
-        // Until it is hung up on.
+        // Until the connection is closed.
         client.send_raw(own(1, &"1".repeat(100)).encode(version::MAX).as_bytes());
     }
     client.until_end();
@@ -162,7 +163,7 @@ fn two_hundred_clients_at_once() {
         client.send(attach(0, GPU));
         client.request();
     }
-    // Each releases as soon as it has its turn, so all of them are served in the end.
+    // Each client releases the lock when it gets its turn, so all of them are served in the end.
     std::thread::scope(|scope| {
         for client in &clients {
             scope.spawn(|| {
@@ -190,7 +191,7 @@ fn helper_fill() {
     let Some(SchedulerMessage::Refused { reason: Refusal::TooMany, text }) = refusal else {
         panic!("instead of Refused: {refusal:?}");
     };
-    // SAFETY: a plain call that cannot fail.
+    // SAFETY: `getuid` has no preconditions and cannot fail.
     let tenant = format!("user {}", unsafe { libc::getuid() });
     assert_eq!(text.as_str(), format!("{tenant} has 5 programs connected; max-clients-per-tenant allows no more"));
     assert_eq!(welcomed.len(), 5);
@@ -216,13 +217,13 @@ fn one_user_can_have_so_many_clients_and_no_more() {
     });
     let mut fill = helper("clients::helper_fill", &daemon.socket());
     if is_root() {
-        // root's limit is higher, so somebody else fills it.
+        // root's limit is higher, so another user fills it.
         fill.uid(65534).gid(65534);
     }
     let output = fill.stderr(Stdio::piped()).output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     daemon.log.wait("has 5 programs connected");
-    // Nobody else is affected.
+    // Other users are not affected.
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -230,7 +231,7 @@ fn one_user_can_have_so_many_clients_and_no_more() {
     drop(many);
 }
 
-/// A client that says it is in a gang.
+/// A client that reports to be in a gang.
 fn in_gang(path: &Path, gang: u64) -> Client {
     let mut client = Client::connect(path).expect("the daemon listens");
     let library = Text::new("test");
@@ -290,8 +291,8 @@ fn helper_hold() {
     client.attach();
     client.request();
     client.until_granted();
-    // A child that has the socket too, and outlives us.
-    // SAFETY: a plain call on a descriptor that lives.
+    // A child that inherits the socket and outlives this process. SAFETY: `fcntl` with F_SETFD takes no
+    // pointers, and the descriptor is open.
     unsafe { libc::fcntl(client.socket.as_raw_fd(), libc::F_SETFD, 0) };
     let _child = Command::new("sleep").arg("60").stderr(Stdio::null()).spawn().expect("sleep");
     eprintln!("holding");
@@ -302,7 +303,7 @@ fn helper_hold() {
 
 #[test]
 fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
-    // By nothing but its end: turns last an hour.
+    // Only its end frees the lock: turns last an hour.
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 3600\nanti-thrash = \"on\"\n").expect("a file");
@@ -362,7 +363,7 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
     assert_eq!(record.moves().iter().filter(|m| m.what == "undrainable").count(), 1, "{record:?}");
 }
 
-/// Another process that holds the lock.
+/// Starts another process that holds the lock.
 fn holder(daemon: &Daemon) -> std::process::Child {
     let mut child = helper("clients::helper_hold", &daemon.socket())
         .stderr(Stdio::piped())
@@ -372,14 +373,14 @@ fn holder(daemon: &Daemon) -> std::process::Child {
     let stderr = child.stderr.take().expect("its stderr");
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(stderr));
     assert!(lines.by_ref().map_while(Result::ok).any(|line| line.contains("holding")), "the helper failed");
-    // Kept open, so that what it says later does not end it.
+    // The pipe stays open, so that later output doesn't end the process.
     std::mem::forget(lines);
     child
 }
 
-/// Ends a holder and its child, which are a process group of their own.
+/// Ends a holder and its child, which are a separate process group.
 fn end(holder: &mut std::process::Child) {
-    // SAFETY: a plain call; the group is that of a child of ours that has not been waited for.
+    // SAFETY: `kill` takes no pointers, and the group belongs to a child that has not been waited for.
     unsafe { libc::kill(-(holder.id() as i32), libc::SIGKILL) };
     let _ = holder.wait();
 }

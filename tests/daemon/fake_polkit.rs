@@ -1,4 +1,4 @@
-//! A polkit for a private bus, which answers as it is told and remembers what it was asked.
+//! A polkit for a private bus, which gives configured answers and records its questions.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -8,7 +8,7 @@ use zbus::{Connection, OwnedVariant};
 
 use crate::private_bus::{Bus, eventually};
 
-/// What it answers.
+/// The answer to give.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Says {
     #[default]
@@ -19,10 +19,10 @@ pub enum Says {
     Nothing,
 }
 
-/// What it was asked.
+/// A question to polkit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Asked {
-    /// The unique name on the bus of who is asked about.
+    /// The unique bus name of the subject.
     pub subject: String,
     pub action: String,
     pub flags: u32,
@@ -93,12 +93,12 @@ impl Polkit {
         self.book.lock().expect("the book").says = says;
     }
 
-    /// What it was asked since this was called last.
+    /// The questions since the last call.
     pub fn asked(&self) -> Vec<Asked> {
         std::mem::take(&mut self.book.lock().expect("the book").asked)
     }
 
-    /// The same, once it is so much.
+    /// The same, once there are `times` of them.
     pub async fn asked_times(&self, times: usize) -> Vec<Asked> {
         let so_far = || self.book.lock().expect("the book").asked.len();
         eventually(&format!("{times} questions"), async || (so_far() >= times).then_some(())).await;

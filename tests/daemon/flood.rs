@@ -1,4 +1,4 @@
-//! Users who call on D-Bus as fast as the bus lets them.
+//! Users who call methods on D-Bus as fast as the bus lets them.
 
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
@@ -13,9 +13,9 @@ use test_support::daemon::*;
 use crate::private_bus::{Bus, block_on, on_bus, on_control, scheduler};
 
 const FLOOD: Duration = Duration::from_secs(4);
-/// Bytes that the daemon may have in memory, most of which is the debug build's code.
+/// The most memory that the daemon may use, most of it for the debug build's code.
 const MAX_MEMORY: u64 = 200 << 20;
-/// The longest time until root's two calls are answered, on a machine with other work. Before calls had a budget, they timed out.
+/// The longest time until root's two calls are answered, on a busy machine. Before calls had a budget, they timed out.
 const MAX_ANSWER: Duration = Duration::from_secs(10);
 
 #[test]
@@ -75,6 +75,6 @@ fn a_flood_of_calls_takes_no_memory_and_root_is_answered() {
     let used = memory(&daemon);
     eprintln!("{}; {} MiB, root's answers took {by_control:?} and {by_bus:?}", said.trim(), used >> 20);
     assert!(used < MAX_MEMORY, "the daemon has {} MiB after {said}", used >> 20);
-    // The bus delivers calls in order, and a debug build takes a while to refuse those before.
+    // The bus delivers calls in order, and a debug build takes a while to refuse the calls before these.
     assert!(by_control < MAX_ANSWER && by_bus < MAX_ANSWER, "root was answered after {by_control:?} and {by_bus:?}");
 }

@@ -1,4 +1,5 @@
-//! `nvsharectl make-room --games`: memory is kept free while a game runs, as GameMode says on the session's bus.
+//! `nvsharectl make-room --games`: memory is kept free while a game runs, as announced by GameMode on the
+//! session bus.
 
 use std::process::{Child, Stdio};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::private_bus::*;
 
 const PATH: &str = "/com/feralinteractive/GameMode";
 
-/// What GameMode's daemon says of games.
+/// The number of running games, as GameMode's daemon publishes it.
 struct GameMode(Arc<AtomicI32>);
 
 #[zbus::interface(name = "com.feralinteractive.GameMode")]
@@ -45,7 +46,7 @@ impl Games {
         Self { connection, count }
     }
 
-    /// From now on so many games run.
+    /// Sets the number of running games.
     async fn run(&self, count: i32) {
         let before = self.count.swap(count, Ordering::Relaxed);
         let emitter = SignalEmitter::new(&self.connection, PATH).expect("a path");
@@ -58,7 +59,7 @@ impl Games {
     }
 }
 
-/// `nvsharectl make-room --games` with that bus as its session's.
+/// Starts `nvsharectl make-room --games` with this bus as its session bus.
 fn follow(daemon: &Daemon, bus: &Bus) -> Child {
     let mut command = ctl();
     command.arg("--control").arg(daemon.control()).args(["make-room", "--games", "2G"]);
@@ -78,7 +79,7 @@ fn memory_is_kept_free_while_games_run() {
             eventually(&format!("{bytes} bytes to be kept"), async || is_kept().await.then_some(())).await;
         };
         let mut following = follow(&daemon, &session);
-        // GameMode comes with a game that runs already.
+        // GameMode starts while a game runs already.
         let games = Games::start(&session, 1).await;
         kept(2 << 30).await;
         games.run(2).await;
@@ -87,7 +88,7 @@ fn memory_is_kept_free_while_games_run() {
         kept(0).await;
         games.run(1).await;
         kept(2 << 30).await;
-        // GameMode ends, and with it what it said.
+        // GameMode ends, and its count with it.
         games.connection.close().await.expect("an end");
         kept(0).await;
         let _again = Games::start(&session, 1).await;

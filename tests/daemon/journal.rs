@@ -1,4 +1,4 @@
-//! The log in the journal, as journald receives it: the daemon runs in a mount namespace that has a journald of the test.
+//! The log in the journal, as journald receives it: the daemon runs in a mount namespace with the test's journald.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -32,7 +32,7 @@ impl Journald {
         std::fs::create_dir(&journald).expect("a directory");
         let socket = UnixDatagram::bind(journald.join("socket")).expect("a socket");
         socket.set_read_timeout(Some(PATIENCE)).expect("a limit");
-        // systemd tells a service by the inode that its stderr is the journal's.
+        // A service recognises the journal by the inode of its stderr, which systemd passes to it.
         let stderr = std::fs::File::create(directory.0.join("stderr")).expect("a file");
         let inode = stderr.metadata().expect("its inode");
         let daemon = command(&directory.0);
@@ -117,7 +117,7 @@ fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
     let attached = journald.until("attached");
     assert_eq!((attached["PRIORITY"].as_str(), attached.get("MESSAGE_ID")), ("7", None));
 
-    // More lines than a socket holds, which nobody reads.
+    // More lines than a socket holds, while no process reads it.
     for _ in 0..300 {
         client.request();
         client.until_granted();
@@ -126,7 +126,7 @@ fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
     drop(client);
     drop(Client::welcomed(&socket));
     assert_eq!(journald.stderr(), "", "nothing of it is on stderr");
-    // It goes on where it was.
+    // It continues where it was.
     journald.until("disconnected");
     journald.until(" connected");
 }

@@ -1,5 +1,5 @@
-//! The daemon as a process, with clients that speak the protocol by hand: what it serves, on its sockets, on the bus and to
-//! collectors of metrics, what it records, and what it survives.
+//! The daemon as a process, with clients that speak the protocol by hand: its service on sockets, on the bus and to metrics
+//! collectors, its records, and its robustness.
 
 mod bus;
 mod clients;

@@ -1,4 +1,4 @@
-//! NVML that is slow, fails, and is let go of; GPUs and MIG slices that come and go. The simulated NVML has a file open while it
+//! NVML that is slow, fails, or is released; GPUs and MIG slices that come and go. The simulated NVML has a file open while it
 //! is initialized, as the real one has the driver's.
 
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ fn status(daemon: &Daemon) -> Value {
     serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
 }
 
-/// UUIDs of the GPUs in `nvsharectl status`, those that are gone with a mark.
+/// UUIDs of the GPUs in `nvsharectl status`, with a mark on lost GPUs.
 fn listed(daemon: &Daemon) -> Vec<String> {
     let mut names: Vec<String> = status(daemon)["gpus"]
         .as_array()
@@ -83,7 +83,7 @@ async fn next(stream: &mut MessageStream) -> (String, String) {
     }
 }
 
-// ---- starting ----
+// ---- startup ----
 
 #[test]
 fn the_daemon_is_ready_while_nvml_initializes() {
@@ -91,7 +91,7 @@ fn the_daemon_is_ready_while_nvml_initializes() {
         return;
     }
     trouble::hold_init(machine(), true).expect("a file");
-    let daemon = Daemon::start(); // which waits until it serves
+    let daemon = Daemon::start(); // waits until it serves
     daemon.log.wait("NVML takes long");
     let client = daemon.client();
     attach(&client, 0);
@@ -134,7 +134,7 @@ fn nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu() {
     daemon.log.wait("NVML cannot be used, and will be tried again");
     assert_eq!(status(&daemon)["gpus"][0]["accounting"], "reports");
     assert_eq!(listed(&daemon), [name(0)], "an error does not say that it is gone");
-    // Where nothing is measured, nobody waits for a measurement.
+    // Without measurements, clients don't wait for one.
     client.report(GIB / 4, 0);
     client.request();
     client.until_granted();
@@ -170,7 +170,7 @@ fn gpus_that_come_and_go_are_listed_and_announced() {
         }
     });
     daemon.log.wait("Simulated GPU is gone");
-    // A GPU of a lower number moves the others.
+    // Removing a GPU with a lower number renumbers the others.
     trouble::take_out(machine(), 0, true).expect("a file");
     wait_for_list(&daemon, &[name(1)]);
     wait_for("its new number", || (status(&daemon)["gpus"][0]["index"] == 0).then_some(()));
@@ -199,10 +199,10 @@ fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
     assert!(text.contains("This GPU is gone: the driver no longer lists it"), "{text}");
     daemon.log.wait("is gone, and programs still use it");
 
-    // It cannot be chosen any more, and others can.
+    // It cannot be chosen any more, while others can.
     let refused = daemon.ctl(&["lock", "--gpu", &name(0), "true"]);
     assert!(refused.stderr.contains(&format!("there is no GPU {:?}: there are {}", name(0), name(1))), "{refused:?}");
-    // A lock takes root, or a scheduler with a polkit.
+    // A lock needs root, or a scheduler with polkit.
     let locked = if test_support::daemon::is_root() { 0 } else { 1 };
     assert_eq!(daemon.ctl(&["lock", "--gpu", &name(1), "true"]).code, Some(locked));
 
@@ -233,7 +233,7 @@ fn slices_replace_their_gpu_and_each_other() {
     wait_for_list(&daemon, &[name(0)]);
 }
 
-// ---- letting go of the driver ----
+// ---- releasing the driver ----
 
 #[test]
 fn the_driver_is_released_until_a_program_comes() {
@@ -247,7 +247,7 @@ fn the_driver_is_released_until_a_program_comes() {
     let released = daemon.ctl(&["release-driver", "--for", "600"]);
     assert_eq!((released.code, open_files(&daemon).len()), (Some(0), 0), "{released:?}");
     assert!(released.stdout.contains("released the driver, for 600 s"), "{released:?}");
-    // It says what it knew, and asks nobody.
+    // It shows the last known state, without calling NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());
 
@@ -261,7 +261,7 @@ fn the_driver_is_released_until_a_program_comes() {
     assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
     let line = format!("(process {}", std::process::id());
     assert!(refused.stderr.contains("programs use it: stop them") && refused.stderr.contains(&line), "{refused:?}");
-    // Without measurements it goes on.
+    // It continues without measurements.
     client.report(GIB / 4, 0);
     client.request();
     client.until_granted();
@@ -285,7 +285,7 @@ fn the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while() {
     drop(client);
     wait_for("NVML to be closed", || open_files(&daemon).is_empty().then_some(()));
     daemon.log.wait("nobody needs NVML");
-    // Whoever looks is told what is known, which does not open it.
+    // Readers get the last known state, which doesn't open NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());
     attach(&daemon.client(), 0);
@@ -357,7 +357,7 @@ fn beside_a_display_programs_queue_less_work() {
 #[test]
 fn without_a_driver_every_command_says_so_in_one_line() {
     let daemon = Daemon::start_in(Directory::new(), None, |command, directory| {
-        // An empty file in its place, so that no driver of this machine is found.
+        // An empty file takes its place, so that no driver of this machine is found.
         std::fs::write(directory.join("libnvidia-ml.so.1"), "").expect("a file");
         command.env("LD_LIBRARY_PATH", directory);
     });

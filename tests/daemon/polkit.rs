@@ -1,4 +1,4 @@
-//! Who may do what on the bus: root everything, others what polkit says, whatever polkit does.
+//! Authorization on the bus: root may do everything, others what polkit allows, however polkit behaves.
 
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
@@ -18,7 +18,7 @@ use zbus::proxy::MethodFlags;
 use zbus::{Connection, OwnedVariant, Variant};
 
 const NOBODY: u32 = 65534;
-/// The bus lets only users in that have a name; this is "daemon" everywhere.
+/// The bus admits only users with a name; this one is "daemon" everywhere.
 const SOMEBODY: u32 = 1;
 
 const NOT_AUTHORIZED: &str = "org.freedesktop.DBus.Error.AccessDenied";
@@ -30,10 +30,11 @@ const DEBUG: &str = "org.nvshare.Scheduler1.debug";
 
 // ---- users ---------------------------------------------------------------------------------------------------------
 
-/// Does something as another user: the kernel lets a thread alone be one.
+/// Runs `work` as another user, in a thread: the kernel changes the user of single threads.
 fn as_user<T: Send + 'static>(uid: u32, work: impl FnOnce() -> T + Send + 'static) -> T {
     let thread = std::thread::spawn(move || {
-        // SAFETY: a plain call, which changes this thread's effective user; -1 leaves the others as they are.
+        // SAFETY: `setresuid` takes no pointers and changes this thread's effective user; -1 leaves the others as they
+        // are.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) }, 0);
         work()
     });
@@ -46,7 +47,7 @@ async fn on_bus_as(bus: &Bus, uid: u32) -> Connection {
     Builder::unix_stream(stream).user_id(uid).build().await.expect("the handshake")
 }
 
-/// Calls a method, letting a password be asked for or not.
+/// Calls a method with flags, which allow or forbid asking for a password.
 async fn call(connection: &Connection, interface: &str, method: &str, body: &Body<'_>, flags: MethodFlags) -> Reply {
     let proxy = zbus::Proxy::new(connection, NAME, PATH, interface).await.expect("a proxy");
     match body {
@@ -67,7 +68,7 @@ async fn set_quantum(connection: &Connection, seconds: u32) -> Reply {
     set(connection, "TimeQuantum", seconds, MethodFlags::empty()).await
 }
 
-/// Calls that wait, each in a task of its own.
+/// Starts calls that wait, each in its own task.
 fn start_waiting(connection: &Connection, calls: usize) -> Vec<tokio::task::JoinHandle<Reply>> {
     let wait = |_| {
         let connection = connection.clone();
@@ -97,7 +98,7 @@ async fn acquire(scheduler: &SchedulerProxy<'_>) -> zbus::Result<nvshare::bus::L
     scheduler.acquire_lock("", "somebody", "a test", HashMap::new()).await
 }
 
-/// Whether the only client is shown with its command line.
+/// Whether the only client is listed with its command line.
 async fn sees_command(scheduler: &SchedulerProxy<'_>) -> bool {
     let clients = scheduler.list_clients().await.expect("everybody may list");
     let [client] = clients.as_slice() else { panic!("{clients:?}") };
@@ -212,7 +213,7 @@ fn a_lock_is_for_whom_polkit_allows_it() {
         let refused = format!("user nobody may not acquire the lock of {GPU_NAME}: polkit does not allow it");
         assert_eq!(refusal(acquire(&scheduler).await), (NOT_AUTHORIZED.to_owned(), refused));
         polkit.asked();
-        // Nobody is asked for a password for what cannot be had.
+        // No user is asked for a password for an invalid request.
         let refused = refusal(scheduler.acquire_lock("GPU-0", "a", "b", HashMap::new()).await);
         assert_eq!(refused.0, "org.freedesktop.DBus.Error.InvalidArgs");
         assert_eq!(polkit.asked(), []);
@@ -235,7 +236,7 @@ fn a_room_is_for_whom_polkit_allows_it() {
         let refused = format!("user nobody may not have memory of {GPU_NAME} kept free: polkit does not allow it");
         assert_eq!(refusal(make(1 << 30).await), (NOT_AUTHORIZED.to_owned(), refused));
         polkit.asked();
-        // Nobody is asked for a password for what cannot be had.
+        // No user is asked for a password for an invalid request.
         assert_eq!(refusal(make(0).await).0, "org.freedesktop.DBus.Error.InvalidArgs");
         assert_eq!(polkit.asked(), []);
     });
@@ -272,7 +273,7 @@ fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
         assert!(text.ends_with(": it may not read and write /dev/nvidia0"), "{text}");
         assert_eq!(polkit.asked(), [], "no password opens the device");
 
-        // One of the groups of this thread, which the bus passes on.
+        // One of this thread's groups, which the bus passes on.
         std::os::unix::fs::chown(&device, None, Some(0)).expect("its group");
         acquire(&scheduler).await.expect("its group may");
         let [question] = polkit.asked().try_into().expect("one question");
@@ -308,7 +309,7 @@ fn polkit_is_told_which_rule_changes_and_a_lock_s_rule() {
         holder.request();
         holder.until_granted();
         let _lock = acquire(&scheduler).await.expect("polkit says yes");
-        // By the priority of its caller's rule it does not wait for the turn to end.
+        // Because of the priority in its caller's rule, it doesn't wait for the turn to end.
         holder.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Revoke { .. }));
         let rule = HashMap::from([("weight", Variant::from(5_i64)), ("user", Variant::from("root"))]);
         scheduler.set_rule("batch", rule).await.expect("polkit says yes");
@@ -348,7 +349,7 @@ fn command_lines_of_others_are_shown_where_polkit_says_so_at_once() {
         assert_eq!(polkit.asked(), []);
 
         let _client = daemon.client();
-        // Again where this machine was too slow to answer at once.
+        // Repeated in case this machine was too slow to answer promptly.
         eventually("an answer in time", async || sees_command(&scheduler).await.then_some(())).await;
         let flags = MethodFlags::ALLOW_INTERACTIVE_AUTH;
         let listed: zbus::Result<Option<Vec<nvshare::bus::Client>>> =
@@ -385,7 +386,7 @@ fn a_polkit_that_hangs_delays_nothing_else() {
             assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
             scheduler.list_gpus().await.expect("an answer");
             scheduler.list_clients().await.expect("an answer");
-            // What would wait for those who wait: zbus takes a lock for it, if there is anything that wants one.
+            // These calls would wait for the pending ones: zbus takes a lock for them, if a handler needs one.
             let plain = MethodFlags::empty();
             for nothing in ["Version", "Holders", "Nothing"] {
                 refusal(set(connection, nothing, "x", plain).await);
@@ -483,20 +484,20 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
 
 // ---- nvsharectl ----------------------------------------------------------------------------------------------------
 
-/// A terminal: what programs see of it, and the end that keeps it.
+/// A terminal: the end that programs see, and the end that keeps it open.
 fn terminal() -> (OwnedFd, OwnedFd) {
     let (mut keeper, mut seen) = (-1, -1);
     let null = std::ptr::null_mut();
-    // SAFETY: both descriptors are written, and nothing else is asked for.
+    // SAFETY: both descriptors are valid places to write, and the null pointers ask for nothing else.
     let made = unsafe { libc::openpty(&mut keeper, &mut seen, null, null.cast(), null.cast()) };
     assert_eq!(made, 0);
-    // SAFETY: they are new, and nobody else's.
+    // SAFETY: `openpty` has just made both descriptors, and nothing else owns them.
     unsafe { (OwnedFd::from_raw_fd(seen), OwnedFd::from_raw_fd(keeper)) }
 }
 
 #[test]
 fn nvsharectl_says_what_to_do() {
-    // In the place of polkit's own, which has nobody to register with here.
+    // It replaces polkit's own agent, which has nothing to register with here.
     let directory = Directory::new();
     fs::set_permissions(&directory.0, Permissions::from_mode(0o777)).expect("its mode");
     let (program, agent) = (directory.0.join("pkttyagent"), directory.0.join("said"));

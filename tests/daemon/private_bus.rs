@@ -13,7 +13,7 @@ use zbus::proxy::CacheProperties;
 
 use test_support::daemon::*;
 
-/// A bus that treats the scheduler as the system bus does: with the policy that is installed. There can be a polkit on it.
+/// A bus that treats the scheduler as the system bus does, by the installed policy. It may have a polkit.
 #[derive(Debug)]
 pub struct Bus {
     child: Child,
@@ -58,7 +58,7 @@ impl Bus {
               <include>{}</include>
             </busconfig>"#,
             directory.0.join("bus").display(),
-            // The installed policy lets root and the user nvshare be the scheduler; here it is the user of the test.
+            // The installed policy lets root and the user nvshare own the scheduler's name; here it is the test's user.
             rustix::process::getuid().as_raw(),
             policy.display()
         );
@@ -93,14 +93,14 @@ impl Drop for Bus {
     }
 }
 
-/// Runs a test on a runtime of its own.
+/// Runs a test on its own runtime.
 pub fn block_on<T>(work: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    // Some of its steps wait that long each.
+    // Some of its steps may take `PATIENCE` each.
     runtime.block_on(async { tokio::time::timeout(2 * PATIENCE, work).await.expect("in time") })
 }
 
-/// Looks until there is an answer.
+/// Polls until there is an answer.
 pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -126,7 +126,7 @@ pub async fn scheduler(connection: &Connection) -> SchedulerProxy<'static> {
     builder.build().await.expect("a proxy")
 }
 
-/// The name of a D-Bus error and what it says.
+/// The name of a D-Bus error and its text.
 pub fn refusal<T: std::fmt::Debug>(result: zbus::Result<T>) -> (String, String) {
     use zbus::DBusError;
     match result.expect_err("it is refused") {

@@ -1,4 +1,4 @@
-//! What is said on a terminal, and only there, of what takes long.
+//! Progress messages of slow commands, on a terminal and only there.
 
 use std::process::Command;
 
@@ -17,7 +17,7 @@ fn helper_program() {
     client.until_end();
 }
 
-/// What `nvsharectl run` is to start.
+/// The command line that `nvsharectl run` gets.
 fn run(daemon: &Daemon) -> Vec<std::ffi::OsString> {
     let program = std::env::current_exe().expect("this program");
     let socket = daemon.socket();
@@ -26,7 +26,7 @@ fn run(daemon: &Daemon) -> Vec<std::ffi::OsString> {
         words.push(format!("{name}={}", socket.display()).into());
     }
     words.extend([artifact("nvsharectl").into(), "--control".into(), daemon.control().into(), "run".into()]);
-    // The program speaks the protocol itself: any library does.
+    // The program speaks the protocol itself, so any library does.
     let library = "/usr/lib/x86_64-linux-gnu/libdl.so.2";
     let library = if exists(library) { library.into() } else { artifact("libnvshare.so").into_os_string() };
     words.extend(["--library".into(), library, "--".into(), program.into()]);
@@ -49,7 +49,7 @@ fn a_command_that_waits_for_its_turn_says_so_on_a_terminal() {
     let words: Vec<&dyn AsRef<std::ffi::OsStr>> = words.iter().map(|word| word as _).collect();
     let Some(terminal) = Terminal::start(&words) else { return };
     terminal.wait(&[" waits for GPU-07070707", " s more"]);
-    // It is gone once it runs, and so is who said it.
+    // The message disappears once the program runs, and so does the process that printed it.
     drop(holder);
     let deadline = std::time::Instant::now() + PATIENCE;
     while terminal.screen().contains("waits for") {

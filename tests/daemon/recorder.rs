@@ -1,4 +1,4 @@
-//! The flight recorder: a recording replays to exactly the commands that were recorded, also from a file.
+//! The flight recorder: a recording, also one from a file, replays to exactly the recorded commands.
 
 use std::time::Duration;
 
@@ -64,7 +64,7 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
     (settings, world.history)
 }
 
-/// Plays a history with a machine, and with one that is recorded from the event at `from` on.
+/// Plays a history on a machine, and records it from the event at `from` on.
 fn record(settings: Settings, history: &[(Time, Event)], from: usize) -> (Recorder, Vec<Entry>) {
     let mut machine = Machine::new(settings);
     let (before, after) = history.split_at(from);
@@ -111,7 +111,7 @@ fn written(recording: &Recording) -> Vec<u8> {
     file
 }
 
-/// The entries of a recording, and what a replay finds different.
+/// The entries of a recording, and the difference that a replay finds.
 fn replayed(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     let entries: Vec<Entry> = recording.entries().collect::<Result<_, _>>().expect("they can be decoded");
     let checkpoint = recording.checkpoint().expect("it can be decoded");
@@ -119,7 +119,7 @@ fn replayed(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     (entries, replay.difference)
 }
 
-/// The same of what was written to a file.
+/// The same for a recording written to a file.
 fn replayed_from_file(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     let file = written(recording);
     let bundle = bundle::read(&*file).expect("a bundle");
@@ -142,7 +142,8 @@ proptest! {
     }
 }
 
-/// Also beyond the end of a span of the recorder, with clients that are measured and then not any more.
+/// Also beyond the end of one of the recorder's spans, with clients that are measured at first and not
+/// later.
 #[test]
 fn a_running_record_has_every_entry() {
     let directory = test_support::Directory::new();
@@ -171,7 +172,7 @@ fn a_running_record_has_every_entry() {
     assert_eq!(replayed.difference, None);
 }
 
-/// One event a second for so many seconds; it begins with a GPU and a client.
+/// One event a second for `count` seconds, after a GPU and a client.
 fn ticks(count: u64) -> Vec<(Time, Event)> {
     let first = [
         Event::GpuFound { gpu: gpu(0), total: 16 * GIB },
@@ -193,7 +194,7 @@ fn ten_thousand_entries_are_kept_and_not_many_more() {
     }
 }
 
-/// What is kept of 1,000 clients whose measurements all change each time is bounded.
+/// The record of 1,000 clients whose measurements all change each time is bounded.
 #[test]
 fn large_entries_are_bounded() {
     let mut machine = Machine::new(scheduler_sim::settings(AntiThrash::Auto, ms(500)));

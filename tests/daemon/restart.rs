@@ -1,4 +1,4 @@
-//! A daemon that is killed or stopped, and the next one, which is handed the connections of its clients and the locks over D-Bus.
+//! A daemon that is killed or stopped, and its successor, which inherits the connections of its clients and the locks over D-Bus.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
@@ -49,7 +49,7 @@ fn until_asked(client: &Client) {
     assert_eq!(asked, SchedulerMessage::Resume { client: client.id }, "the id stays");
 }
 
-/// Says everything but what ends it.
+/// Repeats all messages except the last one.
 fn say_again(client: &Client, demand: u64, mapped: u64) {
     client.send(hello_again(client.id));
     client.send(attach(0, GPU));
@@ -63,10 +63,10 @@ fn resume(client: &Client, demand: u64, mapped: u64, gpus: u64) {
     client.send(ClientMessage::Held { gpus });
 }
 
-/// Whether nothing but what changes nothing comes for a moment: what is not granted now is not granted.
+/// Asserts that no grant has been sent: a grant would have been sent by now.
 #[track_caller]
 fn assert_not_granted(daemon: &Daemon, client: &Client) {
-    daemon.ctl(&["status"]); // the loop has been through everything
+    daemon.ctl(&["status"]); // the loop has processed everything
     let mut buffer = [0u8; nvshare_wire::MAX_LEN];
     loop {
         // SAFETY: the kernel writes at most `buffer.len()` bytes.
@@ -119,7 +119,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
     holder.request();
     holder.until_granted();
     let directory = daemon.kill();
-    // This one asks, and does not live to read the answers.
+    // This daemon asks the clients, and is killed before it reads the answers.
     let daemon = Daemon::start_under(&manager, directory);
     for client in [&holder, &waiter] {
         until_asked(client);
@@ -136,7 +136,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
     daemon.log.wait("2 of 2 programs continue");
     until(|| {
         let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
-        // The newest of what was said.
+        // The newest report.
         status["gpus"][0]["resident"] == 12 * GIB
     });
     assert_not_granted(&daemon, &waiter);
@@ -144,7 +144,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
     drop(holder);
     waiter.until_granted();
     assert_eq!(daemon.log.count("protocol violation") + daemon.log.count(" connected "), 0);
-    // Only where it may have been asked twice.
+    // A second Hello is allowed only for clients that may have been asked twice.
     let fresh = daemon.client();
     fresh.send(hello_again(fresh.id));
     fresh.until_end();
@@ -162,7 +162,7 @@ fn nobody_is_granted_anything_before_everybody_has_answered() {
     let daemon = Daemon::start_under(&manager, directory);
     resume(&waiter, GIB, 0, 0);
     waiter.request();
-    // Who comes now is welcomed, and waits as well.
+    // A new client is welcomed, and waits too.
     let newcomer = daemon.client();
     newcomer.send(attach(0, GPU));
     newcomer.request();
@@ -193,7 +193,7 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
     until_asked(&client);
     client.report(2 * GIB, 2 * GIB);
     client.send(hello_again(client.id));
-    // Another thread has something to say of a GPU that is not known yet.
+    // Another thread reports about a GPU that isn't attached yet.
     client.report(3 * GIB, 3 * GIB);
     client.request();
     say_again(&client, 4 * GIB, 4 * GIB);
@@ -216,7 +216,7 @@ fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others()
     resume(&client, 0, 0, 0);
     daemon.log.wait("1 of 1 programs continue");
     let directory = daemon.stop();
-    // The unit is stopped for good.
+    // The unit is stopped permanently.
     manager.close_all();
     client.until_end();
     drop(directory);
@@ -232,7 +232,7 @@ fn who_goes_is_no_longer_kept() {
     let stays = resuming(&manager, &daemon);
     let directory = daemon.kill();
     let daemon = Daemon::start_under(&manager, directory);
-    // In the very moment in which it is asked.
+    // It leaves at the moment when the new daemon asks it to report again.
     drop(gone);
     resume(&stays, 0, 0, 0);
     daemon.log.wait("of 2 programs continue");
@@ -316,7 +316,7 @@ fn where_nothing_is_kept_a_client_hears_of_the_end() {
 
 // ---- locks over D-Bus ----------------------------------------------------------------------------------------------
 
-/// A lock of a caller whose connection to the scheduler has ended, as that of `nvsharectl lock` does.
+/// A lock whose caller has closed its connection to the scheduler, as `nvsharectl lock` does.
 struct Lock {
     lines: BufReader<UnixStream>,
 }
@@ -340,7 +340,7 @@ impl Lock {
         line
     }
 
-    /// Reads what is left, to the end.
+    /// Reads the remaining lines, to the end.
     #[track_caller]
     fn until_end(mut self) -> String {
         let mut rest = String::new();
@@ -358,7 +358,7 @@ impl Lock {
 }
 
 fn start_with_rule(manager: &Manager, directory: Directory) -> Daemon {
-    // SAFETY: a plain call that cannot fail.
+    // SAFETY: `geteuid` has no preconditions and cannot fail.
     let uid = unsafe { libc::geteuid() };
     let file = directory.0.join("nvshare.toml");
     std::fs::write(&file, format!("[[rule]]\nname = \"mine\"\nuser = {uid}\nweight = 50\n")).expect("the file");
@@ -474,7 +474,7 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     drop(client);
     until(|| manager.kept().len() == 1);
     let directory = daemon.kill();
-    // Of a later version, and one whose record is missing.
+    // A record of a later version, and a lock without a record.
     let [(later, ours), (bare, theirs)] = [(); 2].map(|()| UnixStream::pair().expect("a pair"));
     manager.keep("l9.500.0", later.into());
     manager.keep("l9.500.0", std::fs::File::open("/dev/null").expect("a file").into());
@@ -490,7 +490,7 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     assert!(daemon.client().id > 0x600);
 }
 
-/// The longest time until another program is welcomed while clients are taken over. A loaded test machine needs some of it.
+/// The longest time until another program is welcomed while clients are taken over, with some slack for a loaded test machine.
 const MAX_GAP: std::time::Duration = std::time::Duration::from_millis(500);
 
 #[test]

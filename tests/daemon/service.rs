@@ -1,4 +1,4 @@
-//! The daemon as a service: its sockets, its configuration, what it tells a service manager, and its record.
+//! The daemon as a service: its sockets, its configuration, its messages to the service manager, and its record.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -85,7 +85,8 @@ fn sigterm_ends_it_and_clients_notice() {
     daemon.signal(libc::SIGTERM);
     client.until_end();
     assert!(daemon.wait().success());
-    // Sockets, their locks and directories it made are gone, except the files by which programs take turns without it.
+    // Its sockets, their locks and the directories it made are gone, except the files by which programs take turns
+    // without it.
     let names = |directory: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(directory).expect("a directory").flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().expect("UTF-8")).collect();
@@ -99,7 +100,7 @@ fn sigterm_ends_it_and_clients_notice() {
 #[test]
 fn running_out_of_descriptors_neither_ends_it_nor_makes_it_spin() {
     let daemon = Daemon::start_with(|command, _| {
-        // SAFETY: setrlimit is async-signal-safe.
+        // SAFETY: `setrlimit` is async-signal-safe.
         unsafe {
             command.pre_exec(|| {
                 let limit = libc::rlimit { rlim_cur: 48, rlim_max: 48 };
@@ -139,7 +140,7 @@ fn running_out_of_descriptors_neither_ends_it_nor_makes_it_spin() {
 fn systemd_can_pass_the_socket() {
     let directory = Directory::new();
     let path = directory.0.join("given.sock");
-    // SAFETY: plain system calls; the address is a live sockaddr_un and the descriptor new.
+    // SAFETY: the address is a live `sockaddr_un`, and the descriptor is new and owned here.
     let listener = unsafe {
         let fd = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0);
         let mut address: libc::sockaddr_un = std::mem::zeroed();
@@ -158,7 +159,7 @@ fn systemd_can_pass_the_socket() {
         command.arg("--control-socket").arg(directory.0.join("control/control.sock")).arg("--no-bus");
         command.env("LISTEN_FDS", "1").env("LISTEN_FDNAMES", names);
         let fd = listener.as_raw_fd();
-        // SAFETY: dup2 is async-signal-safe.
+        // SAFETY: `dup2` is async-signal-safe.
         unsafe {
             command.pre_exec(move || if libc::dup2(fd, 3) == 3 { Ok(()) } else { Err(std::io::Error::last_os_error()) })
         };
@@ -169,14 +170,14 @@ fn systemd_can_pass_the_socket() {
     kill(daemon.id(), libc::SIGTERM);
     assert!(wait(&mut daemon).success());
     assert!(exists(&path), "a socket that systemd owns is not removed");
-    // A client that connects while nobody runs waits for the next daemon.
+    // A client that connects while no daemon runs waits for the next one.
     let early = Client::connect(&path).expect("systemd listens");
     early.send(hello());
     let mut daemon = start("clients");
     assert!(matches!(early.receive(), Some(SchedulerMessage::Welcome { .. })));
     kill(daemon.id(), libc::SIGTERM);
     assert!(wait(&mut daemon).success());
-    // The wrong kind of socket is an error, not a surprise later.
+    // A socket of the wrong kind is an error at startup, not a surprise later.
     let mut daemon = start("control");
     assert_eq!(wait(&mut daemon).code(), Some(1));
 }
@@ -270,11 +271,11 @@ fn a_record_has_every_move() {
     second.request();
     second.until_granted();
     let id = first.id;
-    // A client that goes without having read everything may not be read to its end.
+    // The daemon may not read all messages of a client that leaves without having read all of its own.
     let mut record = Record::new(&path, 1);
     test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);
-    // It is logged before it is recorded.
+    // The end is logged before it is recorded.
     test_support::wait_for("its end", || record.moves().iter().any(|m| m.what == "disconnect").then_some(()));
     let moves = record.moves();
     let own: Vec<&str> = moves.iter().filter(|m| m.client == id).map(|m| m.what).collect();
@@ -286,7 +287,7 @@ fn a_record_has_every_move() {
     let mapped = moves.iter().find(|m| m.what == "mapped").expect("seen above");
     assert_eq!((mapped.bytes, mapped.pid), (GIB, std::process::id()));
 
-    // It can be replayed while the scheduler runs, also where it ends in the middle of a line.
+    // The record can be replayed while the scheduler runs, also if it ends in the middle of a line.
     let text = std::fs::read_to_string(&path).expect("the record");
     let lines: Vec<&str> = text.split_inclusive('\n').collect();
     assert!(lines[0].starts_with("{\"kind\":\"nvshare-record\"") && lines.len() > 8, "{text}");
@@ -308,14 +309,14 @@ fn a_full_disk_ends_the_record_and_not_the_scheduler() {
         // A limit on the size of files stands for a full disk: writing beyond it fails once its signal is ignored.
         let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
         let act = move || {
-            // SAFETY: plain calls with valid arguments.
+            // SAFETY: `signal` and `setrlimit` get valid arguments.
             let failed = unsafe {
                 libc::signal(libc::SIGXFSZ, libc::SIG_IGN) == libc::SIG_ERR
                     || libc::setrlimit(libc::RLIMIT_FSIZE, &limit) != 0
             };
             if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
         };
-        // SAFETY: only system calls.
+        // SAFETY: `act` makes only async-signal-safe system calls.
         unsafe { command.pre_exec(act) };
         command.arg("--record").arg(directory.join("record"));
     });

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use test_support::daemon::*;
 
-/// A daemon with a directory for its state, and a configuration file that says 20 s.
+/// A daemon with a state directory, and a configuration file that sets 20 s.
 fn start(directory: Directory) -> Daemon {
     let (state, file) = (state(&directory.0), directory.0.join("nvshare.toml"));
     fs::create_dir_all(&state).expect("the state directory");
@@ -43,7 +43,7 @@ fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
     let daemon = start(daemon.kill());
     assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     daemon.log.wait("take precedence over the configuration file");
-    // The file is read again, and what was changed stays.
+    // The file is read again, and the changes stay in effect.
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     let text = fs::read_to_string(daemon.directory.0.join("nvshare.toml")).expect("the file");
@@ -90,7 +90,7 @@ fn reset_with_a_wrong_configuration_file_changes_nothing() {
     assert!(get(&daemon).contains("\"9s\""));
 }
 
-/// Whether every change is refused, with that reason, and nothing changes.
+/// Asserts that every change is refused for this reason, and that nothing changes.
 #[track_caller]
 fn assert_refused(daemon: &Daemon, why: &str) {
     let before = get(daemon);
@@ -108,7 +108,7 @@ fn a_change_that_cannot_be_saved_is_refused() {
     let daemon = start(Directory::new());
     let path = state(&daemon.directory.0);
     ctl(&daemon, &["set", "time-quantum", "7"]);
-    // Also for root, a directory that is a file cannot be written to.
+    // Even root cannot write to a directory that is really a file.
     fs::rename(&path, path.with_extension("away")).expect("a directory");
     fs::write(&path, "").expect("a file");
     assert_refused(&daemon, "Not a directory");
@@ -125,7 +125,7 @@ fn a_full_disk_changes_nothing() {
     if !is_root() {
         return test_support::skip("root, to mount a file system");
     }
-    // All of the disk is taken, then the daemon starts.
+    // Fills the disk before the daemon starts.
     const FULL: &str = "mount -t tmpfs -o size=16k none \"$STATE_DIRECTORY\" && \
                         printf 'time-quantum = \"7s\"\\n' > \"$STATE_DIRECTORY/settings.toml\" && \
                         { cat /dev/zero > \"$STATE_DIRECTORY/full\" 2>/dev/null || true; } && exec \"$@\"";
@@ -147,7 +147,7 @@ fn a_full_disk_changes_nothing() {
         assert!(output.stderr.contains("No space left on device"), "{}", output.stderr);
     }
     assert_eq!(get(&daemon), before);
-    // To forget takes no room.
+    // A reset needs no disk space.
     ctl(&daemon, &["reset"]);
     assert!(get(&daemon).contains("\"30s\""));
 }
@@ -171,7 +171,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     let text = get(&daemon);
     fs::write(daemon.directory.0.join("again.toml"), text.split_once("\n\n").expect("rules").1).expect("a file");
 
-    // They outlive the daemon, and a file that is read again.
+    // They outlive the daemon, and a reload of the file.
     let daemon = start(daemon.kill());
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"));
@@ -197,7 +197,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
 fn nobody_waits_while_the_configuration_is_read() {
     let mut daemon = start(Directory::new());
     let file = daemon.directory.0.join("nvshare.toml");
-    // Reading a pipe takes as long as a directory service that is slow to tell who is who.
+    // Reading a pipe takes as long as a slow directory service that resolves user names.
     fs::remove_file(&file).expect("the file");
     assert!(Command::new("mkfifo").arg(&file).status().expect("mkfifo").success());
     let mut reload = test_support::daemon::ctl();
@@ -210,7 +210,7 @@ fn nobody_waits_while_the_configuration_is_read() {
     drop(writer);
     assert!(wait(&mut reload).success());
     assert_eq!(get(&daemon), "time-quantum = \"25s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
-    // Nor does the daemon wait for that to end itself.
+    // Nor does the daemon wait for the reload when it ends.
     daemon.signal(libc::SIGHUP);
     let _writer = fs::File::options().write(true).open(&file).expect("it is being read");
     daemon.signal(libc::SIGTERM);
@@ -266,7 +266,7 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     }
     assert!(line.contains(wrong), "systemctl status has it: {line}");
 
-    // Nothing was kept: the default configuration, and what was set at run time.
+    // Without a kept configuration, the default one and the settings changed at run time are used.
     fs::remove_file(state(&daemon.directory.0).join("configuration.toml")).expect("what was kept");
     let daemon = again(daemon, None);
     told(&daemon, "the default settings");
@@ -277,7 +277,7 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     ctl(&daemon, &["reload"]);
     assert_eq!((problems(&daemon).as_str(), get(&daemon)), ("", before.clone()));
 
-    // A socket that cannot be opened is no reason to have no scheduler.
+    // A socket that cannot be opened must not keep the scheduler from starting.
     fs::write(drop_ins.join("zz.toml"), "[metrics]\nlisten = \"/proc/no/metrics.sock\"\n").expect("a drop-in");
     ctl(&daemon, &["reload"]);
     let daemon = again(daemon, None);

@@ -1,4 +1,5 @@
-//! Memory that one program lets another use, as the daemon passes it on: to whom, and what it keeps of it.
+//! Memory that one program shares with another, as the daemon passes it on: the receivers, and the
+//! daemon's own copies.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -32,14 +33,15 @@ fn exporter(daemon: &Daemon) -> Client {
     let client = client(daemon);
     client.attach();
     client.send(ClientMessage::Exporter { key: KEY });
-    // Once it has the lock, what it said before that has been read; others may be read before it.
+    // Once it has the lock, its messages before the request have been read; other clients' messages may be
+    // read before them.
     client.request();
     client.until_granted();
     client.release();
     client
 }
 
-/// The number of the question it is asked.
+/// The ticket of the question that the exporter gets.
 fn question(exporter: &Client) -> u64 {
     match exporter.until(|message| matches!(message, SchedulerMessage::Export { .. })) {
         SchedulerMessage::Export { ticket, secret: SECRET, range: 1, allocation: 2, first: 0 } => ticket,
@@ -54,9 +56,9 @@ fn outcome(importer: &Client, asked: u32) -> Sharing {
     }
 }
 
-/// A file with that text.
+/// A file with this text.
 fn file(text: &str) -> OwnedFd {
-    // SAFETY: a new descriptor.
+    // SAFETY: the descriptor is new and owned here.
     let mut file = unsafe { File::from_raw_fd(libc::memfd_create(c"test".as_ptr(), libc::MFD_CLOEXEC)) };
     file.write_all(text.as_bytes()).expect("a file");
     file.into()
@@ -70,7 +72,7 @@ fn send_with(client: &Client, message: &ClientMessage, descriptors: &[OwnedFd]) 
     let mut control = Control([0; _]);
     let mut part =
         libc::iovec { iov_base: packet.as_bytes().as_ptr().cast_mut().cast(), iov_len: packet.as_bytes().len() };
-    // SAFETY: buffers that outlive the call, and room for so many descriptors.
+    // SAFETY: the buffers outlive the call, and there is room for that many descriptors.
     unsafe {
         let bytes = mem::size_of_val(descriptors) as u32;
         let mut header: libc::msghdr = mem::zeroed();
@@ -86,12 +88,12 @@ fn send_with(client: &Client, message: &ClientMessage, descriptors: &[OwnedFd]) 
     }
 }
 
-/// The next message with the descriptors that come with it.
+/// The next message with its descriptors.
 fn receive_with(client: &Client) -> (SchedulerMessage, Vec<OwnedFd>) {
     let (mut buffer, mut control) = ([0u8; MAX_LEN], Control([0; _]));
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     let mut descriptors = Vec::new();
-    // SAFETY: buffers that outlive the call; the descriptors are new.
+    // SAFETY: the buffers outlive the call, and the descriptors are new and owned here.
     let n = unsafe {
         let mut header: libc::msghdr = mem::zeroed();
         (header.msg_iov, header.msg_iovlen) = (&raw mut part, 1);
@@ -108,7 +110,7 @@ fn receive_with(client: &Client) -> (SchedulerMessage, Vec<OwnedFd>) {
     (SchedulerMessage::decode(&buffer[..n as usize], client.version).expect("the protocol"), descriptors)
 }
 
-/// How many files the daemon has open.
+/// The number of files that the daemon has open.
 fn open_files(daemon: &Daemon) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).expect("its descriptors").count()
 }
@@ -161,7 +163,7 @@ fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
         send_with(&exporter, &exported(ticket), &[file("unasked")]);
         send_with(&importer, &ClientMessage::Request { gpus: 1 }, &[file("unasked")]);
     }
-    // More than a packet can have, and none at all.
+    // More descriptors than a packet can have, and none.
     let many: Vec<OwnedFd> = (0..MAX_DESCRIPTORS + 8).map(|_| file("many")).collect();
     importer.send(open(1));
     let ticket = question(&exporter);
@@ -171,7 +173,7 @@ fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
     let ticket = question(&exporter);
     exporter.send(exported(ticket));
     assert_eq!(outcome(&importer, 2), Sharing::Failed);
-    // Somebody else's answer is none.
+    // An answer from a client that wasn't asked is ignored.
     importer.send(open(3));
     let ticket = question(&exporter);
     let third = client(&daemon);
@@ -205,7 +207,7 @@ fn an_exporter_that_never_answers_is_not_flooded() {
         question(&exporter);
     }
     exporter.send(ClientMessage::Request { gpus: 1 });
-    exporter.until_granted(); // and nothing else came before
+    exporter.until_granted(); // and no other message came before
 }
 
 #[test]
@@ -216,7 +218,7 @@ fn helper_ask() {
     for ticket in 0.. {
         client.send(open(ticket));
         match outcome(&client, ticket) {
-            // The daemon has just started, and says so.
+            // The daemon has just started and may answer that it is busy.
             Sharing::Busy => std::thread::sleep(Duration::from_millis(50)),
             outcome => return assert_eq!(outcome, Sharing::Unknown),
         }
@@ -239,7 +241,7 @@ fn another_user_gets_nothing_and_the_exporter_does_not_hear_of_it() {
     assert!(matches!(first, SchedulerMessage::Grant { .. }), "{first:?}");
 }
 
-/// What status says of pinned bytes, by client.
+/// A client's pinned bytes in the status.
 fn pinned(daemon: &Daemon, client: &Client) -> u64 {
     let output = daemon.ctl(&["--json", "status"]);
     let status: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");

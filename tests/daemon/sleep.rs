@@ -1,4 +1,4 @@
-//! A machine that sleeps, by a stand-in for logind on a private bus.
+//! A machine that suspends, with a stand-in for logind on a private bus.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ use test_support::wait_for;
 
 const MANAGER: &str = "/org/freedesktop/login1";
 
-/// Its own ends of the inhibitors that it gave.
+/// logind's ends of the inhibitors that it gave.
 type Inhibitors = Arc<Mutex<Vec<UnixStream>>>;
 
 struct Manager(Inhibitors);
@@ -56,7 +56,7 @@ impl Logind {
         Manager::prepare_for_sleep(&emitter, start).await.expect("the bus");
     }
 
-    /// How many inhibitors are held. One is enough at any time.
+    /// The number of inhibitors held. One is enough at any time.
     fn held(&self) -> usize {
         let mut all = self.inhibitors.lock().expect("the list");
         all.retain(|inhibitor| {
@@ -72,7 +72,7 @@ impl Logind {
     }
 }
 
-/// Has carried out all allowances, down to nothing on the GPU.
+/// Carries out all allowances, down to no bytes on the GPU.
 fn evict(client: &Client, demand: u64) {
     let is_last = |message: &SchedulerMessage| matches!(message, SchedulerMessage::Allowance { bytes: 0, .. });
     let SchedulerMessage::Allowance { seq, .. } = client.until(is_last) else { panic!("it is an allowance") };
@@ -122,7 +122,7 @@ fn sleep_is_delayed_only_while_a_program_has_a_gpu() {
         let client = daemon.client();
         client.attach();
         logind.until(1).await;
-        // Its memory cannot leave: it has none that could.
+        // It has no memory to evict.
         logind.sleeps(true).await;
         logind.until(0).await;
         logind.sleeps(false).await;

@@ -1,4 +1,4 @@
-//! A terminal, which tmux provides. A test says where there is none.
+//! A terminal, provided by tmux. Tests are skipped without it.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -16,13 +16,13 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// `None`: there is no tmux.
+    /// Returns `None` without tmux.
     pub fn start(command: &[&dyn AsRef<OsStr>]) -> Option<Self> {
         let directory = Directory::new();
         let terminal = Self { socket: directory.0.join("tmux"), _directory: directory };
         let mut tmux = terminal.tmux();
         tmux.args(["-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24"]);
-        // What it ends with stays on the screen.
+        // The last output stays on the screen.
         tmux.args(["sh", "-c", "\"$@\"; echo \"ended with $?\"; sleep 60", "sh"]).args(command);
         match tmux.env_remove("TMUX").env("LC_ALL", "C.UTF-8").status() {
             Ok(status) => assert!(status.success(), "{status}"),
@@ -49,7 +49,7 @@ impl Terminal {
         String::from_utf8(output.stdout).expect("UTF-8")
     }
 
-    /// Waits until all of it is on the screen.
+    /// Waits until all parts are on the screen.
     #[track_caller]
     pub fn wait(&self, parts: &[&str]) -> String {
         let deadline = Instant::now() + PATIENCE;

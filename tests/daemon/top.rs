@@ -6,7 +6,7 @@ use crate::terminal::Terminal;
 use test_support::artifact;
 use test_support::daemon::*;
 
-/// `None`: there is no tmux.
+/// Returns `None` without tmux.
 fn top(daemon: &Daemon, environment: &str) -> Option<Terminal> {
     let (nvsharectl, control) = (artifact("nvsharectl"), daemon.control());
     Terminal::start(&[&"env", &environment, &nvsharectl, &"--control", &control, &"top"])
@@ -57,7 +57,7 @@ fn on_a_terminal_keys_do_what_the_last_line_says() {
     while !all().contains("\"paused\": true") {
         assert!(Instant::now() < deadline, "{}", all());
     }
-    // The daemon ends: it says so, and is there again when the daemon is.
+    // When the daemon ends, it shows a message, and it returns when the daemon does.
     drop(waiter);
     drop(daemon.stop());
     terminal.wait(&["the scheduler is not running"]);

@@ -1,4 +1,4 @@
-//! What users, units and containers have had is recorded, and outlives the daemon.
+//! The usage of users, units and containers is recorded, and outlives the daemon.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use test_support::daemon::*;
 
 use crate::private_bus::{Bus, block_on, on_bus, on_control, refusal, scheduler};
 
-/// A daemon with a directory for its state.
+/// A daemon with a state directory.
 fn start(directory: Directory) -> Daemon {
     fs::create_dir_all(state(&directory.0)).expect("the state directory");
     start_as_it_is(directory)
@@ -46,7 +46,7 @@ fn client(daemon: &Daemon) -> Client {
     client
 }
 
-/// A report with what the client has moved so far.
+/// A report with the bytes that the client has moved so far.
 fn report(client: &Client, mapped: u64, swapped: u64, moved_in: u64, moved_out: u64) {
     client.send(ClientMessage::Memory {
         slot: 0,
@@ -70,12 +70,12 @@ fn usage(daemon: &Daemon, by: &[&str]) -> Vec<Usage> {
     })
 }
 
-/// All that was used.
+/// The whole usage.
 fn total(daemon: &Daemon) -> Usage {
     usage(daemon, &[]).pop().unwrap_or_default()
 }
 
-/// What clients did, as the test saw it: between these times each.
+/// The clients' usage as the test saw it: ranges with a lower and an upper bound.
 #[derive(Debug, Default)]
 struct Ledger {
     lock: (f64, f64),
@@ -84,8 +84,8 @@ struct Ledger {
     swapped: (f64, f64),
 }
 
-/// The shortest and the longest time that can have been between two moments, of each of which is known when it had not come and
-/// when it had.
+/// The shortest and the longest possible time between two moments. Each moment is given by a time before it and a time after
+/// it.
 fn between(from: (Instant, Instant), to: (Instant, Instant)) -> (f64, f64) {
     ((to.0 - from.1).as_secs_f64().max(0.0), (to.1 - from.0).as_secs_f64())
 }
@@ -98,11 +98,11 @@ fn plus(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     (a.0 + b.0, a.1 + b.1)
 }
 
-/// When something happens: before and after the daemon has taken note.
+/// Runs `what`, and returns a time before it and a time when the daemon has certainly noticed it.
 fn during(client: &Client, what: impl FnOnce()) -> (Instant, Instant) {
     let before = Instant::now();
     what();
-    // What needs no more than there is, is answered at once.
+    // A reservation that fits into the free memory is answered immediately.
     client.send(ClientMessage::Reserve { slot: 0, bytes: 1 });
     client.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Reserved { .. }));
     (before, Instant::now())
@@ -110,11 +110,11 @@ fn during(client: &Client, what: impl FnOnce()) -> (Instant, Instant) {
 
 #[track_caller]
 fn assert_within(value: f64, (least, most): (f64, f64), what: &str) {
-    // Sums of floating-point numbers.
+    // Allows for rounding in sums of floating-point numbers.
     assert!(value >= least * 0.999_999 && value <= most * 1.000_001, "{what}: {value} is not in {least}..={most}");
 }
 
-/// Clients that have gone.
+/// The number of clients that have disconnected.
 fn gone(daemon: &Daemon) -> usize {
     daemon.log.count("disconnected")
 }
@@ -128,11 +128,11 @@ fn until(done: impl Fn() -> bool) {
     }
 }
 
-/// Two clients take turns, each with memory; returns what that comes to.
+/// Two clients take turns, each with memory. Returns their usage.
 fn use_the_gpu(daemon: &Daemon) -> Ledger {
     let pause = || std::thread::sleep(Duration::from_millis(60));
     let (one, other) = (client(daemon), client(daemon));
-    // What they had counted before is not of this time.
+    // Counts from before the connection don't belong to this time.
     report(&one, 0, 0, 1000, 1000);
     report(&other, 0, 0, 0, 0);
     let granted = during(&one, || {
@@ -179,7 +179,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     let first = use_the_gpu(&daemon);
     assert_used(&total(&daemon), &first, 1);
     let rows = usage(&daemon, &["time", "gpu", "tenant", "unit", "container"]);
-    // Two if an hour ended just then.
+    // Two if an hour ended at that moment.
     assert!(matches!(rows.len(), 1 | 2), "{rows:?}");
     for row in rows {
         assert_eq!(row.gpu.as_deref(), Some(GPU_NAME));
@@ -198,7 +198,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     };
     let both = total(&daemon);
     assert_used(&both, &ledger, 2);
-    // A change of how long they are kept is applied at once, and with it all is saved.
+    // A changed retention time is applied immediately, and everything is saved with it.
     fs::write(config(&daemon.directory.0), "anti-thrash = \"on\"\n[accounting]\nkeep = \"30d\"\n").expect("a file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
     assert_eq!(total(&daemon), both, "which the thread has done before it answers");
@@ -207,7 +207,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     holder.until_granted();
     let daemon = start(daemon.kill());
     let kept = total(&daemon);
-    // Nothing but what came afterwards is lost, unless a minute ended just then.
+    // Only later usage is lost, unless a minute ended at that moment.
     assert!(kept == both || kept.grants == both.grants + 1, "{kept:?} and before {both:?}");
     assert_eq!(daemon.log.count("a new one is begun"), 0);
 }
@@ -257,7 +257,7 @@ fn a_damaged_database_is_set_aside_once() {
 #[test]
 fn a_directory_that_cannot_be_written_to_harms_nobody() {
     let directory = Directory::new();
-    // Also for root, a directory that is a file cannot be written to.
+    // Even root cannot write to a directory that is really a file.
     fs::write(state(&directory.0), "").expect("a file");
     let daemon = start_as_it_is(directory);
     use_the_gpu(&daemon);
@@ -324,7 +324,7 @@ fn columns_that_there_are_not_are_refused() {
     drop(daemon);
 }
 
-/// What the daemon says of the time of its newest client's rule.
+/// The daemon's text about the time of its newest client's rule.
 fn share(daemon: &Daemon) -> String {
     block_on(async {
         let connection = on_control(&daemon.control()).await;
@@ -352,19 +352,19 @@ fn programs_that_have_used_their_gpu_hours_let_others_go_first() {
     std::thread::sleep(Duration::from_secs(1));
     let used_up = |share: &str| share.starts_with("weight idle, gpu-hours 1s/week (") && share.ends_with("s used)");
     until(|| {
-        total(&daemon); // all is counted before it is listed, otherwise each minute
+        total(&daemon); // everything is counted before it is listed, otherwise each minute
         used_up(&share(&daemon))
     });
     daemon.log.wait("of 1.0s of GPU time in the last 7d");
     let more = client(&daemon);
     drop(first);
     until(|| gone(&daemon) == 1);
-    until(|| used_up(&share(&daemon))); // another one of them
+    until(|| used_up(&share(&daemon))); // another program under the rule
     drop(more);
 
     let daemon = start(daemon.stop());
     let third = client(&daemon);
-    // It is read while the daemon serves already.
+    // The records are read while the daemon already serves.
     until(|| used_up(&share(&daemon)));
     fs::write(config(&daemon.directory.0), rule("100h/month")).expect("a file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));

@@ -1,5 +1,5 @@
-/* An allocator as jemalloc is one, seen from outside: it takes the place of malloc and its family, finds the C library's
-   with dlsym in the first call, and serves what dlsym itself allocates meanwhile from a buffer of its own. */
+/* An allocator like jemalloc, as other libraries see it: it replaces malloc and its family, finds the C library's
+   functions with dlsym in the first call, and serves dlsym's own allocations during that call from a static buffer. */
 #include "guest.h"
 
 static void *(*next_malloc)(size_t), *(*next_calloc)(size_t, size_t), *(*next_realloc)(void *, size_t);
@@ -25,7 +25,7 @@ static void look(void) {
     looking = 0;
 }
 
-/* Filled, so that memory that is read before it is written does not happen to be zero. */
+/* Filled, so that memory that is read before it is written isn't zero by chance. */
 void *malloc(size_t size) {
     if (next_malloc == NULL && !looking) look();
     void *at = looking || next_malloc == NULL ? from_buffer(size) : next_malloc(size);

@@ -1,4 +1,4 @@
-/* Has a clock that stands still, as tools give it to programs. Its work goes on when the scheduler is gone. */
+/* Runs with a clock that stands still, as some tools provide. Its work continues when the scheduler is gone. */
 #include "guest.h"
 
 int clock_gettime(clockid_t clock, struct timespec *time) {

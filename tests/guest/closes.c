@@ -1,6 +1,6 @@
-/* Closes descriptors that it does not know, as careful programs do, and uses the numbers for something else.
-   `range`, `each`: all from 3 up, and no CUDA afterwards. `socket`, `file`: those that a guest has opened beside the
-   driver's files; a packet socket or a file takes their place, while CUDA goes on. */
+/* Closes descriptors that it doesn't know, as careful programs do, and reuses the numbers. `range`, `each`: all from 3
+   up, and no CUDA afterwards. `socket`, `file`: descriptors that a guest has opened beside the driver's files; a packet
+   socket or a file takes their place, while CUDA continues. */
 #include "guest.h"
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -36,12 +36,12 @@ int main(int count, char **words) {
     if (is(words[1], "range") || is(words[1], "each")) {
         if (is(words[1], "range")) EXPECT(syscall(SYS_close_range, 3, ~0U, 0) == 0);
         else for (int fd = 3; fd < 1024; fd++) close(fd);
-        /* Whatever had these numbers, now they are these. */
+        /* The numbers now belong to these. */
         int pipes[8][2];
         for (int i = 0; i < 8; i++) EXPECT(pipe(pipes[i]) == 0);
         clock_t before_rest = clock();
         milliseconds(300);
-        /* Nobody waits for a descriptor by asking for it all the time. */
+        /* No thread may busy-wait for a descriptor. */
         if ((clock() - before_rest) * 1000 / CLOCKS_PER_SEC > 100) FAIL("somebody is busy");
         for (int i = 0; i < 8; i++) {
             char byte = 0;
@@ -53,7 +53,7 @@ int main(int count, char **words) {
         _exit(0);
     }
     n = find(theirs);
-    /* Else nothing would be tested. */
+    /* Otherwise nothing would be tested. */
     EXPECT(n > 0 || getenv("LD_PRELOAD") == NULL);
     for (int i = 0; i < n; i++) {
         if (is(words[1], "socket")) {

@@ -1,4 +1,4 @@
-/* Makes stderr red, as stderred does, for programs that call write. */
+/* Makes stderr red, like stderred, for programs that call write. */
 #include "guest.h"
 #include <sys/uio.h>
 

@@ -1,5 +1,5 @@
-//! Runs a program without the library and with it, and compares all that a user sees. Programs are the C files beside
-//! this one, built on the spot.
+//! Runs a program with and without the library, and compares everything that a user sees. The programs are the C files
+//! in this directory, built on the spot.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use test_support::machine::*;
 #[derive(Debug)]
 pub struct Host(pub Machine);
 
-/// How a program ended, and what it said.
+/// How a program ended, and its output.
 #[derive(Debug, PartialEq)]
 pub struct Ended {
     /// Its exit status, and the signal that killed it.
@@ -26,13 +26,13 @@ pub fn library() -> PathBuf {
     artifact("libnvshare.so")
 }
 
-/// A command that is part of the test itself.
+/// Runs a command that is part of the test itself.
 pub fn output(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"))
 }
 
 impl Host {
-    /// With a scheduler that has a client run until its work is done.
+    /// With a scheduler that lets a client run until its work is done.
     pub fn new() -> Self {
         Self(Machine::with_scheduler(Setup::default()))
     }
@@ -41,21 +41,21 @@ impl Host {
         Self(Machine::new(Setup::default()))
     }
 
-    /// With a scheduler and a program that keeps the GPU until it is killed: others wait at the gate.
+    /// With a scheduler and a program that keeps the GPU until it is killed, so others wait at the gate.
     pub fn occupied() -> (Self, impl FnMut()) {
         let host = Self(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() }));
-        // A kernel that runs all the time: its program is never idle.
+        // The kernel runs all the time, so its program is never idle.
         let mut holder = host.0.program("persistent --seconds 3600").start();
         host.0.wait_for_grants(&holder, 1);
         (host, move || holder.kill())
     }
 
-    /// The program of that C file.
+    /// Builds the program of this C file.
     pub fn program(&self, name: &str) -> PathBuf {
         self.build(name, name, &[]).expect("a C compiler")
     }
 
-    /// The library of that C file.
+    /// Builds the library of this C file.
     pub fn library(&self, name: &str) -> PathBuf {
         self.build(name, &format!("lib{name}.so"), &["-shared", "-fPIC"]).expect("a C compiler")
     }
@@ -71,13 +71,13 @@ impl Host {
         directory.to_string_lossy().into_owned()
     }
 
-    /// `None` if the compiler cannot do that.
+    /// Returns `None` if the compiler cannot build it.
     pub fn build(&self, name: &str, output_name: &str, options: &[&str]) -> Option<PathBuf> {
         let (to, libraries) = (self.0.path(output_name), self.0.path("lib"));
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest").join(name).with_extension("c");
         let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
         cc.args(["-O1", "-g", "-Wall", "-Wextra", "-pthread"]).args(options).arg("-o").arg(&to).arg(source);
-        // What uses CUDA or NVML is linked to it, and finds it in an empty environment too.
+        // Programs that use CUDA or NVML are linked to it, and find it in an empty environment too.
         cc.arg("-L").arg(&libraries).args([
             "-Wl,--as-needed",
             "-l:libcuda.so.1",
@@ -105,27 +105,27 @@ impl Host {
         }
     }
 
-    /// Builds that program, and sees to it that it succeeds with each of these words, and all is as without the library.
+    /// Builds this program, and checks for each word that it succeeds, and behaves as without the library.
     #[track_caller]
     pub fn succeeds(&self, name: &str, words: &[&str]) {
         let program = self.program(name);
         words.iter().for_each(|word| drop(self.case(&program, &[word]).succeeds()));
     }
 
-    /// Clients that the scheduler has seen.
+    /// The number of clients that the scheduler has seen.
     pub fn clients(&self) -> usize {
         self.0.moves().iter().filter(|m| m.what == "connect").count()
     }
 }
 
-/// A program and its circumstances.
+/// A program and its environment.
 #[derive(Debug)]
 pub struct Case<'a> {
     host: &'a Host,
     program: PathBuf,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
-    /// What is preloaded before the library, the library, and what comes after it.
+    /// The libraries preloaded before nvshare's, nvshare's, and those after it.
     before: Vec<PathBuf>,
     nvshare: Vec<PathBuf>,
     after: Vec<PathBuf>,
@@ -147,7 +147,7 @@ impl Case<'_> {
         self
     }
 
-    /// The library under other names, or several times.
+    /// Preloads the library under other names, or several times.
     pub fn preloading(mut self, libraries: &[PathBuf]) -> Self {
         self.nvshare = libraries.to_vec();
         self
@@ -163,7 +163,7 @@ impl Case<'_> {
         self.environment.iter().fold(launch, |launch, (name, value)| launch.env(name, value)).start()
     }
 
-    /// Started, with the library.
+    /// Starts it with the library.
     pub fn start(&self) -> Program {
         self.launch(true)
     }
@@ -178,7 +178,7 @@ impl Case<'_> {
         end(&mut self.launch(true))
     }
 
-    /// With the library it ends as without, and says the same.
+    /// Checks that it ends with the library as without, with the same output.
     #[track_caller]
     pub fn same(&self) -> Ended {
         let plain = self.without();
@@ -192,7 +192,7 @@ impl Case<'_> {
         plain
     }
 
-    /// The same, but for the single line that says that it runs without a scheduler, where there is one.
+    /// The same, ignoring the single line about a missing scheduler, if there is one.
     #[track_caller]
     pub fn same_but_for_the_line(&self) -> Ended {
         let (plain, mut guest) = (self.without(), self.with());
@@ -204,13 +204,13 @@ impl Case<'_> {
         plain
     }
 
-    /// On the barest driver, of which nothing is seen in the process.
+    /// Uses the barest driver, which leaves no traces in the process.
     pub fn on_bare_driver(self) -> Self {
         let directory = self.host.bare_driver();
         self.env("LD_LIBRARY_PATH", &directory)
     }
 
-    /// The same, and it succeeds, and has nothing to say on stderr.
+    /// Checks the same, and that it succeeds with nothing on stderr.
     #[track_caller]
     pub fn succeeds(&self) -> Ended {
         let plain = self.same();

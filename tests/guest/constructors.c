@@ -1,4 +1,4 @@
-/* Looks up, and initialises CUDA, before main. */
+/* Looks up functions, and initialises CUDA, before main. */
 #include "guest.h"
 
 static int (*init)(unsigned);

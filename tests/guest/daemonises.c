@@ -1,5 +1,5 @@
-/* Becomes a daemon as books teach it, every descriptor closed, and works there; what it has to say comes by a pipe.
-   `plain`: without CUDA; `cuda`: CUDA in the daemon; `late`: CUDA is initialised before, and works only there. */
+/* Becomes a daemon by the book, with every descriptor closed, and works there; its output comes through a pipe.
+   `plain`: without CUDA; `cuda`: CUDA in the daemon; `late`: CUDA is initialised before, and used only there. */
 #include "guest.h"
 #include <sys/stat.h>
 
@@ -35,7 +35,7 @@ int main(int count, char **words) {
             begin();
             work();
         }
-        /* Of what was initialised before the fork nothing works, and nothing hangs. */
+        /* Nothing that was initialised before the fork works, and nothing hangs. */
         uint64_t at = 0;
         if (late) printf("cuInit %d, cuMemAlloc %d\n", cuInit(0), cuMemAlloc_v2(&at, 4096));
         puts("a daemon");

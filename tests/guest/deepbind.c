@@ -1,4 +1,5 @@
-/* Opens libraries with RTLD_DEEPBIND, which bind to their own libraries before anything preloaded. Not linked to the driver. */
+/* Opens libraries with RTLD_DEEPBIND, which bind to their own dependencies before preloaded libraries. Not linked to the
+   driver. */
 #include "guest.h"
 #include <link.h>
 #include <linux/filter.h>
@@ -46,7 +47,7 @@ static int find(struct dl_phdr_info *info, size_t size, void *name) {
     return 1;
 }
 
-/* Has the kernel refuse to make pages of that library writable, as a security policy may. */
+/* Makes the kernel refuse to make the library's pages writable, as a security policy may. */
 static void refuse(const char *library) {
     EXPECT(dl_iterate_phdr(find, (void *)library) == 1 && from >> 32 == to >> 32);
     uint32_t high = from >> 32, first = (uint32_t)from, last = (uint32_t)to;
@@ -105,7 +106,7 @@ int main(int count, char **words) {
         use(open_it(RTLD_NOW), 3);
     }
     if (is(how, "look-up")) {
-        /* By its own handle of the driver, also functions that libnvshare.so only passes on. */
+        /* Uses its own handle of the driver, also for functions that libnvshare.so only passes on. */
         void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_DEEPBIND);
         EXPECT(driver != NULL);
 #define CALL(name, ...) CHECK(((int (*)())dlsym(driver, name))(__VA_ARGS__))
@@ -122,7 +123,7 @@ int main(int count, char **words) {
         EXPECT(back == 7);
     }
     if (is(how, "own")) {
-        /* What the library defines is its own. */
+        /* The library's own definitions stay its own. */
         int (*own)(void) = (int (*)(void))dlsym(open_it(RTLD_NOW), "own");
         EXPECT(own != NULL);
         printf("%d\n", own());

@@ -1,11 +1,11 @@
-//! Libraries that are opened with `RTLD_DEEPBIND`, and so find what they are linked to before what is preloaded; and what else
-//! a program may expect of `dlopen`.
+//! Libraries that are opened with `RTLD_DEEPBIND`, and so resolve symbols in their own dependencies before preloaded
+//! libraries; and other properties that a program may expect of `dlopen`.
 
 use std::path::PathBuf;
 
 use crate::compare::*;
 
-/// The same library linked to the driver, and as one that looks it up by itself.
+/// The same library linked to the driver, and in a version that looks the driver up by itself.
 fn libraries(host: &Host) -> Vec<PathBuf> {
     let build = |name: &str, output: &str, options: &[&str]| {
         host.build(name, output, &[&["-shared", "-fPIC"], options].concat()).expect("a C compiler")
@@ -61,7 +61,7 @@ fn its_work_waits_for_the_gpu() {
     }
 }
 
-/// Then its work is not seen, so what it may use must stay on the GPU.
+/// Then its work cannot be seen, so memory that it may use must stay on the GPU.
 #[test]
 fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
     let host = Host::new();
@@ -69,14 +69,15 @@ fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
     for library in libraries(&host) {
         let case = host.case(&program, &["refused", &library.to_string_lossy()]);
         case.succeeds();
-        // In its own trace: the scheduler does not read the last messages of a program that has ended.
+        // Read from its own trace, because the scheduler doesn't read the last messages of a program that has ended.
         let ended = case.env("NVSHARE_DEBUG", "1").with();
         assert_eq!(ended.stdout, "worked\n");
         assert!(ended.stderr.contains("reason: UntrackedWork"), "{}", ended.stderr);
     }
 }
 
-/// As Julia looks up all that it calls. What is found then is known, whether it has a hook or is only passed on.
+/// Julia looks up all functions that it calls. Each function found this way is known, whether it has a hook or is only passed
+/// on.
 #[test]
 fn functions_that_are_looked_up_in_the_driver_leave_memory_movable() {
     let host = Host::new();

@@ -1,5 +1,5 @@
-/* A driver of the barest kind: it opens no file, makes no thread and has no thread-local variables, so that whatever is
-   seen of these is not its own. One GPU, whose memory is the host's and which does everything at once. */
+/* A minimal driver: it opens no file, creates no thread and has no thread-local variables, so any that are found belong
+   to the library. It has one GPU, whose memory is the host's and which does everything immediately. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +18,7 @@ int cuDeviceGetCount(int *count) { *count = 1; ANSWER; }
 int cuDeviceGetName(char *name, int length, int device) { (void)device; strncpy(name, "Bare GPU", length); ANSWER; }
 int cuDeviceGetUuid(void *uuid, int device) { (void)device; memset(uuid, 0xba, 16); ANSWER; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = 1 << 28; ANSWER; }
-/* All are 0, but for the one that $BARE_ATTRIBUTE sets: "number=value". $BARE_ATTRIBUTES is how many there are. */
+/* All attributes are 0, except the one that $BARE_ATTRIBUTE sets: "number=value". $BARE_ATTRIBUTES is their number. */
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     const char *set = getenv("BARE_ATTRIBUTE"), *known = getenv("BARE_ATTRIBUTES");
     (void)device;

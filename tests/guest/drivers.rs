@@ -1,11 +1,11 @@
-//! Drivers that are old, broken, or refuse: the program gets what it would have got.
+//! Drivers that are old, broken, or refuse: the program gets the driver's own answers.
 
 use std::{fs, os::unix::net::UnixListener};
 
 use crate::compare::*;
 use test_support::machine::*;
 
-/// What the simulated driver has and 535 does not.
+/// Functions of the simulated driver that 535 doesn't have.
 const NEWER_THAN_535: &str = "\
     cuCtxCreate_v4 cuCtxGetDevice_v2 cuCtxSynchronize_v2 cuCtxRecordEvent cuCtxWaitEvent cuDeviceGetDevResource \
     cuCtxGetDevResource cuGreenCtxGetDevResource cuDevSmResourceSplitByCount cuDevResourceGenerateDesc cuGreenCtxCreate \
@@ -28,7 +28,7 @@ fn a_program_runs_with_drivers_of_every_age() {
         ("cuGetProcAddress_v2 cuGetProcAddress", &[("CUDA_SIM_DRIVER", "11020")]),
         ("cuCtxRecordEvent cuCtxWaitEvent", &[]),
         (NEWER_THAN_535, &[("CUDA_SIM_DRIVER", "12020")]),
-        // What hooks of memory and of captures lean on.
+        // Functions that the hooks for memory and captures rely on.
         ("cuMemCreate cuMemMap cuMemAddressReserve cuMemSetAccess", &[("CUDA_SIM_VMM", "0")]),
         ("cuThreadExchangeStreamCaptureMode cuStreamIsCapturing cuDeviceGetUuid_v2 cuDeviceGetUuid", &[]),
     ];
@@ -67,7 +67,7 @@ fn a_driver_that_is_not_there_gives_the_loaders_error() {
     assert_eq!(ended.status, (Some(3), None), "{ended:?}");
 }
 
-/// Where a GPU is shared in another way already, or its memory is the host's, the library stands aside.
+/// The library stands aside if a GPU is already shared in another way, or its memory is the host's.
 #[test]
 fn environments_that_it_does_not_know_are_left_alone() {
     let host = Host::new();
@@ -82,7 +82,7 @@ fn environments_that_it_does_not_know_are_left_alone() {
     }
 }
 
-/// Drivers before 545 do not say whether MPS shares a GPU.
+/// Drivers before 545 don't report whether MPS shares a GPU.
 #[test]
 fn with_a_driver_without_that_attribute_mps_is_known_by_its_daemon() {
     let host = Host::new();
@@ -115,12 +115,13 @@ fn a_driver_that_cannot_be_initialised_is_left_alone() {
         assert_eq!(ended.status, (Some(4), None), "{ended:?}");
     }
     assert_eq!(host.clients(), 0);
-    // It may succeed at last.
+    // A later attempt may succeed.
     host.case(&program, &["libcuda.so.1"]).env("CUDA_SIM_FAIL", "cuInit:1").succeeds();
     assert_eq!(host.clients(), 2, "it asked before the first attempt which GPUs it is to see");
 }
 
-/// It may be work that passes no gate, so what it may use must stay on the GPU: from the first call on, and not before.
+/// Its calls may be work that passes no gate, so memory that they may use must stay on the GPU from the first call on,
+/// and not before.
 #[test]
 fn a_function_that_nobody_has_heard_of_keeps_memory_on_the_gpu_once_it_is_called() {
     let host = Host::new();

@@ -1,4 +1,4 @@
-/* Ends in the way it is told. */
+/* Ends in the selected way. */
 #include "guest.h"
 
 static const char *how;
@@ -12,7 +12,7 @@ static void free_and_destroy(void) {
     say("destroyed\n");
 }
 
-/* After every exit handler of the program. */
+/* Runs after every exit handler of the program. */
 __attribute__((destructor)) static void destructor(void) {
     if (how == NULL) return;
     if (is(how, "destructors")) free_and_destroy();
@@ -37,7 +37,7 @@ static void *exiting(void *unused) {
     exit(21);
 }
 
-/* Set anew each time, so that the library runs its destructors before and after this one. */
+/* Set again each time, so that the library runs its destructors before and after this one. */
 static void at_thread_end(void *rounds) {
     work();
     launch();
@@ -61,7 +61,8 @@ int main(int count, char **words) {
     EXPECT(count == 2);
     how = words[1];
     pthread_t thread;
-    /* Handlers run in reverse order: one from before CUDA is initialised runs after everybody's that came with it. */
+    /* Handlers run in reverse order: one registered before CUDA is initialised runs after all that were registered with
+       it. */
     if (is(how, "early-handler")) EXPECT(atexit(free_and_destroy) == 0);
     begin();
     load_kernel();

@@ -1,8 +1,9 @@
-//! How programs end: whatever runs then may call CUDA, and what the library has under way delays nothing.
+//! Ends of programs: any code that runs then may call CUDA, and pending work of the library delays
+//! nothing.
 
 use crate::compare::*;
 
-/// The simulated driver has thread-locals that are gone by then; real ones do without.
+/// The simulated driver has thread-locals, which are gone by then; real drivers don't need any.
 #[track_caller]
 fn each_on_bare_driver(words: &[&str]) {
     let host = Host::new();

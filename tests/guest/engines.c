@@ -1,5 +1,5 @@
-/* Uses a library that submits work through the driver's private functions: as that library asks for them, or, built as a
-   library, as such a one. */
+/* Uses a library that submits work through the driver's private functions. Built as a program, it requests them like
+   that library; built as a library, it is one. */
 #include "guest.h"
 
 #ifndef ENGINE

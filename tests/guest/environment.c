@@ -1,4 +1,4 @@
-/* Takes everything out of its environment but what the simulated driver needs, then works. */
+/* Clears its environment, except what the simulated driver needs, then works. */
 #include "guest.h"
 
 extern char **environ;

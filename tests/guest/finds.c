@@ -1,4 +1,4 @@
-/* Opens libraries by name, from the program and from a library that finds others, and says what the loader said. */
+/* Opens libraries by name, from the program and from a library that finds others, and prints the loader's messages. */
 #include "guest.h"
 
 #ifdef OUTER

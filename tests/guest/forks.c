@@ -12,7 +12,7 @@ static void *busy(void *unused) {
     return unused;
 }
 
-/* A child, by fork, that is ended if it hangs. */
+/* Runs a function in a forked child, which is killed if it hangs. */
 static int child(int (*run)(void)) {
     fflush(stdout);
     pid_t pid = fork();
@@ -50,7 +50,7 @@ static int stormed(void) {
     return cuInit(0) == 0 || cuMemAlloc_v2(&at, 4096) == 0 || dlsym(RTLD_DEFAULT, "cuMemFree_v2") == NULL;
 }
 
-/* Handlers as runtimes register them: they allocate, and those of the parent call the driver. */
+/* Handlers like those of runtimes: they allocate, and the parent's call the driver. */
 static int handled[3];
 static void in_any(int which) {
     handled[which]++;

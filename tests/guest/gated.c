@@ -1,4 +1,4 @@
-/* Loads a library whose constructor waits for the GPU, and goes on beside it as far as that needs no GPU. */
+/* Loads a library whose constructor waits for the GPU, and does work beside it that needs no GPU. */
 #include "guest.h"
 
 static pthread_barrier_t ready;
@@ -8,7 +8,7 @@ static void *beside(void *unused) {
     size_t free, total;
     CHECK(cuCtxSetCurrent(context)); /* here, because the simulated driver takes the loader's lock in it */
     EXPECT(pthread_barrier_wait(&ready) <= 0);
-    milliseconds(300); /* the constructor waits by now */
+    milliseconds(300); /* the constructor waits now */
     CHECK(cuMemAlloc_v2(&at, 1 << 20));
     CHECK(cuMemGetInfo_v2(&free, &total));
     CHECK(cuMemFree_v2(at));

@@ -1,4 +1,4 @@
-/* What the programs here have in common: as much of the driver API as they use, and checks that say where they failed. */
+/* Common code of these programs: the part of the driver API that they use, and checks that print the failing line. */
 #ifndef GUEST_H
 #define GUEST_H
 #define _GNU_SOURCE
@@ -63,7 +63,7 @@ static inline void launch(void) {
     CHECK(cuLaunchKernel(empty_kernel, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
 }
 
-/* A round of everything: allocates, writes, reads back, frees. */
+/* A round of all steps: allocates, writes, reads back, frees. */
 static inline void work(void) {
     uint64_t at;
     uint32_t back = 0;
@@ -79,7 +79,7 @@ static inline void milliseconds(unsigned ms) {
     while (nanosleep(&rest, &rest) != 0 && errno == EINTR) { }
 }
 
-/* Says so at once, whatever happens next. */
+/* Prints and flushes, whatever happens next. */
 static inline void say(const char *text) {
     EXPECT(write(1, text, strlen(text)) == (ssize_t)strlen(text));
 }

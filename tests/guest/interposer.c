@@ -1,4 +1,4 @@
-/* An interposer as profilers are: finds the next function with RTLD_NEXT, counts, and says so at the end. */
+/* An interposer like a profiler: finds the next function with RTLD_NEXT, counts calls, and prints the count at the end. */
 #include "guest.h"
 
 static unsigned long mallocs;

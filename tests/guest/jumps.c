@@ -1,5 +1,5 @@
-/* Calls that a signal's handler leaves by a jump: in the wait for the GPU (`gate`), or in the middle of a copy (`copy`). Then the
-   program does nothing, or goes on. */
+/* Calls that a signal handler leaves by a jump: during the wait for the GPU (`gate`), or in the middle of a copy (`copy`). Then
+   the program does nothing, or continues. */
 #include "guest.h"
 #include <setjmp.h>
 #include <sys/time.h>
@@ -17,7 +17,7 @@ static void after(unsigned ms) {
     EXPECT(sigaction(SIGALRM, &action, NULL) == 0 && setitimer(ITIMER_REAL, &timer, NULL) == 0);
 }
 
-/* Keeps the GPU busy that long. */
+/* Keeps the GPU busy for this time. */
 static void spin(uint64_t ns) {
     static const char image[] = ".version 7.0\n.target sm_50\n.address_size 64\n.visible .entry spin_ns(.param .u64 a)\n{\n  ret;\n}\n";
     void *module, *kernel, *params[] = {&ns};

@@ -1,10 +1,10 @@
-//! Programs that run short of something, or that may not do something, or that take their descriptors in hand: they get
-//! the driver's answers, and go on.
+//! Programs that run out of a resource, lack a permission, or manage their descriptors themselves: they get the driver's
+//! answers, and continue.
 
 use crate::compare::*;
 use test_support::machine::*;
 
-/// Each of these ends as without the library; it may be that no scheduler can be reached.
+/// Checks that each of these ends as without the library, except that it may not reach a scheduler.
 #[track_caller]
 fn on_bare_driver(name: &str, words: &[&str]) {
     let host = Host::new();
@@ -22,7 +22,7 @@ fn a_program_that_may_open_nothing_gets_the_drivers_answers() {
 
 #[test]
 fn a_program_without_address_space_gets_the_drivers_answers() {
-    // The simulated driver itself ends where it cannot allocate.
+    // The simulated driver itself ends if it cannot allocate.
     on_bare_driver("limits", &["space", "space-after"]);
 }
 
@@ -38,7 +38,7 @@ fn system_calls_that_are_refused_change_nothing() {
     for call in ["membarrier", "socket", "connect", "eventfd2", "sendto", "recvfrom", "ppoll", "prctl", "sched_yield"] {
         let ended = host.case(&program, &[call, "before"]).without();
         assert_eq!(ended.status, (Some(0), None), "{ended:?}");
-        // What is refused before CUDA is initialised is known from the start; later is harder.
+        // A call that is refused before CUDA is initialised is known from the start; a later refusal is harder to handle.
         for moment in ["before", "after"] {
             let said = host.case(&program, &[call, moment]).with();
             assert_eq!((said.status, &*said.stdout), (ended.status, &*ended.stdout), "{call}, {moment}: {said:?}");
@@ -50,7 +50,7 @@ fn system_calls_that_are_refused_change_nothing() {
 
 #[test]
 fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
-    // Without a scheduler there is a line to be written.
+    // Without a scheduler there is a line to write.
     let host = Host::without_scheduler();
     let program = host.program("stderr");
     for word in ["broken", "full"] {
@@ -136,7 +136,8 @@ fn a_program_that_closes_every_descriptor_goes_on() {
     Host::new().succeeds("closes", &["range", "each"]);
 }
 
-/// The stack of a thread has its static thread-local storage, too. Too small a one cannot be made, or is soon at its end.
+/// A thread's stack also contains its static thread-local storage. A stack that is too small cannot be created, or
+/// overflows early.
 #[test]
 fn a_program_with_much_thread_local_storage_is_shared() {
     let host = Host::new();

@@ -15,7 +15,7 @@ int main(int count, char **words) {
     uint32_t back = 0;
     begin();
     CHECK(cuMemAlloc_v2(&at, BYTES));
-    /* Not one value throughout: such memory leaves without a copy. */
+    /* Not all one value: such memory is evicted without a copy. */
     for (uint64_t offset = 0; offset < BYTES; offset += 1 << 20)
         CHECK(cuMemsetD32_v2(at + offset, (unsigned)(offset >> 20), 1 << 18));
     CHECK(cuCtxSynchronize());

@@ -1,4 +1,4 @@
-/* Loads a plugin that uses CUDA: bound to its own libraries first, in a namespace of its own, or to be unloaded. */
+/* Loads a plugin that uses CUDA: bound to its own dependencies first, in a separate namespace, or to be unloaded. */
 #include "guest.h"
 
 int main(int count, char **words) {
@@ -19,12 +19,12 @@ int main(int count, char **words) {
     EXPECT(use != NULL && finish != NULL && allocate != NULL);
     use(5);
     if (is(how, "namespace")) {
-        /* The plugin's own driver, asked for by name. */
+        /* The plugin's own driver, looked up by name. */
         int number = 0, (*get)(int *) = (int (*)(int *))dlsym(plugin, "cuDeviceGetCount");
         EXPECT(get != NULL && get(&number) == 0 && number == 1);
     }
     if (is(how, "deepbind-mixed")) {
-        /* What the plugin takes, the program uses and gives back. */
+        /* The program uses and frees memory that the plugin has allocated. */
         uint64_t at = allocate();
         CHECK(cuMemsetD32_v2(at, 3, 1 << 14));
         CHECK(cuMemFree_v2(at));

@@ -1,9 +1,9 @@
-/* Look-ups of every kind, and what the loader says about them. */
+/* Look-ups of every kind, and the loader's error messages. */
 #include "guest.h"
 
 static void *driver;
 
-/* A symbol, by the name it has where it was found. */
+/* Prints a symbol by the name that it has in its library. */
 static void show(const char *what, void *address) {
     Dl_info info;
     const char *name = address != NULL && dladdr(address, &info) && info.dli_sname ? info.dli_sname : "nothing";
@@ -16,7 +16,7 @@ int main(int count, char **words) {
     EXPECT(count == 2);
     const char *what = words[1];
     if (is(what, "errors")) {
-        /* No driver yet, and then with it. */
+        /* Without a driver, and then with it. */
         look(RTLD_DEFAULT, "cuNoSuchCall");
         look(RTLD_DEFAULT, "cuda");
         look(RTLD_DEFAULT, "cu");
@@ -45,7 +45,7 @@ int main(int count, char **words) {
         show("memcpy", dlvsym(RTLD_DEFAULT, "memcpy", "GLIBC_9.99"));
         show("realpath", dlvsym(RTLD_DEFAULT, "realpath", "GLIBC_2.3"));
         show("cuInit", dlvsym(driver, "cuInit", "NO_SUCH_VERSION"));
-        /* Found so, it is the real one, and works as that. */
+        /* Found this way, it is the real function, and works as such. */
         void *(*real)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(RTLD_DEFAULT, "dlsym", "GLIBC_2.2.5");
         if (real != NULL) show("cuInit", real(driver, "cuInit"));
     }
@@ -74,12 +74,12 @@ int main(int count, char **words) {
         look(driver, "cuCtxCreate"); /* which this driver lacks */
     }
     if (is(what, "lacking")) {
-        /* Of a driver from before these. */
+        /* A driver from before these functions. */
         for (const char **name = (const char *[]){ "cuGreenCtxCreate", "cuMemcpyBatchAsync", "cuInit", NULL }; *name; name++)
             printf("%s is %s\n", *name, dlsym(RTLD_DEFAULT, *name) != NULL ? "there" : "not there");
     }
     if (is(what, "errors-pending")) {
-        /* An error that nobody has asked for, then a success. */
+        /* An error that is never read, then a success. */
         dlsym(driver, "cuNoSuchCall");
         void *found = dlsym(driver, "cuInit");
         show("after a failure", found);

@@ -1,5 +1,5 @@
-//! The loader: whatever way a program comes by the driver's functions, and whatever it loads and unloads, its look-ups
-//! mean what they mean without the library.
+//! The loader: however a program obtains the driver's functions, and whatever it loads and unloads, its look-ups give the same
+//! results as without the library.
 
 use crate::compare::*;
 use test_support::machine::*;
@@ -89,7 +89,7 @@ fn nvml_answers_as_without_however_it_is_come_by() {
     let program = host.program("nvml");
     for word in ["linked", "looked-up", "default", "next"] {
         host.case(&program, &[word]).succeeds();
-        // A bound beyond all that there is changes nothing, but has each question looked at.
+        // A limit above the GPU's memory changes nothing, but makes the library check each query.
         host.case(&program, &[word]).env("NVSHARE_MEMORY_MAX", "1T").succeeds();
     }
 }
@@ -116,14 +116,15 @@ fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     let (plugin, program) = (host.library("constructor"), host.program("gated"));
     let mut program = host.case(&program, &[&plugin.to_string_lossy()]).start();
     host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
-    // Beside a thread that waits under the loader's lock, others allocate, free and ask.
+    // While one thread waits under the loader's lock, others allocate, free and query memory.
     test_support::wait_for("the other thread", || program.stdout().contains("allocated").then_some(()));
     assert_eq!(program.poll(), None);
     free();
     assert_eq!(end(&mut program).stdout, "allocated\nconstructed\nworked\n");
 }
 
-/// All that the client's thread needs of the driver was made ready before: nothing in an eviction waits for the loader's lock.
+/// The client's thread has prepared everything that it needs from the driver, so nothing in an eviction waits for the loader's
+/// lock.
 #[test]
 fn memory_leaves_for_the_first_time_while_a_constructor_runs() {
     let host = Host::new();

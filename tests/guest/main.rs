@@ -1,5 +1,5 @@
-//! The rules that `libnvshare.so` keeps as a guest in somebody else's process. Each test runs programs without the library
-//! and with it, and wants no difference: not in what they say, not in how they end.
+//! The rules that `libnvshare.so` keeps as a guest in a foreign process. Each test runs programs with and without the
+//! library, and expects no difference in their output or in how they end.
 
 mod compare;
 

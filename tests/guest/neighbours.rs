@@ -1,4 +1,4 @@
-//! Other libraries in the same process, before and after this one: those that interpose the same functions of the C
+//! Other libraries in the same process, before and after this one: libraries that interpose the same functions of the C
 //! library, and the sanitizers' runtimes.
 
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use test_support::{machine::Move, skip};
 
 use crate::compare::*;
 
-/// Beside that library, on both sides of it, with CUDA and without.
+/// Checks programs with and without CUDA, with the neighbour on both sides of the library.
 #[track_caller]
 fn beside(host: &Host, neighbour: &Path) {
     let program = host.program("worker");
@@ -49,7 +49,7 @@ fn all_of_them_at_once_are_good_neighbours() {
     assert_eq!(ended.status, (Some(0), None), "{ended:?}");
 }
 
-/// The real ones. Their stand-ins above are always there.
+/// The real ones. Their stand-ins above are always available.
 #[test]
 fn libeatmydata_and_jemalloc_are_good_neighbours() {
     let host = Host::new();
@@ -65,7 +65,7 @@ fn libeatmydata_and_jemalloc_are_good_neighbours() {
     }
 }
 
-/// A program that was built with a sanitizer. Its runtime either comes first, or does not insist on that.
+/// A program built with a sanitizer. Its runtime either comes first, or doesn't insist on that.
 #[track_caller]
 fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str>) {
     let host = Host::new();
@@ -76,7 +76,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
         let asked = output(Command::new("cc").arg(format!("-print-file-name={runtime}"))).stdout;
         case = case.before(Path::new(String::from_utf8_lossy(&asked).trim()));
     }
-    // Old runtimes do not know where kernels with much randomness put things.
+    // Old runtimes cannot handle the memory layout of kernels with much randomness.
     if case.without().stderr.contains("unexpected memory mapping") {
         return skip(format_args!("a {sanitizer} sanitizer that runs on this kernel"));
     }
@@ -84,7 +84,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
     assert!(host.clients() > 0, "it is shared");
 }
 
-/// What `nvsharectl preload verify` and the manual say of it.
+/// `nvsharectl preload verify` and the manual state this.
 #[test]
 fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
     let host = Host::new();
@@ -95,7 +95,7 @@ fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
     let ended = host.case(&shared, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").with();
     assert_eq!(ended.status, (Some(1), None), "{ended:?}");
     assert!(ended.stderr.contains("ASan runtime does not come first"), "{ended:?}");
-    // Linked into the program it is first.
+    // A runtime linked into the program comes first.
     if let Some(linked) = build("linked", &["-fsanitize=address", "-static-libasan"]) {
         host.case(&linked, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").succeeds();
     }
@@ -103,7 +103,7 @@ fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
 
 #[test]
 fn the_address_sanitizer_has_nothing_to_say() {
-    // The simulated driver keeps what the process has until its end.
+    // The simulated driver keeps the process's memory until its end.
     sanitized("address", "ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0", None);
     sanitized("address", "ASAN_OPTIONS", "detect_leaks=0", Some("libasan.so"));
 }
@@ -115,11 +115,11 @@ fn the_undefined_behaviour_sanitizer_has_nothing_to_say() {
 
 #[test]
 fn the_thread_sanitizer_has_nothing_to_say() {
-    // It sees no lock inside of what was not built with it, the driver and this library, and would take these for races.
+    // It sees no locks inside code built without it, the driver and this library, and would report races there.
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
 
-/// A library of that name which submits work by private functions.
+/// A library of this name that submits work by private functions.
 #[track_caller]
 fn engine(host: &Host, name: &str) -> PathBuf {
     let soname = format!("-Wl,-soname,{name}");
@@ -140,7 +140,7 @@ fn a_new_scheduler_learns_that_such_a_library_was_used() {
     assert_eq!(end(&mut running).status, (Some(0), None));
 }
 
-/// Their work passes no hook, so what it may use must stay on the GPU.
+/// Their work passes no hook, so memory that it may use must stay on the GPU.
 #[test]
 fn libraries_that_submit_work_by_private_functions_are_noticed() {
     let host = Host::new();

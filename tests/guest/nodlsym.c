@@ -1,4 +1,4 @@
-/* Preloaded, it makes the loader look as if it had no dlsym, as to a library that came before libdl. */
+/* When preloaded, it makes the loader seem to lack dlsym, as for a library loaded before libdl. */
 #include <stddef.h>
 
 void *dlvsym(void *handle, const char *name, const char *version) {

@@ -1,4 +1,4 @@
-/* Leaves out syncs, as libeatmydata does: open and fsync, found with dlsym when the library is loaded. */
+/* Skips syncs, like libeatmydata: interposes open and fsync, which it finds with dlsym when it is loaded. */
 #include "guest.h"
 #include <stdarg.h>
 
@@ -10,7 +10,7 @@ __attribute__((constructor)) static void look(void) {
     next_open64 = (int (*)(const char *, int, ...))dlsym(RTLD_NEXT, "open64");
 }
 
-/* Others open files before this library's constructor has run. */
+/* Other libraries open files before this library's constructor has run. */
 #define OPEN(name)                                                       \
     int name(const char *path, int flags, ...) {                         \
         va_list rest;                                                    \

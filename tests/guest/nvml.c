@@ -1,4 +1,4 @@
-/* Questions to NVML, by a program that is linked to it, and one that looks it up. */
+/* Queries NVML, in a program that is linked to it, and in one that looks it up. */
 #include "guest.h"
 
 struct memory { uint64_t total, free, used; };

@@ -1,4 +1,4 @@
-/* Opens the library as if it were any other, and closes it: `idle`, or `running` with CUDA initialised through it. */
+/* Opens the library like any other, and closes it: `idle`, or `running` with CUDA initialised through it. */
 #include "guest.h"
 
 int main(int count, char **words) {

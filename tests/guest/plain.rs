@@ -1,8 +1,9 @@
-//! Programs that have nothing to do with CUDA, and programs that have not come to it yet: nothing happens to them.
+//! Programs that have nothing to do with CUDA, and programs that haven't used it yet: the library leaves them
+//! alone.
 
 use crate::compare::*;
 
-/// Pipes, subshells, coprocesses, traps, here-documents, and ends of every kind.
+/// Pipes, subshells, coprocesses, traps, here-documents, and exits of every kind.
 const SHELL: &str = r#"
 trap 'echo trapped' USR1; kill -USR1 $$
 seq 1000 | grep 7 | wc -l
@@ -83,7 +84,7 @@ fn python_runs_as_ever() {
 fn a_program_that_uses_no_cuda_has_no_thread_descriptor_handler_or_variable_of_ours() {
     let host = Host::new();
     let program = host.program("untouched");
-    // Without libcuda, and with it loaded, asked for its version and looked up, but not initialised.
+    // Without libcuda, and with it loaded, its version queried and its functions looked up, but not initialised.
     for word in ["none", "loaded"] {
         let ended = host.case(&program, &[word]).succeeds();
         assert!(ended.stdout.contains("threads 1"), "{ended:?}");
@@ -97,7 +98,7 @@ fn nothing_is_said_where_there_is_a_scheduler_or_nobody_asked() {
     host.succeeds("worker", &["2"]);
     let host = Host::without_scheduler();
     let program = host.program("worker");
-    // By a name that does not show that somebody wants nvshare for this very program.
+    // The name doesn't show that nvshare is wanted for this very program.
     std::fs::copy(library(), host.0.path("lib/libother.so")).expect("a copy");
     host.case(&program, &["2"]).preloading(&["libother.so".into()]).succeeds();
     let said = host.case(&program, &["2"]).with();

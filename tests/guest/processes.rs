@@ -1,4 +1,4 @@
-//! Processes: what a program's children and successors inherit, which is nothing of the library's.
+//! Processes: a program's children and successors inherit nothing of the library's.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use test_support::machine::*;
 fn a_forked_child_gets_the_drivers_answers_and_its_parent_goes_on() {
     let host = Host::new();
     host.succeeds("forks", &["exits", "calls", "handlers"]);
-    // The children are no clients.
+    // The children are not clients.
     assert_eq!(host.clients(), 3);
 }
 
@@ -22,7 +22,7 @@ fn a_child_that_outlives_its_parent_does_not_keep_the_lock() {
     assert!(fs::exists(format!("/proc/{child}")).expect("/proc"), "the child is still there");
     host.0.wait_until_empty();
     host.0.program("mix --mem 16M --reps 2 --rounds 3").start().finish();
-    // Ours no more once its parent is gone, so not one of `Program`'s.
+    // The child isn't ours once its parent is gone, so it isn't handled by `Program`.
     let _ = std::process::Command::new("kill").args(["-9", &child.to_string()]).status();
 }
 

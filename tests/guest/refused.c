@@ -23,7 +23,7 @@ static void refuse(const char *name) {
     };
     struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
     EXPECT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-    /* For every thread, those of a guest too. */
+    /* For every thread, including the library's. */
     EXPECT(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0);
 }
 

@@ -1,4 +1,5 @@
-/* A library that comes by the driver as one with a CUDA runtime inside does: it opens it and looks up everything by itself. */
+/* A library that obtains the driver like one that contains a CUDA runtime: it opens the driver and looks everything up by
+   itself. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -6,7 +7,7 @@
 #include <stdlib.h>
 
 #ifdef OWN
-/* One that has functions of these names itself. */
+/* A variant that defines functions of these names itself. */
 void *dlsym(void *handle, const char *name) { return handle == NULL && name[0] == '1' ? (void *)name : NULL; }
 int cuInit(unsigned flags) { return 40 + (int)flags; }
 int (*const table[])(unsigned) = {cuInit};
@@ -50,7 +51,7 @@ void use_cuda(int rounds) {
 void finish(void) { CALL(cuDevicePrimaryCtxRelease, (int), 0); }
 
 #ifdef CONSTRUCT
-/* No work: the simulated driver starts a thread for that, which needs the loader's lock. */
+/* No work: for that the simulated driver starts a thread, which needs the loader's lock. */
 __attribute__((constructor)) static void construct(void) { use_cuda(0); }
 #endif
 #endif

@@ -1,11 +1,11 @@
-/* The library is started by a thread of the program with a policy, processors and a nice value of its own. What the library's thread
-   has is compared with the first thread's. Or, with `deadline`, by a thread with a policy under which no thread can be started. */
+/* The library is started by a thread with its own scheduling policy, processors and nice value. The settings of the library's thread
+   are compared with those of the first thread. With `deadline`, the thread has a policy under which no thread can be started. */
 #include "guest.h"
 #include <sched.h>
 #include <sys/resource.h>
 
 static cpu_set_t first;
-/* Users other than root may not lower a nice value again, unless RLIMIT_NICE lets them. */
+/* Users other than root may not lower a nice value again, unless RLIMIT_NICE permits it. */
 static int may_go_back;
 
 static void *start(void *unused) {

@@ -1,4 +1,4 @@
-/* A plugin that looks up by RTLD_DEFAULT what only its own scope has: a function with a name like the driver's. */
+/* A plugin that looks up with RTLD_DEFAULT a function that only its own scope has, with a name like the driver's. */
 #include "guest.h"
 
 int cuPluginHelper(void) { return 42; }

@@ -1,4 +1,4 @@
-/* Opens a plugin in a scope of its own, before the driver is loaded and after, and has it look something up. */
+/* Opens a plugin in a separate scope, before and after the driver is loaded, and makes it look something up. */
 #include "guest.h"
 
 int main(int count, char **words) {

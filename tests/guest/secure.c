@@ -1,4 +1,4 @@
-/* Says whether it runs with more rights than its user, and works. */
+/* Prints whether it runs with more privileges than its user, and works. */
 #include "guest.h"
 #include <sys/auxv.h>
 

@@ -1,11 +1,11 @@
-//! Programs that run with more rights than whoever started them: what that somebody says in the environment is not heard.
+//! Programs that run with more privileges than the user who started them: they ignore that user's environment variables.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use crate::compare::*;
 
-/// In a mount namespace of its own, where the library is in `/etc/ld.so.preload` and nobody else sees it.
+/// Runs in a separate mount namespace, where the library is in `/etc/ld.so.preload` and no other process sees it.
 const PRELOADED: &str = r#"
 mount --make-rprivate / && mount -t tmpfs none "$1" && cp -a /etc "$1/etc" && echo "$2" >"$1/etc/ld.so.preload" &&
 mount --bind "$1/etc" /etc && shift 2 && exec "$@"
@@ -14,7 +14,7 @@ mount --bind "$1/etc" /etc && shift 2 && exec "$@"
 #[test]
 fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
     let host = Host::new();
-    // SAFETY: no arguments.
+    // SAFETY: `geteuid` has no preconditions.
     let root = unsafe { libc::geteuid() } == 0;
     if !root || !output(Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "none", "/mnt"])).status.success() {
         return test_support::skip("root, and the right to mount, for an /etc/ld.so.preload of its own");
@@ -39,17 +39,17 @@ fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
             "--clear-groups",
             &program,
         ];
-        // Started without the library, which the file brings.
+        // Started without the library, which the file preloads.
         let case = host.case("/usr/bin/unshare", &arguments).preloading(&[]);
         let case = case.env("NVSHARE_DEBUG", "1").env("NVSHARE_SOCKET", &host.0.socket().to_string_lossy());
         case.with()
     };
-    // An ordinary program of that user says what it does.
+    // An ordinary program of that user obeys the environment, and logs.
     let plain = run(0o755);
     assert_eq!((plain.status, &*plain.stdout), ((Some(0), None), "not secure, worked\n"), "{plain:?}");
     assert!(plain.stderr.contains("nvshare"), "{plain:?}");
     let clients = host.clients();
-    // As does one with the rights of somebody else: nothing.
+    // A program with another user's privileges ignores it, and logs nothing.
     let secure = run(0o4755);
     assert_eq!((secure.status, &*secure.stdout, &*secure.stderr), ((Some(0), None), "secure, worked\n", ""));
     assert_eq!(host.clients(), clients, "it did not connect to a socket of the user's");

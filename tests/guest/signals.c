@@ -1,4 +1,4 @@
-/* Signals that come often, while working, initialising (`early`) or waiting for the GPU, and signals that only the program may take. */
+/* Frequent signals, while working, initialising (`early`) or waiting for the GPU, and signals that only the program's threads may take. */
 #include "guest.h"
 #include <sys/time.h>
 
@@ -42,10 +42,10 @@ int main(int count, char **words) {
         sigset_t all, pending;
         sigfillset(&all);
         EXPECT(pthread_sigmask(SIG_BLOCK, &all, NULL) == 0);
-        /* To the process: any thread that has not blocked it would take it, and die of it. */
+        /* Sent to the process: any thread that hasn't blocked it would take it, and die. */
         for (int signal = 1; signal < 32; signal++) {
             int taken = 0;
-            if (signal == SIGKILL || (signal >= SIGCONT && signal <= SIGTTOU)) continue; /* of stopping and going on */
+            if (signal == SIGKILL || (signal >= SIGCONT && signal <= SIGTTOU)) continue; /* for stopping and continuing */
             EXPECT(kill(getpid(), signal) == 0);
             milliseconds(2);
             EXPECT(sigpending(&pending) == 0 && sigismember(&pending, signal));
@@ -70,7 +70,7 @@ int main(int count, char **words) {
             if (status != NULL) fclose(status);
             if (!is(name, "nvshare")) continue;
             threads++;
-            /* All but SIGKILL, SIGSTOP and the two that are the C library's own. */
+            /* All except SIGKILL, SIGSTOP and the C library's own two. */
             unsigned long long not = 1ULL << (SIGKILL - 1) | 1ULL << (SIGSTOP - 1) | 3ULL << 31;
             if ((blocked | not) != ~0ULL) FAIL("blocked are only %llx", blocked);
         }

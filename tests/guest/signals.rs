@@ -27,7 +27,7 @@ fn signals_disturb_no_wait_for_the_scheduler() {
     let program = host.program("signals");
     kill(host.0.scheduler_pid(), libc::SIGSTOP);
     let mut program = host.case(&program, &["early"]).start();
-    // It takes hundreds of signals while the scheduler does not answer.
+    // It takes hundreds of signals while the scheduler doesn't answer.
     std::thread::sleep(std::time::Duration::from_millis(500));
     kill(host.0.scheduler_pid(), libc::SIGCONT);
     let ended = Ended { status: (Some(0), None), stdout: "worked\n".into(), stderr: String::new() };
@@ -39,7 +39,7 @@ fn signals_disturb_no_wait_at_the_gate() {
     let (host, mut free) = Host::occupied();
     let mut program = host.case(host.program("signals"), &["gate"]).start();
     host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
-    // It handles signals while it waits, and it goes on waiting.
+    // It handles signals while it waits, and continues to wait.
     wait_for("signals", || program.stdout().contains("100 signals").then_some(()));
     assert_eq!(program.poll(), None);
     free();
@@ -59,7 +59,7 @@ fn a_program_that_is_stopped_and_continued_goes_on() {
     assert_eq!(end(&mut program).status, (Some(0), None));
 }
 
-/// A machine on which programs take turns of a second, and one that always has work.
+/// A machine on which programs take turns of a second, and a program that always has work.
 fn with_turns() -> (Host, Program) {
     let time_quantum = std::time::Duration::from_secs(1);
     let host = Host(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum, ..Setup::default() }));
@@ -74,7 +74,8 @@ fn a_wait_at_the_gate_that_is_left_by_a_jump_asks_no_more() {
     let mut program = host.case(host.program("jumps"), &["gate"]).start();
     wait_for("the jump", || program.stdout().contains("left").then_some(()));
     assert_eq!(end(&mut program).status, (Some(0), None));
-    // What it asked for before the jump, and no turn after turn of a second each.
+    // It may have the turn that it requested before the jump, but not turn after turn of a second
+    // each.
     let turns = grants(&host.0.moves(), program.pid());
     assert!(turns <= 2, "a program that does nothing had {turns} turns in 8 s");
     worker.kill();

@@ -1,5 +1,5 @@
-/* Works with descriptors 0 to 2 closed, and says in a file whether they have become something of a guest's, to which the
-   program's own output would go. */
+/* Works with descriptors 0 to 2 closed, and writes to a file whether they now belong to a guest, which would receive the
+   program's own output. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -1,4 +1,4 @@
-/* With CUDA in use, starts another CUDA program in each of the ways there are, or becomes it. */
+/* While it uses CUDA, starts another CUDA program in every possible way, or becomes it. */
 #include "guest.h"
 #include <spawn.h>
 
@@ -30,7 +30,7 @@ int main(int count, char **words) {
         snprintf(command, sizeof command, "%s 1 | cat", words[2]);
         EXPECT(system(command) == 0);
     } else if (is(how, "descriptors")) {
-        /* Nothing is inherited that is not ours to give. */
+        /* None of the library's descriptors is inherited. */
         EXPECT(system("for fd in /proc/self/fd/*; do readlink \"$fd\"; done | grep -E '^(socket|anon_inode):'") != 0);
     } else {
         execv(words[2], arguments);

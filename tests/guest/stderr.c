@@ -1,5 +1,5 @@
-/* Works with a stderr that is a pipe without a reader, a full pipe, closed, or a file of the program's by that number; 200 ms are
-   enough for a word. */
+/* Works with a stderr that is a pipe without a reader, a full pipe, closed, or a file of the program's with that number. 200 ms
+   suffice for a message. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -1,5 +1,5 @@
-/* Calls every function that is named with zeros, each in a child of its own: `before` CUDA is initialised, when it is
-   `initialised`, and with a `context`. Says what the call was answered, and what became of errno. */
+/* Calls every named function with zeros, each in its own child: `before` CUDA is initialised, when it is `initialised`,
+   and with a `context`. Prints the call's result, and errno afterwards. */
 #include "guest.h"
 
 typedef int Call(long, long, long, long, long, long, long, long, long, long, long, long);
@@ -32,6 +32,6 @@ int main(int count, char **words) {
         printf("%s %s\n", words[i], answer);
         fflush(stdout);
     }
-    /* No driver is initialised here, but what it exports is linked to. */
+    /* No driver is initialised here; the call only links the program to the driver. */
     return cuDriverGetVersion((int[1]){0});
 }

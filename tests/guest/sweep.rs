@@ -1,12 +1,12 @@
-//! Every function that the simulated driver exports, called with zeros: the same answer as without the library, no crash,
-//! and `errno` is left alone.
+//! Calls every function that the simulated driver exports with zeros: the answers are the same as without the library,
+//! nothing crashes, and `errno` is unchanged.
 
 use std::collections::BTreeMap;
 use std::process::Command;
 
 use crate::compare::*;
 
-/// What each call was answered, by its name.
+/// The answer to each call, by name.
 fn answers(ended: &Ended) -> BTreeMap<String, String> {
     assert_eq!((ended.status, &*ended.stderr), ((Some(0), None), ""), "{}", ended.stdout);
     let lines = ended.stdout.lines().map(|line| line.split_once(' ').expect("a name and an answer"));
@@ -20,7 +20,6 @@ fn every_call_with_zeros(moment: &str) {
     let symbols = output(Command::new("nm").args(["-D", "--defined-only"]).arg(&driver)).stdout;
     let symbols = String::from_utf8(symbols).expect("names");
     let names = symbols.lines().filter_map(|line| line.split(" T ").nth(1).filter(|name| name.starts_with("cu")));
-    // Nothing comes after it.
     let names: Vec<&str> = [moment].into_iter().chain(names).collect();
     assert!(names.len() > 300, "{names:?}");
 
@@ -29,7 +28,7 @@ fn every_call_with_zeros(moment: &str) {
     assert_eq!(plain.len(), names.len() - 1);
     let mut compared = 0;
     for (name, answer) in &plain {
-        // What the driver itself cannot take says nothing about the library.
+        // A crash in the driver itself says nothing about the library.
         if answer.starts_with("signal") {
             continue;
         }

@@ -1,4 +1,4 @@
-/* Four thousand threads, some at once, that launch and end: memory does not grow with their number. */
+/* Four thousand threads, some of them concurrent, that launch work and end: memory doesn't grow with their number. */
 #include "guest.h"
 
 enum { AT_ONCE = 8 };

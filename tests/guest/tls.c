@@ -1,4 +1,4 @@
-/* The worker, in a program each thread of which has that much storage of its own. */
+/* The worker, in a program whose threads each have this much thread-local storage. */
 #include "worker.c"
 
 __thread char large[TLS];

@@ -1,4 +1,4 @@
-/* Loads the driver as a program does that can do without: says what was wrong, and ends with a status for it. */
+/* Loads the driver like a program that can do without: prints the error, and has an exit status for it. */
 #include "guest.h"
 
 int main(int count, char **words) {

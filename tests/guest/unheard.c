@@ -1,4 +1,4 @@
-/* Launches a kernel by a function that nvshare has never heard of. */
+/* Launches a kernel by a function that nvshare doesn't know. */
 #include "guest.h"
 
 typedef int Launch(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);

@@ -1,4 +1,4 @@
-/* A library whose constructor ends when the file $UNTIL is there. */
+/* A library whose constructor ends when the file $UNTIL exists. */
 #include "guest.h"
 
 __attribute__((constructor)) static void construct(void) {

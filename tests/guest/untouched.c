@@ -1,9 +1,9 @@
-/* Says what its process is like after a while in which a guest could have done something. */
+/* Describes its process after a while in which a guest could have changed something. */
 #include "guest.h"
 
 extern char **environ;
 
-/* A variable's name, and a number for its value, which may be nobody's business. */
+/* Prints a variable's name, and a hash of its value, which may be private. */
 static void show(const char *variable) {
     unsigned hash = 0;
     for (const char *at = variable; *at != '\0'; at++) hash = hash * 31 + (unsigned char)*at;
@@ -23,7 +23,7 @@ int main(int count, char **words) {
     char line[4096];
     FILE *status = fopen("/proc/self/status", "r");
     while (fgets(line, sizeof line, status) != NULL)
-        /* Not SigQ: that counts what all processes of the user have. */
+        /* Not SigQ, which counts the signals of all the user's processes. */
         if (strncmp(line, "SigQ", 4) != 0 && (strncmp(line, "Sig", 3) == 0 || strncmp(line, "Shd", 3) == 0)) fputs(line, stdout);
     fclose(status);
     int threads = 0;

@@ -1,4 +1,4 @@
-/* Preloaded, it says what is opened with RTLD_DEEPBIND. */
+/* When preloaded, it prints what is opened with RTLD_DEEPBIND. */
 #include "guest.h"
 
 void *dlopen(const char *file, int flags) {

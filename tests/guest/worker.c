@@ -1,4 +1,4 @@
-/* A plain CUDA program: as many threads as asked for work, and the results are right. */
+/* A plain CUDA program: the given number of threads work, and the results are right. */
 #include "guest.h"
 
 static void *worker(void *unused) {

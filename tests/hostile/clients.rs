@@ -1,5 +1,5 @@
-//! The other way round: programs that do what they like to the scheduler. What they can take from it is bounded for each
-//! tenant, and everybody else is served meanwhile.
+//! Hostile programs against an honest scheduler: the resources that they can take are bounded for each tenant, and other
+//! clients are served throughout.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,7 +22,7 @@ use test_support::{has_own_process, wait_for};
 const NOBODY: u32 = 65534;
 const KEY: Secret = Secret([9; 16]);
 
-/// The id of a container that no other test has, in its first twelve digits too, which are what is shown.
+/// A container ID that no other test uses. Its first twelve digits, which are shown, are unique too.
 fn container_id() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{:04x}{:08x}{:052x}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id(), 0)
@@ -35,7 +35,7 @@ fn sharing(path: &std::path::Path, gpu: Uuid) -> Client {
     client
 }
 
-/// Runs a helper as somebody else and waits for its good end.
+/// Runs a helper as another user and waits for its success.
 #[track_caller]
 fn as_nobody(name: &str, daemon: &Daemon) {
     let output = helper(name, &daemon.socket()).uid(NOBODY).gid(NOBODY).stderr(Stdio::piped()).output();
@@ -51,7 +51,7 @@ fn helper_imports() {
     for range in 0..30_000 {
         importer.send(ClientMessage::Imported { slot: 0, exporter: KEY, range, bytes: 1, adopted: 0 });
     }
-    // What comes before this has been read.
+    // All earlier messages have been read.
     importer.request();
     importer.until_granted();
     drop(exporter);
@@ -60,7 +60,7 @@ fn helper_imports() {
         let asked = importer.until(|message| matches!(message, SchedulerMessage::Adopt { .. }));
         let SchedulerMessage::Adopt { exporter, range } = asked else { continue };
         assert!(range < 4096 && adopted.insert(range), "it adopts what was counted, once: {range}");
-        // As if it were busy: it reads what it is told, and answers some time.
+        // Acts like a busy client: it reads every message, and answers some of them later.
         if adopted.len() % 64 == 0 {
             let answer = |range: &u32| importer.send(ClientMessage::Adopted { exporter, range: *range });
             adopted.iter().rev().take(64).for_each(answer);
@@ -95,7 +95,7 @@ fn who_is_refused_cannot_keep_the_scheduler_reading() {
     };
     let floods: Vec<_> = (0..8).map(flood).collect();
     wait_for("the floods to end", || floods.iter().all(thread::JoinHandle::is_finished).then_some(()));
-    // The refusal is there, whatever came with what it refuses.
+    // The refusal arrives, whatever was sent together with the refused message.
     let said = client.receive();
     assert!(matches!(said, Some(SchedulerMessage::Refused { reason: Refusal::Version, .. })), "{said:?}");
     daemon.client();
@@ -119,7 +119,7 @@ fn helper_fill() {
     }
 }
 
-/// A daemon with a limit of clients.
+/// A daemon with a limit on clients.
 fn limited(clients: u32) -> Daemon {
     Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
@@ -128,11 +128,11 @@ fn limited(clients: u32) -> Daemon {
     })
 }
 
-/// How often a helper in that control group was welcomed, and why it was refused then.
+/// How often a helper in that control group was welcomed, and the refusal that followed.
 fn filled_from(unit: Option<&Unit>, daemon: &Daemon) -> String {
     let mut command = helper("clients::helper_fill", &daemon.socket());
     let procs = unit.map(Unit::procs);
-    // SAFETY: `before` is what runs between fork and exec; it opens and writes a file.
+    // SAFETY: between fork and exec, the closure only opens and writes a file.
     unsafe { command.pre_exec(move || procs.as_ref().map_or(Ok(()), |procs| fs::write(procs, "0"))) };
     let output = command.stderr(Stdio::piped()).output().expect("it starts");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -147,14 +147,14 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
     }
     let id = container_id();
     let Some(outer) = Unit::new(&format!("docker-{id}.scope")) else { return };
-    // Its root may call control groups in there anything.
+    // A container's root may give control groups in it any name.
     let invented = format!("docker-{id}.scope/docker-{}.scope", container_id());
     let Some(inner) = Unit::new(&invented) else { return };
     let daemon = limited(5);
     let refused = format!("container {} has 5 programs connected; max-clients-per-tenant allows no more", &id[..12]);
     assert_eq!(filled_from(Some(&inner), &daemon), format!("5 welcomed: {refused}"));
     assert_eq!(filled_from(Some(&outer), &daemon), format!("5 welcomed: {refused}"));
-    // The host's has more, and has it to itself.
+    // The host's root has a higher limit, which it doesn't share.
     let said = filled_from(None, &daemon);
     assert!(said.starts_with("40 welcomed: root has 40 programs connected"), "{said}");
     drop(inner);
@@ -201,7 +201,7 @@ fn gpus(daemon: &Daemon) -> usize {
     status["gpus"].as_array().expect("GPUs").len()
 }
 
-/// How many lock files of GPUs there are.
+/// The number of GPU lock files.
 fn lock_files(daemon: &Daemon) -> usize {
     let directory = daemon.socket().parent().expect("a directory").to_owned();
     let files = fs::read_dir(directory).expect("the directory").flatten();
@@ -232,7 +232,7 @@ fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
-    // The directory outlives the daemon, so that lock files are made in it.
+    // The directory outlives the daemon, and lock files are made in it.
     let directory = support::Directory::new();
     fs::create_dir(directory.0.join("run")).expect("a directory");
     let daemon = Daemon::start_in(directory, None, |_, _| ());
@@ -246,7 +246,7 @@ fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     wait_for("it to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
 }
 
-/// It may be a slice that NVML lists later, or one that this NVML does not see.
+/// The GPU may be a slice that NVML lists later, or one that this NVML doesn't see.
 #[test]
 fn a_gpu_that_nvml_does_not_list_is_shared_until_its_last_client_goes() {
     if !has_own_process("clients::a_gpu_that_nvml_does_not_list_is_shared_until_its_last_client_goes", &[]) {
@@ -268,7 +268,7 @@ fn a_gpu_that_nvml_does_not_list_is_shared_until_its_last_client_goes() {
 #[expect(clippy::zombie_processes, reason = "the child is to outlive this process")]
 fn helper_hands_over() {
     let stream = UnixStream::connect(helper_socket()).expect("the control socket");
-    // SAFETY: a plain call on a descriptor that lives.
+    // SAFETY: `fcntl` with F_SETFD takes no pointers, and the descriptor is open.
     unsafe { libc::fcntl(stream.as_raw_fd(), libc::F_SETFD, 0) };
     let mut heir = helper("clients::helper_calls", &helper_socket());
     heir.env("NVSHARE_TEST_FD", stream.as_raw_fd().to_string())
@@ -282,7 +282,7 @@ fn helper_calls() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok()).expect("a number");
     let parent: i32 = number("NVSHARE_TEST_PARENT");
     wait_for("its parent's end", || (std::os::unix::process::parent_id() as i32 != parent).then_some(()));
-    // SAFETY: it was passed on for this.
+    // SAFETY: the parent passed the descriptor on for this purpose, and nothing else owns it.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number("NVSHARE_TEST_FD")) });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let said = runtime.block_on(async {
@@ -299,9 +299,9 @@ fn who_inherits_a_connection_has_no_rights_by_it() {
     let daemon = Daemon::start();
     let mut command = helper("clients::helper_hands_over", &daemon.control());
     let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
-    // The heir has it as well, and ends it.
+    // The heir has stderr too, and closes it last.
     let mut lines = BufReader::new(child.stderr.take().expect("its stderr")).lines().map_while(Result::ok);
-    // The connecting process has to be waited for, or it would still be there.
+    // The connecting process must be reaped, or it would still exist.
     assert!(support::wait(&mut child).success());
     let said = lines.find(|line| line.contains("it may: ")).expect("its line");
     assert!(said.contains("AccessDenied") && said.contains("the process that connected has ended"), "{said}");
@@ -309,11 +309,11 @@ fn who_inherits_a_connection_has_no_rights_by_it() {
     assert_eq!(daemon.ctl(&["set", "time-quantum", "45"]).code, Some(0), "who is there may");
 }
 
-/// Has a command find a `/proc` that hides processes of other users.
+/// Gives a command a `/proc` that hides other users' processes.
 fn hides_processes(command: &mut Command) {
     let mount = || {
         let nothing = std::ptr::null();
-        // SAFETY: system calls with texts that end.
+        // SAFETY: the system calls get valid C strings or null.
         let done = unsafe {
             libc::unshare(libc::CLONE_NEWNS) == 0
                 && libc::mount(nothing, c"/".as_ptr(), nothing, libc::MS_REC | libc::MS_PRIVATE, nothing.cast()) == 0
@@ -327,7 +327,7 @@ fn hides_processes(command: &mut Command) {
         };
         if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
     };
-    // SAFETY: it makes system calls and no others.
+    // SAFETY: `mount` makes only async-signal-safe system calls.
     unsafe { command.pre_exec(mount) };
 }
 
@@ -342,7 +342,7 @@ fn processes_that_the_kernel_hides_are_nobody_in_particular_and_the_log_says_so(
     as_nobody("clients::helper_connects", &daemon);
     daemon.log.wait("hidepid");
     assert_eq!(daemon.log.count("hidepid"), 1);
-    // Not even root, which could be a container's.
+    // Not even root may, since it could be a container's root.
     let refused = daemon.ctl(&["set", "time-quantum", "45"]);
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("hidepid") && refused.stderr.contains("nvshare.service(8)"), "{}", refused.stderr);

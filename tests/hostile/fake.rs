@@ -1,4 +1,4 @@
-//! A scheduler that says what it likes, and the programs that meet it.
+//! A fake scheduler that sends arbitrary messages, and programs that meet it.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -9,7 +9,7 @@ use test_support::machine::*;
 
 use crate::peer::{Connection, Listener, Received};
 
-/// What the fake has to give; the GPU has more, so that it never promises what is not there.
+/// The memory that the fake grants; the GPU has more, so the promise always holds.
 pub const MEMORY: u64 = 64 * MIB;
 pub const TICK: Duration = Duration::from_millis(1);
 
@@ -17,17 +17,17 @@ pub fn machine() -> Machine {
     Machine::new(Setup { memory: 2 * MEMORY, context: 2 * MIB, ..Setup::default() })
 }
 
-/// A scheduler that says what it likes.
+/// A scheduler that sends arbitrary messages.
 pub struct Fake<'a> {
     machine: &'a Machine,
     listener: Option<Listener>,
     pub connection: Option<Connection>,
-    /// The first packet is the answer to `Hello`, and settles the version.
+    /// Whether the first packet, the answer to `Hello`, was sent; it settles the version.
     pub has_answered: bool,
     pub seq: u32,
-    /// Has said that the program may have less memory than there is.
+    /// It has told the program a limit below the GPU's memory.
     pub stingy: bool,
-    /// Grants no lock.
+    /// It grants no lock.
     pub grants_nothing: bool,
     /// The GPUs that the program has named on this connection, by slot.
     pub named: BTreeMap<u32, Uuid>,
@@ -48,7 +48,7 @@ impl<'a> Fake<'a> {
         }
     }
 
-    /// Nobody is there any more.
+    /// Removes the socket and the connection.
     pub fn vanish(&mut self) {
         (self.listener, self.connection) = (None, None);
     }
@@ -76,7 +76,8 @@ impl<'a> Fake<'a> {
         self.has_answered = true;
     }
 
-    /// Whether a client has just connected, which has said `Hello` or is about to.
+    /// Accepts a client, which has sent `Hello` or is about to. Returns whether one has just
+    /// connected.
     pub fn accept(&mut self) -> bool {
         if self.connection.is_none() {
             self.connection = self.listener.as_ref().and_then(Listener::accept);
@@ -107,7 +108,7 @@ impl<'a> Fake<'a> {
         }
     }
 
-    /// All that a program needs.
+    /// Sends all that a program needs.
     pub fn provide(&mut self, slot: u32) {
         self.seq += 1;
         self.say(SchedulerMessage::Attached { slot });
@@ -115,7 +116,7 @@ impl<'a> Fake<'a> {
         self.say(SchedulerMessage::Allowance { slot, seq: self.seq, bytes: MEMORY });
     }
 
-    /// For a moment, what a scheduler with one client does.
+    /// Acts for a moment as a scheduler with one client.
     pub fn serve(&mut self) {
         self.return_if_away();
         if self.accept() {
@@ -150,7 +151,7 @@ impl<'a> Fake<'a> {
     }
 }
 
-/// It has ended: with right results, or because it was refused memory.
+/// Checks that the program has ended with right results, or because it was refused memory.
 pub fn judge(program: &mut Program, may_be_refused: bool) {
     let status = program.wait();
     let refused = status.code() == Some(1) && program.stdout().contains("CUDA_ERROR_OUT_OF_MEMORY (2)");
@@ -159,7 +160,7 @@ pub fn judge(program: &mut Program, may_be_refused: bool) {
     }
 }
 
-/// It goes on waiting that long.
+/// Checks that the program keeps waiting for that long.
 pub fn stays_for(program: &mut Program, time: Duration) {
     let begin = Instant::now();
     while begin.elapsed() < time {

@@ -1,10 +1,10 @@
-//! A scheduler that is broken, malicious, or of another version cannot harm a program, and programs cannot keep a scheduler
-//! from serving others (`clients`). With such a scheduler, the results of a program are right, it ends, and
-//! it waits only where one that is alive and never grants may make it wait. A program may be refused memory by it, as by
-//! any scheduler, with CUDA's own error.
+//! A scheduler that is broken, malicious, or of another version cannot harm a program, and programs cannot keep a
+//! scheduler from serving others (`clients`). With such a scheduler the results of a program are right, it ends, and it
+//! waits only while a living scheduler that never grants may make it wait. The scheduler may refuse it memory, as any
+//! scheduler may, with CUDA's own error.
 //!
-//! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more of the random sequences;
-//! `NVSHARE_TEST_SEED` begins with that one.
+//! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more random sequences;
+//! `NVSHARE_TEST_SEED` sets the first seed.
 
 mod clients;
 mod fake;
@@ -51,7 +51,7 @@ fn a_scheduler_that_never_grants_makes_it_wait_until_it_is_gone() {
         }
         matches!(fake.receive(), Some(ClientMessage::Request { .. })).then_some(())
     });
-    // Longer than it would wait for one that is gone.
+    // Longer than it would wait for a scheduler that is gone.
     stays_for(&mut program, Duration::from_secs(4));
     fake.vanish();
     program.finish();
@@ -61,7 +61,7 @@ fn a_scheduler_that_never_grants_makes_it_wait_until_it_is_gone() {
 fn a_scheduler_that_stops_after_a_grant_lets_it_run_to_the_end() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
-    // It allocates and frees all the time, and nobody takes the reports of that: the socket fills up.
+    // It allocates and frees all the time, and its reports are never read, so the socket fills up.
     let mut program = machine.program("churn --mem 32M --seconds 3").start();
     fake.serve_until_granted(&mut program);
     program.finish();
@@ -76,7 +76,7 @@ fn a_scheduler_that_reads_nothing_gets_the_lock_back_once_it_does() {
     fake.serve_until_granted(&mut program);
     program.wait_to_say("(not sent)");
     fake.say(SchedulerMessage::Revoke { gpus: 1 });
-    // It drains, and cannot say so.
+    // It drains, and cannot report that.
     stays_for(&mut program, Duration::from_millis(500));
     wait_for("the release", || matches!(fake.receive(), Some(ClientMessage::Release { .. })).then_some(()));
     fake.serve_to_the_end(&mut program);
@@ -149,7 +149,7 @@ fn refusals_and_wrong_versions_are_one_line_and_no_more() {
             if let Some(ClientMessage::Hello { .. }) = fake.receive() {
                 match version {
                     None => fake.say(nonsense::refusal(&mut dice)),
-                    // A packet of a version that nobody has agreed on.
+                    // A packet in a version that was not agreed on.
                     Some(version) => fake.send(&[&version.to_le_bytes()[..], &welcome_after_its_version()].concat()),
                 }
                 fake.connection = None;
@@ -197,7 +197,7 @@ fn a_refusal_cannot_write_to_the_terminal_what_it_likes() {
     assert!(said.lines().count() == 1 && !said.contains(['\r', '\x1b']), "it said {said:?}");
 }
 
-/// How many files a program has open.
+/// The number of files that a program has open.
 fn open_files(program: &Program) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", program.pid())).map_or(0, Iterator::count)
 }
@@ -230,13 +230,13 @@ fn descriptors_that_nobody_asked_for_are_closed() {
     program.finish();
 }
 
-/// What a scheduler may answer to a program that opens another's memory, and no memory comes of it.
+/// A scheduler's answers to a program that opens another's memory. None of them yields memory.
 #[test]
 fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
     let real = machine();
     let meeting = real.path("meeting");
     let words = format!("--file {} --mem 8M --private 4M --rounds 1", meeting.display());
-    // A handle of ours needs an exporter of ours, with whatever scheduler.
+    // A handle of nvshare's needs an exporter under nvshare, with any scheduler.
     let mut exporter_fake = Fake::new(&real);
     let mut exporter = real.program(&format!("share --role export {words}")).start();
     wait_for("a handle", || {
@@ -247,7 +247,7 @@ fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
     exporter.kill();
     drop(exporter_fake);
     let answers: [(Sharing, u64, u64, usize, u32); 7] = [
-        (Sharing::Done, 8 * MIB, 8 * MIB, 1, 205), // a descriptor of something else
+        (Sharing::Done, 8 * MIB, 8 * MIB, 1, 205), // a descriptor of another kind of file
         (Sharing::Done, 8 * MIB, 8 * MIB, 0, 205),
         (Sharing::Done, 0, 0, 1, 205),
         (Sharing::Done, 2 * MIB, 2 * MIB, 1, 205), // less than the allocation
@@ -296,7 +296,7 @@ fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
     let begin = Instant::now();
     let mut told = 0;
     while program.poll().is_none() {
-        // Also several at once, while it still answers the one before.
+        // Several at a time, while the program still answers the one before.
         (0..3).for_each(|_| fake.say(SchedulerMessage::Resume { client: u64::MAX }));
         fake.return_if_away();
         if fake.accept() {
@@ -317,7 +317,7 @@ fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
     assert!(told > 3, "it answered {told} times");
 }
 
-/// One that has restarted and is not heard of again.
+/// The scheduler restarts, asks again, and falls silent.
 #[test]
 fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
     let machine = machine();
@@ -333,7 +333,7 @@ fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
     program.finish();
 }
 
-/// The rest of a `Welcome`, behind the two bytes that say which version its header is of.
+/// The rest of a `Welcome`, after the two bytes with the header's version.
 fn welcome_after_its_version() -> Vec<u8> {
     SchedulerMessage::Welcome { version: 1, client: 1 }.encode(0).as_bytes()[2..].to_vec()
 }

@@ -1,4 +1,4 @@
-//! What a hostile scheduler says: messages that are well-formed and make no sense, and packets that are not even that.
+//! The messages of a hostile scheduler: well-formed ones that make no sense, and malformed packets.
 
 use nvshare_wire::{
     SchedulerMessage, Secret, SlotSet, Text, Uuid,
@@ -9,7 +9,7 @@ use nvshare_wire::{
 use test_support::Dice;
 use test_support::machine::MIB;
 
-/// Mostly about the one GPU there is.
+/// Mostly the only GPU.
 fn slots(dice: &mut Dice) -> SlotSet {
     let any = dice.number();
     dice.pick(&[1, 1, 1, 1, 1, 0, 2, 1 << 63, u64::MAX, any])
@@ -30,7 +30,7 @@ fn count(dice: &mut Dice) -> u32 {
     dice.pick(&[0, 1, 1, 2, 1000, u32::MAX, any])
 }
 
-/// A message that a scheduler could send, though not now and not so.
+/// A message that a scheduler could send at another time or with other contents.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
     match dice.below(31) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.number() },
@@ -61,7 +61,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             allocation: bytes(dice),
             first: count(dice),
         },
-        // Never the right number, and never that there is no GPU: what is an answer is obeyed.
+        // Never with the right number, and never "no GPU": a real answer would be obeyed.
         27 => SchedulerMessage::Placed {
             at: count(dice).max(1),
             of: count(dice),
@@ -91,10 +91,10 @@ pub fn refusal(dice: &mut Dice) -> SchedulerMessage {
     SchedulerMessage::Refused { reason, text: Text::new(text) }
 }
 
-/// As long as fits and longer, in letters of two bytes.
+/// The longest text that fits and longer, in letters of two bytes.
 const LONG: &str = "ääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääää";
 
-/// Bytes that are no message, or only by chance.
+/// Bytes that are no message, except by chance.
 pub fn packet(dice: &mut Dice, version: u16) -> Vec<u8> {
     let mut packet = message(dice).encode(version).as_bytes().to_vec();
     match dice.below(7) {

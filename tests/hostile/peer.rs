@@ -1,5 +1,4 @@
-//! The scheduler's end of the socket, without a scheduler: accepts, and sends whatever bytes it is told to. Nothing here
-//! waits.
+//! The scheduler's end of the socket, without a scheduler: accepts connections and sends any bytes. Nothing here blocks.
 
 use std::fs;
 use std::io;
@@ -10,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nvshare_wire::{ClientMessage, MAX_LEN};
 
-/// What listens; the socket goes away with it.
+/// A listening socket, whose path is removed with it.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -30,7 +29,7 @@ impl Listener {
             *to = *from as _;
         }
         let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: a descriptor that is not negative is ours; the address is valid and of that length.
+        // SAFETY: a non-negative descriptor is new and owned here, and the address is valid and of that length.
         unsafe {
             let socket = libc::socket(libc::AF_UNIX, kind, 0);
             assert!(socket >= 0, "a socket: {}", io::Error::last_os_error());
@@ -44,7 +43,7 @@ impl Listener {
 
     pub fn accept(&self) -> Option<Connection> {
         let (none, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK);
-        // SAFETY: asks for no address; a descriptor that is not negative is ours.
+        // SAFETY: the null pointers ask for no address, and a non-negative descriptor is new and owned here.
         unsafe {
             let socket = libc::accept4(self.socket.as_raw_fd(), none, std::ptr::null_mut(), flags);
             (socket >= 0).then(|| Connection { socket: OwnedFd::from_raw_fd(socket), version: 1 })
@@ -61,11 +60,11 @@ impl Drop for Listener {
 #[derive(Debug)]
 pub struct Connection {
     socket: OwnedFd,
-    /// What was agreed on.
+    /// The agreed version.
     pub version: u16,
 }
 
-/// What there is to receive.
+/// The result of a receive.
 #[derive(Debug)]
 pub enum Received {
     Nothing,
@@ -75,21 +74,21 @@ pub enum Received {
 }
 
 impl Connection {
-    /// One packet, unless the client is behind or gone.
+    /// Sends one packet, unless the client is behind or gone.
     pub fn send(&self, packet: &[u8]) -> bool {
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: a valid buffer.
+        // SAFETY: `packet` is a valid buffer of that length.
         unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), flags) >= 0 }
     }
 
-    /// The same with so many descriptors of a file that is nothing in particular.
+    /// The same with `count` descriptors of /dev/null.
     pub fn send_with(&self, packet: &[u8], count: usize) -> bool {
         #[repr(C, align(8))]
         struct Control([u8; 16 + 4 * 64]);
         let file = fs::File::open("/dev/null").expect("a file");
         let mut control = Control([0; _]);
         let mut part = libc::iovec { iov_base: packet.as_ptr().cast_mut().cast(), iov_len: packet.len() };
-        // SAFETY: buffers that outlive the call, and room for so many descriptors.
+        // SAFETY: the buffers outlive the call, and there is room for that many descriptors.
         unsafe {
             let bytes = 4 * count as u32;
             let mut message: libc::msghdr = mem::zeroed();
@@ -105,10 +104,10 @@ impl Connection {
         }
     }
 
-    /// Whatever the client was told, what it says must be well-formed.
+    /// Receives a message, which must be well-formed whatever the client was sent.
     pub fn receive(&self) -> Received {
         let mut buffer = [0u8; 2 * MAX_LEN];
-        // SAFETY: a valid buffer.
+        // SAFETY: `buffer` is valid and of that length.
         let len = unsafe {
             libc::recv(self.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
         };

@@ -10,11 +10,11 @@ use nvshare::bus::SchedulerProxy;
 use nvshare_wire::{ClientMessage, SchedulerMessage, Uuid};
 use test_support::daemon::{self as support, Client, Daemon, GIB};
 
-/// Clients of one process, each of which waits for all GPUs, of which no more than one client has each.
+/// Clients of one process, which all wait for all GPUs. Each GPU has at most one holder.
 const CLIENTS: usize = 256;
 const GPUS: u32 = 16;
-/// The longest time until another program is welcomed. A loaded test machine needs some of it; explaining all waits on the
-/// scheduling loop took more than 4 s.
+/// The longest time until another program is welcomed, with some slack for a loaded test machine. Explaining all waits on
+/// the scheduling loop took more than 4 s.
 const MAX_GAP: Duration = Duration::from_millis(800);
 
 fn crowd(daemon: &Daemon) -> Vec<Client> {
@@ -22,7 +22,7 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     for client in &clients {
         for slot in 0..GPUS {
             let mut attach = support::attach(slot, Uuid([100 + slot as u8; 16]));
-            // Room for the contexts of all.
+            // Leaves room for all contexts.
             if let ClientMessage::Attach { total, .. } = &mut attach {
                 *total = 1024 * GIB;
             }
@@ -40,7 +40,7 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     clients
 }
 
-/// Ends the other thread, also when this one fails.
+/// Ends the other thread, also if this one fails.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -92,7 +92,7 @@ fn readers_do_not_hold_up_the_scheduling_loop() {
         assert!(sentences <= 1000, "an answer has {sentences} sentences");
         assert!(listed >= CLIENTS && gpus >= GPUS as usize, "{listed} clients, {gpus} GPUs");
     }
-    // Others are still served.
+    // Other clients are still served.
     let client = daemon.client();
     client.attach();
     client.report(12 * GIB, 0);

@@ -11,12 +11,13 @@ use test_support::machine::*;
 use crate::fake::{Fake, judge, machine};
 use crate::nonsense;
 
-/// How many random sequences without `NVSHARE_HOSTILE_SEQUENCES`.
+/// The number of random sequences without `NVSHARE_HOSTILE_SEQUENCES`.
 const SEQUENCES: u64 = 150;
-/// At once: most of them wait.
+/// The number of concurrent sequences; most of them wait.
 const ACTORS: usize = 16;
 
-/// Each needs at most 8 MiB and runs for a fraction of a second, so that much of the nonsense meets it at work.
+/// Each needs at most 8 MiB and runs for a fraction of a second, so most of the nonsense arrives while it
+/// works.
 const PROGRAMS: &[&str] = &[
     "mix --mem 8M --chunks 3 --reps 1 --rounds 20",
     "mix --mem 4M --chunks 2 --reps 2 --rounds 25 --cpu-ms 5",
@@ -34,7 +35,7 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
     if fake.accept() {
         match dice.below(20) {
             0 => {}                      // no answer
-            1 => fake.connection = None, // the door is shut again
+            1 => fake.connection = None, // closes the connection again
             2 => fake.say(nonsense::refusal(dice)),
             3 => fake.welcome(dice.pick(&[0, version::MAX + 1, u16::MAX])),
             4 => fake.send(&nonsense::packet(dice, 0)),
@@ -47,13 +48,13 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
         0..10 => fake.say(nonsense::message(dice)),
         10 => fake.send(&nonsense::packet(dice, version)),
         11 => (0..dice.below(2000)).for_each(|_| fake.say(nonsense::message(dice))),
-        // As it should be, so that the program gets further before the next blow.
+        // Sends proper messages, so that the program gets further before the next blow.
         12..18 => {
             fake.provide(0);
             fake.say(SchedulerMessage::Grant { gpus: 1 });
         }
         18..22 => (0..4).for_each(|_| fake.serve()),
-        // The lock and memory taken back, with or without time to do as told.
+        // Takes back the lock and memory, with or without time to obey.
         22..28 => {
             fake.say(SchedulerMessage::Revoke { gpus: 1 });
             thread::sleep(dice.milliseconds(15));
@@ -70,7 +71,7 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
     }
 }
 
-/// A program under a scheduler that says `seed`'s nonsense, and then is a good one or none.
+/// Runs a program under a scheduler that sends the nonsense of `seed`, and then is a good scheduler or gone.
 fn play(seed: u64) {
     let mut dice = Dice::new(seed);
     let machine = machine();

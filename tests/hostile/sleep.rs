@@ -1,4 +1,4 @@
-//! Programs that are taken off the GPU by a scheduler that the test plays, and by another process.
+//! Programs that are taken off the GPU by the test's fake scheduler, and by another process.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
 
-/// How a preparation ended.
+/// The end of a preparation.
 #[derive(Debug, PartialEq, Eq)]
 enum Prepared {
     Ready,
@@ -16,7 +16,7 @@ enum Prepared {
 }
 
 impl Fake<'_> {
-    /// Answers what a program asks for, and returns what concerns sleep.
+    /// Answers a program's messages, and returns the next one about sleep.
     fn next_of_sleep(&mut self) -> Option<ClientMessage> {
         self.return_if_away();
         if self.accept() {
@@ -79,7 +79,7 @@ impl Fake<'_> {
     }
 }
 
-/// Takes the program off the GPU, or puts it back. `false` if the driver did not do it.
+/// Takes the program off the GPU, or puts it back. Returns `false` if the driver didn't.
 fn checkpoint(machine: &Machine, program: &Program, to: &str) -> bool {
     let words = format!("checkpoints --pid {} --to {to}", program.pid());
     machine.program(&words).without_nvshare().start().wait().success()
@@ -89,7 +89,7 @@ fn naps(machine: &Machine, words: &str, lookup: &str) -> Program {
     machine.program(&format!("naps --mem 8M {words}")).env("CUDA_LOOKUP", lookup).start()
 }
 
-/// The program sleeps and wakes as often as it can until it ends, with right results.
+/// The program sleeps and wakes as often as possible until it ends, with right results.
 fn sleeps_often(lookup: &str) {
     const TIMES: u32 = 34;
     let machine = machine();
@@ -124,7 +124,7 @@ fn one_that_asks_the_driver_for_names_sleeps_often() {
     sleeps_often("getproc");
 }
 
-/// A program that makes no call while it sleeps is killed, and nothing of it is left.
+/// Kills a program that makes no calls while it sleeps; nothing of it is left.
 #[test]
 fn one_that_is_killed_asleep_leaves_nothing() {
     let machine = machine();
@@ -137,7 +137,7 @@ fn one_that_is_killed_asleep_leaves_nothing() {
     wait_for("the memory", || (machine.free() >= 2 * MEMORY).then_some(()));
 }
 
-/// Threads that wait go on when the scheduler says that it did not happen after all.
+/// Waiting threads continue when the scheduler reports that the sleep didn't happen.
 #[test]
 fn one_that_was_prepared_in_vain_goes_on() {
     let machine = machine();
@@ -154,7 +154,7 @@ fn one_that_was_prepared_in_vain_goes_on() {
     program.finish();
 }
 
-/// The scheduler is gone while it sleeps; the next one is told, wakes it, and learns the rest then.
+/// The scheduler disappears while the program sleeps. The next one is told so, wakes it, and gets its other messages then.
 #[test]
 fn the_next_scheduler_wakes_it() {
     let machine = machine();
@@ -181,7 +181,7 @@ fn the_next_scheduler_wakes_it() {
     program.finish();
 }
 
-/// The scheduler is gone for good after it was prepared, and nobody has locked it.
+/// The scheduler disappears permanently after the preparation, before any process has locked the program.
 #[test]
 fn one_that_nobody_has_locked_goes_on_by_itself() {
     let machine = machine();
@@ -195,7 +195,7 @@ fn one_that_nobody_has_locked_goes_on_by_itself() {
     program.finish();
 }
 
-/// The same for one that was off the GPU: it goes on when somebody puts it back, and not before.
+/// The same for a program that was off the GPU: it continues when another process puts it back, and not before.
 #[test]
 fn one_that_is_put_back_by_others_goes_on() {
     let machine = machine();
@@ -212,7 +212,7 @@ fn one_that_is_put_back_by_others_goes_on() {
     program.finish();
 }
 
-/// A program that ends by itself while it sleeps is woken for that.
+/// A program that exits while it sleeps is woken to do so.
 #[test]
 fn an_exit_wakes_it() {
     let machine = machine();
@@ -227,7 +227,7 @@ fn an_exit_wakes_it() {
     assert_eq!(program.wait().code(), Some(7));
 }
 
-/// The same where nobody is there to wake it.
+/// The same without a scheduler to wake it.
 #[test]
 fn an_exit_does_not_wait_for_ever() {
     let machine = machine();
@@ -241,7 +241,7 @@ fn an_exit_does_not_wait_for_ever() {
     assert_eq!(program.wait().code(), Some(7));
 }
 
-/// One that is paused sleeps although threads of it wait, at the gate and before the driver.
+/// A paused program sleeps although some of its threads wait, at the gate and before the driver.
 #[test]
 fn one_that_is_paused_sleeps_although_it_has_work() {
     let machine = machine();
@@ -269,8 +269,8 @@ fn one_that_is_paused_sleeps_although_it_has_work() {
     program.finish();
 }
 
-/// A scheduler that has not had an answer in time, from a process that was stopped for instance, still waits for it before it asks
-/// for anything else.
+/// A scheduler that got no answer in time, for example because the process was stopped, still waits for that answer before it
+/// makes another request.
 #[test]
 fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
     let machine = machine();
@@ -293,7 +293,7 @@ fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
     program.finish();
 }
 
-/// A message that arrives while it prepares changes nothing of that, and is carried out.
+/// A message that arrives during the preparation doesn't interfere with it, and is carried out.
 #[test]
 fn messages_do_not_keep_it_awake() {
     let machine = machine();
@@ -328,7 +328,7 @@ fn messages_do_not_keep_it_awake() {
     program.finish();
 }
 
-/// Starts a program that cannot sleep once it has said `ready`, and checks why.
+/// Starts a program that cannot sleep once it has printed `ready`, and checks the reason.
 fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusal) {
     let machine = machine();
     let mut fake = Fake::new(&machine);
@@ -395,7 +395,7 @@ fn uuids(machine: &Machine) -> [Uuid; 2] {
     })
 }
 
-/// Puts the program on the other GPU, for each.
+/// Puts the program's memory on each GPU on the other one.
 fn exchange(machine: &Machine, program: &Program) -> bool {
     let words = format!("checkpoints --pid {} --to awake --on 1,0", program.pid());
     machine.program(&words).without_nvshare().start().wait().success()
@@ -405,12 +405,13 @@ fn both_ways([a, b]: [Uuid; 2]) -> Moves {
     Moves::new([(a, b), (b, a)]).expect("two fit")
 }
 
-/// What a program says in the end of the GPUs that it was on.
+/// A program's final report of the GPUs that it was on.
 fn text_of(gpus: &[Uuid]) -> String {
     gpus.iter().map(|gpu| format!("GPU-{gpu}")).collect::<Vec<_>>().join(",")
 }
 
-/// A program on these GPUs of two is put on the other one of each, over and over, and tells a new scheduler where it is.
+/// Puts a program on these GPUs of two on the respective other ones again and again. The program tells a new scheduler where it
+/// is.
 fn changes_gpus(gpus: &[usize], visible: Option<&str>) {
     let machine = two_gpus();
     let both = uuids(&machine);
@@ -464,7 +465,7 @@ fn one_with_work_on_two_gpus_exchanges_them() {
     changes_gpus(&[0, 1], None);
 }
 
-/// The driver knows where the process is, whatever the scheduler says, and the scheduler is told.
+/// The driver knows where the process is, whatever the scheduler says, and the program reports that to the scheduler.
 #[test]
 fn one_that_is_not_where_it_is_said_to_be_says_so() {
     let machine = two_gpus();
@@ -499,7 +500,8 @@ fn one_that_is_not_where_it_is_said_to_be_says_so() {
     assert_eq!(program.finish().0["uuids"], text_of(&both[..1]));
 }
 
-/// The one that put it on another GPU is gone before it has said so. The next one is told the old name, and then the new one.
+/// The scheduler that put it on another GPU disappears before it has told the program. The program tells the next one the old
+/// name, and then the new one.
 #[test]
 fn one_that_was_moved_by_a_scheduler_that_is_gone_tells_the_next_one() {
     let machine = two_gpus();

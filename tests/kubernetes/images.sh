@@ -25,7 +25,7 @@ CONFIG
     rm -r "${out:?}/$file" "$2"
 }
 
-# nvsharectl as it is built for the image: the node starts it, too, where other libraries are.
+# nvsharectl as built for the image: the node, which has other libraries, runs it too.
 mkdir "$out/built"
 cp -s "$built"/nvshare-* "$built/libnvshare.so" "$built/static/nvsharectl" "$out/built"
 "$project/kubernetes/image.sh" "$out/built" "$out/nvshare"
@@ -33,32 +33,32 @@ rm -r "$out/built"
 strip --strip-debug "$out"/nvshare/usr/bin/* "$out"/nvshare/usr/lib/nvshare/libnvshare.so
 image nvshare:0.1.0 "$out/nvshare" /usr/bin/nvsharectl
 
-# What keeps the namespaces of a pod.
+# The program that keeps a pod's namespaces.
 mkdir "$out/pause"
 echo 'int pause(void); int main(void) { for (;;) pause(); }' | cc -static -x c - -o "$out/pause/pause"
 image nvshare.test/pause:1 "$out/pause" /pause
 
-# A CUDA program, with nothing of nvshare.
+# A CUDA program, without nvshare.
 install -D "$built/cuda-program" "$out/program/usr/bin/cuda-program"
 mkdir "$out/program/etc" "$out/program/tmp"
 "$project/tests/cuda-sim/install.sh" "$out/gpu" "$built"
 LD_LIBRARY_PATH=$out/gpu ldd "$built/cuda-program" | grep -o '/[^ ]*' | grep -v "$out/gpu" | sort -u | while read -r library; do
     install -D "$(realpath "$library")" "$out/program$library"
 done
-# The same program in an image that preloads something itself.
+# The same program in an image with its own preload list.
 cp -r "$out/program" "$out/preloads"
 mkdir "$out/preloads/opt"
 echo 'int of_the_image;' | cc -shared -fPIC -x c - -o "$out/preloads/opt/libown.so"
 echo /opt/libown.so >"$out/preloads/etc/ld.so.preload"
 image nvshare.test/program:1 "$out/program" /usr/bin/cuda-program
-# And one with a list that cannot be merged.
+# An image with a list that cannot be merged.
 cp -r "$out/preloads" "$out/links"
 ln -sf /etc/list "$out/links/etc/ld.so.preload"
 echo /opt/libown.so >"$out/links/etc/list"
 image nvshare.test/links:1 "$out/links" /usr/bin/cuda-program
 image nvshare.test/preloads:1 "$out/preloads" /usr/bin/cuda-program
 
-# What NVIDIA's runtime adds to containers.
+# The edits that NVIDIA's runtime makes to containers.
 libraries=/usr/lib/$(gcc -dumpmachine)
 cat >"$out/gpu/edits.json" <<EDITS
 {"mounts": [

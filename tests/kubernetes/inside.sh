@@ -1,5 +1,5 @@
 #!/bin/bash
-# In the node: starts Kubernetes, and goes through the steps.
+# In the node: starts Kubernetes, and runs the steps.
 #
 #   inside.sh STEP...
 set -eu

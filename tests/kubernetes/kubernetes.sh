@@ -1,16 +1,16 @@
 #!/bin/bash
 # Builds Kubernetes from Debian's source package: the programs of a cluster with one node.
 #
-#   kubernetes.sh DIR   DIR: where they go
+#   kubernetes.sh DIR   DIR: the target directory
 #
-# Debian 12 is the last release whose package has all of them. It is 1.20, built with the one line that 1.26 changed: before,
-# the kubelet named the socket's path as the HTTP/2 authority, which tonic rightly refuses.
+# Debian 12 is the last release whose package has all of them. It is 1.20, built with the one line that 1.26 changed:
+# before that, the kubelet sent the socket's path as the HTTP/2 authority, which tonic rightly refuses.
 set -eu
 
 suite=bookworm
 programs="kubelet kube-apiserver kube-controller-manager kube-scheduler kubectl"
 
-if [ "${1:-}" = inside ]; then # the chroot, in mounts of its own
+if [ "${1:-}" = inside ]; then # the chroot, with its own mounts
     root=$2
     mount --bind "$root" "$root"
     mount -t proc proc "$root/proc"
@@ -30,7 +30,7 @@ mkdir -p "$work/lists/partial" "$work/root"
 echo "--- Kubernetes: a Debian with Go, and the source package"
 mmdebstrap --quiet --format=tar --variant=apt --include=golang-go,golang-github-modern-go-reflect2-dev,dpkg-dev \
     $suite - | tar -C "$work/root" --exclude='./dev/*' -xf -
-# From where this machine has its packages.
+# The site from which this machine gets its packages.
 site=$(apt-get indextargets --format '$(SITE)' | head -n 1)
 echo "deb-src $site $suite main" >"$work/sources.list"
 sources=(-o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=/dev/null -o Dir::State::Lists="$work/lists")

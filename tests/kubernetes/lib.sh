@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the steps have in common. Sourced by inside.sh.
+# Functions that the steps share. inside.sh sources this file.
 
 export PATH=/opt/kubernetes:$PATH KUBECONFIG=/etc/kubernetes/admin.conf
 address=10.96.0.1
@@ -27,7 +27,7 @@ fail() {
 finish() {
     code=$?
     trap - EXIT
-    # The namespaces end with this process, and all in them.
+    # The namespaces end with this process, and all processes in them.
     exit $code
 }
 

@@ -16,7 +16,8 @@ mount -t overlay overlay -o "lowerdir=$cache/node,upperdir=$scratch/upper,workdi
 mount -t proc proc "$node/proc"
 mount -t sysfs sysfs "$node/sys"
 mount -t tmpfs -o mode=755 tmpfs "$node/sys/fs/cgroup"
-# Of version 1, as Debian 12's kubelet knows no other. `systemd` has no controller: the scheduler reads names of pods from it.
+# Version 1, since Debian 12's kubelet supports no other. `systemd` has no controller; the scheduler reads pods' names from
+# it.
 for controller in cpu,cpuacct cpuset memory devices freezer blkio pids name=systemd; do
     directory=$node/sys/fs/cgroup/${controller#name=}
     mkdir -p "$directory"
@@ -41,7 +42,7 @@ ln -s pts/ptmx "$node/dev/ptmx"
 ln -s /proc/self/fd "$node/dev/fd"
 mount -t tmpfs -o mode=755 tmpfs "$node/run"
 mount -t tmpfs tmpfs "$node/tmp"
-# Not an overlay, in which containerd's own would not work.
+# Not on an overlay, in which containerd's own overlays would not work.
 for directory in var/lib/containerd var/lib/kubelet var/lib/etcd; do
     mkdir -p "$scratch/state/$directory" "$node/$directory"
     mount --bind "$scratch/state/$directory" "$node/$directory"
@@ -57,11 +58,11 @@ mount --bind "$cache/tools" "$node/opt/tools"
 
 # ---- network
 ip link set lo up
-# The API server's address for pods: nothing here forwards to services.
+# The API server's address for pods, since nothing here forwards to services.
 ip address add 10.96.0.1/32 dev lo
 hostname node
 
-# Not chroot: whoever enters the namespace of a container would be at its old root.
+# Not chroot: a process that enters a container's namespace would be at the container's old root.
 mkdir -p "$node/old"
 cd "$node"
 pivot_root . old

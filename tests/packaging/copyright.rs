@@ -1,4 +1,4 @@
-//! What the packages say of the crates that they are linked with.
+//! The packages' list of the crates that they are linked with.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -1,4 +1,4 @@
-//! What the man pages and the configuration file say there is, against what there is.
+//! Compares the man pages and the configuration file with the programs.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -45,7 +45,7 @@ fn nvsharectl_1_has_every_command_and_option() {
         assert!(items.iter().any(described), "nvsharectl {name} is not in the page: {items:?}");
     }
     for option in command.get_arguments().filter_map(|option| option.get_long()) {
-        // Of several flags in one item, the first alone has its own macro.
+        // If an item has several flags, only the first has its own macro.
         let names = [format!("--{option}"), format!("-{option}")];
         let described =
             |item: &String| item.starts_with('-') && item.split(' ').any(|word| names.iter().any(|n| n == word));
@@ -53,7 +53,7 @@ fn nvsharectl_1_has_every_command_and_option() {
     }
 }
 
-/// A line of the SYNOPSIS: the commands that it is about, and its options.
+/// A line of the SYNOPSIS: its commands and its options.
 struct Synopsis {
     commands: Vec<String>,
     options: BTreeSet<String>,
@@ -69,7 +69,7 @@ fn synopsis() -> Vec<Synopsis> {
 
 fn entry(text: &str) -> Synopsis {
     let words: Vec<&str> = text.split_whitespace().map(|word| word.trim_start_matches('.')).collect();
-    // `.Cm adopt | release` stands for both, and `.Op Cm status` is a command, too. The next macro begins something else.
+    // `.Cm adopt | release` stands for both, and the word after `.Op Cm` is a command, too. The next macro ends the list.
     let begin = match words[..] {
         ["Cm", ..] => 1,
         _ => words.windows(2).position(|pair| pair == ["Op", "Cm"]).map_or(words.len(), |at| at + 2),
@@ -81,12 +81,12 @@ fn entry(text: &str) -> Synopsis {
     Synopsis { commands, options: options.filter(|option| option != "--").collect() }
 }
 
-/// The options that clap knows for a command, but those that every command has.
+/// A command's options by clap, except the global ones.
 fn options(command: &clap::Command) -> BTreeSet<String> {
     let own = command
         .get_arguments()
         .filter(|option| !option.is_global_set() && !option.is_hide_set() && option.get_id() != "help");
-    // An option is known by its letter if the page names only that.
+    // An option counts by its letter if the page names only that.
     own.filter_map(|option| match (option.get_long(), option.get_short()) {
         (_, Some(letter)) => Some(format!("-{letter}")),
         (Some(long), None) => Some(format!("--{long}")),
@@ -110,7 +110,7 @@ fn nvsharectl_1_synopsis_has_every_command_with_its_options() {
         let shown: BTreeSet<_> = shown.difference(&global).cloned().collect();
         assert_eq!(shown, options(command), "the options of nvsharectl {name} in the SYNOPSIS, and in the program");
     }
-    // The other way round.
+    // The reverse.
     for name in lines.iter().flat_map(|line| &line.commands) {
         let found = name.split(' ').try_fold(&root, |command, word| command.find_subcommand(word));
         assert!(found.is_some(), "the SYNOPSIS has nvsharectl {name}, which does not exist");
@@ -184,14 +184,14 @@ fn the_readme_links_every_page_for_users() {
     }
 }
 
-/// The name by which a page's heading can be linked, as GitHub makes it.
+/// The anchor of a page's heading, as GitHub makes it.
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-/// Targets of a page's links and pictures that are in this repository.
+/// Targets of a page's links and pictures within this repository.
 fn targets(text: &str) -> Vec<&str> {
     let links = text.split("](").skip(1).filter_map(|rest| rest.split([')', ' ']).next());
     let sources = ["src=\"", "srcset=\""].into_iter().flat_map(|start| text.split(start).skip(1));
@@ -264,7 +264,7 @@ fn man_pages_refer_to_existing_pages_and_sections() {
             if let Some([name, section, ..]) = at.map(|at| &words[at + 1..])
                 && is_ours(name)
             {
-                // Other names of a page are links that the Makefile makes.
+                // Other names of a page are links that the Makefile creates.
                 let exists = pages.iter().any(|(file, _)| *file == format!("{name}.{section}"))
                     || makefile.contains(&format!(" {name} ")) && *section == "8";
                 assert!(exists, "{page} refers to {name}({section}), which does not exist");
@@ -287,7 +287,7 @@ fn man_pages_refer_to_existing_pages_and_sections() {
     assert!(found > 50, "{found}");
 }
 
-/// What was part of nvsharectl(1) must be found from there.
+/// The pages that were split off nvsharectl(1) must be found from there.
 #[test]
 fn nvsharectl_1_lists_the_pages_about_its_commands() {
     let page = read("man/nvsharectl.1");

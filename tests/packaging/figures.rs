@@ -1,4 +1,5 @@
-//! The pages with figures against `bench/results.json`, which benchmarks write, and `bench/figures.toml`, which has the aims.
+//! Compares the pages that have figures with `bench/results.json`, which benchmarks write, and `bench/figures.toml`, which
+//! has the aims.
 //!
 //! A page links each figure that it takes from there, with the name of its row as the link's title:
 //! `[48.6 µs](results.json "handover-daemon-p50")`.
@@ -39,7 +40,7 @@ fn figures() -> Figures {
     Figures::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("bench"))
 }
 
-/// git knows which measurements are older than their code; there may be none.
+/// git determines the measurements that are older than their code; there may be none.
 #[test]
 fn figures_md_lists_all_figures_and_aims() {
     let undated = |page: &str| page.replace(OLDER, "");
@@ -101,7 +102,7 @@ fn pages_have_the_values_of_results_json() {
         for (shown, name) in linked {
             let value = values.get(name).unwrap_or_else(|| panic!("{page}: results.json has no row {name:?}"));
             let (number, places) = number(shown);
-            // Half of the last place shown, and a little for what binary fractions cannot express.
+            // Half of the last place shown, plus an allowance for rounding in binary fractions.
             let tolerance = 0.5 / 10f64.powi(places as i32) + 1e-9;
             assert!((number - value).abs() <= tolerance, "{page}: {name} is {shown}, and {value} in results.json");
         }

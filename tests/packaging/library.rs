@@ -1,12 +1,12 @@
-//! What `libnvshare.so` is as a file: every process of a host may have to load it, so it needs nothing, exports nothing
-//! but its hooks, and costs little.
+//! `libnvshare.so` as a file: every process of a host may load it, so it needs no other libraries, exports only its
+//! hooks, and costs little.
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use test_support::{artifact, steps};
 
-/// What `readelf` (binutils, which comes with any C compiler) says of the library.
+/// The output of `readelf` (binutils, which comes with any C compiler) for the library.
 fn readelf(option: &str) -> String {
     let output =
         Command::new("readelf").args(["-W", option]).arg(artifact("libnvshare.so")).env("LC_ALL", "C").output();
@@ -17,7 +17,7 @@ fn readelf(option: &str) -> String {
 fn symbols(defined: bool) -> Vec<String> {
     let table = readelf("--dyn-syms");
     let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-    // A version's number may follow the name.
+    // A version may follow the name.
     let rows = rows.filter(|row| row.len() >= 8 && row[0] != "Num:" && (row[6] != "UND") == defined);
     rows.map(|row| row[7].to_owned()).collect()
 }
@@ -43,7 +43,7 @@ fn it_needs_nothing_newer_than_glibc_2_17() {
     }
 }
 
-/// What is asked of NVML, and may have to be answered as CUDA answers it.
+/// The NVML functions that may have to give the same answers as CUDA.
 const NVML: [&str; 7] = [
     "nvmlDeviceGetCount",
     "nvmlDeviceGetCount_v2",
@@ -87,6 +87,6 @@ fn loading_it_costs_next_to_nothing() {
     let cost = with - without;
     eprintln!("/bin/true: {without} instructions, {cost} more with the library");
     assert!(cost > 1000, "it was not loaded");
-    // As it is released it takes little more than half of that (`bench/guest.rs`, where the limit is 60,000).
+    // The released library takes little more than half of that (`bench/guest.rs`, where the limit is 60,000).
     assert!(cost <= 64_000, "{cost} more instructions");
 }

@@ -1,5 +1,5 @@
-//! Installed files and documents against the programs: the library as a file, units, manual pages,
-//! figures, the toolchain.
+//! Compares installed files and documents with the programs: the library as a file, units, manual
+//! pages, figures, the toolchain.
 
 mod copyright;
 mod documentation;

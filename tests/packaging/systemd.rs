@@ -1,4 +1,4 @@
-//! What is installed for systemd, as systemd itself judges it. Where a tool is missing there is nothing to ask.
+//! Checks the files installed for systemd with systemd's own tools. A check is skipped if its tool is missing.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -9,7 +9,7 @@ fn installed(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("systemd").join(name)
 }
 
-/// `None` where there is no such tool.
+/// Returns `None` if the tool is missing.
 fn ask(command: &mut Command) -> Option<Output> {
     match command.stdin(Stdio::null()).output() {
         Ok(output) => Some(output),
@@ -22,7 +22,7 @@ fn ask(command: &mut Command) -> Option<Output> {
 
 #[test]
 fn the_services_are_exposed_to_little() {
-    // In tenths: 0.7, and 1.5 for one with capabilities.
+    // In tenths: 0.7, and 1.5 for the service with capabilities.
     for (unit, threshold) in [("nvshare.service", 7), ("nvshare-checkpoint@.service", 15)] {
         let mut command = Command::new("systemd-analyze");
         command.args(["security", "--offline=true", "--no-pager", &format!("--threshold={threshold}")]);
@@ -31,7 +31,7 @@ fn the_services_are_exposed_to_little() {
     }
 }
 
-/// Whoever may connect has powers over all processes.
+/// A process that may connect to it has power over all processes.
 #[test]
 fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
@@ -44,7 +44,8 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     let user = value(&scheduler, "User");
     assert_eq!((value(&socket, "SocketUser"), value(&socket, "SocketMode")), (user.clone(), "0600".to_owned()));
     assert_eq!(value(&service, "User"), user, "it takes requests from its own user");
-    // Neither is enough alone [H100, driver 580.159]: `src/checkpoint/tests/helper.rs` tries each on the simulated GPU.
+    // Neither capability suffices alone [H100, driver 580.159]: `src/checkpoint/tests/helper.rs` tries each on the
+    // simulated GPU.
     for key in ["CapabilityBoundingSet", "AmbientCapabilities"] {
         assert_eq!(value(&service, key), "CAP_SYS_PTRACE CAP_DAC_OVERRIDE");
     }
@@ -57,7 +58,7 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     assert!(value(&read("nvshare.socket"), "Wants").split(' ').any(|unit| unit == "nvshare-checkpoint.socket"));
 }
 
-/// Every unit is one that systemd has nothing to say about. The programs are where nothing is installed yet.
+/// systemd has no complaints about any unit. Nothing is installed yet at the programs' paths.
 #[test]
 fn systemd_takes_the_units() {
     let directory = Directory::new();
@@ -84,7 +85,7 @@ fn systemd_takes_the_units() {
     }
 }
 
-/// The abstraction is included in a profile, and the parser knows all that is in it.
+/// A profile includes the abstraction, and the parser accepts all of it.
 #[test]
 fn apparmor_takes_the_abstraction() {
     let directory = Directory::new();
@@ -96,7 +97,7 @@ fn apparmor_takes_the_abstraction() {
     );
     std::fs::write(&profile, text).expect("a file");
     let mut command = Command::new("apparmor_parser");
-    // Compiled, and not loaded into the kernel.
+    // Compiles it without loading it into the kernel.
     command.args(["--skip-kernel-load", "--skip-cache"]).arg(&profile);
     let Some(output) = ask(&mut command) else { return };
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -117,8 +118,8 @@ fn the_journal_takes_the_catalog() {
     assert!(directory.0.join("var/lib/systemd/catalog/database").exists());
 }
 
-/// The directories of sockets belong to tmpfiles.d: one that the service owned would go with it, and strand whoever has
-/// mounted it.
+/// The sockets' directories belong to tmpfiles.d: a directory owned by the service would disappear with it, and leave
+/// containers that have mounted it with a dead mount.
 #[test]
 fn sockets_are_in_directories_that_outlive_the_service() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");

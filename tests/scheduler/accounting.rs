@@ -1,5 +1,5 @@
-//! What clients report is checked against what is measured, mappings that fail lead to another plan, and clients that grow
-//! wait for no message: message by message.
+//! Clients' reports are checked against measurements, failed mappings change the plan, and clients that grow don't wait
+//! for messages: message by message.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,7 +7,7 @@ use scheduler_sim::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What a measurement that begins now finds of each client, with so much free in all.
+/// Reports a measurement that begins now, with each client's bytes and the free bytes.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
     t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
@@ -45,7 +45,7 @@ fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
     let commands = t.report(1, 15 * GIB, 15 * GIB, 15 * GIB);
     assert!(commands.contains(&MEASURE), "{commands:?}");
     assert_eq!((t.attachment(1).pinned, t.attachment(1).disbelieved), (0, Some(15 * GIB)));
-    // What it may have is asked back for another client. It does not answer, and is measured to have nothing.
+    // Its supposed memory is revoked for another client. It doesn't answer, and is measured to have nothing.
     t.join(2, 12 * GIB);
     t.request(2);
     for _ in 0..10 {
@@ -72,7 +72,7 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// A client that was given up for dead goes on with what it was once allowed, and keeps it, whatever it says.
+/// A client that was given up for dead continues with its former allowance, and keeps it, whatever it reports.
 #[test]
 fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
     let mut t = measured(AntiThrash::On);
@@ -100,7 +100,7 @@ fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
         found(&mut t, 0, &[(1, 4 * GIB), (2, 12 * GIB), (9, 0)]);
     }
     assert_eq!(t.attachment(1).unfreed, 4 * GIB);
-    // What it was allowed before is nothing that it may still map.
+    // Its former allowance is not memory that it may still map.
     t.acknowledge(1, u32::MAX, 4 * GIB, 8 * GIB, 0);
     assert_eq!(t.attachment(1).disbelieved, Some(8 * GIB));
 }
@@ -110,7 +110,7 @@ fn what_a_measurement_confirms_counts() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
-    // Memory that the driver allocated, not nvshare: arrays, pools.
+    // Memory that was allocated by the driver, not by nvshare: arrays, pools.
     t.report(1, 3 * GIB, 3 * GIB, 3 * GIB);
     found(&mut t, 13 * GIB, &[(1, 3 * GIB), (9, 0)]);
     let attachment = t.attachment(1);
@@ -126,7 +126,7 @@ fn what_was_allowed_since_the_measurement_is_believed() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 8 * GIB);
     assert_eq!(t.attachment(1).mapped, 8 * GIB);
-    // The measurement began before it had mapped anything.
+    // The measurement began before the client had mapped anything.
     t.say(Event::Measured {
         gpu: gpu(0),
         begun: t.now.saturating_sub(ms(1)),
@@ -147,10 +147,11 @@ fn without_measurements_clients_are_believed() {
 
 // ---- mappings that fail ----
 
-/// Two clients grow side by side on a GPU where 512 MiB less is free than is believed, until each lacks 64 MiB.
+/// Two clients grow side by side on a GPU with 512 MiB less free memory than the scheduler believes, until each lacks 64
+/// MiB.
 fn standstill() -> Talk {
     let mut t = measured(AntiThrash::Auto);
-    t.measured(GIB); // really 1.5
+    t.measured(GIB); // really 1.5 GiB
     for n in [1, 2] {
         t.join(n, 7 * GIB);
         t.report(n, 7 * GIB + 256 * MIB, 7 * GIB, 0);
@@ -164,8 +165,8 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
     let mut t = standstill();
     let really = 16 * GIB - 1536 * MIB;
     let mut done = [false; 2];
-    // Each maps what is really free whenever it holds the lock, gives the lock back if that is too little, and computes
-    // for a moment if it is not.
+    // Each client that holds the lock maps what is really free. If that is too little it gives the lock back, otherwise it
+    // computes for a moment.
     for _ in 0..100 {
         for n in [1, 2] {
             let other = t.attachment(3 - n).mapped;
@@ -180,7 +181,7 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
                 LockState::Holding | LockState::Revoking => {
                     t.release(n, ReleaseReason::NoMemory);
                     let (one, two) = (t.attachment(1).mapped, t.attachment(2).mapped);
-                    t.measured(GIB); // wrong still
+                    t.measured(GIB); // still wrong
                     found(&mut t, really - one - two, &[(1, one), (2, two)]);
                     t.request(n);
                 }
@@ -214,14 +215,14 @@ fn a_failure_has_others_evicted_and_the_client_granted_again() {
     assert_eq!(failed(&commands), [(2, GIB, 1)]);
     assert!(commands.contains(&MEASURE));
     assert_eq!(t.request(2), [], "the same would fail again");
-    // The measurement shows room, so that cannot be had.
+    // The measurement shows room, so that room cannot be used.
     let commands = found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(allowances(&commands).last(), Some(&(1, 7 * GIB)), "{commands:?}");
     assert_eq!(capacity(&t), 16 * GIB, "others may have what it could not");
     assert_eq!(t.machine.gpu(gpu(0)).unwrap().shortfall, 2 * GIB);
     t.map(1);
     assert_eq!(t.state(2), LockState::Holding);
-    // Fails again: twice as much.
+    // The mapping fails again, so twice as much is reserved.
     assert_eq!(failed(&t.release(2, ReleaseReason::NoMemory)), [(2, GIB, 2)]);
     t.request(2);
     let commands = found(&mut t, 3 * GIB, &[(1, 7 * GIB), (2, 6 * GIB)]);
@@ -262,10 +263,10 @@ fn what_a_failure_taught_ends_where_a_measurement_contradicts_it() {
     let shortfall = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().shortfall;
     found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // More is free, which says nothing of what could not be had.
+    // More is free, which says nothing about the memory that couldn't be mapped.
     found(&mut t, 5 * GIB, &[(1, 5 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // Less is free than could not be had: some of it was had.
+    // Less is free than couldn't be mapped, so some of that was mapped.
     found(&mut t, 512 * MIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 512 * MIB + GIB, "that, and as much as it lacked");
     t.after(Duration::from_secs(10));
@@ -279,7 +280,7 @@ fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
     t.join(2, 3 * GIB);
     t.request(2);
     t.release(2, ReleaseReason::Idle);
-    // A measurement shows too little.
+    // The measurement shows too little free memory.
     t.measured(6 * GIB);
     t.map(1);
     t.map(2);
@@ -287,7 +288,7 @@ fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
     t.map(2);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
     assert_eq!((t.attachment(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
-    // It fails: others run before it tries again.
+    // The mapping fails: others run before it is tried again.
     t.release(1, ReleaseReason::NoMemory);
     t.request(1);
     t.request(2);
@@ -342,7 +343,7 @@ fn failures_change_nothing_for_others() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 65 * MIB);
     t.join(2, 12 * GIB);
-    // It has mapped 64 MiB, so it is believed, and says over and over that there is no room for the last.
+    // It has mapped 64 MiB, so it is believed when it reports again and again that there is no room for the rest.
     for _ in 0..20 {
         t.report(1, 65 * MIB, 64 * MIB, 0);
         t.request(1);
@@ -440,14 +441,14 @@ fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
     t.join(1, 12 * GIB);
     t.request(1);
     assert_eq!(t.machine.gpu(gpu(0)).unwrap().trial, 2 * GIB);
-    t.measured(7 * GIB); // another program has begun
+    t.measured(7 * GIB); // another program has started
     assert_eq!(t.machine.gpu(gpu(0)).unwrap().trial, 2 * GIB);
 }
 
 #[test]
 fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any() {
     let mut t = measured(AntiThrash::On);
-    t.measured(10 * GIB); // its own, before it was known
+    t.measured(10 * GIB); // its own memory, before the client was known
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     let commands = t.report(1, 10 * GIB, 10 * GIB, 0);
@@ -480,7 +481,7 @@ fn a_holder_that_keeps_growing_may_map_ahead() {
     growing(&mut t, 1, GIB);
     let attachment = t.attachment(1);
     assert_eq!((attachment.demand, attachment.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
-    // Until half of that is used no message is sent.
+    // No message is sent until half of that is used.
     t.now += ms(1);
     assert_eq!(t.report(1, GIB + 500 * MIB, GIB + 500 * MIB, 0), []);
     t.now += ms(1);
@@ -493,7 +494,7 @@ fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     growing(&mut t, 1, 4 * GIB);
     assert_eq!(t.attachment(1).allowance, 5 * GIB + 32 * MIB);
-    // It leaves a part of what is free.
+    // It leaves a part of the free memory.
     t.join(2, 11 * GIB + 512 * MIB);
     t.request(2);
     assert_eq!(t.attachment(1).allowance, 4 * GIB + 512 * MIB, "as much as is lacking");

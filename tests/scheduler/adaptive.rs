@@ -1,4 +1,4 @@
-//! The policy `adaptive`: who goes before whom, whose memory stays, and that nobody starves.
+//! The policy `adaptive`: the order of clients, whose memory stays, and that no client starves.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -57,7 +57,8 @@ fn equals_without_room_for_each_other_run_nearly_one_after_another() {
     let jobs = [1, 2, 3].map(|n| world.add(job(n)));
     assert!(world.run(s(400)));
     for client in jobs {
-        // To tell how full it keeps the GPU, and for each level below its length: 1, 4, 16 and 64 s.
+        // One grant to measure how full it keeps the GPU, and one for each level below its length:
+        // 1, 4, 16 and 64 s.
         assert!(grants(&world, client) <= 5, "{client:?}: {}", grants(&world, client));
     }
     let first = jobs.map(|job| ended(&world, job)).into_iter().min().expect("three jobs");
@@ -80,21 +81,21 @@ fn jobs_count_and_not_their_users() {
 fn nobody_waits_much_longer_than_twice_max_wait_or_without_it_than_eight_rounds() {
     for (mode, max_wait) in [AntiThrash::Auto, AntiThrash::On].into_iter().flat_map(|mode| [(mode, 4), (mode, 0)]) {
         let mut world = world(adaptive(mode, s(1), s(max_wait)));
-        // Two that are long, and newcomers that alone would fill the GPU.
+        // Two long jobs, and newcomers that would fill the GPU by themselves.
         let long = [1, 2].map(|n| world.add(Plan { gpu: s(60), tenant: user(n), ..Plan::default() }));
         for n in 0..400 {
             world.add(Plan { gpu: ms(950), start: s(n), tenant: user(3), ..Plan::default() });
         }
         world.run(s(400));
         assert!(long.iter().all(|client| grants(&world, *client) > 5), "{mode:?}: {}", grants(&world, long[0]));
-        // About five wait for turns of 1 s, and those go first who aged before.
+        // About five clients wait for turns of 1 s, and clients that aged earlier go first.
         let is_bounded = mode == AntiThrash::Auto && max_wait > 0;
         let bound = if is_bounded { s(2 * max_wait + 4) } else { s(8 * 8 + 4) };
         assert!(longest_wait(&world) < bound, "{mode:?}, {max_wait} s: {:?}", longest_wait(&world));
     }
 }
 
-/// A turn is of no use to a client if it ends before its memory has come in.
+/// A turn that ends before the client's memory has come in is of no use to it.
 #[test]
 fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(20)));
@@ -109,7 +110,7 @@ fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
     assert!(grants(&world, large) < 50, "each of its turns is worth its memory: {}", grants(&world, large));
 }
 
-/// Half a second at a hundredth of the weight is waited off after 50 seconds.
+/// Half a second at a hundredth of the weight is made up for after 50 seconds of waiting.
 #[test]
 fn a_client_with_a_lower_weight_of_its_own_waits_that_off_and_no_longer() {
     let mut t = Talk::new(adaptive(AntiThrash::On, ms(500), s(0)));
@@ -184,7 +185,7 @@ fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
     for n in [1, 2, 2] {
         world.add(Plan { gpu: s(400), tenant: user(n), ..Plan::default() });
     }
-    world.run(s(600)); // turns are of up to 64 s
+    world.run(s(600)); // turns take up to 64 s
     let had = world.machine.client(ruled).expect("a client").attachments[0].lock_time.as_secs_f64() / 600.0;
     assert!((had - 0.5).abs() < 0.07, "{had}");
 }

@@ -1,4 +1,4 @@
-//! Host memory that clients allocate for what is still on a GPU.
+//! Host memory that clients allocate ahead, for memory that is still on a GPU.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 const REST: Duration = Duration::from_secs(3);
 
-/// Client 1 has 4 GiB on the GPU, and the host can spare so many bytes.
+/// Client 1 has 4 GiB on the GPU, and the host can spare `spare` bytes.
 fn with_client(spare: u64) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::HostAhead { bytes: Some(spare) });
@@ -19,7 +19,7 @@ fn prepare(n: u64, bytes: u64) -> Command {
     Command::Prepare { client: client(n), gpu: gpu(0), bytes }
 }
 
-/// What clients may keep of empty host memory, of those who are told.
+/// The empty host memory that clients may keep, by the commands that tell them.
 fn spares(commands: &[Command]) -> Vec<(u64, u64)> {
     let spare = |command: &Command| match command {
         Command::Limit { client, spare, .. } => Some((client.0, *spare)),

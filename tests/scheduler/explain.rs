@@ -1,4 +1,4 @@
-//! What the scheduler says of a client that waits: who is ahead of it and why, and whether what it expects then happens.
+//! Explanations for a client that waits: which clients are ahead and why, and whether the forecast comes true.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -34,7 +34,7 @@ fn turns_that_end_by_the_clock_end_when_expected() {
     let all = t.machine.expected_starts(gpu(0), usize::MAX, t.now);
     assert_eq!(all.iter().map(|(client, _)| client.0).collect::<Vec<_>>(), [2, 3]);
     assert_eq!(all[1].1, starts);
-    // And so it is.
+    // The forecast comes true.
     assert!(t.after(ms(700)).contains(&revoke(1)));
     assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
     t.request(1);
@@ -68,7 +68,7 @@ fn a_holder_that_nobody_makes_leave_has_no_expected_end() {
     let what = of(&t, 2);
     assert_eq!((what.holders.len(), what.starts), (1, None));
     assert!(what.holders[0].precedes && what.holders[0].left.is_none());
-    // A third, which is of no rule, goes first.
+    // A third client, which has no rule, goes first.
     t.join_of(TenantId(3), 3, GIB);
     t.request(3);
     assert_eq!(reasons(&t, 2), [(3, Reason::OtherIsIdle)]);
@@ -86,7 +86,7 @@ fn a_rule_that_goes_first_is_the_reason() {
         for n in [1, 2, 3] {
             t.join_of(TenantId(n), n, GIB);
         }
-        // The holder is in the group as well, so that it goes on.
+        // The holder is in the group too, so it continues.
         t.put(&[1, 3], RuleLimits { share: Some(share), ..RuleLimits::default() });
         t.request(1);
         t.after(ms(1));
@@ -112,7 +112,7 @@ fn an_owner_that_has_had_less_goes_first() {
     assert_eq!(reasons(&t, 2), [(3, Reason::Earlier)]);
     t.after(s(1));
     t.release(1, ReleaseReason::Revoked);
-    // Its owner has used a second, so that client 3 waits although it asked first.
+    // The owner of client 3 has used a second, so client 3 waits although it asked first.
     assert_eq!(t.state(2), LockState::Holding);
     t.request(4);
     assert_eq!(reasons(&t, 3), [(4, Reason::Share)]);
@@ -158,7 +158,7 @@ fn memory_that_has_to_move_is_told_and_takes_time() {
     assert!(what.starts.expect("an end") >= rest + s(1), "{what:?}");
 }
 
-/// Of clients that always have work: how far what was expected is from what happened, in seconds, at several moments.
+/// The error of forecasts for clients that always have work, in seconds, at several moments.
 fn errors(mode: AntiThrash, clients: u64, demand: u64, until: u64) -> Vec<f64> {
     let mut world = World::with_gpu(mode, s(2), 16 * GIB);
     world.feed(Event::GpuLink { gpu: gpu(0), rate: 40 * GIB });

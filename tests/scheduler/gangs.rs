@@ -5,8 +5,8 @@ use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// Two jobs of two processes each, which arrive at two GPUs in opposite order, each process with such a demand, and two
-/// programs beside them.
+/// Two jobs of two processes each, which reach two GPUs in opposite order, and two programs beside them. Each process has
+/// the given demand.
 fn two_jobs(mode: AntiThrash, demand: u64, late: Duration, gang: impl Fn(u64) -> u64) -> (World, Vec<ClientId>) {
     let mut world = World::new(settings(mode, Duration::from_secs(2)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
@@ -37,7 +37,8 @@ fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
     }
 }
 
-/// Where one of two asks later than the other each time, the other is often asked for its GPU while it waits for that one.
+/// If one of the two always asks later than the other, the other is often asked to release its GPU while it waits for that
+/// one.
 #[test]
 fn a_gang_that_was_cut_off_in_the_middle_goes_on_until_it_drains() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
@@ -60,7 +61,7 @@ fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
     }
 }
 
-/// Clients 1 and 2 are a gang that has the GPU, client 3 wants it, and the first was asked for it and has given it back.
+/// Clients 1 and 2 are a gang that has the GPU, and client 3 wants it. Client 1 was revoked and has released the lock.
 fn with_one_that_drains() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, gang) in [(1, 7), (2, 7), (3, 0)] {

@@ -1,4 +1,4 @@
-//! Clients that go from one GPU to another, message by message.
+//! Clients that migrate between GPUs, message by message.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 const CONTEXT: u64 = 512 * MIB;
 
-/// Two GPUs where memory is measured, and clients that have their memory on one of them.
+/// Two GPUs where memory is measured, and clients with memory on one of them.
 struct Scene {
     t: Talk,
-    /// Whose contexts are where.
+    /// Which GPU each client's context is on.
     contexts: BTreeMap<u64, u64>,
     gpus: u64,
 }
@@ -47,7 +47,7 @@ impl Scene {
         self.measure();
     }
 
-    /// What is on the GPUs is measured now, and is what clients report.
+    /// Measures the GPUs now; the measurement confirms clients' reports.
     fn measure(&mut self) -> Vec<Command> {
         self.t.now += ms(1);
         let begun = self.t.now;
@@ -79,7 +79,7 @@ impl Scene {
         self.t.say(Event::Memory { client: client(n), gpu, report })
     }
 
-    /// Maps, or evicts, exactly what is allowed.
+    /// Maps or evicts exactly up to the allowance.
     fn map(&mut self, n: u64) -> Vec<Command> {
         let AttachmentView { demand, allowance, .. } = self.attachment(n);
         self.report(n, demand, allowance.min(demand))
@@ -111,7 +111,7 @@ impl Scene {
         self.helper(1, SleepOutcome::Asleep)
     }
 
-    /// Client 1, which sleeps and has to wake, has room from now on, and is restored.
+    /// Client 1, which sleeps and is due to wake, has room from now on, and is restored.
     fn comes(&mut self, moves: &[(u64, u64)]) {
         let commands = [self.measure(), self.measure()].concat();
         assert!(commands.contains(&checkpoint(SleepOperation::Wake, moves)), "{commands:?}");
@@ -312,14 +312,14 @@ fn who_cannot_be_moved_is_refused_at_once() {
     scene.t.say(Event::GpuGone { gpu: gpu(2) });
     refused(&mut scene, 0, 2, MoveObstacle::NoGpu);
 
-    // Beside one that needs nearly all of the other GPU, its context would be too much.
+    // Another client needs nearly all of the other GPU, so its context doesn't fit beside it.
     scene.join(2, 1, 15 * GIB);
     refused(&mut scene, 0, 1, MoveObstacle::NoRoom);
     scene.t.say(Event::Disconnected { client: client(2) });
     scene.contexts.remove(&2);
     scene.measure();
 
-    // With what another one has there it is more than the GPU and host memory have room for.
+    // With the other client's memory there it is more than the GPU and host memory can hold.
     scene.join(2, 1, 13 * GIB);
     scene.t.say(Event::HostMemory { bytes: GIB });
     scene.map(1);
@@ -335,7 +335,7 @@ fn who_cannot_be_moved_is_refused_at_once() {
     assert_eq!(scene.migrate(9, 0, 1), [], "there is no such client");
 }
 
-/// A client that has a whole GPU as its limit has 4 GiB; one on the other GPU has 8 GiB, and host memory is scarce.
+/// Client 1, whose limit is a whole GPU, has 4 GiB. Client 2, on the other GPU, has 8 GiB, and host memory is scarce.
 fn scarce() -> Scene {
     let mut scene = Scene::new();
     scene.join(2, 1, 8 * GIB);
@@ -394,7 +394,7 @@ fn one_that_sleeps_is_moved_when_others_have_acknowledged_lower_limits() {
     }
 }
 
-/// Clients 1, with 4 GiB, and 3, with 8 GiB, are on GPU 0, and nothing is on GPU 1. There is no host memory to speak of.
+/// Clients 1, with 4 GiB, and 3, with 8 GiB, are on GPU 0, and GPU 1 is empty. There is hardly any host memory.
 fn shared_home() -> Scene {
     let mut scene = Scene::new();
     scene.join(3, 0, 8 * GIB);
@@ -409,7 +409,7 @@ fn keeps_its_promises(scene: &Scene) {
     assert!(Some(promised) <= host, "{promised} of {host:?}: {:?}", scene.t.machine.gpus());
 }
 
-/// The most that client 3 can have beside client 1 and both contexts, and in the host.
+/// The most that client 3 can have beside client 1 and both contexts, including the host memory.
 const BESIDE: u64 = 11 * GIB + MIB;
 
 #[test]
@@ -455,7 +455,7 @@ fn its_place_is_kept_where_its_process_was_however_often_it_is_moved_asleep() {
     scene.t.after(Duration::from_secs(5));
     scene.map(3);
     assert!(scene.attachment(3).committed <= BESIDE, "{:?}", scene.attachment(3));
-    // What it asks for meanwhile it can have only if there is room at both.
+    // A request made in between is granted only if there is room on both GPUs.
     scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(2), bytes: 12 * GIB });
     let commands = scene.t.after(Duration::from_secs(5));
     let denied = |c: &Command| matches!(c, Command::Denied { client: ClientId(1), .. });
@@ -540,7 +540,7 @@ fn one_that_ends_on_its_way_leaves_nothing() {
     }
 }
 
-/// GPUs that are to be empty.
+/// GPUs that are drained.
 mod drain {
     use super::*;
 
@@ -651,7 +651,7 @@ mod drain {
         assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }), "{commands:?}");
     }
 
-    /// While they are deferred, their contexts do not count, so the limits of that time leave no room for these.
+    /// While the clients are deferred their contexts don't count, so the limits of that time leave no room for contexts.
     #[test]
     fn whoever_has_waited_is_promised_nothing_of_what_contexts_take() {
         let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
@@ -713,7 +713,7 @@ mod drain {
         scene.comes(&[(0, 2)]);
     }
 
-    /// A scheduler that has just been started is told that the GPU is drained, and then of those that are there.
+    /// A scheduler that has just started is told that the GPU is drained, and then about the clients that are there.
     #[test]
     fn one_that_was_there_before_the_scheduler_goes_as_well() {
         let mut scene = Scene::new();

@@ -1,4 +1,4 @@
-//! Which GPU a program gets that does not choose one.
+//! Which GPU a program gets if it doesn't choose one itself.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -8,7 +8,7 @@ use std::time::Duration;
 const CONTEXT: u64 = GIB / 2;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// GPUs of these sizes in GiB, and whoever comes.
+/// A host with a number of GPUs, and programs that start on it.
 struct Host {
     machine: Machine,
     now: Time,
@@ -55,7 +55,7 @@ impl Host {
         answers.into_iter().next().unwrap()
     }
 
-    /// A program that needs so much, if that is known, and where it is to go.
+    /// Places a program that needs `bytes`, if that is known, and returns its GPU.
     fn start(&mut self, n: u64, bytes: Option<u64>) -> u64 {
         self.connect(n, Labels::default());
         self.ask(n, PlacementRequest { bytes, ..self.request() }).unwrap()[0]

@@ -1,4 +1,5 @@
-//! GPUs that are lost, and a machine that is about to sleep: message by message, and in random worlds.
+//! GPUs that are lost, and a machine that is about to suspend: message by message, and in random
+//! worlds.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -16,7 +17,7 @@ fn sleep(t: &mut Talk, asleep: bool) -> Vec<Command> {
     t.say(Event::Sleep { asleep })
 }
 
-/// Client 1 holds the lock, client 2 waits for it; there is room for the memory of one.
+/// Client 1 holds the lock and client 2 waits for it. The GPU has room for the memory of one of them.
 fn one_too_many() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
@@ -51,11 +52,11 @@ fn a_gpu_without_clients_is_forgotten() {
 fn nobody_waits_on_a_gpu_that_is_gone() {
     let mut t = one_too_many();
     let commands = gone(&mut t);
-    // What it needs, so that it goes on; the driver tells it the rest.
+    // It is allowed all that it needs, so that it continues; it learns the rest from the driver.
     assert_eq!(allowances(&commands), [(2, 12 * GIB)]);
     assert!(commands.contains(&grant(2)), "{commands:?}");
     assert!(!commands.iter().any(|command| matches!(command, Command::Revoke { .. })), "{commands:?}");
-    // Nor does anybody who comes later.
+    // Clients that come later don't wait either.
     t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(1) });
     let commands = t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
     assert!(commands.contains(&Command::Attached { client: client(3), gpu: gpu(0) }), "{commands:?}");
@@ -126,7 +127,7 @@ fn no_program_is_placed_on_a_gpu_that_is_gone() {
     assert_eq!(place(&mut t, 2), [Command::Unplaced { client: client(2), why }]);
 }
 
-// ---- sleep ----
+// ---- suspend ----
 
 #[test]
 fn before_sleep_all_memory_leaves_and_nobody_runs() {
@@ -147,7 +148,7 @@ fn before_sleep_all_memory_leaves_and_nobody_runs() {
     assert!(t.machine.is_evacuated());
     assert_eq!((t.attachment(1).mapped, t.attachment(2).mapped), (0, 0));
 
-    // Whoever wants to run waits until the machine has woken up.
+    // A client that wants to run waits until the machine has resumed.
     assert!(!t.request(2).contains(&grant(2)));
     t.after(std::time::Duration::from_secs(20));
     assert_eq!(t.state(2), LockState::Waiting);
@@ -165,7 +166,7 @@ fn what_cannot_leave_does_not_keep_the_machine_awake() {
     t.join(2, 6 * GIB);
     sleep(&mut t, true);
     assert!(!t.machine.is_evacuated());
-    t.map(1); // all but what is pinned
+    t.map(1); // all but the pinned memory
     t.stuck(2, StuckReason::HostFull);
     assert_eq!(t.attachment(1).mapped, 2 * GIB);
     assert!(t.machine.is_evacuated());

@@ -1,5 +1,5 @@
-//! What must hold whatever happens: random worlds of obedient and disobedient clients, and events that make no sense.
-//! The checks after every event are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
+//! Invariants: random worlds of well-behaved and misbehaving clients, and events that make no sense. The checks after every event
+//! are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
 
 use crate::talk::*;
 use crate::worlds::*;
@@ -15,7 +15,7 @@ fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases: wanted.unwrap_or(cases),
         failure_persistence: None,
-        // Each choice in a strategy makes a generator of its own. Making one of the default kind was five sixths of the time.
+        // Each choice in a strategy makes its own generator. With the default kind, making them took five sixths of the time.
         rng_algorithm: RngAlgorithm::XorShift,
         ..ProptestConfig::default()
     }
@@ -24,14 +24,14 @@ fn config(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// Whatever shares of the time there are, everybody who is to have any finishes, also where rules change.
+    /// Whatever the shares of the time, every client with a share finishes, also if rules change.
     #[test]
     fn shares_keep_nobody_waiting_for_ever(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), users: bool,
         changes in prop::collection::vec((0u64..4000, 0u64..u64::MAX), 0..3),
     ) {
         let quantum = ms(500);
-        // One whose work never ends keeps those of a lower priority waiting for ever, and is to.
+        // By design, a client whose work never ends keeps clients of a lower priority waiting for ever.
         let unruly = Unruly { lingering: false, ..unruly };
         let mut world = world(seed, mode, quantum, gpus, 0, unruly);
         world.most_steps = 400_000;
@@ -66,7 +66,7 @@ proptest! {
 proptest! {
     #![proptest_config(config(400))]
 
-    /// Everybody finishes, and every check of the simulation holds on the way.
+    /// Every client finishes, and every check of the simulation holds on the way.
     #[test]
     fn everybody_is_served(
         seed: u64, mode in mode(), quantum in 20u64..3000, gpus in 1u64..5, clients in 1u64..14, unruly in unruly(),
@@ -79,7 +79,7 @@ proptest! {
         world.check_replay(settings_of(mode, quantum));
     }
 
-    /// Whatever ails the GPUs and however wrong they are measured, every client that waits runs, or its allocation is
+    /// Whatever trouble the GPUs have and however wrong their measurements are, every waiting client runs, or its allocation is
     /// refused.
     #[test]
     fn trouble_keeps_no_client_waiting_for_ever(
@@ -89,7 +89,7 @@ proptest! {
         troubled(world(seed, mode, ms(500), gpus, 0, unruly), gpus, clients, error, unruly, calm)?;
     }
 
-    /// Where the host has little memory, nobody has what there is no place for, and nobody waits for it.
+    /// On a host with little memory, no client gets memory that has no place, and none waits for such memory.
     #[test]
     fn what_has_no_place_is_refused(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in 0u64..60, unruly in unruly(),
@@ -106,8 +106,8 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// Groups are promised no more than they may have, on each GPU, also where limits change and the host is small; and
-    /// everybody is served as far as that goes.
+    /// Groups are promised no more than their limits, on each GPU, also if limits change and the host is small. Within these limits,
+    /// every client finishes.
     #[test]
     fn groups_stay_within_their_limits(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
@@ -135,7 +135,7 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// Allocations that wait for others get what they wait for, or are refused where nobody would ever free it.
+    /// Allocations that wait for other clients are granted, or refused if no client would ever free the memory.
     #[test]
     fn allocations_that_wait_are_answered(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
@@ -162,14 +162,14 @@ proptest! {
             let plan = plan(&mut world.rng, gpus, Unruly { claiming: seed.is_multiple_of(2), ..Unruly::default() });
             world.add(Plan { group: group(seed, n), leaves: true, ..plan });
         }
-        // One after the other, and each refused something first.
+        // The clients run one after the other, and each is refused something first.
         let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
         regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// Clients with managed memory finish in every mode, also where settings change.
+    /// Clients with managed memory finish in every mode, also if settings change.
     #[test]
     fn managed_memory_keeps_no_client_waiting_for_ever(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..3,
@@ -178,7 +178,7 @@ proptest! {
         managed(seed, &changes, gpus, clients, unruly)?;
     }
 
-    /// Clients are taken off their GPUs and put back, whatever fails of that; everybody is served, and no restore runs out of
+    /// Clients are taken off their GPUs and put back, whichever of the steps fail. Every client finishes, and no restore runs out of
     /// memory.
     #[test]
     fn who_is_put_to_sleep_is_served_all_the_same(
@@ -189,8 +189,8 @@ proptest! {
         Sleepers { seed, mode, gpus, clients, unruly, until, odds, after, host }.are_served()?;
     }
 
-    /// Rooms come and go: each is ready, refused or over in time, no client maps memory that is kept free, and everybody is served
-    /// in the end.
+    /// Rooms are opened and closed: each is ready, refused or over in time, no client maps memory that is kept free, and every
+    /// client finishes in the end.
     #[test]
     fn rooms_keep_nobody_waiting_for_ever(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
@@ -203,7 +203,7 @@ proptest! {
         world.check_replay(settings_of(mode, ms(500)));
     }
 
-    /// Sleep in between loses nobody, and nobody runs before it.
+    /// A suspend in between loses no client, and no client runs before the resume.
     #[test]
     fn sleep_midway(
         seed: u64, mode in mode(), sleeps in prop::collection::vec((0u64..2000, prop_oneof![10u64..8000, Just(30_000)]), 1..3), gpus in 1u64..3, clients in 2u64..8,
@@ -226,7 +226,7 @@ proptest! {
         prop_assert!(done, "{:#?}", unserved(&world));
     }
 
-    /// Settings that change in between lose nobody.
+    /// Changes of settings in between lose no client.
     #[test]
     fn settings_change_midway(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..2000), 1..6), gpus in 1u64..4, clients in 2u64..10,
@@ -243,8 +243,8 @@ proptest! {
     }
 }
 
-/// A world of clients with managed memory. Of each change: the mode, and in milliseconds the time quantum, and how long
-/// after the one before.
+/// A world of clients with managed memory. Each change has the mode, the time quantum in milliseconds, and the milliseconds since
+/// the change before.
 fn managed(
     seed: u64,
     changes: &[(Mode, u64, u64)],
@@ -256,7 +256,7 @@ fn managed(
     let mut world = world(seed, (AntiThrash::Off, PolicyName::Fcfs), ms(500), gpus, 0, unruly);
     for _ in 0..clients {
         let plan = plan(&mut world.rng, gpus, unruly);
-        // Together they need more than there is.
+        // Together they need more than the GPUs have.
         let engine = if world.rng.one_in(4) { plan.engine } else { Engine::Managed };
         world.add(Plan { engine, gpu: plan.gpu * 5, ..plan });
     }
@@ -271,7 +271,8 @@ fn managed(
     Ok(())
 }
 
-/// A world that failed once: one was granted the lock while memory was still leaving it, which it no longer could.
+/// A world that failed once: a client was granted the lock while its memory was still being evicted, which it could no longer
+/// finish.
 #[test]
 fn who_is_granted_the_lock_while_its_memory_leaves_does_not_keep_others_waiting() {
     let (on, off) = ((AntiThrash::On, PolicyName::Fcfs), (AntiThrash::Off, PolicyName::Fcfs));
@@ -286,9 +287,9 @@ struct Sleepers {
     gpus: u64,
     clients: u64,
     unruly: Unruly,
-    /// Milliseconds after which nobody is put to sleep any more.
+    /// Milliseconds after which no client is put to sleep any more.
     until: u64,
-    /// One in so many refuses, is silent, fails, dies.
+    /// The odds, one in `n`, that a client refuses, is silent, fails, or dies.
     odds: (u64, u64, u64, u64),
     /// Milliseconds after which idle clients sleep.
     after: Option<u64>,
@@ -311,12 +312,12 @@ impl Sleepers {
         }
         for _ in 0..clients {
             let plan = plan(&mut world.rng, gpus, unruly);
-            // Together with the contexts of all it fits.
+            // It fits together with the contexts of all clients.
             world.add(Plan { demand: plan.demand.min(8 * GIB), cpu: plan.cpu * 4, ..plan });
         }
         let (refused, silent, failed, died) = odds;
         world.put_to_sleep(Sleeps { until: ms(until), refused: refused + 1, silent, failed, died });
-        // A helper that fails is tried again after up to 30 s.
+        // A failed helper is retried after up to 30 s.
         let bound = bound(&world, ms(500)) * 4 + ms(until) + Duration::from_secs(200 * clients);
         world.most_steps = 600_000;
         let done = world.run(bound);
@@ -341,7 +342,7 @@ fn contexts_that_have_just_been_made_keep_nobody_waiting() {
     second.are_served().unwrap();
 }
 
-/// Another: one is moved to a GPU and may have to come back, and there is no room for it at both.
+/// Another world that failed once: a client is moved to a GPU and may have to come back, and there is no room for it on both.
 #[test]
 fn one_that_may_have_to_come_back_has_its_place_at_home() {
     let unruly = Unruly { stuck: true, managed: true, gangs: true, ..Unruly::default() };
@@ -359,7 +360,7 @@ fn unserved(world: &World) -> Vec<String> {
     lines
 }
 
-/// Any event at all, about few clients and GPUs, so that they meet.
+/// Any event, about so few clients and GPUs that events interact.
 fn event() -> impl Strategy<Value = Event> {
     let c = || (0u64..6).prop_map(ClientId);
     let g = || (0u64..4).prop_map(gpu);
@@ -421,7 +422,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Utilization { client, gpu, permille }),
         3 => (c(), 0u64..3, 0u64..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, tenant: TenantId(user) }),
         2 => prop::collection::btree_map(c(), prop::option::of((0u64..3, bytes())), 0..4).prop_map(|groups| {
-            // A group has one limit, whoever names it.
+            // A group has one limit, whichever client's event names it.
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
                 limits: RuleLimits {
@@ -470,8 +471,8 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(config(600))]
 
-    /// Whatever comes: no panic, no command to the unknown, no raise beyond what is there, deadlines in the future,
-    /// and the same answers to the same events.
+    /// For any events: no panic, no command to an unknown client, no raise beyond the existing memory, and the same answers to the
+    /// same events.
     #[test]
     fn nonsense_is_survived(
         start in prop_oneof![Just(0u64), 0u64..1 << 40],
@@ -509,7 +510,7 @@ proptest! {
             prop_assert_eq!(&commands, &machines[1].handle(now, event.clone()));
             let after = charges(&machines[0]);
             groups.retain(|client, _| machines[0].client(*client).is_some());
-            // No limit of a group rises where it has more than it may, whatever its members say.
+            // No limit in a group rises while the group exceeds its limit, whatever its members report.
             for ((client, gpu), limit) in limits(&machines[0]) {
                 let Some(group) = groups.get(&client).copied().flatten() else { continue };
                 let total = machines[0].gpu(gpu).unwrap().total;
@@ -534,7 +535,7 @@ proptest! {
                     .collect();
                 prop_assert_eq!(attachments.iter().map(|s| s.charge).sum::<u64>(), view.charged);
                 prop_assert!(attachments.iter().all(|s| s.charge >= s.allowance && s.charge >= s.mapped));
-                // Nobody's charge rises where there is less than is charged already, but by its own report.
+                // No client's charge rises on an overcharged GPU, except by its own report.
                 let reporter = match &event {
                     Event::Memory { client, .. } => Some(*client),
                     _ => None,
@@ -543,7 +544,7 @@ proptest! {
                         let old = before.get(&(*client, *id)).copied().unwrap_or(0);
                         *id == view.gpu && Some(*client) != reporter && *charge > old
                     });
-                // A measurement that confirms a report has it count.
+                // A measurement that confirms a report makes the report count.
                 let confirmed = matches!(event, Event::Measured { .. });
                 let fits = view.charged <= view.capacity || confirmed;
                 prop_assert!(!raised || fits, "{:?} after {:?}", view, event);
@@ -555,8 +556,8 @@ proptest! {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// Where everybody answers at once, a request for memory is granted whenever it fits beside what others have and were granted
-    /// before it.
+    /// If every client answers immediately, a request for memory is granted whenever it fits beside the others' memory and the
+    /// requests granted before.
     #[test]
     fn what_fits_is_granted(
         host in 0..20 * GIB,
@@ -578,7 +579,8 @@ proptest! {
             }
             for n in (0..5).flat_map(|_| 1..6) {
                 t.map(n);
-                // As the library does: whoever has what it wants takes it, and wishes again where its limit was lowered before that.
+                // As the library does: a client whose request is granted takes the memory, and a client whose limit was lowered
+                // before that requests again.
                 wishes.retain(|(n, wanted)| {
                     let has = t.attachment(*n).limit >= *wanted;
                     if has {
@@ -613,7 +615,7 @@ fn ten_thousand_clients_on_a_thousand_gpus() {
     }
 }
 
-/// Run it with `NVSHARE_SCHEDULER_CASES=1000000 cargo test --release -- --ignored troubled_worlds`: only the outcome is checked.
+/// Run it with `NVSHARE_SCHEDULER_CASES=1000000 cargo test --release -- --ignored troubled_worlds`. Only the outcome is checked.
 #[test]
 #[ignore = "for a large number of cases"]
 fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
@@ -633,7 +635,7 @@ fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
     }
 }
 
-/// Says which case it was that panicked.
+/// Prints the case that panicked.
 struct Case(String);
 
 impl Drop for Case {
@@ -658,7 +660,7 @@ fn troubled(
     for _ in 0..clients {
         let plan = plan(&mut world.rng, gpus, unruly);
         let growth = if world.rng.one_in(2) { world.rng.below(512 * MIB) } else { 0 };
-        // What all phases need together fits on the GPU.
+        // The memory of all phases together fits on the GPU.
         let demand = plan.demand.min(13 * GIB);
         world.add(Plan { demand, growth, ..plan });
     }

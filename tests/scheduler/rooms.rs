@@ -1,4 +1,5 @@
-//! Rooms: memory that is vacated at once and kept free for programs that are no clients; and headroom ahead of such programs.
+//! Rooms: memory that is vacated immediately and kept free for programs that are not clients; and headroom ahead of such
+//! programs.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -22,7 +23,7 @@ fn refused(room: u64, why: RoomObstacle) -> Command {
     Command::RoomRefused { room: RoomId(room), gpu: gpu(0), why }
 }
 
-/// Evicts exactly what is to leave, which is then measured.
+/// Evicts exactly the memory that must leave, and measures the GPU afterwards.
 fn evict(t: &mut Talk, n: u64) -> Vec<Command> {
     let commands = t.map(n);
     t.now += ms(1);
@@ -183,7 +184,7 @@ fn programs_that_grow_have_headroom_before_they_need_it() {
     let mut t = Talk::new(Settings { reserve: 512 * MIB, ..settings(AntiThrash::On, Duration::from_secs(1)) });
     t.join(1, 15 * GIB);
     t.request(1);
-    // 1 GiB/s, measured eight times a second.
+    // The other programs grow by 1 GiB/s, measured eight times a second.
     let mut free = 0;
     for n in 1..=32u64 {
         t.now += ms(125);
@@ -204,7 +205,7 @@ fn programs_that_grow_have_headroom_before_they_need_it() {
 #[test]
 fn what_turns_out_to_be_of_other_programs_is_no_growth() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    // Right after the scheduler has started, processes that it does not know may be clients that are about to come back.
+    // Right after the scheduler has started, unknown processes may be clients that are about to reconnect.
     t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 8 * GIB, others: 0, complete: false });
     t.now += ms(500);
     others(&mut t, 8 * GIB);

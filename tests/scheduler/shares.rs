@@ -1,5 +1,5 @@
-//! Shares of a GPU's time: what each of them comes to in virtual time, where programs keep the GPU busy for as long as they
-//! may. Figures are of many periods, with work that ends soon and work that does not.
+//! Shares of a GPU's time: what each of them amounts to in virtual time, with programs that keep the GPU busy whenever they
+//! may. Figures are for many periods, with work that ends soon and work that doesn't.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -21,7 +21,7 @@ fn weight(weight: u16) -> Option<Share> {
     share(Share { weight, ..Share::default() })
 }
 
-/// Programs that never run out of work, each of a group and a user of its own, on a GPU where all have room.
+/// Programs that never run out of work, each with its own group and user, on a GPU with room for all of them.
 fn busy(mode: AntiThrash, drain: Duration, shares: &[Option<Share>]) -> World {
     let mut world = World::with_gpu(mode, s(5), 16 * GIB);
     world.most_steps = 3_000_000;
@@ -38,7 +38,7 @@ fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     world.add(Plan { tenant: TenantId(n), group, ..plan })
 }
 
-/// Percent of the time that each had the lock between these moments.
+/// The percentage of the time between two moments that each client held the lock.
 fn parts(world: &mut World, from: Duration, to: Duration) -> Vec<f64> {
     let had = |world: &World| -> Vec<Duration> {
         world
@@ -67,7 +67,7 @@ fn near(parts: &[f64], expected: &[f64]) {
     assert!(all && parts.len() == expected.len(), "{parts:.1?} percent, and not {expected:?}");
 }
 
-/// Work that is done in no time, in a millisecond, and in a fifth of a second.
+/// Work that drains in no time, in a millisecond, and in a fifth of a second.
 const DRAINS: [Duration; 3] = [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(200)];
 
 #[test]
@@ -77,7 +77,7 @@ fn time_is_divided_by_weight() {
     {
         let mut world = busy(mode, drain, &[weight(100), weight(300)]);
         near(&parts(&mut world, s(100), s(500)), &[25.0, 75.0]);
-        // Who has no rule has the usual weight.
+        // A client without a rule has the default weight.
         let mut world = busy(mode, drain, &[None, weight(200), None]);
         near(&parts(&mut world, s(100), s(500)), &[25.0, 50.0, 25.0]);
     }
@@ -124,7 +124,7 @@ fn everybody_has_at_least_its_minimum() {
 #[test]
 fn what_one_does_not_use_of_its_minimum_others_have() {
     let mut world = busy(AntiThrash::Auto, ms(1), &[None]);
-    // Half a second of work in five.
+    // Half a second of work every five seconds.
     let plan = Plan { gpu: ms(500), cpu: ms(4500), phases: 1000, ..Plan::default() };
     add(&mut world, bounds(80, 100), plan);
     let parts = ten_periods(&mut world);
@@ -140,7 +140,7 @@ fn nobody_has_more_than_its_maximum() {
             near(&ten_periods(&mut busy(mode, drain, &[bounds(0, 20)])), &[20.0]);
         }
         near(&ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), bounds(0, 30)])), &[20.0, 30.0]);
-        // It waits for turns to end as others do.
+        // It waits for turns to end, as others do.
         let beside = ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), None]));
         assert!((10.0..=20.5).contains(&beside[0]) && beside[1] >= 79.5, "{beside:.1?}");
     }
@@ -220,7 +220,7 @@ fn one_that_only_says_that_it_is_interactive_has_no_more_than_its_share() {
 fn what_it_takes_to_bring_memory_in_is_charged_to_whom_it_belongs() {
     let mut world = World::with_gpu(AntiThrash::On, s(2), 16 * GIB);
     world.most_steps = 3_000_000;
-    // Two small ones have room beside each other, and take long to leave when the large one comes.
+    // The two small ones fit beside each other, and are slow to evict when the large one comes.
     for (demand, rate) in [(2 * GIB, 2 * GIB), (2 * GIB, 2 * GIB), (15 * GIB, 100 * GIB)] {
         add(&mut world, weight(100), Plan { demand, rate, gpu: s(100_000), ..Plan::default() });
     }
@@ -253,7 +253,7 @@ fn nobody_goes_first_by_joining_a_gang() {
     for member in [urgent, other] {
         assert!(world.models[&member].waits[0] > s(2), "it waits for a turn to end: {:?}", world.models[&member].waits);
     }
-    // A gang all of which may go first goes first.
+    // A gang goes first only if all of it may.
     let both = [(); 2].map(|()| world.add(Plan { gang: 8, group: Some(group), start: s(21), ..plan.clone() }));
     world.run(s(25));
     assert!(both.iter().all(|member| world.finished(*member) < s(23)), "{:?}", world.machine.gpus());
@@ -319,7 +319,7 @@ fn who_waits_for_several_gpus_goes_on_when_the_better_one_is_stopped() {
     let stopped = Some((s(3), s(60)));
     add(&mut world, urgent, Plan { gpus: gpus([1]), gpu: s(100_000), stopped, ..Plan::default() });
     let both = add(&mut world, None, Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
-    // The stopped one is found out when somebody wants something of it.
+    // The stopped client is noticed when another client needs something from it.
     add(&mut world, urgent, Plan { gpus: gpus([1]), start: s(4), gpu: s(1), ..Plan::default() });
     world.run(s(59));
     assert!(world.finished(both) < s(40), "{:?}", world.finished(both));
@@ -331,7 +331,7 @@ fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
     for (demand, mode, expected) in [
         (GIB, AntiThrash::Auto, ms(1)),
         (GIB, AntiThrash::On, ms(101)),
-        // The other's memory has to leave first.
+        // The other's memory has to be evicted first.
         (16 * GIB, AntiThrash::Auto, ms(550)),
     ] {
         let mut world = busy(mode, ms(100), &[None]);
@@ -361,7 +361,7 @@ fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let share = |priority| share(Share { priority, ..Share::default() });
-    // On one GPU two take turns that are better, so that one of them always waits there.
+    // On one GPU two clients of a higher priority take turns, so one of them always waits there.
     let best = [TenantId(1), TenantId(2)];
     best.into_iter().for_each(|user| {
         add(&mut world, share(10), Plan { tenant: user, gpus: gpus([1]), gpu: s(20), ..Plan::default() });
@@ -399,7 +399,7 @@ fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
     assert!(world.finished(both) < s(57), "{:?}", world.finished(both));
 }
 
-/// The same, of whom some say something of themselves; by group and, of each, its own limits.
+/// The same, with groups by number and limits of the clients' own, which some of them have.
 fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, EnvLimits)]) -> World {
     let mut world = World::with_gpu(mode, s(5), 16 * GIB);
     world.most_steps = 3_000_000;
@@ -422,12 +422,12 @@ fn who_claims_less_has_less_and_leaves_it_to_all_others() {
         [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
     {
         let parts_of = |members: &[_]| parts(&mut tightened(mode, drain, members), s(200), s(2_200));
-        // Alone in its party, it is one of a lower weight.
+        // As the only member of its group, it makes the group's weight lower.
         near(&parts_of(&[(1, weight(100), own_weight(10)), (2, weight(100), none)]), &[9.1, 90.9]);
-        // Its fellow has what it leaves, and the party no more than without.
+        // The other member gets the time that it leaves, and the group gets no more than without the limit.
         let members = [(1, weight(100), own_weight(10)), (1, weight(100), none), (2, weight(100), none)];
         near(&parts_of(&members), &[4.8, 45.2, 50.0]);
-        // Within one party, and of users without a rule.
+        // Within one group, and for users without a rule.
         near(&parts_of(&[(1, None, own_weight(25)), (1, None, none)]), &[20.0, 80.0]);
         near(&parts_of(&[(1, None, own_weight(25)), (1, None, own_weight(25))]), &[50.0, 50.0]);
         near(&parts_of(&[(1, None, own_weight(25)), (2, None, own_weight(75))]), &[25.0, 75.0]);

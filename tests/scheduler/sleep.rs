@@ -1,4 +1,4 @@
-//! Clients that leave their GPUs altogether and come back, message by message.
+//! Clients that leave their GPUs completely and come back, message by message.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 const CONTEXT: u64 = 512 * MIB;
 
-/// Two clients on a GPU where memory is measured, each with a context. The first has all of its memory there.
+/// Clients on a GPU where memory is measured, each with a context. The first has all of its memory there.
 struct Scene {
     t: Talk,
-    /// Whose contexts are there.
+    /// The clients whose contexts are on the GPU.
     contexts: Vec<u64>,
     free: Option<u64>,
 }
@@ -34,12 +34,12 @@ impl Scene {
         scene
     }
 
-    /// What is on the GPU is measured now, and is what clients report.
+    /// Measures the GPU now; the measurement confirms clients' reports.
     fn measure(&mut self) -> Vec<Command> {
         self.t.now += ms(1);
         let begun = self.t.now;
         let mut commands = self.t.measured(self.contexts.len() as u64 * CONTEXT);
-        // Somebody has to be found, or nobody is taken to be measured at all.
+        // At least one client must be found, or the scheduler assumes that clients cannot be measured at all.
         let there = self.t.machine.clients();
         let found = there.iter().map(|c| (c.client, c.attachments.first().map_or(0, |a| a.mapped)));
         let mut found: std::collections::BTreeMap<ClientId, Found> =
@@ -130,7 +130,7 @@ fn one_that_is_paused_runs_only_after_it_is_resumed() {
 fn a_restore_waits_until_others_have_made_room_and_that_is_measured() {
     let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
     scene.measure();
-    // The other has the whole GPU but for its own context.
+    // The other has the whole GPU except its own context.
     scene.t.request(2);
     scene.t.map(2);
     scene.t.release(2, ReleaseReason::Idle);
@@ -162,7 +162,7 @@ fn nobody_is_let_in_without_room_during_a_restore() {
     scene.t.map(2);
     assert_eq!(scene.measure(), [Command::Measure { gpu: gpu(0) }], "this one only says that it is free now");
     assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
-    // The other needs less from now on, but has not freed anything yet.
+    // The other needs less from now on, but hasn't freed anything yet.
     let mapped = scene.t.attachment(2).mapped;
     scene.t.report(2, 10 * GIB, mapped, 0);
     scene.t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(3) });
@@ -190,7 +190,7 @@ fn two_asleep() -> Scene {
     scene
 }
 
-/// Who stops a process keeps its restore from ending.
+/// A stopped process keeps its restore from ending.
 #[test]
 fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
     for is_late in [false, true] {
@@ -202,7 +202,7 @@ fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
         }
         let commands = scene.t.after(Duration::from_secs(11));
         assert!(!commands.contains(&checkpoint(2, SleepOperation::Wake)), "nothing was measured: {commands:?}");
-        // Its context may still appear, so it is not free for the other.
+        // Its context may still appear, so its memory isn't free for the other.
         scene.free = Some(2 * CONTEXT);
         assert!(!scene.measure().contains(&checkpoint(2, SleepOperation::Wake)), "there is room for one of them");
         assert!(scene.capacity() <= 16 * GIB - 3 * CONTEXT);
@@ -210,7 +210,7 @@ fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
         assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
         scene.contexts.push(2);
         assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
-        // It turns out to be back at last.
+        // In the end it turns out to be back.
         if is_late {
             scene.t.after(Duration::from_secs(30));
         }
@@ -232,7 +232,7 @@ fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
     let commands = scene.t.release(1, ReleaseReason::Revoked);
     assert!(commands.contains(&Command::PrepareSleep { client: client(1), paused: true }), "{commands:?}");
     assert!(!commands.contains(&grant(1)), "{commands:?}");
-    // It has threads that wait, so it cannot sleep; it is held off all the same, and asked again.
+    // It has threads that wait, so it cannot sleep. It is held off nevertheless, and asked again.
     scene.t.map(1);
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.attachment(1).allowance, 0);
@@ -257,7 +257,7 @@ fn a_sleeper_is_promised_what_it_has_and_more_only_if_it_asks() {
         commands.iter().filter_map(of).collect::<Vec<_>>()
     };
     assert_eq!((limits(&commands), scene.t.attachment(1).limit), (vec![4 * GIB], 4 * GIB));
-    // A thread of it that waits for more memory gets no error because of that.
+    // Its thread that waits for more memory gets no error because of that.
     let commands = scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(0), bytes: 6 * GIB });
     assert_eq!(limits(&commands), [6 * GIB]);
     scene.t.map(1);
@@ -349,11 +349,11 @@ fn answers_that_nobody_asked_for_change_nothing() {
     assert_eq!(scene.phase(1), SleepPhase::Awake);
 }
 
-/// Clients of an earlier scheduler say that they are asleep.
+/// Clients of an earlier scheduler that report to be asleep.
 mod found {
     use super::*;
 
-    /// Client 1 has connected to a new scheduler, and says so. The other has most of the GPU.
+    /// Connects a client that reports to be asleep to a new scheduler, beside clients with these demands.
     fn found(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let n = demands.len() as u64 + 1;
@@ -383,7 +383,7 @@ mod found {
         assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
         scene.contexts.push(2);
         assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
-        // From here on it is like one that has connected with a context.
+        // From here on it is treated like a client that connected with a context.
         scene.t.report(2, GIB, 0, 0);
         scene.measure();
         let commands = scene.t.after(Duration::from_secs(3));
@@ -412,13 +412,13 @@ mod found {
     }
 }
 
-/// Clients that are idle for long where others lack room.
+/// Clients that have been idle for long while others lack room.
 mod idle {
     use super::*;
 
     const AFTER: Duration = Duration::from_secs(300);
 
-    /// Clients that have been idle since they came. Only they use the GPU.
+    /// Clients that have been idle since they came. No other programs use the GPU.
     fn idle(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let settings = Settings { sleep_after: Some(AFTER), ..scene.t.machine.settings().clone() };
@@ -447,7 +447,7 @@ mod idle {
         let commands = scene.helper(1, SleepOutcome::Asleep);
         assert!(!commands.contains(&prepares(2)), "it is measured first: {commands:?}");
         let commands = scene.measure();
-        // 15 GiB of the three others are more than there is, and then 10 GiB of two are not.
+        // The three others need 15 GiB, more than the GPU has; then two need 10 GiB, which fit.
         assert!(commands.contains(&prepares(2)), "{commands:?}");
         scene.t.map(2);
         scene.ready(2);
@@ -498,7 +498,7 @@ mod idle {
         assert_eq!(asked_after(None, Some(minutes(2))), Some(2));
     }
 
-    /// Who stops a process keeps it from being settled.
+    /// A stopped process keeps itself from being settled.
     #[test]
     fn one_that_is_never_settled_keeps_nobody_else_from_sleeping() {
         let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
@@ -510,7 +510,8 @@ mod idle {
         assert!(commands.contains(&prepares(2)), "{commands:?}");
     }
 
-    /// A client whose context would leave another too little waits, until one that is idle has gone for it.
+    /// A client whose context would leave another too little waits until an idle client has been put to sleep
+    /// for it.
     #[test]
     fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
         let mut scene = idle(&[GIB, 15 * GIB]);

@@ -1,10 +1,10 @@
-//! The scheduler's machine, spoken to message by message, and what it says.
+//! Drives the scheduler's machine message by message, and names its commands.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// A machine with one GPU of 16 GiB, spoken to message by message.
+/// A machine with one GPU of 16 GiB, driven message by message.
 pub struct Talk {
     pub machine: Machine,
     pub now: Time,
@@ -38,7 +38,7 @@ impl Talk {
         self.say(Event::Tick)
     }
 
-    /// A client on the GPU that needs so much and has it all mapped, if that was free.
+    /// Attaches a client that needs `demand` bytes, and has mapped all of them if they were free.
     pub fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
         self.join_of(TenantId(0), n, demand)
     }
@@ -52,7 +52,7 @@ impl Talk {
     }
 
     pub fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
-        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // all that was sent
+        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // all limits that were sent
     }
 
     pub fn acknowledge(&mut self, n: u64, ack: u32, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
@@ -61,7 +61,7 @@ impl Talk {
         self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
     }
 
-    /// Maps, or evicts, exactly what is allowed.
+    /// Maps or evicts exactly up to the allowance.
     pub fn map(&mut self, n: u64) -> Vec<Command> {
         let attachment = self.attachment(n);
         self.report(
@@ -76,7 +76,7 @@ impl Talk {
         self.say(Event::LimitRequested { client: client(n), gpu: gpu(0), bytes })
     }
 
-    /// Puts a client into the one group.
+    /// Puts a client into the only group.
     pub fn group(&mut self, n: u64, memory_max: Amount) -> Vec<Command> {
         self.regroup([n], memory_max)
     }
@@ -85,13 +85,13 @@ impl Talk {
         self.put(&clients, RuleLimits { memory_max, ..RuleLimits::default() })
     }
 
-    /// Puts clients into the one group, of which this is said.
+    /// Puts clients into the only group, which gets these limits.
     pub fn put(&mut self, clients: &[u64], limits: RuleLimits) -> Vec<Command> {
         let group = Some(Group { id: GroupId(7), limits });
         self.say(Event::Groups { groups: clients.iter().map(|n| (client(*n), group)).collect() })
     }
 
-    /// Others have so many bytes, and the contexts that are there.
+    /// Reports that other programs and the present contexts use `bytes`.
     pub fn measured(&mut self, bytes: u64) -> Vec<Command> {
         self.say(Event::GpuOverhead { gpu: gpu(0), begun: self.now, bytes, others: 0, complete: true })
     }
@@ -118,7 +118,8 @@ impl Talk {
         t
     }
 
-    /// Client 1 holds the lock, was asked for it 3 s ago, and cannot drain. Client 2 waits until now.
+    /// Client 1 holds the lock, was revoked 3 s ago, and cannot drain. Client 2 has waited since
+    /// then.
     pub fn with_undrainable(anti_thrash: AntiThrash, demands: [u64; 2]) -> (Self, Vec<Command>) {
         let mut t = Self::in_mode(anti_thrash);
         t.join(1, demands[0]);
@@ -184,7 +185,7 @@ pub fn limits(commands: &[Command]) -> Vec<(u64, u64)> {
     all.collect()
 }
 
-/// The first that a holder is told.
+/// The first grace period that a holder is told.
 pub fn grace(commands: &[Command]) -> Option<Duration> {
     commands.iter().find_map(|c| if let Command::Contended { grace, .. } = c { Some(*grace) } else { None })
 }

@@ -1,4 +1,4 @@
-//! Random worlds for the properties: what their clients do, how unruly they are, and how long one may have to wait.
+//! Random worlds for the properties: what their clients do, how unruly they are, and a bound on their waits.
 
 use nvshare_sched::*;
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ pub fn settings_of((anti_thrash, policy): Mode, quantum: Duration) -> Settings {
     Settings { policy, ..scheduler_sim::settings(anti_thrash, quantum) }
 }
 
-/// How unruly the clients of a world are.
+/// The ways in which the clients of a world are unruly.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Unruly {
     pub stuck: bool,
@@ -30,7 +30,7 @@ pub struct Unruly {
     pub managed: bool,
     /// Bytes are reported as freed that are not.
     pub lying: bool,
-    /// Some say of themselves that they may have less.
+    /// Some clients have lower limits of their own.
     pub claiming: bool,
 }
 
@@ -48,7 +48,7 @@ pub fn unruly() -> impl Strategy<Value = Unruly> {
     })
 }
 
-/// What somebody says of itself: how much memory it may have, and how it compares with others.
+/// A client's own limits: on its memory, and its weight.
 pub fn claims(rng: &mut Dice) -> EnvLimits {
     let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
     EnvLimits {
@@ -57,7 +57,7 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
     }
 }
 
-/// And how much of the time.
+/// A client's own weight, which limits its share of the time.
 pub fn claims_of_time(rng: &mut Dice) -> EnvLimits {
     EnvLimits { weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize], ..EnvLimits::default() }
 }
@@ -71,9 +71,9 @@ pub fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     }
     let start = rng.between(ms(0), ms(3000));
     let pinned = if unruly.pinned && rng.one_in(3) { rng.below(256 * MIB) } else { 0 };
-    // What is pinned by all must leave room for the largest, or it could never run.
+    // The pinned memory of all must leave room for the largest, or it could never run.
     let largest = match unruly {
-        Unruly { lingering: true, .. } => 8, // it has to fit beside those who never drain
+        Unruly { lingering: true, .. } => 8, // it has to fit beside clients that never drain
         Unruly { pinned: true, lying: true, .. } => 8,
         Unruly { pinned: true, .. } | Unruly { lying: true, .. } => 12,
         _ => 20,
@@ -133,13 +133,13 @@ pub fn world(seed: u64, mode: Mode, quantum: Duration, gpus: u64, clients: u64, 
     world
 }
 
-/// Nobody can take longer than if all were served one after the other, each at its slowest.
+/// An upper bound: the time it takes to run all clients one after the other, each at its slowest.
 pub fn bound(world: &World, quantum: Duration) -> Duration {
     let mut sum = Duration::from_secs(30);
     for m in world.models.values() {
         let p = &m.plan;
         if p.endless {
-            sum += Duration::from_secs(10); // it is waited for, but once
+            sum += Duration::from_secs(10); // it is waited for once
             continue;
         }
         let turns = p.phases + (p.gpu.as_nanos() * u128::from(p.phases) / ms(20).as_nanos()) as u32;
@@ -151,7 +151,7 @@ pub fn bound(world: &World, quantum: Duration) -> Duration {
     sum
 }
 
-/// Runs for a while, and puts everybody into another group, by a number for each time.
+/// At each of these moments, moves every client to another group, which depends on that moment's number.
 pub fn regroup_now_and_then(world: &mut World, changes: Vec<(u64, u64)>, group: impl Fn(u64, u64) -> Option<Group>) {
     for (after, seed) in changes {
         let at = world.now + ms(after);

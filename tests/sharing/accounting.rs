@@ -1,6 +1,5 @@
-//! A client that lies about what it has: it speaks the protocol by hand and has no CUDA context. An honest program beside it
-//! finishes with right contents, and the scheduler goes on answering. End to end, with a real program on
-//! the simulated GPU.
+//! Clients that lie about what they use: each speaks the protocol by hand and has no CUDA context. An honest program beside
+//! them finishes with right contents, and the scheduler keeps answering. End to end, with a real program on the simulated GPU.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -15,13 +14,14 @@ use nvshare_wire::{
 use test_support::daemon::Client;
 use test_support::machine::{Dice, MIB, Machine, PATIENCE, Program, Setup};
 
-/// An honest program that needs this long waits for ever.
+/// An honest program that takes longer than this counts as stuck.
 const BOUND: Duration = PATIENCE;
-/// How often the scheduler is asked something while a program runs.
+/// How often the scheduler is queried while a program runs.
 const ASK: Duration = Duration::from_secs(1);
 const MEMORY: u64 = 96 * MIB;
 
-/// Clients that never acknowledge a lower limit may be believed to use all that they were told, so the host has room for that.
+/// The host has room for all that clients were ever allowed: those that never acknowledge a lower limit are charged for the
+/// former one.
 fn machine() -> Machine {
     let setup = Setup { memory: MEMORY, context: 2 * MIB, reserve: 2 * MIB, swap_max: "none", ..Setup::default() };
     Machine::with_scheduler(setup)
@@ -32,8 +32,8 @@ fn honest(machine: &Machine) -> Program {
     machine.program("grow --mem 40M --step 2M --rounds 2 --pause-ms 10").start()
 }
 
-/// Waits for the end of a program, which must be a success with right contents. Clients that lie answer what they must
-/// meanwhile, so that it is the lie that does harm.
+/// Waits until a program has ended successfully, with right contents. Until then the liars answer messages that every client
+/// must answer, so that only the lie can do harm.
 fn finish_beside(machine: &Machine, liars: &mut [Liar], program: &mut Program, lie: &str) -> Result<(), String> {
     let begin = Instant::now();
     let mut asked = begin;
@@ -59,14 +59,14 @@ fn finish_beside(machine: &Machine, liars: &mut [Liar], program: &mut Program, l
     Ok(())
 }
 
-/// The GPU of a machine, as the scheduler names it. It knows the GPU from NVML.
+/// The machine's GPU as the scheduler names it, from NVML.
 fn gpu_of(machine: &Machine) -> Uuid {
     let status = machine.status();
     let text = status["gpus"][0]["uuid"].as_str().expect("a UUID").to_owned();
     Uuid::parse(text.strip_prefix("GPU-").unwrap_or(&text)).expect("a UUID")
 }
 
-/// A client that says what it likes. It gives the lock back when another client waits for it.
+/// A client that sends arbitrary messages. It gives the lock back when another client waits for it.
 #[derive(Debug)]
 struct Liar<'a> {
     machine: &'a Machine,
@@ -79,7 +79,7 @@ impl<'a> Liar<'a> {
         Self { machine, client: Client::welcomed(&machine.socket()), is_connected: true }
     }
 
-    /// Says these one after the other, as far as it is let.
+    /// Sends the messages in order, until it is disconnected.
     fn tell(&mut self, messages: &[ClientMessage]) {
         for message in messages {
             self.is_connected = self.is_connected && self.client.send_raw(message.encode(version::MAX).as_bytes());
@@ -87,7 +87,7 @@ impl<'a> Liar<'a> {
         }
     }
 
-    /// Answers what has come.
+    /// Answers the messages received so far.
     fn listen(&mut self) {
         while self.is_connected {
             let mut buffer = [0u8; MAX_LEN];
@@ -115,7 +115,7 @@ impl<'a> Liar<'a> {
         }
     }
 
-    /// Comes back where it was disconnected.
+    /// Reconnects if it was disconnected.
     fn come_back(&mut self) {
         if !self.is_connected {
             *self = Self::new(self.machine);
@@ -135,7 +135,7 @@ fn attach(gpu: Uuid) -> ClientMessage {
     }
 }
 
-/// The figures of a report of memory.
+/// The figures of a memory report.
 #[derive(Debug, Clone, Copy, Default)]
 struct Figures {
     slot: u32,
@@ -174,8 +174,8 @@ impl Figures {
 
 const MOST: u64 = MEMORY - 8 * MIB;
 
-// It attaches and creates no context: NVML does not list its process, and shows the GPU to be empty. It does not answer
-// when it is asked to bring memory off the GPU.
+// It attaches and creates no context: NVML doesn't list its process, and shows the GPU to be empty. It doesn't answer requests
+// to evict memory.
 
 #[test]
 fn a_client_without_a_context_keeps_nothing_by_claiming_pinned_memory() {
@@ -192,7 +192,7 @@ fn a_client_without_a_context_keeps_nothing_by_claiming_demand() {
     claim(Figures { demand: MOST, ..Figures::default() });
 }
 
-/// It takes the lock, says that it has all of the GPU, and reads nothing from then on. Then a second one does so.
+/// It takes the lock, reports that it uses the whole GPU, and reads nothing from then on. Then a second client does the same.
 #[test]
 fn who_never_gives_the_lock_back_and_has_no_context_withholds_nothing() {
     let machine = machine();
@@ -223,15 +223,15 @@ fn claim(figures: Figures) {
 
 const VALUES: [u64; 4] = [0, 1, 1 << 40, u64::MAX];
 
-/// What is said after `Hello`, with that number somewhere.
+/// The messages that follow `Hello`, with the number in one of their fields.
 type Lie = fn(Uuid, u64) -> Vec<ClientMessage>;
 
-/// A report with that figure, of an attached client that wants the lock.
+/// A report with these figures, from an attached client that wants the lock.
 fn with(gpu: Uuid, figures: Figures) -> Vec<ClientMessage> {
     vec![attach(gpu), figures.report(), ClientMessage::Request { gpus: 1 }]
 }
 
-/// A message of an attached client that holds or wants the lock, for some memory.
+/// A message from an attached client that holds or wants the lock and has some memory.
 fn then(gpu: Uuid, message: ClientMessage) -> Vec<ClientMessage> {
     let figures = Figures { demand: MIB, ..Figures::default() };
     vec![attach(gpu), figures.report(), ClientMessage::Request { gpus: 1 }, message]
@@ -239,7 +239,7 @@ fn then(gpu: Uuid, message: ClientMessage) -> Vec<ClientMessage> {
 
 const KEY: Secret = Secret([7; 16]);
 
-/// Every numeric field of every message that a client has.
+/// Every numeric field of every message that clients send.
 const LIES: &[(&str, Lie)] = &[
     ("Attach.slot", |gpu, n| match attach(gpu) {
         ClientMessage::Attach { uuid, kind, engine, total, name, reason, .. } => {
@@ -328,14 +328,14 @@ fn no_other_number_keeps_an_honest_program_from_finishing() {
     lies_keep_nobody_from_finishing(|field| !field.starts_with("Memory."));
 }
 
-/// Each of these fields in turn: four clients tell that lie, each with another number, while an honest program runs from its
-/// beginning to its end.
+/// Takes the fields in turn: four clients tell the lie, each with a different number, while an honest program runs from start
+/// to end.
 #[track_caller]
 fn lies_keep_nobody_from_finishing(is_meant: impl Fn(&str) -> bool) {
     let machine = machine();
     let gpu = gpu_of(&machine);
     let mut failures = Vec::new();
-    // One field alone, where that is asked for.
+    // `NVSHARE_TEST_LIE` selects a single field.
     let only = std::env::var("NVSHARE_TEST_LIE").ok();
     let is_meant = |field: &str| only.as_ref().map_or_else(|| is_meant(field), |only| only == field);
     for (field, lie) in LIES.iter().filter(|(field, _)| is_meant(field)) {
@@ -350,7 +350,7 @@ fn lies_keep_nobody_from_finishing(is_meant: impl Fn(&str) -> bool) {
 
 const RANDOM: Duration = Duration::from_secs(3);
 
-/// Three clients tell one lie after the other, and come back whenever they are disconnected.
+/// Three clients tell one lie after another, and reconnect whenever they are disconnected.
 #[test]
 fn no_random_lies_keep_honest_programs_from_finishing() {
     let machine = machine();
@@ -366,14 +366,14 @@ fn no_random_lies_keep_honest_programs_from_finishing() {
                 let (_, lie) = random.choose(LIES).expect("a lie");
                 let any = random.number();
                 let n = *random.choose(&[0, 1, MIB, MOST, 1 << 40, u64::MAX, any]).expect("a number");
-                // It attaches once in a while only, or it would be disconnected each time.
+                // It repeats `Attach` only now and then, or it would be disconnected each time.
                 let messages = lie(gpu, n);
                 let from = if random.below(4) == 0 { 0 } else { messages.len() - 1 };
                 liar.tell(&messages[from..]);
             }
             thread::sleep(random.milliseconds(10));
         }
-        // Then they only stay.
+        // Then they only stay connected.
         finish_beside(&machine, &mut liars, &mut program, "random lies").expect("an honest program");
     }
     drop(liars);

@@ -1,4 +1,5 @@
-//! ResourceClaims of Kubernetes: a program has what its claim was allocated, by the socket through which it connects.
+//! Kubernetes ResourceClaims: a program gets what its claim was allocated, which the scheduler knows from the socket
+//! through which the program connects.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
@@ -8,13 +9,13 @@ use test_support::machine::*;
 use zbus::connection::Builder;
 use zbus::{OwnedVariant, Variant};
 
-/// Asks for more and more, by the least that a GPU gives, and says how much it got.
+/// Allocates more and more, in steps of the GPU's granularity, and reports how much it got.
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
 const HALF: &str = "01234567-89ab-cdef-0123-456789abcdef";
 const WHOLE: &str = "11234567-89ab-cdef-0123-456789abcdef";
 
-/// Sets the claims of the node, as the device plugin does: by UID, with a limit of memory.
+/// Sets the node's claims as the device plugin does: by UID, with a memory limit.
 fn set(machine: &Machine, claims: &[(&str, &str)]) {
     let claim = |(uid, most): &(&str, &str)| Claim {
         uid: (*uid).into(),
@@ -47,7 +48,7 @@ fn start(machine: &mut Machine) {
     });
 }
 
-/// The context of a program is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts.
 #[test]
 fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     let mut machine = Machine::new(Setup::default());
@@ -70,7 +71,7 @@ fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     assert!(reach(program(&machine, WHOLE, ASK)) > 40);
     let client = &machine.status()["clients"][0];
     assert_eq!((&client["rule"], &client["rule-origin"]), (&"team-a/claim-44m".into(), &"the ResourceClaim".into()));
-    // A scheduler that starts again serves the socket before it is told of the claim.
+    // A restarted scheduler serves the socket before it is told about the claim.
     machine.kill_scheduler();
     start(&mut machine);
     wait_for("it to be back", || (machine.status()["clients"].as_array()?.len() == 1).then_some(()));

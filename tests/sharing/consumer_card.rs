@@ -1,5 +1,6 @@
-//! A consumer card: a link that is slow for the GPU's memory, both of whose directions share the host's memory, little host
-//! memory, and NVML without traffic, events or the link. `NVSHARE_TEST_CARD=consumer` runs all of these tests on one.
+//! A consumer card: its link is slow compared with its memory, both directions of the link share the host's memory
+//! bandwidth, the host has little memory, and NVML lacks traffic counters, events and link data.
+//! `NVSHARE_TEST_CARD=consumer` runs all of these tests on one.
 
 use std::time::Duration;
 
@@ -9,13 +10,13 @@ fn consumer(setup: Setup) -> Setup {
     Setup { card: Card::Consumer, ..setup }
 }
 
-/// With turns that are longer than moving the memory of a program.
+/// Its turns are longer than moving the memory of one program takes.
 fn desktop() -> Setup {
     let time_quantum = Duration::from_secs(2);
     consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, time_quantum, ..Setup::default() })
 }
 
-/// 16 of 24 GiB, for a GPU of so many bytes.
+/// The share of a GPU of `memory` bytes that 16 GiB are of 24 GiB.
 fn two_thirds(memory: u64) -> u64 {
     memory / 3 * 2
 }
@@ -42,7 +43,8 @@ fn three_programs_that_do_not_fit_take_turns_there() {
     machine.wait_until_empty();
 }
 
-/// 64 GB hold what 24 GiB have no room for two and a half times; what goes beyond that is refused, and nobody fails later.
+/// The host's 64 GB are about two and a half times the GPU's 24 GiB. Memory that fits into neither is refused, and no
+/// program fails later.
 #[test]
 fn more_than_its_host_can_hold_is_refused_there() {
     let machine = Machine::with_scheduler(consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, ..Setup::default() }));

@@ -1,4 +1,4 @@
-//! What a call costs does not depend on how many came before it: on marks that are pending, on streams that are gone, on
+//! The cost of a call doesn't depend on its history: on pending marks, on destroyed streams, or on the number of
 //! addresses at which the same memory is mapped.
 
 use test_support::machine::*;
@@ -10,14 +10,14 @@ fn alone(words: &str) -> Report {
     report
 }
 
-/// The limits are wide: what they tell apart is a constant from a multiple of what has piled up.
+/// The limits are wide, since they only have to tell a constant cost from one that grows with the history.
 #[track_caller]
 fn is_at_most(report: &Report, name: &str, most: f64) {
     let value = report.0[name].as_f64().unwrap_or_else(|| panic!("no {name} in {}", report.0));
     assert!(value <= most, "{name} is {value}, not at most {most}");
 }
 
-/// As many as the driver takes natively, less a twentieth: they block in neither.
+/// The driver's own limit on queued launches, less a twentieth, so that they block neither natively nor under nvshare.
 #[test]
 fn launches_behind_waiting_work_cost_a_constant() {
     is_at_most(&alone("queued --streams 16 --each 970"), "launch_us", 200.0);
@@ -35,7 +35,7 @@ fn streams_that_are_gone_leave_nothing_behind() {
         let report = alone(words);
         let first = report.0["first_us"].as_f64().expect("a number");
         is_at_most(&report, "last_us", first * 3.0);
-        // What allocators take at once.
+        // The slack of allocators, which grow in large steps.
         is_at_most(&report, "grown_kib", 6.0 * 1024.0);
     }
 }

@@ -1,4 +1,4 @@
-//! Many programs at once: end to end, with real processes on the simulated GPU.
+//! Many programs at the same time: end to end, with real processes on the simulated GPU.
 
 use test_support::machine::*;
 
@@ -7,7 +7,7 @@ const CLIENTS: usize = 64;
 #[test]
 fn many_programs_at_once_all_finish() {
     let setup = Setup { memory: 160 * MIB, context: MIB, anti_thrash: "on", ..Setup::default() };
-    // Together they want three times what there is.
+    // Together they want three times the GPU's memory.
     let each = 4 * MIB;
     assert!(CLIENTS as u64 * each > 2 * setup.capacity(CLIENTS as u64));
     let machine = Machine::with_scheduler(setup);

@@ -1,5 +1,5 @@
-//! Revokes of work that does not end by itself at once: deep queues, and work that waits for the host, for another process,
-//! or for ever. End to end, with real processes on the simulated GPU, and with the scheduler's own record of what happened.
+//! Revokes of work that doesn't end promptly by itself: deep queues, and work that waits for the host, for another process, or for
+//! ever. End to end, with real processes on the simulated GPU, and with the scheduler's own record of events.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use test_support::machine::*;
 /// A neighbour that works until it is told to end, and checks its results.
 const NEIGHBOUR: &str = "mix --mem 16M --reps 8 --rounds endless";
 
-/// One holder at a time, and turns of full length.
+/// One holder at a time, and full turns.
 fn strict() -> Setup {
     Setup { anti_thrash: "on", ..Setup::default() }
 }
 
-/// What followed each revoke of that process: a release, or word that it is stuck.
+/// How each revoke of the process ended: in a release, or in a report that it is stuck.
 fn drains(moves: &[Move], pid: u32) -> Vec<String> {
     let own: Vec<&Move> =
         moves.iter().filter(|m| m.pid == pid && ["revoke", "release", "stuck"].contains(&m.what)).collect();
@@ -21,7 +21,7 @@ fn drains(moves: &[Move], pid: u32) -> Vec<String> {
     pairs.map(|pair| pair[1].what.to_owned()).collect()
 }
 
-/// In each stream a kernel waits behind others that touch no memory. It dies if its memory leaves before it ran.
+/// In each stream a kernel waits behind others that touch no memory. It fails if its memory is evicted before it has run.
 #[test]
 fn what_is_queued_ends_before_its_memory_leaves() {
     let machine = Machine::with_scheduler(Setup { memory: 80 * MIB, ..strict() });
@@ -43,13 +43,13 @@ fn what_is_queued_ends_before_its_memory_leaves() {
 
 // ---- bounded queues ----------------------------------------------------------------------------------------------
 
-/// The GPU time of what is queued at most, beside a submission. A drain takes no longer than that.
+/// The most GPU time that may be queued in addition to one submission. A drain takes no longer.
 const RUN_AHEAD: Duration = Duration::from_millis(100);
-/// The library measures how long kernels take. On a machine with other work it does so late, and lets more be queued; unbounded, a
-/// second and more would be.
+/// The library measures how long kernels take. On a busy machine it does so late, and lets more be queued; without the bound it
+/// would be a second and more.
 const LATE: u32 = 3;
 
-/// Runs a program that queues work for a second or more beside one that takes turns with it. `longest`: its longest single
+/// Runs a program that queues work for a second or more beside one that takes turns with it. `longest` is its longest single
 /// submission.
 #[track_caller]
 fn queues_little(words: &str, longest: Duration) {
@@ -101,8 +101,8 @@ fn graphs_of_a_second_are_queued_one_by_one() {
 
 // ---- work that waits for a further step of the host --------------------------------------------------------------
 
-/// Runs a program whose work waits for the host beside a normal one: both end with right results, and take turns. Gives
-/// how its drains ended.
+/// Runs a program whose work waits for the host beside a normal one: both end with right results, and take turns. Returns how the
+/// drains ended.
 #[track_caller]
 fn both_end(words: &str) -> Vec<String> {
     let machine = Machine::with_scheduler(strict());
@@ -110,7 +110,7 @@ fn both_end(words: &str) -> Vec<String> {
     machine.wait_for_grants(&neighbour, 1);
     let mut program = machine.program(words).start();
     program.finish();
-    machine.wait_for_grants(&neighbour, 2); // it was asked for the lock, and has it again
+    machine.wait_for_grants(&neighbour, 2); // it was revoked, and holds the lock again
     neighbour.end();
     let moves = machine.moves();
     assert!(grants(&moves, program.pid()) >= 1, "`{words}` ran without the lock");
@@ -119,14 +119,15 @@ fn both_end(words: &str) -> Vec<String> {
     drains(&moves, program.pid())
 }
 
-/// The same for a program that can always be drained.
+/// Like `both_end`, for a program that can always be drained.
 #[track_caller]
 fn both_end_and_drain(words: &str) {
     let ends = both_end(words);
     assert!(!ends.is_empty() && ends.iter().all(|end| end == "release"), "`{words}`: drains ended with {ends:?}");
 }
 
-/// The same for one that captures and is idle at times: it may have given the lock back before it was asked.
+/// Like `both_end_and_drain`, for a program that captures and is idle at times: it may have released the lock before it is
+/// revoked.
 #[track_caller]
 fn both_end_and_take_turns(words: &str) {
     let ends = both_end(words);
@@ -138,7 +139,7 @@ fn a_value_that_the_same_thread_writes_later_is_written() {
     both_end("host-waits --how write --rounds 2 --pause-ms 600");
 }
 
-/// Whoever records an event in the legacy stream makes the stream that writes wait for the one that waits.
+/// An event recorded in the legacy stream makes the writing stream wait for the waiting one.
 #[test]
 fn a_value_that_a_blocking_stream_writes_later_is_written() {
     both_end("host-waits --how write --blocking 1 --rounds 2 --pause-ms 600");
@@ -217,7 +218,7 @@ fn green_contexts_take_turns() {
     both_end_and_drain("green --mem 32M --rounds 8");
 }
 
-/// Its capture ends with it, so that memory leaves afterwards.
+/// The capture ends with the context, so memory can be evicted afterwards.
 #[test]
 fn a_green_context_that_is_destroyed_while_it_captures_is_forgotten() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
@@ -266,7 +267,7 @@ fn a_gang_that_waits_for_itself_runs_together() {
     pair("pair --how value --rounds 60", &[("NVSHARE_GANG", "pair")]);
 }
 
-/// As PyTorch's launcher tells its processes of each other, with gaps in which both give the lock back.
+/// The environment is that of a process under PyTorch's launcher. There are gaps in which both release the lock.
 #[test]
 fn processes_of_a_launcher_are_a_gang() {
     let torchrun =
@@ -284,9 +285,9 @@ fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
     pair("pair --how value --rounds 3", &[]);
 }
 
-// ---- what never drains -------------------------------------------------------------------------------------------
+// ---- work that never drains ----------------------------------------------------------------------------------------
 
-/// A client that cannot be drained for much longer than everybody's patience is shown as such, and others run beside it.
+/// A client that has not drained for much longer than the patience is shown as undrainable, and others run beside it.
 #[track_caller]
 fn is_scheduled_around(words: &str) {
     let machine = Machine::with_scheduler(strict());
@@ -316,7 +317,7 @@ fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
 
 // ---- work that the library has not seen --------------------------------------------------------------------------
 
-/// Kernels that were launched past the hooks, and outlast all that the library knows of, still find their memory.
+/// Kernels that were launched past the hooks, and run longer than all work that the library knows of, still find their memory.
 #[track_caller]
 fn unseen_work_keeps_its_memory(machine: &Machine) {
     let mut neighbour = machine.program("mix --mem 40M --reps 8 --rounds endless").start();
@@ -335,7 +336,7 @@ fn work_that_no_hook_has_seen_keeps_its_memory() {
     unseen_work_keeps_its_memory(&Machine::with_scheduler(Setup { memory: 64 * MIB, ..strict() }));
 }
 
-/// A driver without events of contexts (before 12.5).
+/// A driver without context events (before 12.5).
 #[test]
 fn work_that_no_hook_has_seen_keeps_its_memory_with_an_old_driver() {
     let setup = Setup { memory: 64 * MIB, without: "cuCtxRecordEvent", ..strict() };

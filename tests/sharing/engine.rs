@@ -1,9 +1,10 @@
-//! Which engine moves each program's memory, and why, as the administrator sees it.
+//! Which engine moves each program's memory, and why, as shown to the administrator.
 
 use serde_json::Value;
 use test_support::machine::*;
 
-/// What `nvsharectl` says of the only program, once it uses the GPU: its engine, the reason, and all of it for people.
+/// The only program's engine, the reason for it, and the whole text for people, as `nvsharectl` shows them once the
+/// program uses the GPU.
 fn shown(machine: &Machine, environment: &[(&str, &str)]) -> (String, String, String) {
     let mut launch = machine.program("mix --mem 16M --reps 100000");
     for (name, value) in environment {

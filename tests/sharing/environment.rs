@@ -1,21 +1,22 @@
-//! A program's own environment tightens what its rule allows: end to end, with real processes on the simulated GPU.
+//! A program's own environment tightens the limits of its rule: end to end, with real processes on the simulated
+//! GPU.
 
 use serde_json::Value;
 use test_support::machine::*;
 
 /// Works until it is killed.
 const WORK: &str = "mix --mem 32M --chunks 4 --reps 3 --rounds endless";
-/// Asks for more and more, by the least that a GPU gives, and says how much it got.
+/// Allocates more and more, in steps of the GPU's granularity, and reports how much it got.
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
 fn ruled(setup: Setup, lines: &str) -> Machine {
-    // SAFETY: it cannot fail.
+    // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     let rules = format!("[[rule]]\nname = \"mine\"\nuser = {uid}\n{lines}\n");
     Machine::with_scheduler(Setup { rules, ..setup })
 }
 
-/// A program as status shows it.
+/// A program's entry in the status.
 #[track_caller]
 fn client(machine: &Machine, program: &Program) -> Value {
     wait_for("the program in the status", || {
@@ -24,7 +25,7 @@ fn client(machine: &Machine, program: &Program) -> Value {
     })
 }
 
-/// For how many seconds a program has had the lock, and waited for it.
+/// How long a program has held the lock and has waited for it, in seconds.
 #[track_caller]
 fn times(machine: &Machine, program: &Program) -> [f64; 2] {
     let client = client(machine, program);
@@ -36,7 +37,7 @@ fn reach(machine: &Machine, most: &str) -> u64 {
     machine.program(ASK).env("NVSHARE_MEMORY_MAX", most).start().finish().number("allocated") / MIB
 }
 
-/// The context of a program is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts.
 #[test]
 fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let mut machine = ruled(Setup::default(), "memory-max = \"64M\"");
@@ -50,10 +51,10 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let of = |machine: &Machine, key: &str| client(machine, &program)["gpus"][0][key].as_u64();
     assert_eq!((of(&machine, "memory-max"), of(&machine, "environment-memory-max")), (Some(64 * MIB), Some(44 * MIB)));
     assert_eq!(client(&machine, &program)["environment"], "memory-max 44 MiB");
-    // Both hold: the rule's for all of them.
+    // Both limits hold; the rule's counts all of its programs together.
     assert_eq!(reach(&machine, "44M"), 40);
     assert_eq!(reach(&machine, "60M"), 40, "what the other leaves");
-    // Another scheduler is told as well; and what a program allows itself holds without one.
+    // A new scheduler is told too, and a program's own limit also holds without a scheduler.
     machine.kill_scheduler();
     machine.start_scheduler();
     wait_for("it to be back", || (of(&machine, "environment-memory-max") == Some(44 * MIB)).then_some(()));
@@ -67,7 +68,7 @@ fn what_is_idle_by_its_own_environment_waits_for_all_others() {
     let machine = ruled(Setup { time_quantum: HOUR, anti_thrash: "on", ..Setup::default() }, "weight = 500");
     let mut idle = machine.program(WORK).env("NVSHARE_WEIGHT", "idle").start();
     machine.wait_for_grants(&idle, 1);
-    // It would wait for ten minutes else.
+    // Otherwise it would wait for ten minutes.
     machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 5").start().finish();
     machine.wait_for_grants(&idle, 2);
     let status = machine.ctl(&["status"]);

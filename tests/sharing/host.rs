@@ -1,5 +1,5 @@
-//! A host, or a control group, without room for what is to be swapped out: what cannot leave stays, others make room or wait,
-//! and nobody is killed for it.
+//! A host or a control group without room for evicted memory: memory that cannot leave stays, others make room or wait, and no process
+//! is killed for it.
 
 use std::time::Duration;
 
@@ -8,14 +8,14 @@ use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
 
-/// A limit that limits nothing.
+/// A limit that is never reached.
 const PLENTY: u64 = 1 << 40;
 
 fn group(limit: u64) -> Option<Limited> {
     Limited::new(&format!("nvshare-host-{}", std::process::id()), limit)
 }
 
-/// The memory that the group uses, once that no longer changes.
+/// Memory use of the group, once it no longer changes.
 fn settled(group: &Limited) -> u64 {
     let mut before = group.used();
     wait_for("the group's memory to settle", || {
@@ -30,7 +30,7 @@ fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
     stays_on_the_gpu("");
 }
 
-/// The kernel gives such a program the pages of all that it maps, at once.
+/// The kernel populates all mappings of such a program immediately.
 #[test]
 fn so_it_does_if_the_program_locks_its_memory() {
     stays_on_the_gpu("--lock 1");
@@ -43,7 +43,7 @@ fn stays_on_the_gpu(options: &str) {
     let mix = |rounds: &str| format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}");
     let mut inside = machine.program_in(&group.procs(), &format!("{} {options}", mix("endless"))).start();
     machine.wait_for_grants(&inside, 1);
-    // The simulated GPU's memory is the process' own: what it has by now is no matter, only what comes on top.
+    // The simulated GPU's memory is charged to the process: what it uses so far doesn't matter, only what is added.
     wait_for("all of it to be there", || (group.used() >= SHARE).then_some(()));
     group.set_limit(settled(&group) + 8 * MIB);
     let mut other = machine.program(&mix("4")).start();
@@ -61,14 +61,14 @@ fn stays_on_the_gpu(options: &str) {
     machine.wait_until_empty();
 }
 
-/// As much leaves as the limit has addresses for, although that is not all that could.
+/// Only the part that fits into the limit on addresses is evicted.
 #[test]
 fn a_limit_on_addresses_leaves_room_for_some() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
     limit_addresses(idle.pid(), 80 * MIB);
-    // 40 MiB have to leave.
+    // 40 MiB must be evicted.
     let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 4").start();
     other.finish();
     assert!(idle.poll().is_none());
@@ -77,13 +77,13 @@ fn a_limit_on_addresses_leaves_room_for_some() {
     machine.wait_until_empty();
 }
 
-/// A process may map so many bytes more than it has.
+/// Lets a process map `more` bytes in addition to its present mappings.
 fn limit_addresses(pid: u32, more: u64) {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
     let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).expect("its size");
     let has: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number");
     let limit = libc::rlimit { rlim_cur: (has << 10) + more, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: valid places.
+    // SAFETY: `limit` is valid during the call, and the null pointer asks for no old limit.
     let result = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
@@ -91,14 +91,14 @@ fn limit_addresses(pid: u32, more: u64) {
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
 fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
-    // It comes back at the speed of the link: otherwise it would take so long that the test fails.
+    // The memory comes back at the speed of the link: otherwise it would take so long that the test fails.
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
     let machine =
         Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
     let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 1 --cpu-ms 190000");
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     machine.wait_for_move(0, "somebody to make room", |m| m.what == "freed");
-    // One has its memory in the host meanwhile, the other has what it would need to make room.
+    // One program's memory is in the host during that time, and the other has the buffers that it would need to make room.
     wait_within(Duration::from_secs(200), "one to tidy up", || {
         programs.iter().any(|p| p.stderr().contains("idle host memory")).then_some(())
     });
@@ -137,8 +137,8 @@ fn buffers_made_ahead_are_given_back_when_their_control_group_needs_the_memory()
     wait_for("it to be asked", || idle.stderr().contains("\u{2190} Prepare").then_some(()));
     let before = group.used();
     wait_for("it to have buffers", || (group.used() >= before.min(SHARE) + SHARE).then_some(()));
-    // All that the group has is in use, but for less than what is left to its other memory, a sixteenth of the limit. What that lacks is
-    // less than one buffer of a quarter each, and the program may need a little more meanwhile.
+    // All of the group's memory is in use, except less than the reserve for its other memory, a sixteenth of the limit. The shortfall is
+    // less than one of the buffers, which are a quarter each, and the program may need a little more until then.
     let before = settled(&group);
     group.set_limit(before + 2 * MIB);
     wait_for("it to give them back", || (group.used() + SHARE / 8 <= before).then_some(()));

@@ -1,5 +1,5 @@
-//! Work that waits for a step of the host, which another thread takes through the library: nothing in the library waits for that work
-//! while the thread needs it.
+//! Work that waits for a step of the host that another thread takes through the library: nothing in the library that the thread needs
+//! may wait for that work.
 
 use std::{
     fs,
@@ -15,12 +15,12 @@ use std::{
 use test_support::cgroup::Limited;
 use test_support::machine::*;
 
-/// A GPU on which two programs of 60 MiB have no room at once.
+/// A GPU that cannot hold two programs of 60 MiB at the same time.
 fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
 }
 
-/// Memory comes back so often in 12 s at least.
+/// The least number of times that memory comes back in 12 s.
 const MOVES: usize = 4;
 
 /// Longer than any of these programs takes.
@@ -60,7 +60,7 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
     let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
     let mut program = machine.program_in(&group.procs(), words).start();
     machine.wait_for_grants(&program, 1);
-    // Its memory leaves and comes back, and copies of it stay in the host.
+    // Its memory is evicted and comes back, and copies of it stay in the host.
     let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
     other.finish();
     machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
@@ -72,7 +72,7 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
     machine.wait_until_empty();
 }
 
-/// Nothing lacks memory, but what was at rest for so long is given back: the host buffers of memory that has come back.
+/// No program lacks memory, but the host buffers of memory that has come back are freed after a long rest.
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
 fn host_memory_at_rest_is_given_back_while_a_kernel_waits_for_the_host() {
@@ -108,10 +108,10 @@ fn memory_beside_a_capture_comes_from_clients_that_run() {
     machine.wait_until_empty();
 }
 
-/// It has a device open by which a network card reaches memory of GPUs: its memory is there although it launches nothing.
+/// It has a device open through which a network card reaches GPU memory, so its memory stays resident although it launches nothing.
 #[test]
 fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
-    // SAFETY: a plain call.
+    // SAFETY: `geteuid` has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return test_support::skip("root, to mount device files");
     }
@@ -130,7 +130,7 @@ fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
     machine.wait_until_empty();
 }
 
-/// Before 12.5 a thread waits for a context, as often as the scheduler asks for the memory of a program whose work is not seen.
+/// Before 12.5 a thread waits for a context, each time the scheduler wants the memory of a program whose work the library cannot see.
 #[test]
 fn an_old_driver_has_one_thread_wait_for_a_context() {
     let machine = Machine::with_scheduler(Setup { without: "cuCtxRecordEvent", ..pressed() });
@@ -158,8 +158,7 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// The kernel for fingerprints for which there is no memory when its context is made is loaded when memory leaves, by a thread that may
-/// wait.
+/// If there is no memory for the fingerprint kernel when its context is made, a thread that may block loads it when memory is evicted.
 #[test]
 fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     const LOADED: &str = "fingerprints can be computed in context";
@@ -178,10 +177,10 @@ fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     machine.wait_until_empty();
 }
 
-/// A socket at this path that accepts connections, as the kernel does for it, and never answers.
+/// A socket at this path that accepts connections, as the kernel does in its place, and never answers.
 fn silent_daemon(path: &Path) -> OwnedFd {
     let bytes = path.as_os_str().as_bytes();
-    // SAFETY: plain old data; the calls read a valid address, and the socket is new.
+    // SAFETY: `sockaddr_un` is plain old data, the calls read a valid address, and the socket is new and owned here.
     unsafe {
         let mut address: libc::sockaddr_un = std::mem::zeroed();
         address.sun_family = libc::AF_UNIX as _;
@@ -193,7 +192,7 @@ fn silent_daemon(path: &Path) -> OwnedFd {
     }
 }
 
-/// Without a scheduler, memory comes and goes in many steps of the client's thread.
+/// Without a scheduler, memory is moved in many steps of the client's thread.
 #[test]
 fn a_daemon_that_does_not_answer_does_not_slow_down_what_the_clients_thread_does() {
     let mut machine = Machine::with_scheduler(pressed());

@@ -1,4 +1,4 @@
-//! CUDA IPC: memory that one program exports and another opens, both under nvshare, end to end on the simulated GPU.
+//! CUDA IPC: memory that one program exports and another opens, both under nvshare. End to end on the simulated GPU.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use test_support::machine::*;
 
 const SHARED: u64 = 24 * MIB;
 
-/// A GPU on which the two and a third have no room at once.
+/// A GPU that cannot hold the pair and a third program at the same time.
 fn pressed() -> Setup {
     Setup { memory: 160 * MIB, anti_thrash: "on", ..Setup::default() }
 }
@@ -31,7 +31,7 @@ impl Pair {
         machine.program(&format!("share --role import {} {more}", self.words))
     }
 
-    /// The number of handles that the exporter has written.
+    /// Waits until the exporter has written its handles.
     fn wait_until_exported(&self) {
         wait_for("handles", || {
             let words = fs::read(&self.file).ok()?;
@@ -40,7 +40,7 @@ impl Pair {
     }
 }
 
-/// A file that a program waits for.
+/// The path of a file that a program waits for.
 fn mark(machine: &Machine, name: &str) -> String {
     machine.path(name).display().to_string()
 }
@@ -54,7 +54,7 @@ fn make(path: &str) {
     fs::write(path, "").expect("a file");
 }
 
-/// What the scheduler counts as pinned for that program.
+/// The program's pinned bytes, as the scheduler counts them.
 fn pinned(machine: &Machine, program: &Program) -> u64 {
     let status = machine.status();
     let clients = status["clients"].as_array().expect("clients");
@@ -108,7 +108,8 @@ fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
     machine.wait_until_empty();
 }
 
-/// Several chunks more than one answer has descriptors for need not fit a small GPU: many small allocations share a slab.
+/// The GPU is large, since an allocation with several chunks more than one answer has descriptors need not fit a small
+/// one. Many small allocations share a slab.
 #[test]
 fn small_allocations_share_a_slab_and_large_ones_have_many_chunks() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
@@ -138,7 +139,7 @@ fn a_thousand_handles() {
 fn what_was_swapped_out_comes_back_to_be_exported() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 40M --rounds 2"));
-    // It waits with its memory filled, which another takes off the GPU meanwhile.
+    // It waits with its memory filled, until another program has had it evicted.
     let export = mark(&machine, "export");
     let mut exporter = pair.exporter(&machine, &format!("--filled {export}")).start();
     reached(&export);
@@ -158,7 +159,7 @@ fn a_wrong_secret_opens_nothing() {
     let pair = Pair::new(&machine, "--rounds 1");
     let mut exporter = pair.exporter(&machine, "").start();
     pair.wait_until_exported();
-    // The exporter's name, the secret, the allocation's number, the range.
+    // Offsets of the exporter's name, the secret, the number of the allocation, and the range.
     for byte in [8, 24, 48, 56] {
         pair.importer(&machine, &format!("--spoil {byte} --expect 1")).start().finish();
     }
@@ -204,7 +205,7 @@ fn memory_outlives_its_exporter_and_is_counted_until_the_last_importer_closes_it
     let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
     reached(&keep);
     reached(&stay);
-    // The exporter has freed it: the importer counts it now.
+    // The exporter has freed it, so it is charged to the importer now.
     wait_for_pinned(&machine, &importer, SHARED);
     wait_for_pinned(&machine, &exporter, 0);
     exporter.kill();
@@ -276,7 +277,7 @@ fn learn_who_has_what(mut machine: Machine) {
     pair.wait_until_exported();
     machine.kill_scheduler();
     machine.start_scheduler();
-    // It is found by its name, as before; and what it has exported is pinned still.
+    // The exporter is found by its name, as before, and its exported memory is still pinned.
     let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
     reached(&keep);
     reached(&stay);
@@ -291,7 +292,7 @@ fn learn_who_has_what(mut machine: Machine) {
     machine.wait_until_empty();
 }
 
-/// A context's end closes what was opened in it, and nothing that work of another context uses.
+/// The end of a context closes what was opened in it, and nothing that work of another context uses.
 #[test]
 fn memory_that_was_closed_stays_while_work_uses_it_and_another_context_ends() {
     let machine = Machine::with_scheduler(Setup::default());

@@ -1,4 +1,4 @@
-//! Rules that bound the memory of programs and divide the time of a GPU: end to end, with real processes on the simulated GPU.
+//! Rules that limit the memory of programs and divide the time of a GPU: end to end, with real processes on the simulated GPU.
 
 use std::fs;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use test_support::cgroup::Unit;
 use test_support::machine::*;
 
-/// The rules of a machine, in a drop-in; the scheduler is told of them.
+/// Writes the machine's rules to a drop-in and reloads the scheduler's configuration.
 fn rule(machine: &Machine, rules: &str) {
     write(machine, rules);
     machine.ctl(&["reload"]);
@@ -20,7 +20,7 @@ fn write(machine: &Machine, rules: &str) {
 
 /// A rule for all programs of this test's user.
 fn mine(most: &str) -> String {
-    // SAFETY: it cannot fail.
+    // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     format!("[[rule]]\nname = \"mine\"\nuser = {uid}\nmemory-max = \"{most}\"\n")
 }
@@ -32,7 +32,7 @@ fn ruled(rules: &str) -> Machine {
     machine
 }
 
-/// How much a program gets that asks for more and more, by the least that a GPU gives.
+/// How much a program gets that allocates more and more, in steps of the GPU's granularity.
 #[track_caller]
 fn reach(program: Launch<'_>) -> u64 {
     let report = program.start().finish();
@@ -42,7 +42,7 @@ fn reach(program: Launch<'_>) -> u64 {
 
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
-/// The context of a program is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts.
 #[test]
 fn a_program_is_refused_memory_exactly_at_its_limit() {
     let machine = ruled(&mine("44M"));
@@ -65,7 +65,8 @@ fn a_program_is_refused_memory_exactly_at_its_limit() {
     assert_eq!(machine.program(ASK).start().finish().number("allocated"), 100 * MIB);
 }
 
-/// It tightens what a rule allows, and lifts nothing; also without a scheduler, where nobody counts contexts.
+/// The environment tightens the rule's limit and never raises it. It also works without a scheduler, where contexts aren't
+/// counted.
 #[test]
 fn a_program_can_be_given_less_by_its_environment() {
     let mut machine = ruled(&mine("44M"));
@@ -106,7 +107,7 @@ fn programs_that_count_together_have_the_limit_together() {
     let mut holding: Vec<Program> =
         (0..8).map(|_| machine.program("stranger --mem 4M --seconds 600").start()).collect();
     holding.iter().for_each(|program| program.wait_to_say("holding"));
-    // Of a context that is still to be measured, more may be put aside than it turns out to need.
+    // More may be reserved for a context that isn't measured yet than it turns out to need.
     wait_for("all that eight others leave", || {
         let allocated = reach(machine.program(ASK));
         assert!(allocated <= 8 * MIB, "{allocated} beside eight others");
@@ -176,12 +177,12 @@ fn an_allocation_waits_until_others_have_freed_enough() {
     let bytes = wait_for("it to wait for memory", awaited);
     assert!((16 * MIB..=32 * MIB).contains(&bytes), "{bytes}: more than the holder leaves");
     assert!(machine.ctl(&["status"]).contains(" waits for memory: for "), "{}", machine.ctl(&["status"]));
-    std::thread::sleep(Duration::from_secs(11)); // longer than an answer is waited for elsewhere
+    std::thread::sleep(Duration::from_secs(11)); // longer than the timeout of answers elsewhere
     assert!(worker.poll().is_none(), "it waits still");
     assert_eq!(reach(machine.program("oversub --mem 300M --chunk 100M --rounds 0")), 0, "what can never be had fails");
     holder.kill();
     worker.finish();
-    // Two that hold what the other waits for: one goes on.
+    // Each holds what the other waits for: one of them gets ahead.
     let ask = "oversub --mem 100M --chunk 2M --rounds 0";
     let (mut one, mut other) = (machine.program(ask).start(), machine.program(ask).start());
     let got = [one.finish(), other.finish()].map(|report| report.number("allocated"));
@@ -207,7 +208,7 @@ fn each_unit_has_the_limit_for_all_of_its_programs() {
     machine.wait_until_empty();
 }
 
-/// How long that program has had the lock and waited for it, in seconds, and how often it was granted.
+/// How long the program has held the lock and has waited for it, in seconds, and the number of its grants.
 fn lock_times(machine: &Machine, program: &Program) -> (f64, f64, u64) {
     let status = machine.status();
     let clients = status["clients"].as_array().expect("clients");
@@ -218,14 +219,14 @@ fn lock_times(machine: &Machine, program: &Program) -> (f64, f64, u64) {
 
 #[test]
 fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
-    // SAFETY: it cannot fail.
+    // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"1s\"\n[[rule]]\nuser = {uid}\ntime-max = \"30%\"\n"));
     let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds endless").start();
-    machine.wait_for_grants(&program, 3); // and nobody else waits
+    machine.wait_for_grants(&program, 3); // although no other program waits
     let status = machine.ctl(&["status"]);
     assert!(status.contains(" and its group have weight 100, time-max 30% by rule "), "{status}");
-    // It always wants the GPU, so it waits in all of the rest of the time.
+    // It always wants the GPU, so it spends the rest of the time waiting.
     let before = lock_times(&machine, &program);
     machine.wait_for_grants(&program, before.2 as usize + 4);
     let after = lock_times(&machine, &program);
@@ -258,7 +259,7 @@ fn who_has_a_higher_priority_waits_for_no_turn_to_end() {
 
 #[test]
 fn what_a_program_had_of_the_time_counts_for_the_next_that_counts_with_it() {
-    // SAFETY: it cannot fail.
+    // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"60s\"\n[[rule]]\nuser = {uid}\ntime-max = \"1%\"\n"));
     let work = "mix --mem 32M --chunks 4 --reps 3 --rounds endless";

@@ -1,11 +1,11 @@
-//! Programs that together want more memory than the GPU has, each believing that it is alone: end to end, with real
-//! processes on the simulated GPU.
+//! Programs that together want more memory than the GPU has, each believing that it is alone: end to end, with real processes on the
+//! simulated GPU.
 
 use std::fmt::Display;
 
 use test_support::machine::*;
 
-/// Work on so much memory, with results that show every lost, repeated or reordered launch.
+/// Work on `memory` bytes whose results show every lost, repeated or reordered launch.
 fn mix(memory: u64, rounds: impl Display) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 3 --rounds {rounds}")
 }
@@ -27,12 +27,12 @@ fn managed_memory_moves_too() {
     take_turns(&machine, "managed");
 }
 
-/// The program's own, beside engine `swap`: prefetched off the GPU and onto it, with what the driver does by itself in
-/// reach of nobody.
+/// Managed memory of the program's own, with the engine `swap`: it is prefetched off the GPU and onto it, and never left to the
+/// driver's own migration.
 #[test]
 fn managed_memory_of_programs_moves_with_its_program() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
-    // Not a multiple of anything.
+    // Not a multiple of any granularity.
     let words = format!("{} --kind managed", endless(SHARE - 4 * 4100));
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     wait_for("both to be known, with nothing pinned", || {
@@ -64,7 +64,7 @@ fn managed_memory_that_is_evicted_leaves_the_gpu() {
     let mut other = machine.program(&endless(SHARE)).start();
     machine.wait_for_move(before, "the managed memory to be evicted", |m| m.what == "freed" && m.pid == idle.pid());
     idle.wait_to_say("bytes left in");
-    // By itself the driver takes away no more than it has to.
+    // By itself the driver evicts no more than it has to.
     wait_for("it to have left", || (machine.free() >= SHARE / 2).then_some(()));
     idle.kill();
     other.end();
@@ -78,7 +78,7 @@ fn managed_memory_beyond_the_limit_is_refused() {
     assert_eq!(report.number("allocated"), 216 * MIB);
 }
 
-/// A GPU on which two programs of [`SHARE`] have no room at once.
+/// A GPU that cannot hold two programs of [`SHARE`] at the same time.
 fn pressed() -> Setup {
     Setup { memory: 64 * MIB, ..Setup::default() }
 }
@@ -115,7 +115,7 @@ fn take_turns(machine: &Machine, engine: &str) {
     machine.wait_until_empty();
 }
 
-/// Whoever frees managed memory must have a context, and waits for work.
+/// Freeing managed memory needs a context, and waits for work.
 #[test]
 fn freed_memory_is_free_whatever_moves_it() {
     for (engine, kind) in [("managed", "alloc"), ("swap", "managed"), ("swap", "alloc")] {
@@ -174,7 +174,7 @@ fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
         assert_eq!(report.number("device_total"), total);
         let near = |what: &str, want: u64| {
             let got = report.number(what);
-            // The room that others' contexts take is measured again and again.
+            // The room that other programs' contexts take is measured again and again.
             assert!(got.abs_diff(want) <= 3 * machine.setup.context, "{what}: {got}, not {want}");
         };
         near("free", limit);
@@ -184,7 +184,7 @@ fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
     };
     check(&machine.program("account --mem 32M").start().finish(), limit);
 
-    // Beside another that holds the lock and much memory it is the same, but for the other's context.
+    // Beside another program that holds the lock and much memory the figures are the same, less the other's context.
     let mut other = machine.program(&endless(120 * MIB)).start();
     machine.wait_for_grants(&other, 1);
     check(&machine.program("account --mem 32M").start().finish(), machine.setup.capacity(2));
@@ -204,7 +204,7 @@ fn one_program_beyond_the_limit_is_refused_unless_it_may_exceed_the_gpu() {
     assert_eq!(exceeds.0["failed"], "");
     assert_eq!(exceeds.number("allocated"), 396 * MIB);
 
-    // `0` is off.
+    // `0` means off.
     let refused = machine.program(words).env("NVSHARE_ENABLE_SINGLE_OVERSUB", "0").start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
 }
@@ -215,7 +215,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
     let all = machine.setup.capacity(2) + 64 * MIB;
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
     first.wait_to_say("holding");
-    // The other's slack is what is left, and becomes this one's as it asks for more.
+    // The first program's slack is the rest, and passes to this one as it allocates more.
     let words = "oversub --mem 396M --chunk 32M --rounds 1";
     let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
@@ -225,7 +225,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
     assert!(line.contains("WARN") && line.contains(&format!("(pid {}) 160 MiB", first.pid())), "{line}");
     first.kill();
 
-    // With nobody else there, it is as if the host had plenty.
+    // As the only program, it is treated as if the host had plenty.
     machine.wait_until_empty();
     let alone = machine.program(words).start().finish();
     assert_eq!(alone.number("allocated"), 224 * MIB);
@@ -237,7 +237,7 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
     let other = machine.program("stranger --mem 228M --seconds 600").start();
     other.wait_to_say("holding");
     let (mix, green) = ("mix --mem 4M --chunks 1 --reps 1 --rounds 1", "green --mem 4M --rounds 1 --reps 1");
-    // The library is the first to load a module and a function.
+    // The library loads a module and a function before the program does.
     for (fails, words) in [
         ("cuModuleLoadData:2", mix),
         ("cuLaunchKernel:1", mix),
@@ -274,7 +274,7 @@ fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
 #[test]
 fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     let machine = Machine::with_scheduler(Setup::default());
-    // All but what its checks need: beside it there is no room for a context.
+    // All memory except what its checks need: no context fits beside it.
     let memory = machine.setup.capacity(1) - 2 * MIB;
     let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds endless")).start();
     machine.wait_for_grants(&all, 1);
@@ -306,7 +306,7 @@ fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut last = machine.program("stranger --mem 1M --seconds 600").start();
     last.wait_to_say("holding");
-    // The simplest that counts as used by others: a stranger that comes and goes with the last client.
+    // The simplest memory that counts as used by others: a stranger that starts and ends with the last client.
     let mut stranger = machine.program("stranger --mem 128M --seconds 600").without_nvshare().start();
     stranger.wait_to_say("holding");
     wait_for("the stranger to be measured", || {
@@ -332,7 +332,7 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
         (resident >= 440 * MIB).then_some(())
     });
     let before = machine.moves().len();
-    // It gets what is left; the programs then no longer fit together.
+    // It takes all that is left, after which the programs no longer fit together.
     let mut stranger = machine.program("stranger --mem 52M --seconds 60").without_nvshare().start();
     stranger.wait_to_say("holding");
     machine.wait_for_move(before, "somebody to make room", |m| m.what == "evict");
@@ -350,7 +350,7 @@ fn what_has_not_changed_is_not_copied_again() {
     unchanged_is_not_copied(Vec::new());
 }
 
-/// As above: the driver compiles the library's kernel.
+/// With `CUDA_SIM_FAT_BINARIES=0` the driver compiles the library's kernel.
 #[test]
 fn what_has_not_changed_is_not_copied_again_by_a_gpu_that_no_fat_binary_is_for() {
     unchanged_is_not_copied(vec![("CUDA_SIM_FAT_BINARIES", "0".to_owned())]);
@@ -366,7 +366,7 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
     let mut other = machine.program(&mix(machine.setup.capacity(2) - 8 * MIB, 1000)).start();
     server.finish();
     other.kill();
-    // "N bytes left in N µs, N bytes of both without a copy"
+    // The lines are "N bytes left in N µs, N bytes of both without a copy".
     let said = server.stderr();
     assert_eq!(said.contains("the driver compiles PTX"), compiles);
     let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
@@ -383,7 +383,7 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
     assert!(uncopied < out, "and some was: {sums:?}");
 }
 
-/// The library makes one stream in each context where it moves memory, and the program none.
+/// The library makes one stream in each context in which it moves memory, and the program makes none.
 #[test]
 fn memory_moves_in_one_context_until_that_is_destroyed() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
@@ -398,7 +398,8 @@ fn memory_moves_in_one_context_until_that_is_destroyed() {
     assert_eq!(failed, "", "it left a context that was still there");
 }
 
-/// Which threads of a program made what moving its memory needs, the stream and the kernel: `true` for the one that made the context.
+/// Which threads of a program made the stream and the kernel for moving its memory: `true` stands for the thread that made the
+/// context.
 fn made_by(fails: &str) -> [Vec<bool>; 2] {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let launch = || machine.program(&endless(SHARE));
@@ -416,7 +417,7 @@ fn made_by(fails: &str) -> [Vec<bool>; 2] {
 #[test]
 fn an_eviction_finds_everything_made_that_it_needs() {
     assert_eq!(made_by(""), [[true], [true]]);
-    // What there was no memory for is made later, by the library's thread, and the program does not notice.
+    // If memory was short at first, the library's thread makes them later, and the program doesn't notice.
     assert_eq!(made_by("cuModuleLoadData:1"), [[true], [false]]);
     assert_eq!(made_by("cuFuncLoad:1"), [[true], [false]]);
     assert_eq!(made_by("cuStreamCreate:1"), [[false], [false]]);

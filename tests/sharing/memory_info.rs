@@ -1,18 +1,18 @@
-//! How much memory a program is told that there is: CUDA and NVML say the same, and no more than a rule or the program's
-//! environment lets it have; where nobody bounds it, each says what it says without nvshare.
+//! How much memory a program is told that it has: CUDA and NVML agree, and report no more than a rule or the program's
+//! environment allows. Without such a limit, each reports the same as without nvshare.
 
 use std::fs;
 
 use test_support::machine::*;
 
-/// What the driver keeps for itself, which NVML counts and CUDA does not.
+/// The driver's own reserve, which NVML counts and CUDA doesn't.
 const RESERVED: u64 = 6 * MIB;
 
 fn setup() -> Setup {
     Setup { simulator: vec![("CUDA_SIM_RESERVED", "6M".into())], ..Setup::default() }
 }
 
-/// The rules of a machine, in a drop-in.
+/// Writes the machine's rules to a drop-in.
 fn write(machine: &Machine, rules: &str) {
     let directory = machine.path("nvshare.toml.d");
     fs::create_dir_all(&directory).expect("a directory for drop-ins");
@@ -26,7 +26,7 @@ fn rule(machine: &Machine, rules: &str) {
 
 /// A rule for all programs of this test's user.
 fn mine(most: &str) -> String {
-    // SAFETY: it cannot fail.
+    // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     format!("[[rule]]\nname = \"mine\"\nuser = {uid}\nmemory-max = \"{most}\"\n")
 }
@@ -38,19 +38,19 @@ fn ruled(setup: Setup, rules: &str) -> Machine {
     machine
 }
 
-/// Of one reading: the device's total, `cuMemGetInfo`'s total and free, and NVML's.
+/// One reading: the device's total, the total and free memory of `cuMemGetInfo`, and those of NVML.
 #[track_caller]
 fn told(report: &Report, reading: u32) -> [u64; 5] {
     ["device_total", "total", "free", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
 }
 
-/// The same of a program without a context: the device's total, and NVML's total and free.
+/// One reading of a program without a context: the device's total, and NVML's total and free memory.
 #[track_caller]
 fn foretold(report: &Report, reading: u32) -> [u64; 3] {
     ["device_total", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
 }
 
-/// The context of a program is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts.
 #[test]
 fn a_program_under_a_rule_is_told_one_story_by_all() {
     let machine = ruled(setup(), &mine("100M"));
@@ -68,13 +68,13 @@ fn it_is_told_so_before_it_uses_the_gpu() {
     let machine = ruled(setup(), &mine("100M"));
     let report = machine.program("story --context 0").start().finish();
     assert_eq!(foretold(&report, 0), [100 * MIB; 3]);
-    // A part of the GPU is one of all that NVML counts.
+    // A percentage is one of all memory that NVML counts.
     rule(&machine, &mine("50%"));
     let before = foretold(&machine.program("story --context 0").start().finish(), 0);
     let after = told(&machine.program("story").start().finish(), 0);
     assert_eq!(before, [(256 * MIB + RESERVED) / 2; 3]);
     assert_eq!((after[0], after[1], after[3]), (before[0], before[0], before[0]));
-    // What has to fit in the host bounds it too.
+    // The limit on host memory limits it too.
     rule(&machine, &mine("100M").replace("memory-max", "swap-max"));
     assert_eq!(foretold(&machine.program("story --context 0").start().finish(), 0), [100 * MIB; 3]);
     assert_eq!(told(&machine.program("story").start().finish(), 0)[..2], [100 * MIB; 2]);
@@ -108,13 +108,13 @@ fn without_a_bound_all_is_as_it_is_without_nvshare() {
     machine.wait_until_empty();
     let before = machine.program("story --context 0").start().finish();
     assert_eq!(foretold(&before, 0), [truth[0], truth[1], truth[0]]);
-    // Others that take memory change nothing of that, nor does a bound beyond all that there is.
+    // Memory taken by other programs changes none of it, nor does a limit above the GPU's memory.
     let holder = machine.program("stranger --mem 200M --seconds 600").start();
     holder.wait_to_say("holding");
     assert_eq!(totals(&machine.program("story").start().finish()).0, truth);
     rule(&machine, &mine("1G"));
     assert_eq!(totals(&machine.program("story").start().finish()).0, truth);
-    // Who stands aside is bounded by nobody.
+    // A program with the engine `none` has no limit.
     rule(&machine, &mine("100M"));
     let aside = machine.program("story").env("NVSHARE_ENGINE", "none").start().finish();
     assert_eq!(totals(&aside).0, truth);
@@ -171,7 +171,7 @@ fn the_environment_tightens_what_is_told() {
     };
     let told_of =
         |machine: &Machine, most: &str| told(&ask(machine, "story --mem 16M", most), 0).map(|bytes| bytes / MIB);
-    // A scheduler counts its context too.
+    // A scheduler also counts its context.
     assert_eq!(told_of(&machine, "50M"), [50, 50, 30, 50, 30]);
     assert_eq!(foretold(&ask(&machine, "story --context 0", "25%"), 0), [64 * MIB; 3], "of what CUDA counts");
     for more in ["1G", "infinity", "nonsense", ""] {
@@ -222,7 +222,7 @@ fn a_bound_stays_when_the_scheduler_goes_and_the_next_has_the_last_word() {
     }
 }
 
-/// Who starts while there is no scheduler hears of its bound when there is one.
+/// A program that starts without a scheduler learns its limit once there is one.
 #[test]
 fn a_program_that_was_there_first_hears_of_its_bound_later() {
     let mut machine = Machine::new(setup());

@@ -1,5 +1,5 @@
-//! What metrics say of memory that moves and is refused, against what programs and the scheduler's record say: end to end, with
-//! real processes on the simulated GPU. How metrics are read strictly is in `metrics.rs`.
+//! Metrics about memory that was moved or refused, compared with the programs' output and the scheduler's record: end to end,
+//! with real processes on the simulated GPU. Strict parsing of metrics is in `metrics.rs`.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -9,9 +9,9 @@ use std::time::Duration;
 use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
-/// What a program allocates besides.
+/// What a program allocates in addition.
 const BESIDES: u64 = 8 * MIB;
-/// After so long the answer is not the one before.
+/// Metrics are computed anew after this time.
 const ANEW: Duration = Duration::from_millis(150);
 
 /// A machine whose scheduler serves metrics.
@@ -25,7 +25,7 @@ fn served(setup: Setup) -> Machine {
     machine
 }
 
-/// What is said of its only GPU.
+/// The metrics of its only GPU.
 fn of_gpu(machine: &Machine) -> BTreeMap<String, f64> {
     let mut stream = UnixStream::connect(machine.path("metrics.sock")).expect("it is served");
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("it listens");
@@ -38,14 +38,14 @@ fn of_gpu(machine: &Machine) -> BTreeMap<String, f64> {
     text.lines().filter_map(of_one).collect()
 }
 
-/// Once all programs are gone.
+/// The metrics after all programs have ended.
 fn at_the_end(machine: &Machine) -> BTreeMap<String, f64> {
     machine.wait_until_empty();
     std::thread::sleep(ANEW);
     of_gpu(machine)
 }
 
-/// What the libraries of programs say that they have moved: bytes that left, and that came back.
+/// The bytes that were evicted and that came back, by the output of the programs' libraries.
 fn told(programs: &[Program]) -> (u64, u64) {
     let (mut left, mut back) = (0, 0);
     for line in programs.iter().flat_map(|program| program.stderr().lines().map(str::to_owned).collect::<Vec<_>>()) {
@@ -73,7 +73,7 @@ fn what_moves_is_counted_to_the_byte() {
             (count("swapped_out_bytes_total"), count("swapped_in_bytes_total"), count("unmoved_bytes_total"));
         let (left, came_back) = told(&programs);
         assert!(out > 0 && back > 0, "{engine}: {said:?}");
-        // Memory that has never had contents arrives without having been anywhere.
+        // Memory that has never had contents comes back without having been evicted.
         let fresh = (left + came_back) - (out + back + unmoved);
         assert!(fresh <= 2 * (SHARE + BESIDES), "{engine}: {left} left, {came_back} came back: {said:?}");
         assert!(out <= left && back <= came_back, "{engine}: {left} left, {came_back} came back: {said:?}");
@@ -103,7 +103,7 @@ fn memory_that_fits_is_not_counted_as_moved() {
     assert!(said["lock_seconds_total"] > 0.0);
 }
 
-/// Whatever way a program asks by, and whether the scheduler was asked for it or not.
+/// Holds for every kind of allocation, and whether the scheduler was asked or not.
 #[test]
 fn each_allocation_that_is_refused_is_counted_once() {
     let rules = "[[rule]]\nmemory-max = \"44M\"\n".to_owned();

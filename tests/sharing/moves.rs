@@ -1,4 +1,4 @@
-//! Programs that go from one GPU to another while they run, and GPUs that are drained.
+//! Programs that migrate between GPUs while they run, and GPUs that are drained.
 
 use std::thread;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn uuids(machine: &Machine) -> [String; 2] {
     [0, 1].map(|number| gpu(machine, number)["uuid"].as_str().expect("a UUID").to_owned())
 }
 
-/// A program of three threads that calls the driver all the time, or with such pauses.
+/// A program of three threads that calls the driver all the time, or with the given pauses.
 fn naps<'a>(machine: &'a Machine, words: &str) -> Launch<'a> {
     machine.program(&format!("naps --seconds 600 {words}"))
 }
@@ -41,13 +41,14 @@ fn migrate(machine: &Machine, program: &Program, to: &str) {
     machine.ctl(&["migrate", &program.pid().to_string(), "--to", to]);
 }
 
-/// The GPUs that a program is on.
+/// UUIDs of the GPUs that a program is on.
 fn places(machine: &Machine, program: &Program) -> Vec<String> {
     let client = client(machine, program).expect("it runs");
     client["gpus"].as_array().expect("GPUs").iter().map(|at| at["uuid"].as_str().expect("a UUID").to_owned()).collect()
 }
 
-/// A program is here, by the scheduler and by the driver, and nothing of it is on the other GPU.
+/// Asserts that a program is on this GPU, by the scheduler and by the driver, and has nothing left on the other
+/// GPU.
 #[track_caller]
 fn is_on(machine: &Machine, program: &Program, gpu: usize) {
     assert_eq!(places(machine, program), [uuids(machine)[gpu].clone()]);
@@ -55,7 +56,7 @@ fn is_on(machine: &Machine, program: &Program, gpu: usize) {
     assert!(machine.free_on(gpu) < machine.setup.memory);
 }
 
-/// It is given the GPU: it does not stand still.
+/// Asserts that the program keeps getting the GPU.
 #[track_caller]
 fn goes_on(machine: &Machine, program: &Program) {
     let time = || client(machine, program).and_then(|client| client["gpus"][0]["lock-time"].as_f64());
@@ -63,7 +64,7 @@ fn goes_on(machine: &Machine, program: &Program) {
     wait_for("it to go on", || (time() > before).then_some(()));
 }
 
-/// It ends with right results, and knows that it is there.
+/// Ends the program, which has right results and knows which GPU it is on.
 #[track_caller]
 fn ends_on(machine: &Machine, program: Program, gpu: usize) -> Report {
     let known = uuids(machine)[gpu].clone();
@@ -90,7 +91,7 @@ fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
     machine.wait_until_empty();
 }
 
-/// More memory than fits on either GPU beside the other program there.
+/// Uses more memory than fits on either GPU beside the other program there.
 #[test]
 fn it_takes_turns_with_those_that_are_there() {
     let machine = Machine::with_scheduler(setup());
@@ -121,7 +122,7 @@ fn programs_that_fill_a_gpu_divide_two_between_them() {
     machine.wait_until_empty();
 }
 
-/// It sees another GPU as its only one.
+/// It sees the other GPU as its only one.
 #[test]
 fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
     let machine = Machine::with_scheduler(setup());
@@ -136,7 +137,7 @@ fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
     ends_on(&machine, program, 0);
 }
 
-/// One that the scheduler had placed counts the GPU that it is on, in NVML, too.
+/// A program that the scheduler has placed also counts the GPU that it is on in NVML.
 #[test]
 fn nvml_follows_a_program_that_was_placed() {
     let machine = Machine::with_scheduler(Setup { placement: "spread", ..setup() });
@@ -211,7 +212,7 @@ fn is_on_still(machine: &Machine, program: &Program, gpus: &[String]) {
     assert_eq!(places, gpus);
 }
 
-/// A program that has moved uses the GPU that it was on before as another one.
+/// A program that has migrated sees its former GPU as another one.
 #[test]
 fn the_gpu_that_it_left_is_one_that_it_may_use() {
     let machine = Machine::with_scheduler(setup());
@@ -234,7 +235,7 @@ fn a_gpu_is_drained_and_used_again() {
     programs.iter().for_each(|program| is_on(&machine, program, 1));
     assert_eq!((&gpu(&machine, 0)["drained"], &gpu(&machine, 1)["clients"]), (&true.into(), &3.into()));
     assert!(machine.ctl(&["status"]).contains("drained: programs leave this GPU"));
-    // One that comes waits, and gets no error.
+    // A new program waits, and gets no error.
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
     wait_for("it to wait", || client(&machine, &newcomer).filter(|it| it["gpus"][0]["state"] == "attaching"));
     thread::sleep(Duration::from_millis(2500));
@@ -270,7 +271,7 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     machine.wait_until_empty();
 }
 
-/// Until it is undrained the next scheduler has it empty, too, and moves who was there.
+/// Until it is undrained, the next scheduler keeps the GPU empty, too, and moves the programs that were there.
 fn a_drain_outlives(mut machine: Machine) {
     let state = machine.path("state");
     std::fs::create_dir(&state).expect("a directory");
@@ -350,7 +351,8 @@ fn is_avoided(fails: impl Fn(&Machine, usize), why: &str) {
     machine.wait_until_empty();
 }
 
-/// Whatever became of the last order: it is awake on one of both, or comes to be, and nothing is left on the other.
+/// Waits until the program is awake on one of the two GPUs, with nothing left on the other, whatever came of the
+/// last order. Returns the GPU.
 #[track_caller]
 fn is_somewhere(machine: &Machine, program: &Program) -> usize {
     wait_for(&format!("`{}` to be awake on one GPU", program.name), || {
@@ -375,11 +377,11 @@ fn helpers_that_are_killed_leave_programs_on_one_gpu() {
         while std::time::Instant::now() < end {
             for helper in helpers(machine.scheduler_pid()) {
                 thread::sleep(random.milliseconds(5));
-                // SAFETY: a plain call.
+                // SAFETY: `kill` takes no pointers.
                 killed += u32::from(unsafe { libc::kill(helper, libc::SIGKILL) } == 0);
             }
         }
-        order.wait(); // done or not, it says so
+        order.wait(); // whether it succeeds or not, it returns
     }
     let gpu = is_somewhere(&machine, &program);
     assert!(killed > 0, "none was there to be killed");
@@ -387,7 +389,7 @@ fn helpers_that_are_killed_leave_programs_on_one_gpu() {
     machine.wait_until_empty();
 }
 
-/// Ends the scheduler over and over at moments of all kinds while a program is moved.
+/// Ends the scheduler again and again at random moments while a program is migrated.
 fn schedulers_end(mut machine: Machine) {
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));

@@ -1,21 +1,22 @@
-//! The scheduler is gone for good: programs whose memory does not fit take turns among themselves.
+//! The scheduler is gone permanently: programs whose memory doesn't fit take turns among
+//! themselves.
 
 use std::fs;
 use std::time::Duration;
 
 use test_support::machine::*;
 
-/// A GPU on which one of the two programs has room, and not both.
+/// A GPU with room for one of the two programs, but not for both.
 fn pressed() -> Setup {
     Setup { memory: 64 * MIB, anti_thrash: "on", ..Setup::default() }
 }
 
-/// Until it is told to end.
+/// Work that lasts until the program is told to end.
 fn work(memory: &str) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 6 --rounds endless")
 }
 
-/// Two programs of so much memory each, whose scheduler was killed, socket and all.
+/// Two programs of `memory` each, whose scheduler was killed and its socket removed.
 fn abandoned(memory: &str) -> (Machine, [Program; 2]) {
     abandoned_at([work(memory), work(memory)])
 }
@@ -37,7 +38,7 @@ fn takes_a_turn(program: &Program) {
     wait_for("a turn", || (turns(program) > 0).then_some(()));
 }
 
-/// How often that program has taken the turn.
+/// How often the program has taken the turn.
 fn turns(program: &Program) -> usize {
     program.stderr().matches("takes the turn").count()
 }

@@ -1,10 +1,10 @@
-//! Programs whose GPUs reach into each other's memory.
+//! Programs whose GPUs access each other's memory.
 
 use test_support::machine::*;
 
 const SHARE: u64 = 24 * MIB;
 
-/// Two GPUs; on neither has what two such programs need room.
+/// Two GPUs without room for two such programs on either.
 fn two_gpus() -> Setup {
     Setup {
         memory: 96 * MIB,
@@ -22,7 +22,7 @@ fn words(how: &str, rounds: u32) -> String {
 fn reach_while_taking_turns(how: &str) {
     let machine = Machine::with_scheduler(two_gpus());
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(how, 8)).start()).collect();
-    // On each GPU, somebody else who wants most of it.
+    // On each GPU, another program wants most of it.
     let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     for program in &mut programs {
@@ -63,7 +63,7 @@ fn gpus_that_reach_each_other_are_held_together() {
     assert!(program.stderr().contains("Request { gpus: 3 }"), "both GPUs were never asked for at once");
 }
 
-/// Work that concerns both GPUs, with the first one's context current, while others want most of either.
+/// Runs work that concerns both GPUs while the first one's context is current and other programs want most of each.
 #[track_caller]
 fn cross(how: &str, simulator: &[(&'static str, &str)]) {
     let mut setup = two_gpus();
@@ -139,8 +139,8 @@ fn copies_through_arrays_are_whole() {
     cross("arrays", &[]);
 }
 
-/// Work that concerns the second GPU, with the first one's context current, while somebody else wants most of the second. The
-/// pauses are longer than a GPU counts as used by a program, which is asked for together with others.
+/// Runs work that concerns the second GPU while the first one's context is current and another program wants most of the
+/// second. After such long pauses a program no longer counts as using a GPU, and requests it together with others.
 #[track_caller]
 fn cross_after_pauses(hows: &[&str]) {
     let machine = Machine::with_scheduler(two_gpus());
@@ -156,7 +156,7 @@ fn cross_after_pauses(hows: &[&str]) {
     machine.wait_until_empty();
 }
 
-// Each kind of work is the first once.
+// Each kind of work comes first once.
 
 #[test]
 fn work_for_a_stream_of_another_gpu_finds_its_memory() {
@@ -178,7 +178,7 @@ fn a_launch_on_two_gpus_finds_the_memory_of_both() {
     cross("devices", &[]);
 }
 
-/// A program that uses one GPU which is left alone and one which is not, beside another program on the latter.
+/// Runs a program that uses one GPU that nvshare leaves alone and one that it manages, beside another program on the latter.
 #[track_caller]
 fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
     let mut setup = two_gpus();

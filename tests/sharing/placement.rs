@@ -1,14 +1,15 @@
-//! Programs on a machine with two GPUs, of which the scheduler gives them one, or its rules leave them some.
+//! Programs on a machine with two GPUs, where the scheduler picks one for each program, or rules allow it
+//! only some.
 
 use serde_json::Value;
 use test_support::machine::*;
 
 const MEMORY: u64 = 256 * MIB;
-/// What it says on a GPU that it sees: its UUID, and how many there are.
+/// Reports the UUID of a GPU that it sees, and the number of GPUs.
 const LOOK: &str = "info";
-/// Has so much and does nothing, until it is killed.
+/// Holds memory and does nothing, until it is killed.
 const STAY: &str = "stranger --mem 24M --seconds 600";
-/// A group of users in which nobody else is.
+/// A group that no user belongs to.
 const GROUP: u32 = 47_113;
 
 fn two_gpus(placement: &'static str, rules: &str) -> Machine {
@@ -24,7 +25,7 @@ fn uuids(machine: &Machine) -> Vec<String> {
     gpus.iter().map(|gpu| gpu["uuid"].as_str().expect("a UUID").to_owned()).collect()
 }
 
-/// Waits until that many programs use a GPU, and says how many are on each.
+/// Waits until `programs` programs use a GPU, and returns their number on each.
 fn settled(machine: &Machine, programs: usize) -> Vec<u64> {
     let uuids = uuids(machine);
     wait_for("all programs to be on GPUs", || {
@@ -36,7 +37,7 @@ fn settled(machine: &Machine, programs: usize) -> Vec<u64> {
     })
 }
 
-/// The number of the GPU that a program got, which sees no other.
+/// The number of the GPU that a program got and that is the only one it sees.
 #[track_caller]
 fn only_gpu(machine: &Machine, launch: Launch<'_>) -> usize {
     let report = launch.start().finish();
@@ -51,7 +52,7 @@ fn number_of(machine: &Machine, report: &Report) -> usize {
     uuids(machine).iter().position(|known| plain(known) == plain(uuid)).expect("a GPU of this machine")
 }
 
-/// A program that finds no GPU, and what the driver told it.
+/// Asserts that a program finds no GPU and gets the driver's error for that.
 #[track_caller]
 fn finds_none(launch: Launch<'_>) {
     let mut program = launch.start();
@@ -89,7 +90,7 @@ fn eight_programs_fill_one_gpu_before_the_other() {
     let machine = two_gpus("pack", "");
     let programs: Vec<Program> = (0..8).map(|_| machine.program(STAY).start()).collect();
     assert_eq!(settled(&machine, 8), [8, 0]);
-    // No more than about a hundred megabytes are left there.
+    // About a hundred megabytes at most are left there.
     assert_eq!(only_gpu(&machine, machine.run(&["--memory", "120M"], LOOK)), 1);
     drop(programs);
     machine.wait_until_empty();
@@ -181,7 +182,7 @@ fn programs_of_an_anti_affinity_share_none() {
 
 #[test]
 fn programs_of_an_exclusion_are_by_themselves() {
-    // SAFETY: it cannot fail.
+    // SAFETY: `geteuid` has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return test_support::skip("root, to start programs of another group");
     }

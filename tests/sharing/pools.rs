@@ -1,10 +1,10 @@
-//! Memory of pools (`cuMemAllocAsync`) moves like any other, in the order of streams: end to end on the simulated GPU.
+//! Memory of pools (`cuMemAllocAsync`) moves like any other, in stream order: end to end on the simulated GPU.
 
 use test_support::machine::*;
 
 use crate::sleep;
 
-/// A GPU on which two programs of 64 MiB have no room at once.
+/// A GPU that cannot hold two programs of 64 MiB at the same time.
 fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
 }
@@ -79,7 +79,7 @@ fn pools_keep_what_they_promise() {
     machine.program("pool_rules").without_nvshare().start().finish();
     machine.program("pool_rules").env("NVSHARE_MOVABLE_POOLS", "0").start().finish();
     machine.program("pool_rules --reserve 160M").start().finish();
-    // Where memory is not copied, or cannot move at all, pools are the driver's.
+    // With engines that copy no memory, or cannot move it at all, pools are the driver's.
     for engine in ["managed", "none"] {
         let program = |words: &str| machine.program(words).env("NVSHARE_ENGINE", engine);
         program("pool_rules").start().finish();

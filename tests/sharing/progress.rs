@@ -1,5 +1,5 @@
-//! Programs finish with right contents, or are refused memory, whatever the GPU does to them and whatever NVML says: end
-//! to end, with real processes on the simulated GPU. What fails here is a program that waits for ever.
+//! Programs finish with right contents, or are refused memory, whatever the GPU does and whatever NVML reports: end to
+//! end, with real processes on the simulated GPU. A failure here is a program that waits for ever.
 
 use std::path::PathBuf;
 use std::thread;
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use cuda_sim_gpus::trouble::{self, Refusal, Stranger};
 use test_support::machine::*;
 
-/// Programs allocate in multiples of this, the granularity of the GPU, so that they use exactly what they say.
+/// Programs allocate in multiples of the GPU's granularity, so that they use exactly what they report.
 const STEP: u64 = 2 * MIB;
-/// The exit status of `grow` where memory is refused.
+/// The exit status of `grow` if memory is refused.
 const REFUSED: i32 = 3;
 
 /// How a program may end.
@@ -18,11 +18,11 @@ const REFUSED: i32 = 3;
 enum End {
     /// With right contents.
     Done,
-    /// An allocation, or its context, was refused: `CUDA_ERROR_OUT_OF_MEMORY`.
+    /// An allocation or its context was refused: `CUDA_ERROR_OUT_OF_MEMORY`.
     Refused,
 }
 
-/// Waits until each program has ended in one of these ways, and says in which.
+/// Waits until each program has ended in one of these ways, and returns which.
 #[track_caller]
 fn ends(programs: &mut [Program]) -> Vec<End> {
     wait_for("all programs to be done or refused memory", || {
@@ -42,30 +42,30 @@ fn ends(programs: &mut [Program]) -> Vec<End> {
     programs.iter_mut().map(end).collect()
 }
 
-/// The same where no program has a reason to be refused anything.
+/// The same, where no program has a reason to be refused anything.
 #[track_caller]
 fn all_finish(programs: &mut [Program]) {
     let ends = ends(programs);
     assert!(ends.iter().all(|end| *end == End::Done), "{ends:?}: each of them fits alone");
 }
 
-/// A large GPU of which strangers leave room for about one and a half programs. What is believed to be free can then be
-/// wrong by far more than the scheduler puts aside when a mapping fails, as on a real GPU.
+/// A large GPU on which strangers leave room for about one and a half programs. The estimate of free memory can then be
+/// wrong by far more than the scheduler reserves when a mapping fails, as on a real GPU.
 struct Narrow {
     machine: Machine,
-    /// What each program needs.
+    /// Bytes that each program needs.
     share: u64,
-    /// What strangers have.
+    /// Bytes that strangers hold.
     strangers: u64,
 }
 
-/// Wrong figures are wrong by this much: some percent of the GPU, and many times what programs need.
+/// The error of wrong figures: a few percent of the GPU, and many times what programs need.
 const WRONG: u64 = 2 << 30;
 const MEMORY: u64 = 32 << 30;
 const ROOM: u64 = 96 * MIB;
 
 impl Narrow {
-    /// Of `unusable` bytes the scheduler may not know that they are. It does not run yet.
+    /// A GPU with `unusable` bytes that the scheduler may not know to be unusable. The scheduler isn't started yet.
     fn new(unusable: u64, simulator: &[(&'static str, &str)]) -> Self {
         Self::with(Setup::default(), ROOM, unusable, simulator)
     }
@@ -87,18 +87,18 @@ impl Narrow {
         self.machine.program(&format!("grow --mem {} {words}", self.share)).start()
     }
 
-    /// Two programs that start at once.
+    /// Two programs that start at the same time.
     fn pair(&self) -> [Program; 2] {
         self.pair_for(5)
     }
 
-    /// The same with so many rounds.
+    /// The same with a given number of rounds.
     fn pair_for(&self, rounds: u32) -> [Program; 2] {
         let words = format!("--step {STEP} --rounds {rounds} --pause-ms 20");
         [self.start(&words), self.start(&words)]
     }
 
-    /// The scheduler starts, and two programs finish.
+    /// Starts the scheduler; two programs then finish.
     #[track_caller]
     fn pair_finishes(&mut self) {
         self.machine.start_scheduler();
@@ -106,7 +106,7 @@ impl Narrow {
         self.machine.wait_until_empty();
     }
 
-    /// Besides those that are always there.
+    /// Adds strangers to those that are always there.
     fn strangers(&self, bytes: u64, pid: Option<u32>) {
         let strangers = [Stranger { bytes: self.strangers, pid: None }, Stranger { bytes, pid }];
         trouble::set_strangers(&self.gpu(), 0, &strangers).expect("the strangers");
@@ -137,14 +137,14 @@ impl Narrow {
     }
 }
 
-/// Two programs of two thirds of the free memory each start at once, and their contexts appear slowly. NVML is sampled
-/// while these are being created and each has a fifth of its bytes. If that figure is kept, the scheduler believes the
-/// rest to be free: it grants both programs memory that `cuMemCreate` refuses, neither moves aside for the other, and
-/// neither is ever at rest, so that nothing is measured again.
+/// Two programs of two thirds of the free memory each start at the same time, and their contexts appear slowly. NVML is
+/// sampled while these are being created and each has a fifth of its bytes. If that figure is kept, the scheduler
+/// believes the rest to be free: it grants both programs memory that `cuMemCreate` refuses, neither moves aside for the
+/// other, and neither is ever at rest, so nothing is measured again.
 ///
-/// The figures are those of a large GPU of which strangers have most: what is believed to be free must exceed what the
-/// scheduler puts aside when a mapping fails. The contexts are complete between two samples, 200 ms apart, and the next
-/// sample comes while both programs allocate.
+/// The figures are those of a large GPU that strangers have nearly filled, since the memory believed to be free must
+/// exceed the scheduler's reserve for failed mappings. The contexts are complete between two samples, 200 ms apart, and
+/// the next sample is taken while both programs allocate.
 #[test]
 fn two_programs_whose_contexts_appear_slowly_both_finish() {
     let settings = [("CUDA_SIM_CONTEXT_TIME", "300"), ("CUDA_SIM_GPU_BANDWIDTH", "16G")];
@@ -163,7 +163,7 @@ fn bytes_that_nvml_does_not_show_keep_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// NVML shows that a stranger goes, and does not show what takes its place.
+/// NVML shows that a stranger goes, and doesn't show the memory that takes its place.
 #[test]
 fn bytes_that_become_hidden_while_programs_run_keep_none_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -183,7 +183,7 @@ fn fragmented_memory_keeps_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// The scheduler takes a context for 4 MiB, and each takes a gigabyte for code with its first work.
+/// The scheduler counts 4 MiB for a context, and each takes a gigabyte for code with its first work.
 #[test]
 fn contexts_that_grow_later_keep_no_program_waiting() {
     let growth = [("CUDA_SIM_CONTEXT_GROWTH", "1G"), ("CUDA_SIM_CONTEXT_GROWTH_STEPS", "2")];
@@ -192,7 +192,7 @@ fn contexts_that_grow_later_keep_no_program_waiting() {
 }
 
 /// One program needs more than the GPU can give, and no figure shows that: an allocation is refused, and the other program
-/// goes on.
+/// makes progress.
 #[test]
 fn a_program_that_can_never_fit_is_refused_memory() {
     let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_FRAGMENTED", "2G")]);
@@ -205,7 +205,7 @@ fn a_program_that_can_never_fit_is_refused_memory() {
 
 // ---- memory that comes and goes -------------------------------------------------------------------------------------
 
-/// Some take all that is free; a program that allocates then may be refused.
+/// Some strangers take all free memory; a program that allocates then may be refused.
 #[test]
 fn strangers_that_come_and_go_keep_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -234,7 +234,7 @@ fn memory_that_is_refused_to_all_for_three_seconds_is_waited_for() {
     gpu.machine.wait_until_empty();
 }
 
-/// Its neighbour does not wait for it.
+/// Its neighbour doesn't wait for it.
 #[test]
 fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
     let mut gpu = Narrow::new(0, &[]);
@@ -267,7 +267,7 @@ fn nvml_that_shows_too_little_in_use_keeps_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// There is more than it shows, by which nothing would be free. Who is refused memory has an answer.
+/// There is more free memory than NVML shows, which is none. A program that is refused memory gets an answer.
 #[test]
 fn nvml_that_shows_too_much_in_use_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -282,7 +282,7 @@ fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let mut programs = gpu.pair_for(20);
-    // An allocation may be refused where nothing seems to be free.
+    // An allocation may be refused while no memory seems to be free.
     programs.iter().for_each(|program| program.wait_to_say("built"));
     let mut random = Dice::seeded();
     for _ in 0..15 {
@@ -310,7 +310,7 @@ fn nvml_says_of_processes(listing: &str) {
     gpu.pair_finishes();
 }
 
-/// Memory that has left is still shown for 700 ms, and an allocation may be refused where nothing seems to be free.
+/// Evicted memory is still shown for 700 ms, and an allocation may be refused while no memory seems to be free.
 #[test]
 fn nvml_that_is_late_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[("CUDA_SIM_NVML_DELAY", "700"), ("CUDA_SIM_CONTEXT_TIME", "200")]);
@@ -319,13 +319,13 @@ fn nvml_that_is_late_keeps_no_program_waiting() {
     gpu.machine.wait_until_empty();
 }
 
-// ---- all of it --------------------------------------------------------------------------------------------------------
+// ---- all kinds of trouble ---------------------------------------------------------------------------------------------
 
-/// How long there is trouble: `NVSHARE_TEST_SECONDS`, or this.
+/// Seconds of trouble, unless `NVSHARE_TEST_SECONDS` is set.
 const TROUBLED: u64 = 5;
 
-/// Three programs at any time, and trouble that changes several times a second and always leaves each program room to run
-/// alone. When it ends, all programs come to an end.
+/// Runs three programs at any time, under trouble that changes several times a second and always leaves each program room
+/// to run alone. When the trouble ends, all programs finish.
 #[test]
 fn programs_get_on_under_random_trouble() {
     let seconds = std::env::var("NVSHARE_TEST_SECONDS").map_or(TROUBLED, |text| text.parse().expect("a number"));
@@ -354,7 +354,7 @@ fn programs_get_on_under_random_trouble() {
     gpu.machine.wait_until_empty();
 }
 
-/// Each part of it may be there beside the others.
+/// Kinds of trouble may be combined.
 fn change_trouble(gpu: &Narrow, programs: &[Program], random: &mut Dice) {
     let (kind, bytes) = (random.below(8), random.below(ROOM / 12));
     eprintln!("trouble {kind}, {bytes} bytes");

@@ -1,4 +1,4 @@
-//! Programs that leave the GPU altogether, and come back: told to, or idle where others lack room.
+//! Programs that leave the GPU completely and come back: on order, or because they idle while others lack room.
 
 use std::fs;
 use std::thread;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 use test_support::machine::*;
 
-/// What is known of a program.
+/// The client's entry in the status.
 pub fn client(machine: &Machine, program: &Program) -> Option<Value> {
     let status = machine.status();
     let mut clients = status["clients"].as_array().expect("clients").iter();
@@ -30,14 +30,14 @@ pub fn resume(machine: &Machine, program: &Program) {
     machine.ctl(&["resume", &program.pid().to_string()]);
 }
 
-/// A program of three threads that calls the driver all the time, or with such pauses.
+/// A program of three threads that calls the driver all the time, or with the given pauses.
 fn naps(machine: &Machine, memory: &str, pause: u32) -> Program {
     let program = machine.program(&format!("naps --mem {memory} --seconds 600 --pause-ms {pause}")).start();
     machine.wait_for_grants(&program, 1);
     program
 }
 
-/// It ends soon, with right results.
+/// Ends the program, which has right results.
 pub fn ends(mut program: Program) -> Report {
     program.end()
 }
@@ -64,7 +64,7 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
     machine.wait_until_empty();
 }
 
-/// A restore for which there is no room is final: somebody else has made it.
+/// A restore without room fails permanently. Here another process than nvshare's helper calls it.
 #[test]
 fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
@@ -82,7 +82,7 @@ fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     machine.wait_until_empty();
 }
 
-/// Like one whose kernel has touched an address that is not its own: nothing can be copied in its context any more.
+/// As after a kernel that touched a foreign address: nothing can be copied in the context any more.
 #[test]
 fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -90,7 +90,7 @@ fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut program = fails.start();
     machine.wait_for_grants(&program, 1);
-    program.wait_to_say("round 0 is over"); // what it writes must not be all one value, which would not be copied
+    program.wait_to_say("round 0 is over"); // its output must not be all one value, which would not be copied
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep-obstacle", "it has memory that cannot leave the GPU");
     let attempts = program.stderr().matches("eviction stopped").count();
@@ -106,7 +106,7 @@ fn others_have_the_whole_gpu_while_a_program_is_paused() {
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep", "sleeping");
     machine.program("mix --mem 128M --chunks 4 --reps 2 --rounds 4").start().finish();
-    // It comes back beside one that has its memory there, too.
+    // It comes back beside a program that has its memory there, too.
     let other = naps(&machine, "120M", 5);
     resume(&machine, &program);
     wait_until(&machine, &program, "sleep", "awake");
@@ -136,7 +136,8 @@ fn one_that_cannot_sleep_is_held_off_and_says_why() {
     program.end();
 }
 
-/// A program that is paused stays where it is, and `status` says why. Others have its memory's place meanwhile.
+/// Asserts that a paused program stays where it is and that `status` shows why. Others use its memory's place until
+/// then.
 #[track_caller]
 fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
     pause(machine, program);
@@ -179,7 +180,7 @@ fn one_that_captures_a_stream_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program("captures --mem 16M --rounds 1000 --capture-ms 4000 --mode relaxed").start();
     machine.wait_for_grants(&program, 1);
-    // Before its first capture it can.
+    // It can sleep before its first capture.
     let captures = || {
         pause(&machine, &program);
         let shown = wait_for("it to sleep, or not to", || {
@@ -195,7 +196,7 @@ fn one_that_captures_a_stream_cannot_sleep() {
     program.end();
 }
 
-/// What passed no gate is waited for before its memory leaves.
+/// Work that passed no gate is drained before its memory is evicted.
 #[test]
 fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -208,10 +209,10 @@ fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
     program.finish();
 }
 
-/// It has a device of the kind open by which network cards reach memory of GPUs.
+/// It has a device open of the kind through which network cards reach GPU memory.
 #[test]
 fn one_whose_memory_other_devices_may_reach_cannot_sleep() {
-    // SAFETY: a plain call.
+    // SAFETY: `geteuid` has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return test_support::skip("root, to mount device files");
     }
@@ -242,7 +243,7 @@ fn where_the_driver_cannot_do_it_a_program_is_held_off() {
     ends(program);
 }
 
-/// Programs that are idle in turn, and whose memory does not fit together.
+/// The programs idle in turn, and their memory doesn't fit together.
 #[test]
 fn idle_programs_sleep_until_they_call_the_driver() {
     let setup = Setup { sleep_after: "1s", ..Setup::default() };
@@ -264,7 +265,7 @@ fn nobody_sleeps_where_all_have_room() {
     programs.into_iter().for_each(|program| drop(ends(program)));
 }
 
-/// There is room for two contexts beside the memory of one that works; a third takes the place of one that is idle.
+/// Two contexts fit beside the memory of a working program; a third takes the place of an idle program.
 #[test]
 fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     let setup = Setup { sleep_after: "1s", context: 40 * MIB, ..Setup::default() };
@@ -281,7 +282,7 @@ fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     busy.end();
 }
 
-/// The processes that a scheduler has started.
+/// Process IDs of the scheduler's children.
 pub fn helpers(scheduler: u32) -> Vec<i32> {
     let tasks = fs::read_dir(format!("/proc/{scheduler}/task")).into_iter().flatten().flatten();
     let children = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
@@ -303,7 +304,7 @@ fn helpers_that_are_killed_leave_programs_running_or_asleep() {
         while std::time::Instant::now() < end {
             for helper in helpers(machine.scheduler_pid()) {
                 thread::sleep(random.milliseconds(5));
-                // SAFETY: a plain call.
+                // SAFETY: `kill` takes no pointers.
                 killed += u32::from(unsafe { libc::kill(helper, libc::SIGKILL) } == 0);
             }
         }
@@ -316,7 +317,7 @@ fn helpers_that_are_killed_leave_programs_running_or_asleep() {
     assert_eq!(machine.free(), machine.setup.memory);
 }
 
-/// Ends the scheduler over and over at moments of all kinds, while a program is paused and resumed.
+/// Ends the scheduler again and again at random moments, while a program is paused and resumed.
 fn schedulers_end(mut machine: Machine) {
     let program = naps(&machine, "8M", 5);
     let mut random = Dice::seeded();
@@ -330,7 +331,7 @@ fn schedulers_end(mut machine: Machine) {
         machine.kill_scheduler();
         thread::sleep(random.milliseconds(50));
         machine.start_scheduler();
-        // It calls the driver, and nobody has told the new one to hold it off.
+        // It calls the driver, and the new scheduler was not told to hold it off.
         wait_until(&machine, &program, "sleep", "awake");
     }
     ends(program);
@@ -348,7 +349,8 @@ fn the_next_scheduler_takes_over_sleepers_whose_connections_were_kept() {
     schedulers_end(Machine::with_manager(Setup::default()));
 }
 
-/// It stays asleep, or held off if it cannot sleep, until it is resumed, whatever becomes of the scheduler.
+/// The program stays asleep, or held off if it cannot sleep, until it is resumed, whatever happens to the
+/// scheduler.
 fn pauses_outlive_the_scheduler(mut machine: Machine, words: &str, phase: &str) {
     let state = machine.path("state");
     fs::create_dir(&state).expect("a directory");

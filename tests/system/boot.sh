@@ -1,6 +1,6 @@
 #!/bin/sh
-# Boots the system in a directory as a container, runs a command in it as root, and shuts it down. Ends as the command
-# does. Needs root, systemd-nspawn and nsenter.
+# Boots the system in a directory as a container, runs a command in it as root, and shuts it down. Returns the
+# command's exit status. Needs root, systemd-nspawn and nsenter.
 #
 #   mmdebstrap --variant=apt --include=systemd,systemd-sysv,dbus bookworm DIR
 #   tests/system/boot.sh DIR COMMAND…
@@ -11,7 +11,7 @@ root=$1
 shift
 
 console=$(mktemp)
-# No timers: Debian's daily jobs would change files while inside.sh compares them, if midnight passes meanwhile.
+# No timers: Debian's daily jobs would change files while inside.sh compares them, if midnight passes during the test.
 setsid systemd-nspawn --quiet --directory="$root" --keep-unit --register=no --private-network --boot \
     systemd.mask=timers.target </dev/null >"$console" 2>&1 &
 container=$!
@@ -20,7 +20,7 @@ init=
 finish() {
     code=$?
     trap - EXIT INT TERM
-    # SIGRTMIN+3 asks a systemd to halt.
+    # SIGRTMIN+3 asks systemd to halt.
     [ -z "$init" ] || kill -s RTMIN+3 "$init" 2>/dev/null || true
     for _ in $(seq 100); do
         kill -0 "$container" 2>/dev/null || break
@@ -37,7 +37,7 @@ inside() {
 }
 
 for _ in $(seq 600); do
-    # Anew each time: the first child of systemd-nspawn only prepares the container.
+    # Looked up again each time: the first child of systemd-nspawn only prepares the container.
     init=$(pgrep -P "$container" | head -n 1)
     case $([ -z "$init" ] || inside systemctl is-system-running 2>/dev/null) in
         running | degraded) booted=1 && break ;;

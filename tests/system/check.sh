@@ -1,5 +1,5 @@
 #!/bin/bash
-# Boots Debian systems as containers, installs the packages there with apt, and goes through them: see README.md.
+# Boots Debian systems as containers, installs the packages there with apt, and tests them: see README.md.
 #
 #   check.sh BUILT PACKAGES   BUILT: target/debug; PACKAGES: a directory with .debs of two versions
 set -eu
@@ -10,11 +10,12 @@ here=$(realpath "$(dirname "$0")")
 bases=${built%/*}/system
 mkdir -p "$bases"
 
-# What the packages depend on is there already: the systems have no network. What follows adduser is for the steps.
+# The packages' dependencies are preinstalled, since the systems have no network. The packages after adduser are for the
+# steps.
 include=systemd,systemd-sysv,dbus,dbus-user-session,polkitd,libpam-systemd,libc6,adduser
 include=$include,procps,diffutils,man-db,bash-completion,jq,gamemode-daemon,python3
 
-# Makes the base system of a suite where there is none yet with these packages.
+# Makes the base system of a suite, unless one with these packages exists already.
 base() { # name, packages
     base=$bases/$1.tar
     [ ! -e "$base" ] || [ "$(cat "$base.packages" 2>/dev/null)" != "$2" ] || return 0
@@ -40,7 +41,7 @@ for suite in ${SUITES:-bookworm trixie}; do
     trap "rm -rf --one-file-system '$root'" EXIT
     tar -C "$root" -xf "$base"
 
-    # NVIDIA's packages put their libraries there.
+    # NVIDIA's packages put their libraries in this directory.
     "$here/../cuda-sim/install.sh" "$root/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
     install "$built/cuda-program" "$root/usr/local/bin"
     mkdir -p "$root/opt/nvshare-test"
@@ -48,7 +49,7 @@ for suite in ${SUITES:-bookworm trixie}; do
     cp -r "$here/../../docs/recipes" "$root/opt/nvshare-test/pages"
     cp -r "$here/../../debian/tests" "$root/opt/nvshare-test/autopkgtests"
     versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
-    # A repository as it is before the newer version is published, and as it is afterwards; both are found at the same URL.
+    # A repository before the newer version is published, and one afterwards; both are served at the same URL.
     older=$(mktemp -d)
     cp "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb "$older"
     URL=file:/opt/nvshare-test/repository "$here/../../debian/apt-repository.sh" "$older" "$bases/repository" >/dev/null
@@ -57,18 +58,18 @@ for suite in ${SUITES:-bookworm trixie}; do
     cp -r "$bases/repository" "$root/opt/nvshare-test/repository.newer"
     rm -r "$older"
 
-    # lintian is larger than a system without it, so that it has a system of its own.
+    # lintian is larger than a system without it, so it has its own system.
     base "$suite-lintian" lintian
     echo "--- $suite: what lintian says"
     mkdir "$root/opt/lintian"
     tar -C "$root/opt/lintian" -xf "$base"
-    # debhelper makes the -dbgsym packages, in which there is no place for an override.
+    # debhelper makes the -dbgsym packages, which have no place for overrides.
     subjects=()
     for deb in "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb; do
         [[ $deb == *-dbgsym_* ]] || subjects+=("$deb")
     done
     "$here/lintian.sh" "$root/opt/lintian" "${subjects[@]}" || { failed=1 && echo "--- $suite: FAILED" >&2; }
-    # The source is for the newest policy alone: an older lintian does not know that.
+    # The source is for the newest policy alone, which an older lintian doesn't know.
     if [ "$suite" != bookworm ]; then
         source_package "$root/opt/source"
         "$here/lintian.sh" "$root/opt/lintian" "$root"/opt/source/nvshare_* || { failed=1 && echo "--- $suite: FAILED" >&2; }

@@ -1,6 +1,7 @@
 #!/bin/bash
-# What CONTRIBUTING.md asks of a newcomer, on a fresh Debian: installs the packages that it names, clones the project, and runs
-# `make demo` and `make check` as an ordinary user. Needs root, mmdebstrap, systemd-nspawn, and registries of Debian and of crates.
+# The steps of CONTRIBUTING.md for a newcomer, on a fresh Debian: installs the packages that it names, clones the project, and runs
+# `make demo` and `make check` as an ordinary user. Needs root, mmdebstrap, systemd-nspawn, and the registries of Debian and of
+# crates.
 #
 #   fresh.sh SUITE            FRESH=demo: without `make check`, which builds and tests everything once more; FRESH=no: nothing
 set -eu
@@ -16,7 +17,7 @@ packages=$(sed -n 's/^sudo apt install \(make .*\)/\1/p' "$tree/CONTRIBUTING.md"
 root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-fresh-XXXXXX")
 trap 'rm -rf --one-file-system "$root"' EXIT
 mmdebstrap --quiet --variant=apt "$suite" "$root"
-# Authorities that this machine needs to reach the registries, as behind a proxy, are needed there, too.
+# Certificate authorities that this machine needs to reach the registries, for example behind a proxy, are needed there too.
 mkdir -p "$root/usr/local/share/ca-certificates"
 cp -r /usr/local/share/ca-certificates/. "$root/usr/local/share/ca-certificates" 2>/dev/null || true
 inside() {
@@ -30,7 +31,7 @@ echo "--- fresh $suite: apt install $packages"
 inside sh -ec 'apt-get -qq update && apt-get -qq -y install "$@" >/tmp/apt.log 2>&1 || { tail -n 30 /tmp/apt.log; exit 1; }' sh $packages
 inside useradd --create-home --shell /bin/sh newcomer
 
-# A clone, with what is not committed yet.
+# A clone, with uncommitted changes.
 clone=$root/home/newcomer/nvshare
 git clone --quiet "$tree" "$clone"
 git -C "$tree" ls-files -z --deleted | (cd "$clone" && xargs -0 rm -f)

@@ -1,9 +1,9 @@
 #!/bin/bash
-# In a booted system: installs the packages, takes them through everything, removes them, and compares the file system
-# with what it was.
+# In a booted system: installs the packages, tests everything, removes them, and compares the file system with its
+# state before.
 . "$(dirname "$0")/lib.sh"
 
-# What the rest of the system changes by itself.
+# Files that the rest of the system changes by itself.
 elsewhere=(/proc /sys /dev /tmp /var/tmp "$simulated" "$here" /var/log /var/cache /var/lib/apt /var/lib/dpkg /var/lib/systemd/random-seed
     /var/lib/systemd/timers /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /run/systemd /run/udev /run/log /run/lock /run/user)
 
@@ -22,7 +22,7 @@ snapshot() {
 
 useradd --create-home --shell /bin/bash $user
 mkdir -m 777 "$simulated"
-# Who may open a GPU's device file may take its lock. As NVIDIA's driver has it, everybody may; here nobody does.
+# Users who may open a GPU's device file may take its lock. Every user may open this one, as with NVIDIA's driver.
 install -m 666 /dev/null /dev/nvidia0
 ldconfig
 simulate "${gpu[@]}"

@@ -1,19 +1,19 @@
 # shellcheck shell=bash
-# What the steps have in common. Sourced by each.
+# Functions that the steps share. Every step sources this file.
 set -eu
 
 unit=nvshare.service
 bus=(org.nvshare.Scheduler1 /org/nvshare/Scheduler1 org.nvshare.Scheduler1)
 here=/opt/nvshare-test
-# Somebody who may use the GPU and administers nothing.
+# A user who may use the GPU and administers nothing.
 user=alice
 
-# One simulated machine: every process of it has these, the scheduler and the helper too. Not in /tmp or /var/tmp, of which these
-# services have their own.
+# The simulated machine: all its processes have these variables, including the scheduler and the helper. It isn't in /tmp or
+# /var/tmp, since these services have private ones.
 simulated=/srv/gpu
 gpu=(CUDA_SIM_DIR=$simulated CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 
-# Has the services be of the simulated machine.
+# Puts the services on the simulated machine.
 simulate() { # environment…
     for service in $unit nvshare-checkpoint@.service; do
         mkdir -p /etc/systemd/system/$service.d
@@ -39,7 +39,7 @@ until_true() { # what, command…
     fail "waited in vain for $what"
 }
 
-# Runs a command that must succeed, and compares what it prints, without the space at the ends of lines.
+# Runs a command that must succeed, and compares its output, ignoring spaces at the ends of lines.
 says() { # expected, command…
     expected=$1
     shift
@@ -47,7 +47,7 @@ says() { # expected, command…
     [ "$said" = "$expected" ] || fail "$*: said «$said», not «$expected»"
 }
 
-# Runs a command that must fail, with a text in what it prints.
+# Runs a command that must fail, with a text in its output.
 refused() { # text, command…
     text=$1
     shift
@@ -55,24 +55,24 @@ refused() { # text, command…
     [[ $said == *"$text"* ]] || fail "$*: said «$said», which has nothing of «$text»"
 }
 
-# apt-get with nvshare's repository and no other: the system has no network.
+# apt-get with nvshare's repository only: the system has no network.
 apt_nvshare() {
     apt-get -qq -y -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvshare.sources -o Dir::Etc::sourceparts=- "$@" >/tmp/apt.log 2>&1 ||
         { cat /tmp/apt.log >&2; fail "apt-get $*"; }
 }
 
 as_user() { runuser -u $user -- "$@"; }
-# The same within the user's own service manager and on the session's bus, once `user@` runs.
+# The same within the user's own service manager and on the session bus, once `user@` runs.
 in_session() {
     runtime=/run/user/$(id -u $user)
     runuser -u $user -- env XDG_RUNTIME_DIR="$runtime" DBUS_SESSION_BUS_ADDRESS="unix:path=$runtime/bus" "$@"
 }
 
-# A program on the simulated GPU, under nvshare. Its files are everybody's, as a GPU is.
+# A program on the simulated GPU, under nvshare. Its files are accessible to all users, as a GPU is.
 program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 program_of_user() { (umask 0 && exec runuser -u $user -- env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 
-# Two of them, which take turns. Their numbers are in $programs.
+# Starts two of them, which take turns. Their process IDs are in $programs.
 start_two() {
     programs=()
     for _ in 1 2; do
@@ -85,10 +85,10 @@ start_two() {
 shown() { systemctl show --value -p "$1" $unit; }
 kept() { [ "$(shown NFileDescriptorStore)" = "$1" ]; }
 
-# What `nvsharectl --json` says, through a filter of jq; `true` is a filter's true.
+# The output of `nvsharectl --json` through a jq filter; `is_so` succeeds if the filter gives true.
 status() { nvsharectl --json | jq -r "$1"; }
 is_so() { nvsharectl --json | jq -e "$1"; }
 
-# Lines of the scheduler's journal with that text, since the system was booted.
+# The number of lines with that text in the scheduler's journal since boot.
 logged() { journalctl -o cat -u $unit | grep -c -- "$1" || true; }
 has_logged() { [ "$(logged "$2")" = "$1" ]; }

@@ -1,6 +1,6 @@
 #!/bin/sh
-# What lintian says of packages, or of a source package. Errors and warnings fail, and so does an override without a comment above it.
-# In a Debian that is not booted, and of which nothing is changed. Needs root and systemd-nspawn.
+# Runs lintian on packages, or on a source package. Errors and warnings fail, and so does an override without a comment above it.
+# Uses a Debian that isn't booted and isn't changed. Needs root and systemd-nspawn.
 #
 #   mmdebstrap --variant=apt --include=lintian bookworm DIR
 #   tests/system/lintian.sh DIR PACKAGE.deb… | SOURCE.dsc
@@ -10,7 +10,7 @@ if [ ! -d /packages ]; then
     [ $# -ge 2 ] || { echo "usage: $0 DIR PACKAGE…" >&2; exit 2; }
     root=$1
     shift
-    # Each by its own path, which reaches the container as a directory of all of them.
+    # The packages may have different paths; the container sees them in one directory.
     packages=$(mktemp -d)
     trap 'rm -rf "$packages"' EXIT
     cp "$@" "$packages"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The packages as dpkg handles them: installed, upgraded, upgraded in vain, removed, removed in vain, purged; with and
-# without every program preloading the library. In a Debian that is not booted, and of which nothing is changed. Needs root
-# and systemd-nspawn.
+# The packages as dpkg handles them: installation, upgrade, failed upgrade, removal, failed removal, purge; with and
+# without every program preloading the library. Uses a Debian that isn't booted and isn't changed. Needs root and
+# systemd-nspawn.
 #
 #   mmdebstrap --variant=apt --include=systemd,dbus,man-db,passwd bookworm DIR
 #   make deb && make deb VERSION=0.1.1~test
@@ -42,16 +42,16 @@ debs() { echo /packages/nvshare_"$1"_*.deb /packages/libnvshare-preload_"$1"_*.d
 install() { quietly dpkg --install $(debs "$1") && quietly dpkg --configure --pending; }
 installed() { dpkg-query --show --showformat='${db:Status-Abbrev}${Version}' "$1" 2>/dev/null || true; }
 preloading() { nvsharectl preload status >/dev/null; }
-clean() { # No program complains of anything that it loads.
+clean() { # No program complains about a library that it loads.
     is "what a program says" "$(/bin/true 2>&1)" ""
 }
-# A package that is like another but for some files.
+# Makes a package that differs from another in some files.
 remade() { # deb, name, a command that changes the tree
     dpkg-deb --raw-extract "$1" "$work/$2"
     (cd "$work/$2" && eval "$3")
     dpkg-deb --build "$work/$2" "$work/$2.deb" >/dev/null
 }
-# Everything that is there, but for logs, caches, dpkg's own lists and what other programs keep of older files.
+# Lists all files except logs, caches, dpkg's own lists and other programs' backups.
 everything() {
     find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /var/log -o -path /var/cache -o -path /tmp \
         -o -path /packages -o -path /var/lib/dpkg -o -path '/etc/*-' -o -path /etc/.pwd.lock \) -prune \
@@ -60,7 +60,7 @@ everything() {
     find /run -mindepth 1 ! -path '/run/host*' -printf '%p %y %m\n' | sort
 }
 
-# What is made once and for all.
+# Files that are created only once.
 quietly ldconfig
 quietly journalctl --update-catalog
 quietly systemd-sysusers
@@ -79,7 +79,7 @@ getent passwd nvshare >/dev/null || fail "there is no user nvshare"
 is "its directory" "$(stat -c %U:%a /run/nvshare)" nvshare:755
 nvshare-scheduler --check-config >/dev/null || fail "the configuration file is wrong"
 LD_PRELOAD=libnvshare.so clean
-# Files of a package that can be there for several architectures have the architecture in their name.
+# Files of a package that can be installed for several architectures have the architecture in their name.
 for script in /var/lib/dpkg/info/nvshare.postinst /var/lib/dpkg/info/libnvshare-preload:*.postinst; do
     quietly $script configure "$old"
     quietly $script configure
@@ -91,7 +91,7 @@ is "nvshare" "$(installed nvshare)" "ii $new"
 [ ! -e $list ] || fail "there is a $list"
 
 step "an upgrade leaves the preloading alone"
-# Any library that does no harm, and one that looks like ours.
+# An arbitrary harmless library, and one that resembles ours.
 for other in libother.so libnvshare.so.no; do cp /lib/*-linux-gnu/libresolv.so.2 /usr/lib/$other; done
 printf '# Another library.\n/usr/lib/libother.so\n' >$list
 cp $list "$work/list"
@@ -111,7 +111,7 @@ is "the library" "$(installed libnvshare-preload)" "ii $new"
 is "the file" "$(stat -c '%i %y' $list)" "$before"
 
 step "a removal that fails puts the entry back"
-# A package that takes the place of others and fails, after dpkg has begun to remove these.
+# A package that replaces others and fails, after dpkg has begun to remove them.
 for others in nvshare 'nvshare, libnvshare-preload'; do
     mkdir -p "$work/rival/DEBIAN"
     cat >"$work/rival/DEBIAN/control" <<EOF
@@ -162,7 +162,7 @@ is "the file" "$(cat $list)" "$(printf '/usr/lib/libother.so: \n/usr/lib/libnvsh
 rm $list /usr/lib/libother.so /usr/lib/libnvshare.so.no
 install "$new"
 quietly nvsharectl preload enable
-# A service that preloads it, and one of which something else has been changed as well.
+# A service that preloads it, and a service with another change in addition.
 for unit in a b; do
     mkdir -p /etc/systemd/system/$unit.service.d
     printf '[Service]\nEnvironment="LD_PRELOAD=libnvshare.so"\n' >/etc/systemd/system/$unit.service.d/zz-nvshare-preload.conf
@@ -182,7 +182,7 @@ quietly usermod --append --groups nvshare nobody
 quietly gpasswd --delete nobody nvshare
 mkdir -p /var/lib/nvshare/swap /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
 chown -R nvshare: /var/lib/nvshare
-# Files of the administrator, where the package has its own.
+# The administrator's files in the package's directories.
 mkdir -p /var/lib/nvshare/backup && touch /var/lib/nvshare/backup/settings.toml /etc/cdi/other.json
 mkdir -p /etc/nvshare/nvshare.toml.d && touch /etc/nvshare/nvshare.toml.d/lab.toml
 quietly dpkg --purge nvshare libnvshare-preload

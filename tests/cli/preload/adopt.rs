@@ -36,7 +36,7 @@ fn a_service_is_adopted_and_released() {
         let _systemd = Systemd::start(vec![Unit { alias: "llm.service", main_pid: 1, ..ollama() }]);
         let daemon = Daemon::start();
         let before = ctl(&daemon, &["get"]).fine();
-        // By its alias, too.
+        // Also under its alias.
         let text = ctl(&daemon, &["adopt", "llm"]).fine();
         assert!(
             text.starts_with("ollama.service is adopted; `nvsharectl release ollama.service` undoes that.\n"),
@@ -80,7 +80,7 @@ fn release_keeps_an_earlier_drop_in_and_rule() {
         let mut enable = host.command("enable");
         enable.args(["--library", LIBRARY, "--unit", "ollama"]).env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS);
         said(&mut enable).fine();
-        // Also if the library has moved.
+        // Also after the library has moved.
         let file = fs::read_to_string(DROP_IN).expect("it").replace("/mnt/lib/", "/mnt/old/");
         fs::write(DROP_IN, &file).expect("it is written");
         drop(systemd);

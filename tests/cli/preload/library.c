@@ -1,4 +1,4 @@
-/* A library that says it is libnvshare.so, and is harmful in the way that a macro names. */
+/* A library with libnvshare.so's name that does harm in the way that a macro selects. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/auxv.h>
@@ -33,7 +33,7 @@ __attribute__((constructor)) static void load(void)
 	if (getauxval(AT_SECURE))
 		abort();
 #elif defined CRASHES_IN_EARNEST
-	/* A rehearsal has an /etc with another in it. */
+	/* A trial run has a different /etc. */
 	struct stat buffer;
 	if (stat("/etc/.etc", &buffer))
 		abort();

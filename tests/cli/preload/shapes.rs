@@ -161,7 +161,7 @@ fn an_ambiguous_file_is_refused_and_unchanged() {
             (b"# one\n# two\n", "has comments that the loader would read as names"),
             (&huge, "longer than 64 KiB"),
             // A foreign entry that makes the loader print an error in every program, which
-            // nvsharectl does not mend.
+            // nvsharectl does not repair.
             (b"/mnt/lib/a.so\r\n", "does harm by itself: mend or remove that first"),
         ];
         for (text, sentence) in shapes {
@@ -194,7 +194,7 @@ fn disable_removes_our_entry_from_an_ambiguous_file() {
             host.preload("disable").fine();
             assert_eq!(host.text().as_deref(), Some(after));
         }
-        // Only root's programs read the entry, and it is removed even so.
+        // Only root's programs read the entry, but it is removed nevertheless.
         host.write(LINE.as_bytes());
         fs::set_permissions(FILE, Permissions::from_mode(0o600)).expect("its mode");
         let status = host.preload("status").fine();

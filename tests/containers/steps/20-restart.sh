@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The scheduler is killed under both containers, and another one starts: its socket is a new one in the same directory.
+# The scheduler is killed while both containers run, and another one starts, with a new socket in the same directory.
 
 new=$(create bookworm "${mix[@]}")
 old=$(create bullseye "${mix[@]}")

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# A container is killed while it has memory on the GPU and in the host: the other one goes on, and nothing is left of it.
+# A container is killed while it has memory on the GPU and in the host: the other one continues, and nothing is left of
+# the first.
 
 new=$(create bookworm "${mix[@]}")
 old=$(create bullseye cuda-program mix --mem 160M --rounds endless --gpu-ms 40)

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# root in a container cannot replace the socket, has no way to the settings, and learns nothing about others.
+# root in a container cannot replace the socket, has no access to settings, and learns nothing about other
+# containers.
 
 before=$(stat -c %i "$sockets/scheduler.sock")
 said=$(run bookworm sh -c '
@@ -25,7 +26,7 @@ refused_inside() { # text, option… command…
 refused_inside "the scheduler is not running" bookworm nvsharectl set time-quantum 9
 refused_inside "the scheduler is not running" bookworm nvsharectl status
 
-# An administrator who brings the control socket into a container gives nothing away, either.
+# An administrator who mounts the control socket into a container gives nothing away either.
 mounted=(--volume "${control%/*}:/run/nvshare-control" --env NVSHARE_CONTROL=/run/nvshare-control/control.sock)
 refused_inside "may not see what others do" "${mounted[@]}" bookworm nvsharectl status
 refused_inside "may not change the time quantum" "${mounted[@]}" bookworm nvsharectl set time-quantum 9

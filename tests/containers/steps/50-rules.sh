@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# A rule about one container counts for it, also while it runs, and for no other.
+# A rule about one container applies to it, also while it runs, and to no other.
 
 new=$(create bookworm cuda-program mix --mem 100M --rounds endless --gpu-ms 40)
 enter "$new" >/dev/null 2>&1 & one=$!

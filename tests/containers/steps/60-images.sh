@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# What an image preloads itself stays; programs that cannot load the library run on as if nothing were there.
+# An image's own preloaded libraries stay; programs that cannot load the library run normally without it.
 
 [ "$(run --env LD_PRELOAD=libm.so.6 bookworm sh -c 'echo "$LD_PRELOAD"')" = libm.so.6 ] || fail "LD_PRELOAD was lost"
 maps=$(run --env LD_PRELOAD=libm.so.6 bookworm cat /proc/self/maps)
 [[ $maps == *libm.so.6* && $maps == *libnvshare.so* ]] || fail "one of both is not loaded: $maps"
 
-# By a file of its own as well, which the runtime's hook merges with nvshare's; also where the container cannot write.
+# An image may also have its own list, which the runtime's hook merges with nvshare's, also if the container cannot
+# write.
 mkdir -p "$scratch/own/etc"
 echo libm.so.6 >"$scratch/own/etc/ld.so.preload"
 cp "$bases/bookworm.tar" "$scratch/own.tar"
@@ -18,7 +19,7 @@ for option in --read-only=false --read-only; do
 /usr/lib/nvshare/libnvshare.so" ] || fail "$option: the list is not merged"
 done
 run own sh -c '! echo x >>/etc/ld.so.preload' 2>/dev/null || fail "a container can change the list"
-# What cannot be merged keeps it from starting. crun does not pass on why.
+# A list that cannot be merged keeps the container from starting. crun doesn't pass on the reason.
 ln -sf other "$scratch/own/etc/ld.so.preload"
 echo libm.so.6 >"$scratch/own/etc/other"
 cp "$bases/bookworm.tar" "$scratch/link.tar"

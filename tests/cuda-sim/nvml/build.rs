@@ -1,4 +1,4 @@
-//! Sets the soname by which programs load the library.
+//! Sets the soname under which programs load the library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -79,7 +79,7 @@ const QUERIES: &[&str] = &[
     "cuThreadExchangeStreamCaptureMode",
 ];
 
-/// Lets a call begin once the process is not locked, or immediately for a query.
+/// Admits a call once the process is not locked; admits queries immediately.
 pub fn pass(symbol: &str) -> Result<Inside, Error> {
     loop {
         INSIDE.fetch_add(1, Ordering::SeqCst);
@@ -194,7 +194,7 @@ fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
         }
         to[from] = gpu;
     }
-    // Numbers beyond the machine's GPUs take the remaining places, so that the result is a
+    // Numbers beyond the machine's GPUs get the remaining places, so that the result is a
     // permutation.
     let mut left = (0..MAX_GPUS).filter(|gpu| !taken[*gpu]);
     for gpu in to.iter_mut().filter(|gpu| **gpu == MAX_GPUS) {

@@ -22,7 +22,7 @@ macro_rules! exports {
         plain { $($p_name:literal $p_version:literal $p_symbol:ident = $p_do:path, ($($p_arg:ident: $p_type:ty),*);)* }
         streams { $($s_name:literal $s_version:literal $s_symbol:ident, $t_version:literal $t_symbol:ident = $s_do:path, ($($s_arg:ident: $s_type:ty),*);)* }
     ) => {
-        /// The symbols. Each is called as the CUDA headers declare it.
+        /// The symbols. Each is declared as in the CUDA headers.
         #[allow(non_snake_case, clippy::too_many_arguments)]
         mod symbols {
             use super::*;

@@ -52,7 +52,7 @@ impl Fill {
 
     fn write(&self, to: *mut u8, len: u64) {
         let count = (len / self.size) as usize;
-        // SAFETY: `to` has `len` writable bytes while the table is held, and is aligned as the address is.
+        // SAFETY: `to` has `len` writable bytes while the table is held, and is as aligned as the address.
         unsafe {
             match self.size {
                 1 => to.write_bytes(self.value as u8, count),
@@ -62,7 +62,7 @@ impl Fill {
         }
     }
 
-    /// Checked against what is mapped now.
+    /// Checks the fill against the present mappings.
     pub fn check(&self, context: &Context) -> Done {
         if !self.at.is_multiple_of(self.size)
             || (self.height > 1 && (!self.pitch.is_multiple_of(self.size) || self.pitch < self.width * self.size))

@@ -1,5 +1,5 @@
-//! Green contexts: parts of a GPU's multiprocessors with streams of their own. They share the primary context's memory, hold
-//! on to it, and are waited for with it. That they have fewer multiprocessors changes nothing here.
+//! Green contexts: parts of a GPU's multiprocessors with their own streams. They share the primary context's memory, keep it
+//! alive, and are synchronized with it. Their smaller number of multiprocessors changes nothing here.
 
 use crate::{
     context::{self, Context},
@@ -19,14 +19,14 @@ struct Green {
     sms: u32,
 }
 
-/// What `cuDevResourceGenerateDesc` makes: how many multiprocessors.
+/// The result of `cuDevResourceGenerateDesc`: a number of multiprocessors.
 #[derive(Debug)]
 struct Description(u32);
 
 static GREENS: Registry<Green> = Registry::new();
 static DESCRIPTIONS: Registry<Description> = Registry::new();
 
-/// `CUdevResource`; of its kinds only multiprocessors are known.
+/// `CUdevResource`; only the kind for multiprocessors is supported.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Resource {
@@ -37,7 +37,7 @@ pub struct Resource {
 }
 
 const SM: u32 = 1;
-/// Multiprocessors are handed out in multiples of this, on compute capability 9.
+/// Multiprocessors are allocated in multiples of this on compute capability 9.
 const STEP: u32 = 8;
 const DEFAULT_STREAM: u32 = 1;
 
@@ -59,7 +59,7 @@ fn of(green: usize) -> Result<Arc<Green>, Error> {
     GREENS.get(green)
 }
 
-/// The green context that is this context; 0 if it is none.
+/// The handle of the green context that has this context; 0 if none has.
 pub fn of_context(context: &Arc<Context>) -> usize {
     GREENS.all().iter().find(|g| Arc::ptr_eq(&g.context, context)).map_or(0, handle_of)
 }
@@ -102,7 +102,7 @@ pub fn split(
     }
     let made = fit.min(room);
     for i in 0..made as usize {
-        // SAFETY: the program says that there is room for `count` groups.
+        // SAFETY: the API's contract: there is room for `count` groups.
         unsafe { groups.add(i).write(resource(each)) };
     }
     crate::out_if(rest, resource(from.sms - made * each));
@@ -153,7 +153,7 @@ pub fn wait(green: usize, event: usize) -> Done {
     event::context_wait(of(green)?.context.handle(), event)
 }
 
-/// `cuGreenCtxStreamCreate`: never one that waits for the legacy stream.
+/// `cuGreenCtxStreamCreate`: never creates a stream that waits for the legacy stream.
 pub fn stream(to: *mut usize, green: usize, flags: u32, priority: i32) -> Done {
     const NON_BLOCKING: u32 = 1;
     let green = of(green)?;

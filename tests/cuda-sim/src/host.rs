@@ -1,4 +1,4 @@
-//! Host memory that GPUs reach: allocated here, or the program's own, registered.
+//! Host memory that GPUs can access: allocated here, or the program's own, registered.
 
 use crate::{
     capture, context,
@@ -21,7 +21,7 @@ pub fn alloc_with_flags(at: *mut u64, len: usize, flags: u32) -> Done {
     capture::forbid()?;
     let size = (len as u64).next_multiple_of(4096);
     let place = memory::reserve(size, GRANULARITY, 0)?;
-    // SAFETY: `reserve` gave these addresses to nobody else.
+    // SAFETY: `reserve` has allocated these addresses exclusively.
     if unsafe { libc::mprotect(place as *mut _, size as usize, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
         memory::unreserve(place, size);
         return Err(Error::OUT_OF_MEMORY);
@@ -61,7 +61,7 @@ pub fn register(at: u64, len: usize, flags: u32) -> Done {
     Ok(())
 }
 
-/// True if the process has something mapped there.
+/// Whether the process has memory mapped there.
 fn there(at: u64, len: usize) -> bool {
     let start = at & !4095;
     let pages = ((at + len as u64).next_multiple_of(4096) - start) / 4096;

@@ -1,5 +1,5 @@
-//! Plain memory that other processes use: a handle names the file behind the chunk, which the exporter has open as long as
-//! it has the memory.
+//! Plain memory that other processes use. A handle names the file behind the chunk, which the exporter keeps open while it
+//! has the memory.
 
 use crate::{
     alloc,
@@ -17,7 +17,7 @@ use std::{
 };
 
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
-/// So that a handle of something else is not taken for one of memory.
+/// Distinguishes handles of memory from others.
 const IPC_MEMORY: u64 = 0x6d65_6d6f_7279;
 
 /// `CUipcMemHandle`
@@ -32,14 +32,14 @@ pub struct Handle {
     _rest: [u64; 3],
 }
 
-/// What this process has open, by exporter and file.
+/// The memory that this process has opened, by exporter and file.
 static OPEN: Mutex<BTreeMap<(u64, u64), Open>> = Mutex::new(BTreeMap::new());
 
 struct Open {
     at: u64,
     len: u64,
     context: usize,
-    /// References by what was given for them.
+    /// Reference counts, by the address that was returned.
     references: BTreeMap<u64, u32>,
 }
 
@@ -100,12 +100,12 @@ fn bring_in(context: &Arc<Context>, handle: &Handle) -> Result<Open, Error> {
     Ok(Open { at, len, context: context.handle(), references: BTreeMap::new() })
 }
 
-/// Whether what is mapped there is another process's.
+/// Whether the memory mapped there belongs to another process.
 pub fn is_open(base: u64) -> bool {
     table().values().any(|open| open.at == base)
 }
 
-/// `cuIpcCloseMemHandle`: waits for the work that uses it.
+/// `cuIpcCloseMemHandle`: waits for the work that uses the memory.
 pub fn close(at: u64) -> Done {
     context::healthy()?.synchronise()?;
     let mut table = table();

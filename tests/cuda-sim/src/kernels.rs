@@ -1,4 +1,4 @@
-//! The kernels that the simulator knows, by name. What a real GPU gets from their PTX is written out here in Rust.
+//! The kernels that the simulator knows, by name. Their computations, which a real GPU gets from PTX, are written here in Rust.
 
 use crate::{
     context::Context,
@@ -15,12 +15,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// At most this many parameters, each of at most 8 bytes.
+/// The largest number of parameters; each has at most 8 bytes.
 const MAX_PARAMS: usize = 4;
-/// How long an engine is kept at a time.
+/// How long an engine is occupied at a time.
 const SLICE: Duration = Duration::from_millis(1);
 
-/// A kernel: its name in the PTX, the sizes of its parameters, and what it does.
+/// A kernel: its name in the PTX, the sizes of its parameters, and its computation.
 #[derive(Debug)]
 pub struct Kernel {
     pub name: &'static str,
@@ -65,7 +65,7 @@ pub fn find(name: &str) -> Option<&'static Kernel> {
     all().find(|k| k.name == name)
 }
 
-/// What is launched, and in how many threads; the simulated kernels do the same whatever the number.
+/// The function to launch, and the number of threads, on which the simulated kernels don't depend.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub function: usize,
@@ -97,13 +97,13 @@ impl Launch {
             return Err(Error::INVALID_VALUE);
         }
         for (i, size) in kernel.params.iter().enumerate() {
-            // SAFETY: the caller's promise; `size` is at most 8.
+            // SAFETY: the caller's contract; `size` is at most 8.
             unsafe { ptr::copy_nonoverlapping(*params.add(i), ptr::from_mut(&mut args[i]).cast(), *size) };
         }
         Ok(Launch { kernel, shape, args })
     }
 
-    /// Copies the arguments from one buffer, where each is aligned to its size.
+    /// Copies the arguments from one buffer, in which each is aligned to its size.
     pub fn from_buffer(kernel: &'static Kernel, shape: Shape, buffer: &[u8]) -> Result<Launch, Error> {
         let mut args = [0; MAX_PARAMS];
         for (i, (offset, size)) in kernel.layout().enumerate() {
@@ -136,7 +136,7 @@ impl Kernel {
     }
 }
 
-/// What a kernel does with the memory that it sweeps.
+/// A kernel's access to the memory that it sweeps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     Read,
@@ -148,7 +148,7 @@ enum Pass {
 fn each(context: &Context, at: u64, count: u64, change: Change) -> Done {
     let pass = if matches!(change, Change::Fill(_)) { Pass::Write } else { Pass::Update };
     sweep(context, at, count, pass, |first, elements, n| {
-        // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
+        // SAFETY: `elements` has `n` aligned elements while the sweep holds the table.
         unsafe { cuda_sim_kernels::change(elements, n, first, change) };
     })
 }
@@ -156,7 +156,7 @@ fn each(context: &Context, at: u64, count: u64, change: Change) -> Done {
 fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     let mut sum = 0_u64;
     sweep(context, at, count, Pass::Read, |_, elements, n| {
-        // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
+        // SAFETY: `elements` has `n` aligned elements while the sweep holds the table.
         sum = sum.wrapping_add(unsafe { cuda_sim_kernels::sum(elements, n) });
     })?;
     if result % 8 != 0 {
@@ -165,14 +165,14 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     managed::fault(result, 8, context.gpu);
     memory::touch(result, 8, Touch { gpu: context.gpu, write: true, copy: false }, |at, len| {
         if len == 8 {
-            // SAFETY: eight writable, aligned bytes.
+            // SAFETY: `at` has eight writable, aligned bytes.
             unsafe { AtomicU64::from_ptr(at.cast()) }.fetch_add(sum, Ordering::Relaxed);
         }
     })
 }
 
-/// What `preload/src/memory/fingerprint.ptx` computes, written anew: two sums over parts of chunks, and whether all of a part is
-/// what its chunk begins with.
+/// The computation of `preload/src/memory/fingerprint.ptx`, implemented independently: two sums over parts of chunks, and
+/// whether a part consists of its chunk's first word only.
 fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
     let gpu = context.gpu;
     let [chunks, parts]: [u64; 2] = memory::read(list, gpu)?;
@@ -184,7 +184,7 @@ fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS])
             let (begin, end) = ((part * words).min(all_words), ((part + 1) * words).min(all_words));
             let mut print = Fingerprint::default();
             sweep(context, at + 16 * begin, 4 * (end - begin), Pass::Read, |first, elements, n| {
-                // SAFETY: `elements` has n elements as long as the sweep holds the table.
+                // SAFETY: `elements` has `n` elements while the sweep holds the table.
                 unsafe { print.add(elements.cast(), n / 4, begin + first / 4, seed, value) };
             })?;
             let Fingerprint { sums, differs } = print;
@@ -194,7 +194,7 @@ fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS])
     Ok(())
 }
 
-/// Goes over memory piece by piece and takes the time that the GPU would.
+/// Processes memory piece by piece, taking the time that the GPU would.
 fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u64, *mut u32, u64)) -> Done {
     let bytes = count.checked_mul(4).ok_or(Error::ILLEGAL_ADDRESS)?;
     if !at.is_multiple_of(4) {
@@ -222,7 +222,7 @@ fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u
     Ok(())
 }
 
-/// Keeps the GPU busy until that much time is over, other processes' turns included, as a clock on the GPU would have it.
+/// Keeps the GPU busy for this time, including other processes' turns, as measured by a clock on the GPU.
 fn spin_ns(context: &Context, ns: u64) -> Done {
     let end = Instant::now() + Duration::from_nanos(ns);
     loop {
@@ -235,7 +235,7 @@ fn spin_ns(context: &Context, ns: u64) -> Done {
     }
 }
 
-/// Keeps the GPU busy until somebody writes to `flag`.
+/// Keeps the GPU busy until `flag` is written.
 fn spin_until(context: &Context, flag: u64) -> Done {
     loop {
         context.error()?;

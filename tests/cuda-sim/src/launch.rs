@@ -1,4 +1,4 @@
-//! Launches of kernels and of functions of the program.
+//! Launches of kernels and of host functions.
 
 use crate::{
     context,
@@ -25,7 +25,7 @@ const END: usize = 0;
 const BUFFER: usize = 1;
 const BUFFER_SIZE: usize = 2;
 
-/// A launch with its arguments copied, either from `params` or from the buffer in `extra`.
+/// Prepares a launch, copying its arguments either from `params` or from the buffer in `extra`.
 pub fn prepare(shape: Shape, params: *const *const u8, extra: *const usize) -> Result<Launch, Error> {
     let function = module::function(shape.function)?;
     let threads = shape.block.iter().try_fold(1_u32, |n, d| n.checked_mul(*d));
@@ -37,13 +37,13 @@ pub fn prepare(shape: Shape, params: *const *const u8, extra: *const usize) -> R
         return Err(Error::INVALID_VALUE);
     }
     if extra.is_null() {
-        // SAFETY: the program passes a pointer to a value for each parameter.
+        // SAFETY: the API's contract: `params` has a pointer to a value for each parameter.
         return unsafe { Launch::from_params(function.kernel, shape, params) };
     }
     let (mut buffer, mut size) = (0, 0);
     let mut at = extra;
-    // SAFETY: `extra` is a list of pairs that ends with END; the buffer has the size that the list says, which is
-    // itself given by a pointer.
+    // SAFETY: the API's contract: `extra` is a list of pairs that ends with END, and the buffer has the size that
+    // the list points to.
     unsafe {
         while *at != END {
             match *at {
@@ -112,7 +112,8 @@ pub struct Params {
     params: *const *const u8,
 }
 
-/// `cuLaunchCooperativeKernelMultiDevice`: every kernel in its stream. The kernels do not wait for each other here.
+/// `cuLaunchCooperativeKernelMultiDevice`: launches every kernel in its stream. The kernels do not wait for each
+/// other here.
 pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> Done {
     context::healthy()?;
     if list.is_null() || count == 0 {
@@ -120,7 +121,7 @@ pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> D
     }
     let mut launches = Vec::new();
     for i in 0..count as usize {
-        // SAFETY: the program passes that many entries.
+        // SAFETY: the API's contract: the list has `count` entries.
         let Params { function, grid, block, shared, stream, params } = unsafe { *list.add(i) };
         let stream = stream::of(stream, Flavour::Legacy)?;
         let shape = Shape { function, grid, block, shared };
@@ -129,7 +130,7 @@ pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> D
     launches.into_iter().try_for_each(|(stream, work)| stream.submit(work).map(drop))
 }
 
-/// `cuLaunchKernelEx`; attributes are accepted and not read.
+/// `cuLaunchKernelEx`; attributes are accepted and ignored.
 pub fn kernel_ex(
     flavour: Flavour,
     config: *const Config,

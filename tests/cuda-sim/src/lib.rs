@@ -1,10 +1,10 @@
 //! A simulated `libcuda.so.1`. README.md explains its use and its simplifications.
 //!
-//! [`exports`] has every symbol in one table, and which function does it; [`lookup`] finds them by name and version.
-//! [`device`], [`context`], [`green`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
-//! [`managed`], [`host`], [`pool`], [`array`] and [`ipc`] are the ways into it; [`stream`] queues [`work`], which is done by
-//! [`kernels`], [`copy`], [`fill`] and [`value`]; [`event`], [`capture`] and [`graph`] are what is built on streams;
-//! [`module`] and [`launch`] lead to kernels; [`checkpoint`] takes whole processes off the GPUs. What processes share is in the crate `cuda-sim-gpus`.
+//! [`exports`] has all symbols and their functions in one table; [`lookup`] finds them by name and version. [`device`], [`context`],
+//! [`green`] and [`peer`] are about GPUs. [`memory`] is the table of addresses, and [`alloc`], [`vmm`], [`managed`], [`host`], [`pool`],
+//! [`array`] and [`ipc`] add memory to it. [`stream`] queues [`work`], which [`kernels`], [`copy`], [`fill`] and [`value`] execute;
+//! [`event`], [`capture`] and [`graph`] build on streams; [`module`] and [`launch`] lead to kernels; [`checkpoint`] takes whole processes
+//! off the GPUs. State that processes share is in the crate `cuda-sim-gpus`.
 
 mod alloc;
 mod array;

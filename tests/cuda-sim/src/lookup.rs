@@ -27,7 +27,7 @@ pub struct Export {
     pub address: fn() -> usize,
 }
 
-/// The newest form of `name` for a program of this version, or the reason for which there is none.
+/// The newest form of `name` for a program of this version, or the reason why there is none.
 fn find(name: &str, version: i32, flags: u64) -> Result<usize, u32> {
     let flavour = if flags & PER_THREAD != 0 { Flavour::PerThread } else { Flavour::Legacy };
     let named = || EXPORTS.iter().filter(|e| e.name == name && e.version <= Config::get().driver);

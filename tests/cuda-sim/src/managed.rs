@@ -26,7 +26,7 @@ pub struct Managed {
 
 #[derive(Debug, Default)]
 struct Residency {
-    /// The GPU that has each block, if one has.
+    /// The GPU on which each block resides, if any.
     gpu: Vec<Option<usize>>,
     last_used: u64,
     read_mostly: bool,

@@ -63,7 +63,7 @@ impl ChunkFile {
 // SAFETY: this object owns the mapping `alias`. Races inside it are the simulated program's, as in
 // any memory that several kernels write to.
 unsafe impl Send for Chunk {}
-// SAFETY: as above.
+// SAFETY: this object owns the mapping `alias`, and races inside it are the simulated program's.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
@@ -95,8 +95,8 @@ impl Chunk {
         Ok(Chunk { gpu, len, alias, shareable, file, rdma, is_own: true })
     }
 
-    /// Creates a descriptor for other processes. Only at the first export do the bytes move into a
-    /// file: few chunks are exported, and anonymous memory is faster.
+    /// Creates a descriptor for other processes. The bytes move into a file only at the first export, because few chunks
+    /// are exported and anonymous memory is faster.
     pub fn export(&self) -> Result<OwnedFd, Error> {
         self.shared()?.fd.try_clone().map_err(|_| Error::OPERATING_SYSTEM)
     }
@@ -377,13 +377,13 @@ impl Space {
         self.mappings.get_mut(&at)
     }
 
-    /// The mapping that has `addr`.
+    /// The mapping that contains `addr`.
     pub fn at(&self, addr: u64) -> Option<&Mapping> {
         let (_, mapping) = self.mappings.range(..=addr).next_back()?;
         (addr < mapping.end()).then_some(mapping)
     }
 
-    /// The reservation that has `addr`.
+    /// The reservation that contains `addr`.
     pub fn reservation(&self, addr: u64) -> Option<(u64, u64)> {
         let (at, len) = self.reserved.range(..=addr).next_back()?;
         (addr < at + len).then_some((*at, *len))
@@ -400,7 +400,7 @@ impl Space {
         first.into_iter().chain(rest.filter(|at| Some(*at) != first)).collect()
     }
 
-    /// True if every byte of the range is in some mapping.
+    /// Whether mappings cover every byte of the range.
     pub fn covers(&self, at: u64, len: u64) -> bool {
         let mut from = at;
         while from < at.saturating_add(len) {

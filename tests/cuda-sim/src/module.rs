@@ -1,5 +1,5 @@
-//! Modules and libraries: PTX texts and fat binaries, of which the simulator reads only the
-//! kernels' names.
+//! Modules and libraries: PTX texts and fat binaries. The simulator reads only the kernels' names
+//! from them.
 
 use crate::{
     context::{self, Context},
@@ -121,7 +121,7 @@ impl Module {
     }
 }
 
-/// Unloads what a context has loaded.
+/// Unloads a context's modules.
 pub fn forget_context(context: &Arc<Context>) {
     for module in MODULES.all().iter().filter(|m| m.context == Some(context.handle())) {
         let _ = MODULES.remove(handle_of(module));
@@ -137,7 +137,7 @@ pub fn load(module: *mut usize, image: *const c_char) -> Done {
     out(module, MODULES.add(load_text(image, Some(context.handle()))?))
 }
 
-/// `cuModuleLoadDataEx`; options are accepted and not read.
+/// `cuModuleLoadDataEx`; options are accepted and ignored.
 pub fn load_ex(module: *mut usize, image: *const c_char, _count: u32, _options: *mut u32, _values: *mut usize) -> Done {
     load(module, image)
 }
@@ -242,7 +242,7 @@ pub fn library_kernels(kernels: *mut usize, count: u32, library: usize) -> Done 
         return Err(Error::INVALID_VALUE);
     }
     for (i, function) in LIBRARIES.get(library)?.functions.iter().take(count as usize).enumerate() {
-        // SAFETY: the program says that there is room for `count` handles.
+        // SAFETY: the API's contract: there is room for `count` handles.
         unsafe { kernels.add(i).write(handle_of(function)) };
     }
     Ok(())
@@ -277,7 +277,7 @@ pub fn library_global(_at: *mut u64, _len: *mut usize, library: usize, _name: *c
     Err(Error::NOT_FOUND)
 }
 
-/// `cuKernelGetFunction`: the same handle serves as both.
+/// `cuKernelGetFunction`: a kernel and its function have the same handle.
 pub fn kernel_function(function: *mut usize, kernel: usize) -> Done {
     context::healthy()?;
     self::function(kernel)?;

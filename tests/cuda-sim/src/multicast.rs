@@ -22,7 +22,7 @@ pub struct Properties {
     flags: u64,
 }
 
-/// A multicast object, and what is bound to it.
+/// A multicast object, and the ranges bound to it.
 #[derive(Debug)]
 struct Object {
     size: u64,
@@ -63,7 +63,7 @@ pub fn bind_memory(object: u64, at: usize, memory: u64, offset: usize, size: usi
     object.bind(at as u64, size as u64)
 }
 
-/// `cuMulticastBindAddr`: the addresses must be of one chunk.
+/// `cuMulticastBindAddr`: the addresses must belong to one chunk.
 pub fn bind_address(object: u64, at: usize, address: u64, size: usize, _flags: u64) -> Done {
     let object = OBJECTS.get(object as usize)?;
     vmm::whole(size as u64)?;
@@ -83,16 +83,16 @@ pub fn unbind(object: u64, device: i32, at: usize, size: usize) -> Done {
     Ok(())
 }
 
-/// `cuLogicalEndpointBindMem`: any number is an endpoint that has room.
+/// `cuLogicalEndpointBindMem`: any number is a valid endpoint with enough room.
 pub fn bind_to_endpoint(_id: u32, device: i32, _at: u64, memory: u64, offset: u64, size: u64, _flags: u64) -> Done {
     device::gpu(device)?;
     vmm::part(memory, offset, size)
 }
 
-/// `cuMemMapArrayAsync`, which only checks the handles: there are no sparse arrays.
+/// `cuMemMapArrayAsync`, which only checks the handles: sparse arrays are not supported.
 pub fn map_array(_flavour: Flavour, list: *const ArrayMap, count: u32, _stream: usize) -> Done {
     for i in 0..count as usize {
-        // SAFETY: the program passes that many entries.
+        // SAFETY: the API's contract: the list has `count` entries.
         let entry = crate::arg(unsafe { list.add(i) })?;
         // The driver's handles are addresses here. Other handles crash the simulator, as they may
         // crash the driver.

@@ -8,15 +8,15 @@ use crate::{
 use cuda_sim_gpus::{Config, MAX_GPUS, place};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bit *n* of entry *m*: GPU *m* may reach plain allocations of GPU *n*.
+/// Bit *n* of entry *m*: GPU *m* may access plain allocations of GPU *n*.
 static PEERS: [AtomicU64; MAX_GPUS] = [const { AtomicU64::new(0) }; MAX_GPUS];
 
-/// True if kernels of GPU `from` reach plain allocations of GPU `to`.
+/// Whether kernels of GPU `from` may access plain allocations of GPU `to`.
 pub fn enabled(from: usize, to: usize) -> bool {
     from == to || PEERS[from].load(Ordering::Relaxed) & (1 << to) != 0
 }
 
-/// Whether two of the process' GPUs can be given access to each other.
+/// Whether two of the process's GPUs can be given access to each other.
 pub fn are_peers(a: usize, b: usize) -> bool {
     Config::get().are_peers(place(a), place(b))
 }

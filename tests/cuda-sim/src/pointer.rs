@@ -37,8 +37,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let pool = crate::pool::owner(mapping.at);
     let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());
     match attribute {
-        // Flags are 4 bytes, and what `cuMemMap` mapped has no context (driver 580).
-        // Memory of pools belongs to none.
+        // Flags are 4 bytes, and memory of `cuMemMap` has no context (driver 580). Memory of pools
+        // has none either.
         1 if mapping.context == 0 && !is_mapped && pool.is_none() => Err(Error::INVALID_VALUE),
         1 => out(data, mapping.context as u64),
         2 => out(as_u32, if host { HOST } else { DEVICE }),
@@ -80,7 +80,7 @@ pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at:
     }
     let mapping = space().at(at).cloned();
     for i in 0..count as usize {
-        // SAFETY: the program passes `count` entries in both lists.
+        // SAFETY: the API's contract: both lists have `count` entries.
         let (attribute, to) = unsafe { (*attributes.add(i), *data.add(i)) };
         let known = mapping.as_ref().is_some_and(|m| answer(to, attribute, at, m).is_ok());
         if !known {
@@ -94,7 +94,8 @@ pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at:
     Ok(())
 }
 
-/// `cuPointerSetAttribute`: only synchronous memory operations can be set, which they all are.
+/// `cuPointerSetAttribute`: only synchronous memory operations can be set; all of them are
+/// synchronous.
 pub fn set_attribute(_value: *const u8, attribute: u32, at: u64) -> Done {
     let known = space().at(at).is_some();
     if known && attribute == 6 { Ok(()) } else { Err(Error::INVALID_VALUE) }

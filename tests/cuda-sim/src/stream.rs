@@ -253,8 +253,8 @@ impl Stream {
 /// # Errors
 /// No more threads can be created.
 pub fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<thread::JoinHandle<()>> {
-    // The thread begins with what the caller blocks.
-    // SAFETY: the calls change only the calling thread; the sets are filled before they are read.
+    // The thread starts with the caller's signal mask. SAFETY: the calls change only the calling
+    // thread, and the sets are filled before they are read.
     unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&mut all);

@@ -113,7 +113,7 @@ pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flag
     out(handle, hold(chunk))
 }
 
-/// `cuMemRelease`: the memory stays as long as it is mapped.
+/// `cuMemRelease`: the memory stays while it is mapped.
 pub fn release(handle: u64) -> Done {
     let mut handles = handles();
     let (_, references) = handles.get_mut(&handle).ok_or(Error::INVALID_VALUE)?;
@@ -174,7 +174,7 @@ pub fn map(at: u64, size: usize, offset: usize, handle: u64, flags: u64) -> Done
     if flags != 0 || !at.is_multiple_of(GRANULARITY) {
         return Err(Error::INVALID_VALUE);
     }
-    // The driver maps a chunk whole or not at all.
+    // The driver maps a chunk completely or not at all.
     if offset != 0 || size != chunk.len {
         return Err(Error::NOT_SUPPORTED);
     }
@@ -276,7 +276,7 @@ pub fn export(shared: *mut i32, handle: u64, kind: u32, flags: u64) -> Done {
     out(shared, chunk.export()?.into_raw_fd())
 }
 
-/// `cuMemImportFromShareableHandle`: the descriptor travels in the pointer's place.
+/// `cuMemImportFromShareableHandle`: the descriptor is passed as the pointer.
 pub fn import(handle: *mut u64, shared: usize, kind: u32) -> Done {
     let fd = i32::try_from(shared).map_err(|_| Error::UNKNOWN)?;
     if kind != FILE_DESCRIPTOR {

@@ -1,4 +1,4 @@
-//! What the man page and the dashboard say of metrics, against what there is.
+//! Compares the metrics in the man page and the dashboard with the existing ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -8,7 +8,7 @@ use nvshare_wire::SchedulerMessage;
 use serde_json::Value;
 use test_support::daemon::*;
 
-/// Every metric that there is.
+/// A scrape with every existing metric.
 fn everything() -> Scrape {
     let daemon = scrape::daemon("", "[[rule]]\nmemory-max = \"2G\"");
     let client = Client::welcomed(&daemon.socket());
@@ -23,7 +23,7 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The names that each family's samples have.
+/// The names of all samples.
 fn samples(scrape: &Scrape) -> BTreeSet<String> {
     let lines = scrape.text.lines().filter(|line| !line.starts_with('#'));
     lines.filter_map(|line| line.split(['{', ' ']).next()).map(str::to_owned).collect()
@@ -55,7 +55,7 @@ fn the_man_page_has_every_metric_as_it_is() {
     for (name, family) in &scrape.families {
         let mut labels: Vec<String> = family.samples[0].labels.iter().map(|(label, _)| label.clone()).collect();
         labels.sort();
-        // As people write it in a query.
+        // The name that people write in a query.
         let (name, unit) = match family.kind {
             "counter" => (format!("{name}_total"), family.unit.clone()),
             "info" => (format!("{name}_info"), family.unit.clone()),
@@ -82,7 +82,7 @@ fn each_metric_says_what_it_is() {
     }
 }
 
-/// Everything in a JSON document that has this name.
+/// All values of this name in a JSON document.
 fn each<'a>(value: &'a Value, name: &str, found: &mut Vec<&'a Value>) {
     match value {
         Value::Object(fields) => {
@@ -100,7 +100,7 @@ fn all<'a>(value: &'a Value, name: &str) -> Vec<&'a Value> {
     found
 }
 
-/// Words of a query that are names of ours.
+/// The words of a query that are names of nvshare's metrics.
 fn names(query: &str) -> impl Iterator<Item = &str> {
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     query.split(move |c| !is_part(c)).filter(|word| word.starts_with("nvshare_"))
@@ -125,7 +125,7 @@ fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
         for name in names(query) {
             assert!(samples.contains(name), "{name} in {query}");
         }
-        // by (…), and what selects: {gpu=~"…", name="…"}
+        // by (…), and selectors: {gpu=~"…", name="…"}
         let grouped = query.split("by (").skip(1).filter_map(|rest| rest.split(')').next());
         let named = grouped.flat_map(|list| list.split(',')).map(str::trim);
         let selected = query.split('{').skip(1).filter_map(|rest| rest.split('}').next());
@@ -134,7 +134,7 @@ fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
             assert!(labels.contains(label), "label {label:?} in {query}");
         }
     }
-    // What was asked to be seen is seen.
+    // The required metrics are on the dashboard.
     for name in [
         "nvshare_gpu_held_seconds_total",
         "nvshare_gpu_wait_seconds_bucket",

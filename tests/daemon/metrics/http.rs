@@ -1,4 +1,5 @@
-//! How metrics are served: on which sockets, to how many, and to those who speak HTTP badly or not at all.
+//! How metrics are served: on which sockets, to how many clients, and to clients that speak HTTP badly or
+//! not at all.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -13,7 +14,7 @@ use super::scrape::{self, *};
 use test_support::daemon::*;
 use test_support::manager::Manager;
 
-/// What the log says where TCP is served.
+/// The address from the log, if metrics are served over TCP.
 fn address(daemon: &Daemon) -> String {
     let line = daemon.log.wait("metrics are at 127.0.0.1:");
     line.rsplit(' ').next().expect("an address").to_owned()
@@ -53,7 +54,7 @@ fn systemd_can_pass_a_socket_of_either_kind() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
     let at = listener.local_addr().expect("an address").to_string();
     manager.keep("metrics", listener.into());
-    // What the configuration says comes on top.
+    // The configuration's sockets are served in addition.
     let daemon = Daemon::start_in(directory, Some(&manager), |command, path| configure(command, path, "", ""));
     scrape_tcp(&at);
     scrape(&daemon.directory.0);
@@ -146,7 +147,7 @@ fn garbage_ends_its_own_connection_only() {
         drop(rest);
         assert!(answer.as_ref().is_none_or(|answer| (400..=505).contains(&answer.status)), "{case:?}: {answer:?}");
     }
-    // And those that leave in the middle.
+    // Clients that leave in the middle of a request.
     for _ in 0..200 {
         let mut stream = connect(&path);
         let _ = stream.write_all(b"GET /metrics HT");
@@ -155,22 +156,22 @@ fn garbage_ends_its_own_connection_only() {
     daemon.client().attach();
 }
 
-/// Who says nothing has a place for a while, and then somebody else has it.
+/// A silent client occupies a place for a while, and then another client gets it.
 #[test]
 fn those_who_say_nothing_are_hung_up_on() {
     let daemon = scrape::daemon("", "");
     let silent: Vec<UnixStream> = (0..64).map(|_| connect(&metrics_path(&daemon.directory.0))).collect();
-    // There is no place left for it until they are.
+    // There is no free place until they are disconnected.
     scrape(&daemon.directory.0);
     for mut stream in silent {
         let mut rest = Vec::new();
-        // It may be told why.
+        // The daemon may tell it why.
         stream.read_to_end(&mut rest).expect("the end");
         assert!(rest.is_empty() || rest.starts_with(b"HTTP/1.1 408"), "{:?}", String::from_utf8_lossy(&rest));
     }
 }
 
-/// What they come to fits no socket's buffer.
+/// The metrics of this many clients don't fit into any socket's buffer.
 const CLIENTS: usize = 250;
 
 fn crowd(daemon: &Daemon) -> Vec<Client> {
@@ -184,10 +185,10 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     clients
 }
 
-/// Two descriptors for each client at most.
+/// Raises the limit for the clients, which need two descriptors each at most.
 fn have_descriptors() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the struct lives through both calls.
+    // SAFETY: `limit` is valid during both calls.
     unsafe {
         assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
         limit.rlim_cur = limit.rlim_max;
@@ -212,7 +213,7 @@ fn many_clients_are_read_by_several_at_once_while_locks_go_round() {
             })
         })
         .collect();
-    // Meanwhile the lock goes to and fro.
+    // Until then the lock goes back and forth.
     let mut turns = 0;
     while turns < 20 || reading.iter().any(|reader| !reader.is_finished()) {
         for client in [&one, &other] {

@@ -1,4 +1,4 @@
-//! Asks the scheduler for metrics, by hand over HTTP, and reads what comes with a parser of OpenMetrics that is not ours.
+//! Scrapes the scheduler's metrics by hand over HTTP, and reads them with an independent OpenMetrics parser.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -12,7 +12,7 @@ use openmetrics_parser::{MetricNumber, OpenMetricsType, OpenMetricsValue};
 
 use test_support::daemon::*;
 
-/// A daemon that serves metrics there, with that in its configuration besides.
+/// A daemon that serves metrics on `listen`, with `besides` added to its configuration.
 pub fn daemon(listen: &str, besides: &str) -> Daemon {
     Daemon::start_with(|command, directory| configure(command, directory, listen, besides))
 }
@@ -39,7 +39,7 @@ pub fn metrics_path(directory: &Path) -> PathBuf {
     directory.join("metrics/metrics.sock")
 }
 
-/// What is sent for metrics.
+/// The request for metrics.
 pub const GET: &str = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text\r\n\r\n";
 
 #[derive(Debug)]
@@ -65,9 +65,9 @@ pub fn connect(path: &Path) -> UnixStream {
     stream
 }
 
-/// Says something, and reads until the daemon hangs up; `None` where that was all that it did.
+/// Sends a request, and reads until the daemon closes the connection; `None` if it sent no answer.
 pub fn ask(mut stream: impl Read + Write, request: &[u8]) -> Option<Answer> {
-    let _ = stream.write_all(request); // it may have hung up already
+    let _ = stream.write_all(request); // the daemon may have closed the connection already
     let mut bytes = Vec::new();
     if let Err(e) = stream.read_to_end(&mut bytes) {
         assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "{e}");
@@ -78,7 +78,7 @@ pub fn ask(mut stream: impl Read + Write, request: &[u8]) -> Option<Answer> {
     Some(Answer { status, head: head.into(), body: body.into() })
 }
 
-/// Metrics as they are read.
+/// Parsed metrics.
 #[derive(Debug)]
 pub struct Scrape {
     pub families: BTreeMap<String, Family>,
@@ -96,9 +96,9 @@ pub struct Family {
 #[derive(Debug, Clone)]
 pub struct Sample {
     pub labels: Vec<(String, String)>,
-    /// Of a histogram, the sum.
+    /// The sum, for a histogram.
     pub value: f64,
-    /// Of a histogram: each bound with the count of all up to it.
+    /// For a histogram: each bound with the cumulative count.
     pub buckets: Vec<(f64, u64)>,
 }
 
@@ -122,14 +122,14 @@ pub fn scrape_tcp(address: &str) -> Scrape {
     read(ask(stream, GET.as_bytes()).expect("an answer"))
 }
 
-/// Reads an answer strictly.
+/// Parses an answer strictly.
 #[track_caller]
 pub fn read(answer: Answer) -> Scrape {
     assert_eq!(answer.status, 200, "{answer:?}");
     let content_type = answer.header("content-type");
     assert_eq!(content_type, Some("application/openmetrics-text; version=1.0.0; charset=utf-8"));
     assert_eq!(answer.header("content-length"), Some(&*answer.body.len().to_string()));
-    // The parser takes units of histograms for wrong, which they are not: it alone does not get to see them.
+    // The parser wrongly rejects units of histograms, so this line is hidden from it.
     let has_unit = |line: &&str| !line.starts_with("# UNIT nvshare_gpu_wait_seconds ");
     let without: String = answer.body.split_inclusive('\n').filter(has_unit).collect();
     let read = parse_openmetrics(&without).unwrap_or_else(|e| panic!("{e}\n{}", answer.body));
@@ -170,13 +170,13 @@ fn value(value: &OpenMetricsValue) -> (f64, Vec<(f64, u64)>) {
 }
 
 impl Scrape {
-    /// The samples of that name with those labels.
+    /// The samples of this name with these labels.
     pub fn all(&self, name: &str, labels: &[(&str, &str)]) -> Vec<&Sample> {
         let family = self.families.get(name).unwrap_or_else(|| panic!("there is no {name}"));
         family.samples.iter().filter(|sample| sample.has(labels)).collect()
     }
 
-    /// The value of the only one.
+    /// The value of the only such sample.
     #[track_caller]
     pub fn one(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         match self.all(name, labels)[..] {

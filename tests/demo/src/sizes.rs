@@ -21,7 +21,7 @@ pub struct Plan {
     reserve: u64,
     context: u64,
     rounds: u64,
-    /// Passes over all memory in a round, besides one at its beginning and two for checking.
+    /// Passes over all memory in a round, in addition to one at its beginning and two for checking.
     passes: u64,
 }
 

@@ -175,7 +175,7 @@ impl Story {
 }
 
 impl Player {
-    /// The bytes to evict have left.
+    /// Records that the evicted bytes have left.
     fn left(&mut self) {
         let moved = self.leaving.take().unwrap_or_default();
         self.gone = if self.gone.bytes == 0 {
@@ -185,7 +185,7 @@ impl Player {
         };
     }
 
-    /// The bytes within the allowance have returned.
+    /// Returns the move of the allowed bytes back to the GPU.
     fn returned(&mut self) -> Move {
         self.returning.take().unwrap_or_default()
     }

@@ -1,17 +1,17 @@
-//! loom's atomics, with constructors that are `const` as those of the standard library are.
+//! loom's atomics, with `const` constructors like those of the standard library.
 
 use crate::barrier::{self, Fences};
 pub use loom::sync::atomic::Ordering;
 use std::{ops::Deref, sync::OnceLock};
 
-/// The fences of the gate itself.
+/// The gate's own fences.
 pub fn fence(order: Ordering) {
     if barrier::chosen() != Fences::NoPassing {
         loom::sync::atomic::fence(order);
     }
 }
 
-/// Becomes loom's on first use, which has to be by the thread that made it, before another knows of it.
+/// Becomes loom's on first use, by the thread that made it, before other threads know of it.
 #[derive(Debug)]
 pub struct AtomicU32 {
     initial: u32,

@@ -1,14 +1,15 @@
-//! The fences between a thread that passes the gate and the one that closes it, in the ways the library has them, and in
-//! ways that must not work.
+//! The fences between a thread that passes the gate and the thread that closes it, in the library's variants and in broken
+//! variants.
 //!
 //! `membarrier(2)` makes every running thread of the process execute a full barrier between two of its instructions, after
-//! the call began and before it returns. Seen from such a thread, that point is either after its light fence (a compiler
-//! fence: nothing moves across it), and then what the thread did before the fence is visible to the closer; or before it,
-//! and then what the closer did is visible to what comes after the fence. Nothing else is promised: least of all, anything
-//! between two light fences. Just that is what two read-modify-writes of a word of the thread's own give: one comes first,
-//! and the other sees all that was before it. So a light fence is one of the own word, a heavy fence one of each thread's.
+//! the call began and before it returns. In such a thread that point is either after its light fence (a compiler fence,
+//! which nothing moves across), and then everything the thread did before the fence is visible to the closing thread; or
+//! before the light fence, and then everything the closing thread did is visible after it. Nothing else is promised, in
+//! particular nothing between two light fences. Two read-modify-writes of a word that belongs to the thread give exactly
+//! that: one comes first, and the other sees everything before it. So a light fence is a read-modify-write of the thread's
+//! own word, and a heavy fence is one of each thread's word.
 //!
-//! (A sequentially consistent fence on both sides would promise more than there is, since it orders light fences too.)
+//! (A sequentially consistent fence on both sides would promise too much, since it also orders light fences.)
 
 use crate::threads;
 use loom::sync::atomic::{Ordering, fence};
@@ -18,9 +19,9 @@ use std::cell::Cell;
 pub enum Fences {
     /// `membarrier(2)` and compiler fences.
     Membarrier,
-    /// Where the kernel lacks it, as each gate knows: ordinary fences.
+    /// Without `membarrier(2)` in the kernel, which each gate knows: ordinary fences.
     Ordinary,
-    /// The same before the gates know it: whoever closes one waits until stores are visible.
+    /// The same before the gates know it: the closing thread waits until stores are visible.
     Refused,
     /// Wrong: as `Membarrier`, without the light fence.
     NoLight,
@@ -33,11 +34,11 @@ pub enum Fences {
 }
 
 thread_local! {
-    // loom runs all threads of a scenario on the one that checks it.
+    // loom runs all threads of a scenario on the thread that checks it.
     static FENCES: Cell<Fences> = const { Cell::new(Fences::Membarrier) };
 }
 
-/// What the scenarios that this thread checks have.
+/// Sets the fences of the scenarios that this thread checks.
 pub fn choose(fences: Fences) {
     FENCES.set(fences);
 }
@@ -46,7 +47,7 @@ pub fn chosen() -> Fences {
     FENCES.get()
 }
 
-/// Whether each gate has been closed before, and learned that there is no `membarrier(2)`.
+/// Whether each gate has been closed before, and has learned that `membarrier(2)` is missing.
 pub fn is_known_to_be_missing() -> bool {
     matches!(FENCES.get(), Fences::Ordinary | Fences::NoHeavy | Fences::NoPassing)
 }
@@ -74,8 +75,8 @@ pub fn heavy() -> bool {
     false
 }
 
-/// Time passes, until each thread either sees what was stored before or has made visible what it stored itself: no more than what
-/// `membarrier(2)` gives, and given in the same way.
+/// Lets time pass until each thread either sees the earlier stores or has made its own stores visible. This gives exactly the
+/// guarantee of `membarrier(2)`, in the same way.
 pub fn settle() {
     if FENCES.get() != Fences::NoWait {
         threads::all().for_each(meet);

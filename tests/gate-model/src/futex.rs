@@ -1,8 +1,8 @@
 //! Sleeping on a word of memory.
 //!
-//! The kernel's promise: looking at the word and going to sleep are one step to those who wake, and both sides execute a
-//! full barrier before it. A sleep never ends by its time-out here: a wake-up that is missing is a deadlock, which loom
-//! reports. What else ends a sleep in vain (a signal, the time-out) is [`interrupt`].
+//! The kernel promises that checking the word and going to sleep are one step for threads that wake sleepers, and that
+//! both sides execute a full barrier before it. A sleep never ends by its timeout here, so a missing wake-up is a
+//! deadlock, which loom reports. Spurious ends of a sleep (by a signal or the timeout) are [`interrupt`].
 
 use crate::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
@@ -22,7 +22,7 @@ thread_local! {
     static BLIND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Wrong: the sleeps in what this thread checks do not look at the word.
+/// Broken variant: in the scenarios of this thread, sleeps don't check the word.
 pub fn make_blind() {
     BLIND.set(true);
 }
@@ -40,7 +40,7 @@ pub fn wake_all(_: &AtomicU32) {
     interrupt();
 }
 
-/// Whoever sleeps just now wakes up.
+/// Wakes all threads that sleep at this moment.
 pub fn interrupt() {
     let _queue = SLEEPERS.queue.lock().unwrap();
     SLEEPERS.woken.notify_all();

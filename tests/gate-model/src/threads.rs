@@ -1,4 +1,4 @@
-//! The slots of the program's threads: as many as scenarios have threads that submit, each with its owner from the start.
+//! The slots of the program's threads, one for each submitting thread of a scenario, with fixed owners.
 
 use crate::atomic::Ordering;
 use core::time::Duration;
@@ -15,7 +15,7 @@ pub const OUTSIDE: usize = 0;
 /// [`Slot::waits_at`] of a thread that waits at no gate.
 const NOWHERE: u32 = u32::MAX;
 
-/// What a thread waits for at a gate.
+/// The reason why a thread waits at a gate.
 #[derive(Debug, Clone, Copy)]
 pub enum Waits {
     WithWork,
@@ -27,7 +27,7 @@ pub struct Slot {
     waits_at: AtomicU32,
     pub at: AtomicU32,
     pub submitted: [AtomicU64; GPUS],
-    /// Where a heavy fence meets the light ones of this thread (see [`crate::barrier`]).
+    /// The word in which a heavy fence meets this thread's light fences (see [`crate::barrier`]).
     pub interrupted: AtomicU32,
 }
 
@@ -42,7 +42,7 @@ impl Slot {
         }
     }
 
-    /// As the library's.
+    /// As in the library.
     pub fn turn_to(&self, gpu: u32) -> bool {
         let turns = self.at.load(Ordering::Relaxed) != gpu;
         if turns {
@@ -51,7 +51,7 @@ impl Slot {
         turns
     }
 
-    /// As the library's, which counts no thread that was killed in its wait. None is here.
+    /// As in the library, which doesn't count threads that were killed while waiting. No thread is killed here.
     pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) {
         self.waits_at.store(gpu, Ordering::SeqCst);
     }
@@ -69,7 +69,7 @@ loom::thread_local! {
     static MINE: Cell<Option<usize>> = Cell::new(None);
 }
 
-/// The calling thread submits, and this is its slot from now on.
+/// Makes the calling thread a submitter with this slot.
 pub fn take(index: usize) -> &'static Slot {
     MINE.with(|mine| mine.set(Some(index)));
     &SLOTS[index]
@@ -84,12 +84,12 @@ pub fn all() -> impl Iterator<Item = &'static Slot> {
     SLOTS.iter()
 }
 
-/// How many submissions all threads have made to that GPU so far.
+/// The number of submissions that all threads have made to the GPU so far.
 pub fn submitted(gpu: u32) -> u64 {
     all().map(|slot| slot.submitted[gpu as usize].load(Ordering::Acquire)).sum()
 }
 
-/// How many threads wait at the gate of that GPU.
+/// The number of threads that wait at the GPU's gate.
 pub fn waiting(gpu: u32) -> usize {
     all().filter(|slot| slot.waits_at.load(Ordering::SeqCst) == gpu).count()
 }

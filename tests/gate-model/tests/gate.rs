@@ -1,8 +1,8 @@
-//! What the gate promises, in every order of steps that its threads can take.
+//! The gate's guarantees, in every order of its threads' steps.
 //!
-//! What a thread gives the GPU is a plain cell of memory, one for each thread: where somebody reads it without being
-//! certain to come after the write, or before it, loom reports a *causality violation*. A sleep has no time-out, and in
-//! the end all threads are joined: where one would sleep for ever, loom reports a *deadlock*.
+//! The work that a thread gives the GPU is a plain memory cell, one for each thread. If a thread reads it without certainty
+//! that the read comes before or after the write, loom reports a *causality violation*. Sleeps have no timeout, and in the
+//! end all threads are joined: if one would sleep for ever, loom reports a *deadlock*.
 
 use gate_model::{
     barrier::{self, Fences},
@@ -22,17 +22,16 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 const GPU: u32 = 0;
 const OTHER_GPU: u32 = 1;
-/// Where a thread makes its calls: on no stack, as no call is left by a jump here.
+/// The stack pointer with which threads make their calls. It is on no stack, since no call is left by a jump here.
 const HERE: usize = 1;
 
-/// How often threads may be interrupted where they could go on: this finds nearly everything, and takes seconds.
-/// `NVSHARE_GATE_PREEMPTIONS` adds to it.
+/// How often threads may be preempted: this finds nearly everything, and takes seconds. `NVSHARE_GATE_PREEMPTIONS` adds to it.
 const FEW: Option<usize> = Some(2);
 const SOME: Option<usize> = Some(3);
-/// For scenarios with little in them.
+/// No bound, for small scenarios.
 const ANY: Option<usize> = None;
 
-/// Checks a scenario in every order with at most so many preemptions.
+/// Checks a scenario in every order with at most `most_preemptions` preemptions.
 fn check(fences: Fences, most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + 'static) {
     barrier::choose(fences);
     let mut model = loom::model::Builder::new();
@@ -41,8 +40,8 @@ fn check(fences: Fences, most_preemptions: Option<usize>, scenario: impl Fn() + 
     model.check(scenario);
 }
 
-/// Checks that a scenario ends with threads that wait for ever. loom cannot unwind from there, so it is a process of its
-/// own: this test once more, told so by its environment.
+/// Checks that a scenario ends with threads that wait for ever. loom cannot unwind from that, so the scenario runs in another process:
+/// this test again, selected by an environment variable.
 fn check_for_deadlock(test: &str, scenario: impl Fn() + Sync + Send + 'static) {
     const ALONE: &str = "GATE_MODEL_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -58,31 +57,32 @@ fn check_for_deadlock(test: &str, scenario: impl Fn() + Sync + Send + 'static) {
     assert!(!output.status.success() && said.contains("deadlock; threads"), "{said}");
 }
 
-/// The two kinds of fences that the library has.
+/// The library's two kinds of fences.
 const BOTH: &[Fences] = &[Fences::Membarrier, Fences::Ordinary];
-/// And the change from one to the other, which matters to who is inside, and to those who wait is but another wake-up for nothing.
+/// These and the change from one to the other. The change matters to threads inside the gate; for waiting threads it is only another
+/// spurious wake-up.
 const ALL: &[Fences] = &[Fences::Membarrier, Fences::Ordinary, Fences::Refused];
 
-/// The same with each of these fences.
+/// Checks the scenario with each of these fences.
 fn check_each(kinds: &[Fences], most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + Copy + 'static) {
     kinds.iter().for_each(|fences| check(*fences, most_preemptions, scenario));
 }
 
-/// GPUs, their gates, and what each thread has given them.
+/// GPUs, their gates, and the work that each thread has given them.
 struct Gpus {
     gates: [Gate; GPUS],
     given: [[UnsafeCell<u64>; THREADS]; GPUS],
 }
 
-// SAFETY: the cells are what the gates are to guard; loom checks that they do.
+// SAFETY: the gates are to guard the cells, which loom checks.
 unsafe impl Sync for Gpus {}
-// SAFETY: owns all it has.
+// SAFETY: it owns all its fields.
 unsafe impl Send for Gpus {}
 
 impl Gpus {
     fn new() -> Arc<Self> {
         let gates = [Gate::new(), Gate::new()];
-        // All of it is made now: what threads make in passing would multiply the orders to look at.
+        // Initializes everything now: lazy initialization in threads would multiply the orders to check.
         assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL)) && threads::waiting(GPU) == 0);
         assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
         if barrier::is_known_to_be_missing() {
@@ -94,7 +94,8 @@ impl Gpus {
         Arc::new(Self { gates, given: Default::default() })
     }
 
-    /// One try to submit, by the thread with that slot: the short way if it is at this gate, as a launch to the stream of the one before.
+    /// Tries once to submit, from the thread with this slot. It takes the short path if the thread is at this gate already, like a launch
+    /// to the same stream as before.
     fn submit(&self, gpu: u32, index: usize) -> bool {
         let slot = threads::take(index);
         let gate = &self.gates[gpu as usize];
@@ -105,7 +106,7 @@ impl Gpus {
             gate.try_enter(gpu, slot, HERE, closed::FOR_ALL)
         };
         if entered {
-            // SAFETY: only this thread writes; that nobody reads meanwhile is what loom checks.
+            // SAFETY: only this thread writes, and loom checks that no other thread reads at the same time.
             self.given[gpu as usize][index].with_mut(|given| unsafe { *given += 1 });
             Gate::leave(gpu, slot);
         } else {
@@ -123,20 +124,20 @@ impl Gpus {
         }
     }
 
-    /// What the GPU has been given, by somebody who thinks that nothing is being given just now.
+    /// The work that the GPU has been given, read by a thread that believes that none is being given at the moment.
     fn given(&self, gpu: u32) -> u64 {
-        // SAFETY: nobody writes; that is what loom checks.
+        // SAFETY: no thread writes at the same time, which loom checks.
         self.given[gpu as usize].iter().map(|given| given.with(|given| unsafe { *given })).sum()
     }
 }
 
-/// What a scenario came to, over all orders of its steps.
+/// The outcomes of a scenario over all orders of its steps.
 type Seen = std::sync::Mutex<BTreeSet<u64>>;
 
 // ---- nothing slips out ----
 
-/// Two threads submit while a third closes the gate; if it sees nobody inside it looks at what was given, all of which has
-/// been counted, and opens again.
+/// Two threads submit while a third closes the gate. If it sees no thread inside, it reads the work so far, checks that all of it has
+/// been counted, and opens the gate again.
 fn close_look_open(seen: &Seen) {
     let gpus = Gpus::new();
     let submitters: [_; THREADS] = std::array::from_fn(|index| {
@@ -202,7 +203,7 @@ fn without_the_wait_after_a_refusal_a_submission_slips_out() {
     check(Fences::NoWait, FEW, || close_look_open(&Seen::default()));
 }
 
-/// That a thread is seen at another gate says, too, that what it did at this one is done and counted.
+/// A thread that is seen at another gate has also finished, and counted, its work at this one.
 #[test]
 fn a_thread_that_went_on_to_another_gate_has_been_counted() {
     check_each(ALL, ANY, || {
@@ -222,8 +223,8 @@ fn a_thread_that_went_on_to_another_gate_has_been_counted() {
     });
 }
 
-/// An early release: the count of a moment when nothing ran, and the gate closed since. Only where the count is still the
-/// same is there nothing new.
+/// An early release: the count is from a moment when nothing ran, and the gate was closed afterwards. Nothing new was submitted only if
+/// the count is unchanged.
 #[test]
 fn an_early_release_misses_no_submission() {
     static SEEN: Seen = Seen::new(BTreeSet::new());
@@ -251,7 +252,7 @@ fn an_early_release_misses_no_submission() {
 
 // ---- two reasons ----
 
-/// Closes for a reason, opens again: meanwhile it may look at what was given.
+/// Closes for a reason and opens again; in between it may read the work.
 fn close_and_open(gpus: &Gpus, why: u32) {
     let gate = &gpus.gates[GPU as usize];
     gate.close(why);
@@ -283,9 +284,9 @@ fn a_gate_is_open_only_with_no_reason_left_to_be_closed() {
     });
 }
 
-// ---- nobody sleeps for ever ----
+// ---- no thread sleeps for ever ----
 
-/// A gate that is closed for two reasons, a thread that wants in, and two that take a reason away each.
+/// A gate that is closed for two reasons, a thread that wants in, and two threads that each remove a reason.
 fn wait_for_two_reasons() {
     let gpus = Gpus::new();
     let gate = &gpus.gates[GPU as usize];
@@ -316,11 +317,11 @@ fn a_sleep_that_does_not_look_first_can_be_for_ever() {
     check_for_deadlock("a_sleep_that_does_not_look_first_can_be_for_ever", wait_for_two_reasons);
 }
 
-/// The GPU lock of one client as the scheduler has it: a request of one who holds it says nothing new and is forgotten.
+/// The GPU lock of one client, as the scheduler has it: the holder's requests carry no news and are forgotten.
 struct Lock {
     scheduler: Mutex<Scheduler>,
     changed: Condvar,
-    /// A request is with the scheduler.
+    /// The scheduler has a request.
     requested: AtomicBool,
 }
 
@@ -349,7 +350,7 @@ impl Lock {
         self.requested.swap(false, Ordering::SeqCst);
     }
 
-    /// Until the scheduler grants it again.
+    /// Waits until the scheduler grants the lock again.
     fn granted(&self) {
         let mut scheduler = self.scheduler.lock().unwrap();
         while !scheduler.wanted {
@@ -358,15 +359,15 @@ impl Lock {
     }
 }
 
-/// When a release forgets the request that may have been sent before it, and that the scheduler has forgotten.
+/// When a release forgets the request that may have been sent before it and that the scheduler has forgotten.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Forgets {
     Always,
     OnlyWhereThreadsWait,
 }
 
-/// The holder gives the lock back as `Turn` does, while a thread comes to a gate that may be closed for `reason`, too; a
-/// `signal` may wake it once for nothing. In the end the thread must get in. `seen`: whether a release saw it waiting.
+/// The holder releases the lock as `Turn` does, while a thread comes to a gate that may also be closed for `reason`. A `signal` may wake
+/// the thread once spuriously. In the end the thread must get in. `seen` records whether a release saw it waiting.
 fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forgets, seen: &Seen) {
     let (gpus, lock) = (Gpus::new(), Arc::new(Lock::held()));
     let gate = &gpus.gates[GPU as usize];
@@ -429,8 +430,8 @@ fn a_signal_during_a_release_loses_no_request() {
     no_request_is_lost(FEW, None, true);
 }
 
-/// The thread is not counted as waiting for a moment, just when the release looks; its request was forgotten by the
-/// scheduler but not here, so that it never makes another.
+/// The thread isn't counted as waiting for a moment, just when the release checks. The scheduler has forgotten its request, but the
+/// client hasn't, so it never sends another.
 #[test]
 fn a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it() {
     check_for_deadlock("a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it", || {

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# nvshare is installed as its README says. The RuntimeClass comes late, and the DaemonSet recovers by itself.
+# Installs nvshare by its README. The RuntimeClass is created late, and the DaemonSet recovers by itself.
 
 kubectl apply -k /images/overlay >/dev/null
 has_event() { kubectl -n nvshare get events -o jsonpath='{.items[*].message}' | grep -q "$1"; }

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Pods request limits by annotations: those that are permitted apply, and the log says why others do not.
+# Pods request limits by annotations: permitted ones apply, and the log gives the reason why others
+# don't.
 
 idle="mix --mem 8M --reps 1 --rounds endless --cpu-ms 20"
 pod modest "$idle" 'nvshare.com/memory-max: "64M", nvshare.com/weight: "20"'

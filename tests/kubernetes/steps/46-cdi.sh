@@ -1,9 +1,10 @@
 # shellcheck shell=bash
-# Containers get the library by nvshare's CDI file, with what nvshare has put onto the node: this kubelet cannot ask for CDI devices, so
-# nvidia-runtime does what containerd would. An image's own preloaded library is loaded besides, or an event says why it cannot be.
+# Containers get the library by nvshare's CDI file, from the files that nvshare has installed on the node. This kubelet cannot request
+# CDI devices, so nvidia-runtime does containerd's part. An image's own preloaded library is loaded too, or an event says why it cannot
+# be.
 
 node=/var/lib/nvshare-node
-# Paths of sockets are short.
+# Paths of sockets must be short.
 ln -sfn /var/lib/kubelet/pods/*/volumes/kubernetes.io~empty-dir/control /run/control
 mkdir -p /etc/cdi
 jq '{cdiVersion: "0.5.0", kind: "nvidia.com/gpu",

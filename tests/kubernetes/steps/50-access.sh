@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What nvshare's pod may do is what the README says, and other pods have no more of it than they need.
+# nvshare's pod has the permissions that the README lists, and other pods have only those that they
+# need.
 
 account=system:serviceaccount:nvshare:nvshare
 may() { kubectl auth can-i "$@" --all-namespaces --as=$account --as-group=system:serviceaccounts >/dev/null; }

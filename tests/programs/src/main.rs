@@ -1,7 +1,7 @@
 //! Small CUDA programs whose results can be checked: `cuda-program NAME [--option value]…`.
 //!
-//! Each prints one line of JSON that says what ran. It exits with 1 if a result was wrong or a call
-//! failed, and with 3 if it was refused memory and is a program that is prepared for that. They use
+//! Each prints one line of JSON with its name and results. It exits with 1 if a result was wrong or
+//! a call failed, and with 3 if it was refused memory and is a program that handles that. They use
 //! the plain driver API, looked up as `CUDA_LOOKUP` selects, and do not depend on its provider.
 
 mod args;

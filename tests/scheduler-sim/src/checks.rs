@@ -1,4 +1,4 @@
-//! What must hold after every event, and for every command.
+//! Invariants after every event, and for every command.
 
 use crate::*;
 use std::collections::BTreeSet;
@@ -19,7 +19,7 @@ impl World {
                     );
                 }
             }
-            // A gang is revoked together, so one of it may not be in anybody's way.
+            // A gang is revoked as a whole, so a single member need not be in another client's way.
             Command::Revoke { client, gpus } if self.gang(*client) == 0 => {
                 let reason = gpus.iter().any(|id| {
                     let view = self.machine.gpu(*id).unwrap();
@@ -30,7 +30,7 @@ impl World {
                 let plan = self.models.get(client).map(|m| &m.plan);
                 let share = plan.and_then(|plan| plan.group?.limits.share);
                 let is_capped = share.is_some_and(|share| share.max < 100);
-                // With the memory of one that is stopped, nobody may have room to wait in line.
+                // A stopped client's memory may leave no waiting client any room.
                 let is_asleep = self.overdrawn.values().any(|until| *until == Time::MAX);
                 let sleep = self.machine.sleep_of(*client);
                 let is_paused = sleep.paused || sleep.drained || sleep.moving.is_some();
@@ -63,7 +63,7 @@ impl World {
         attachments.map(|(client, attachment)| ((client, attachment.gpu), attachment.charge)).collect()
     }
 
-    /// What was found on a GPU whatever its client says.
+    /// The bytes that were found on a GPU beyond their client's report.
     pub(crate) fn unfreed(&self) -> Vec<(ClientId, GpuId, u64)> {
         let attachments =
             self.machine.clients().into_iter().flat_map(|c| c.attachments.into_iter().map(move |s| (c.client, s)));
@@ -71,8 +71,9 @@ impl World {
         attachments.map(|(client, attachment)| (client, attachment.gpu, attachment.unfreed)).collect()
     }
 
-    /// Whoever may have more than before has it of what was there: what clients of other users had, whatever they said, was
-    /// not. Within a user they are believed; what that gives away comes after what others were given.
+    /// Checks that a client whose allowance rises gets free memory only: memory that clients of other users kept, whatever they
+    /// reported, isn't free. Within a user, clients' reports are believed; memory lost through a false report is missing only
+    /// after others' allowances are covered.
     pub(crate) fn check_credit(&self, before: &BTreeMap<(ClientId, GpuId), u64>, commands: &[Command]) {
         let mut charges = self.charges();
         let all = |client, gpu| {
@@ -83,7 +84,7 @@ impl World {
         };
         for command in commands.iter().rev() {
             let Command::Allowance { client, gpu, bytes, .. } = command else { continue };
-            // It was given more, which was taken back at once for another.
+            // A higher allowance was withdrawn immediately, in favour of another client.
             if all(client, gpu).any(|other| other > *bytes) {
                 continue;
             }
@@ -113,7 +114,7 @@ impl World {
         }
     }
 
-    /// Each migration is answered once.
+    /// Checks that each migration is answered once.
     pub(crate) fn check_migrations(&self) {
         for client in &self.connected {
             let unanswered = self.migrations.get(client).copied().unwrap_or(0);
@@ -130,7 +131,7 @@ impl World {
             let lied = self.measures && self.unfreed().iter().any(|(_, gpu, _)| *gpu == id);
             let mapped: u64 = self.models.values().map(|m| m.mapped(id)).sum();
             let demand: u64 = self.models.values().map(|m| m.demand(id)).sum();
-            // What was mapped beyond the capacity leaves again.
+            // Memory that was mapped beyond the capacity is evicted again.
             if view.trial > 0 {
                 self.overdrawn.insert(id, self.now);
             } else if view.charged <= view.capacity && mapped <= view.charged {
@@ -146,7 +147,7 @@ impl World {
                 continue;
             }
             let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
-            // Who is let in before others waits for no drain.
+            // A client that is scheduled before others doesn't wait for drains.
             let has_class = |m: &Model| m.plan.group.is_some_and(|group| group.limits.share.is_some());
             let preempts = auto && self.models.values().any(|m| has_class(m) || m.plan.own != EnvLimits::default());
             let aside = |h: &HolderView| match h.state {
@@ -163,15 +164,15 @@ impl World {
                 gang => (gang, ClientId(0)),
             };
             let units: BTreeSet<(u64, ClientId)> = holders.clone().map(gang).collect();
-            // Those who leave it idle run together.
+            // Clients that leave the GPU idle run together.
             let full = |h: &HolderView| self.models.get(&h.client).and_then(|m| m.plan.fullness).unwrap_or(1000);
             let light = auto && holders.map(full).sum::<u32>() <= 1100;
             assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
         }
         if let Some(host) = self.host {
             let (_, promised) = self.machine.host();
-            // What a context that has just been made, or is back, takes of a GPU was promised before. And it counts twice until a
-            // measurement is known to include it: promises count on too little of the GPU then, and no promise on too much.
+            // The memory of a context that was just made, or restored, was promised before. It also counts twice until a
+            // measurement is known to include it: then some promises count on too little of the GPU, and none on too much.
             let contexts = self.sleeps.map_or(0, |_| self.machine.settings().context * self.models.len() as u64);
             let views = self.machine.gpus().into_iter();
             let twice: u64 = views.map(|view| view.overhead.saturating_sub(self.overhead_now(view.gpu))).sum();
@@ -181,7 +182,7 @@ impl World {
         }
     }
 
-    /// What a group was promised covers what it has, and never rises above what it may be.
+    /// Checks that the promise to a group covers its demand, and never rises above its limit.
     pub(crate) fn check_groups(&mut self) {
         let mut sums: BTreeMap<(GroupId, GpuId), (Group, u64, u64)> = BTreeMap::new();
         for view in self.machine.clients() {
@@ -203,7 +204,7 @@ impl World {
         self.promised = sums.into_iter().map(|(at, (_, promised, _))| (at, promised)).collect();
     }
 
-    /// The same of each client, by what it says itself.
+    /// Checks the same for each client and its own limit.
     pub(crate) fn check_own(&mut self) {
         let mut all = BTreeMap::new();
         for view in self.machine.clients() {
@@ -219,7 +220,7 @@ impl World {
         self.own_promised = all;
     }
 
-    /// Whether no group has more than it may.
+    /// Whether no group exceeds its limit.
     pub fn within_limits(&self) -> bool {
         let groups = self.models.values().filter_map(|model| model.plan.group);
         let max: BTreeMap<GroupId, Amount> = groups.map(|group| (group.id, group.limits.memory_max)).collect();
@@ -227,7 +228,7 @@ impl World {
         self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
     }
 
-    /// The same events again, on a new machine: the same commands.
+    /// Checks that the same events give the same commands on a new machine.
     pub fn check_replay(&self, settings: Settings) {
         let mut machine = Machine::new(settings);
         let mut commands = Vec::new();

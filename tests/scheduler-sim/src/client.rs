@@ -1,10 +1,10 @@
-//! A simulated program and its client, which answers as the library does: what the program does, and how it misbehaves.
+//! A simulated program and its client, which answers as the library does: the program's work and its misbehaviour.
 
 use crate::{sleep::Sleeper, world::Happening, *};
 use nvshare_simulated_client::{Client, Effect, Memory, Setup, Way};
 use std::collections::VecDeque;
 
-/// Bytes that are copied and reported at once: more than the library's, for the sake of speed.
+/// Bytes that are copied and reported in one step: more than the library's, for the sake of speed.
 const CHUNK: u64 = GIB;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,12 +20,12 @@ pub(crate) enum Phase {
 pub struct Model {
     pub plan: Plan,
     pub(crate) client: Client,
-    /// Bytes that it reported as freed, and still has.
+    /// Bytes that it reported as freed and still has.
     pub(crate) hidden: BTreeMap<GpuId, u64>,
     pub(crate) phase: Phase,
     pub(crate) left: u32,
     pub(crate) remaining: Duration,
-    /// Work is running since then.
+    /// The time since which its work is running.
     pub(crate) running: Option<Time>,
     /// Its part of the job's work is on the GPU.
     pub(crate) submitted: bool,
@@ -35,7 +35,7 @@ pub struct Model {
     pub(crate) stopped: bool,
     pub(crate) sleeper: Sleeper,
     pub(crate) epoch: u64,
-    /// Start to end of each burst, waiting included.
+    /// Start and end of each burst, including waits.
     pub bursts: Vec<(Time, Time)>,
     pub waits: Vec<Duration>,
     pub finished: Option<Time>,
@@ -64,7 +64,7 @@ impl Model {
         }
     }
 
-    /// Bytes that it needs on that GPU.
+    /// Bytes that it needs on the GPU.
     pub(crate) fn demand(&self, gpu: GpuId) -> u64 {
         self.client.memory(gpu).map_or(0, Memory::demand)
     }
@@ -97,7 +97,7 @@ fn client_of(id: ClientId, plan: &Plan) -> Client {
         gpus: plan.gpus.clone(),
         peers: false,
         drain: (!spins).then_some(plan.drain),
-        fullness: None, // what the plan says, whatever runs
+        fullness: None, // the plan's, whatever runs
         pinned: plan.pinned,
         chunk: CHUNK,
     };
@@ -107,8 +107,8 @@ fn client_of(id: ClientId, plan: &Plan) -> Client {
 impl World {
     pub(crate) fn start(&mut self, id: ClientId) {
         let Some(m) = self.models.get_mut(&id) else { return };
-        m.client = client_of(id, &m.plan); // its group may be another by now
-        // In two halves, so that several hold one and want the other.
+        m.client = client_of(id, &m.plan); // its group may have changed
+        // It allocates in two halves, so that several clients have one and want the other.
         m.client.allocate(self.now, m.plan.demand, m.plan.demand / 2);
         let effects = m.client.connect();
         self.carry_out(id, effects);
@@ -124,7 +124,7 @@ impl World {
         m.finished.get_or_insert(self.now);
         m.client = client_of(id, &m.plan);
         m.hidden.clear();
-        // Killed while it was stopped: nobody reads these any more.
+        // It was killed while it was stopped, so these are never read.
         m.stopped = false;
         m.sleeper = Sleeper::default();
         m.inbox.clear();
@@ -164,7 +164,7 @@ impl World {
                 }
             }
             Command::Revoke { gpus, .. } if m.stuck > 0 => {
-                // One that drains already does not answer again.
+                // A client that is draining already doesn't answer again.
                 let held = m.client.held().difference(m.client.draining());
                 let gpus: GpuSet = held.filter(|gpu| gpus.contains(gpu)).copied().collect();
                 if !gpus.is_empty() {
@@ -228,7 +228,7 @@ impl World {
         }
     }
 
-    /// Bytes have moved. Of those that left, some may be there still.
+    /// Records that bytes have moved. Some of the evicted bytes may still be there.
     pub(crate) fn moved(&mut self, id: ClientId, gpu: GpuId, way: Way, bytes: u64) {
         let now = self.now;
         let Some(m) = self.models.get_mut(&id) else { return };
@@ -270,11 +270,11 @@ impl World {
         self.client_does(id, |client| client.begin_work(now));
     }
 
-    /// Its work may run.
+    /// Starts its work, or submits its part of a job.
     fn work(&mut self, id: ClientId) {
         let now = self.now;
         let m = self.models.get_mut(&id).unwrap();
-        // Only once all have done something alone the work of each needs the others'.
+        // The work of each member needs the others' only after all have worked alone.
         if m.plan.job != 0 && m.left + 1 < m.plan.phases {
             m.submitted = true;
             let job = m.plan.job;
@@ -284,7 +284,7 @@ impl World {
         self.at(end, Happening::WorkEnds(id, epoch));
     }
 
-    /// Runs the work of a job once all of it is there.
+    /// Runs the work of a job once all of its members have submitted theirs.
     fn meet(&mut self, job: u64) {
         let now = self.now;
         let members = || self.models.iter().filter(|(_, m)| m.plan.job == job && m.phase != Phase::Done);

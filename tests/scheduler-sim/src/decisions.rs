@@ -1,7 +1,8 @@
-//! A record of all that a machine decides, to compare one that was rewritten with the one before.
+//! A record of all decisions of a machine, to compare a rewritten machine with the one before.
 //!
-//! With `NVSHARE_DECISIONS=DIRECTORY`, every world of a test adds a line to a file of the test's name: how many commands its
-//! machine gave, and a hash of them with their times. The same worlds are made again with `PROPTEST_RNG_SEED=N`:
+//! With `NVSHARE_DECISIONS=DIRECTORY`, every world of a test adds a line to a file of the test's name: the number of
+//! commands that its machine gave, and a hash of them with their times. `PROPTEST_RNG_SEED=N` makes the same worlds
+//! again:
 //!
 //! ```text
 //! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p nvshare-sched
@@ -9,7 +10,7 @@
 //! diff -r /tmp/before /tmp/after
 //! ```
 //!
-//! Commands are hashed as numbers that this file gives them, so that names can change.
+//! Commands are hashed by numbers that this file gives them, so that names can change.
 
 use nvshare_sched::*;
 use std::fs::OpenOptions;

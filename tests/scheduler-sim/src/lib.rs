@@ -1,6 +1,6 @@
 //! A world in virtual time around the scheduler's machine: clients that behave as the library does
-//! (`nvshare_simulated_client`), or do not, and checks after every event of what must always hold. Messages take a little
-//! time in both directions and keep their order, so that they cross as they do in life.
+//! (`nvshare_simulated_client`), or misbehave, and checks of the invariants after every event. Messages take a little
+//! time in both directions and keep their order, so that they cross as on a real host.
 
 mod checks;
 mod client;
@@ -25,7 +25,7 @@ use std::time::Duration;
 
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
-/// Over which parts of the time are counted.
+/// The period over which shares of the time are counted.
 pub const PERIOD: Duration = Duration::from_secs(10);
 
 pub fn ms(ms: u64) -> Duration {
@@ -60,12 +60,12 @@ pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
     }
 }
 
-/// What a measurement finds that leaves no doubt.
+/// An exact measurement.
 pub fn exactly(bytes: u64) -> Found {
     Found { least: bytes, most: bytes }
 }
 
-/// Made-up behaviour: the same for the same seed.
+/// Random behaviour, the same for the same seed.
 #[derive(Debug, Clone)]
 pub struct Dice(fastrand::Rng);
 

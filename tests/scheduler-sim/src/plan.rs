@@ -1,54 +1,56 @@
-//! What a simulated client does, and how well its library behaves.
+//! A simulated client's work, and how well its library behaves.
 
 use crate::*;
 
 /// Work that never ends.
 pub const ENDLESS: Duration = Duration::from_secs(1 << 20);
 
-/// What a program does, and how well its library behaves.
+/// A program's work, and how well its library behaves.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub gpus: GpuSet,
     pub gang: u64,
-    /// Its work and that of all others of this job, where it is not 0, run only together: each spins until the others are
-    /// there, and cannot drain meanwhile.
+    /// The job, or 0. The work of a job's clients runs only together: each spins until the others are there, and cannot
+    /// drain until then.
     pub job: u64,
     pub tenant: TenantId,
-    /// What it counts with others for, and how much that may be.
+    /// The group that it counts with, and the group's limits.
     pub group: Option<Group>,
-    /// What it says of itself.
+    /// Its own limits.
     pub own: EnvLimits,
-    /// How full it keeps a GPU, in thousandths, if it says so.
+    /// How full it keeps a GPU, in thousandths, if it reports that.
     pub fullness: Option<u32>,
     pub engine: Engine,
     pub demand: u64,
-    /// What it allocates besides at the beginning of each phase.
+    /// Bytes that it allocates in addition at the beginning of each phase.
     pub growth: u64,
     pub pinned: u64,
     /// When it starts.
     pub start: Time,
     pub phases: u32,
-    /// Without GPU work before each phase, and with.
+    /// Time without GPU work before each phase, and time with.
     pub cpu: Duration,
     pub gpu: Duration,
-    /// For so long submitted work runs on after a revoke. One that takes long says so once, as the library does.
+    /// How long submitted work runs on after a revoke. A client whose work takes long reports that once, as the library
+    /// does.
     pub drain: Duration,
-    /// Its work never ends, and it never releases. The world does not wait for it.
+    /// Its work never ends, and it never releases the lock. The world doesn't wait for it.
     pub endless: bool,
-    /// Bytes a second that it can evict.
+    /// Bytes per second that it can evict.
     pub rate: u64,
-    /// How often it answers a revoke with Stuck and works on.
+    /// How often it answers a revoke with Stuck and continues its work.
     pub stuck: u32,
-    /// Stopped from then to then.
+    /// When it is stopped, and continued.
     pub stopped: Option<(Time, Time)>,
-    /// Killed then.
+    /// When it is killed.
     pub killed: Option<Time>,
     pub lie: Option<Lie>,
-    /// Leaves when its phases are done, and does not stay idle with its memory.
+    /// Exits when its phases are done, instead of staying idle with its memory.
     pub leaves: bool,
 }
 
-/// So many bytes it reports as freed whenever it evicts, and keeps: for so long, or until it may have them again.
+/// The bytes that a client reports as freed whenever it evicts, and keeps: for the time `late`, or until it may have them
+/// again.
 #[derive(Debug, Clone, Copy)]
 pub struct Lie {
     pub bytes: u64,

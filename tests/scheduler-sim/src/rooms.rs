@@ -1,11 +1,11 @@
-//! Rooms that come and go: memory that is kept free for programs that are no clients.
+//! Rooms that are opened and closed: memory that is kept free for programs that are not clients.
 
 use crate::{world::Happening, *};
 
-/// How long a room may take to be ready, or to be refused.
+/// The time limit for a room to be ready or refused.
 const ANSWERED: Duration = Duration::from_secs(10);
 
-/// A room, as who asked for it sees it.
+/// A room as its requester sees it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SimulatedRoom {
     pub gpu: GpuId,
@@ -16,7 +16,7 @@ pub(crate) struct SimulatedRoom {
 }
 
 impl World {
-    /// Until that time rooms come and go on all GPUs.
+    /// Opens and closes rooms on all GPUs until that time.
     pub fn make_rooms(&mut self, until: Time) {
         self.rooms_until = until;
         for (n, gpu) in self.totals.keys().copied().collect::<Vec<_>>().into_iter().enumerate() {
@@ -25,7 +25,7 @@ impl World {
         }
     }
 
-    /// Asks for a room, or for another size of the one that is there, and for the next.
+    /// Requests a room, or another size of the present one, and schedules the next request.
     pub(crate) fn ask_for_room(&mut self, room: RoomId, gpu: GpuId) {
         if self.now >= self.rooms_until {
             return;
@@ -65,13 +65,14 @@ impl World {
         }
     }
 
-    /// The bytes of rooms that are ready are mapped by no client, and every room is ready, refused or over in time.
+    /// Checks that no client maps the bytes of rooms that are ready, and that every room is ready, refused or over
+    /// in time.
     pub(crate) fn check_rooms(&self) {
         for (room, state) in &self.rooms {
             assert!(self.now <= state.until, "{room:?} is not over: {state:?}");
             assert!(state.is_ready || self.now <= state.asked + ANSWERED, "{room:?} waits: {state:?}");
         }
-        // Who was stopped may map what it was allowed before; and nothing is measured of one that lies.
+        // A client that was stopped may map its former allowance, and a client that lies isn't measured.
         let is_honest = |m: &Model| m.plan.lie.is_none() && m.plan.stopped.is_none();
         if self.rooms.is_empty() || self.physical || self.sleeps.is_some() || !self.models.values().all(is_honest) {
             return;

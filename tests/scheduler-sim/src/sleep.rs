@@ -1,11 +1,11 @@
-//! Clients that are put to sleep and woken: libraries that prepare, refuse or never answer, a helper that fails or dies, and
-//! what must hold meanwhile: only a process that is prepared is checkpointed, and a restore never runs out of memory.
+//! Clients that are put to sleep and woken: libraries that prepare, refuse or never answer, and a helper that fails or dies.
+//! Throughout, only a prepared process is checkpointed, and a restore never runs out of memory.
 
 use crate::{client::Phase, world::Happening, *};
 use nvshare_simulated_client::{rename, replace};
 use std::collections::VecDeque;
 
-/// The longest preparation of the library.
+/// The library's longest preparation.
 const MOST: Duration = Duration::from_secs(30);
 
 /// A client's process, and its library's part in its sleep.
@@ -16,9 +16,9 @@ pub(crate) struct Sleeper {
     pub(crate) is_off: bool,
     /// It has asked to be woken.
     asked: bool,
-    /// What arrived since it was prepared.
+    /// Commands that arrived since it was prepared.
     kept: VecDeque<Command>,
-    /// The GPUs that have been exchanged for others since its process was taken off them: which it was on, and which it has
+    /// The GPUs that have been replaced since its process was taken off them: from the GPU that it was on to the GPU that it has
     /// attached.
     moves: BTreeMap<GpuId, GpuId>,
 }
@@ -33,10 +33,10 @@ pub(crate) enum Stage {
     Prepared,
 }
 
-/// How often things go wrong: one in so many.
+/// The odds of failures: one in `n` each.
 #[derive(Debug, Clone, Copy)]
 pub struct Sleeps {
-    /// Nobody is told to sleep after this.
+    /// When clients are last put to sleep.
     pub until: Time,
     pub refused: u64,
     pub silent: u64,
@@ -45,7 +45,8 @@ pub struct Sleeps {
 }
 
 impl World {
-    /// From now on clients are put to sleep, paused and resumed at random, and their contexts take so many bytes.
+    /// Puts clients to sleep, and pauses and resumes them, at random from now on. Their contexts then take memory, by the
+    /// settings.
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
         self.measure();
@@ -54,8 +55,7 @@ impl World {
         self.at(self.now, Happening::SleepSomebody);
     }
 
-    /// Bytes of everything on a GPU that is no client's memory: those of contexts are there from when the client may make
-    /// them.
+    /// Bytes on a GPU that are not clients' memory. A context counts from the moment when the client may create it.
     pub(crate) fn overhead_now(&self, gpu: GpuId) -> u64 {
         let context = self.machine.settings().context;
         let has_context = |id: &ClientId| {
@@ -117,8 +117,8 @@ impl World {
         self.feed(Event::Migrate { client, from: own.unwrap_or(any), to });
     }
 
-    /// What was sent to clients that have been moved, and what is known of them, means the other GPU from now on. The library and
-    /// the daemon speak of slots, so they do nothing for this.
+    /// Renames the GPU in commands that were sent to clients that have been moved, and in their models. The library and the
+    /// daemon use slots, so they need no such step.
     pub(crate) fn move_clients(&mut self, commands: &mut [Command]) {
         for at in 0..commands.len() {
             let (before, [command, ..]) = commands.split_at_mut(at) else { return };
@@ -172,7 +172,7 @@ impl World {
         }
     }
 
-    /// What a client does with a command, if that concerns its sleep or waits for the end of it.
+    /// Handles a command that concerns a client's sleep; keeps commands that wait for the end of the sleep.
     pub(crate) fn receive_asleep(&mut self, id: ClientId, command: Command) -> Option<Command> {
         let now = self.now;
         let sleeps = self.sleeps?;
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// A client that prepares looks whether its memory has left.
+    /// Checks whether the memory of a client that prepares has been evicted.
     pub(crate) fn prepares(&mut self, id: ClientId) {
         let now = self.now;
         let Some(m) = self.models.get_mut(&id) else { return };
@@ -233,7 +233,7 @@ impl World {
         self.say(id, Event::WakeRequested { client: id });
     }
 
-    /// The helper has been called: it answers, in a while.
+    /// Calls the helper, which answers after a while.
     pub(crate) fn call_helper(&mut self, id: ClientId, operation: SleepOperation, moves: Vec<Move>) {
         let Some(m) = self.models.get(&id) else { return };
         let is_wake = operation == SleepOperation::Wake;
@@ -265,7 +265,7 @@ impl World {
         self.feed(Event::Checkpointed { client: id, outcome });
     }
 
-    /// A restore that runs out of memory is final.
+    /// Checks that a restore has enough memory: running out is final.
     fn check_room(&self, id: ClientId) {
         for gpu in &self.models[&id].plan.gpus {
             let there = self.models.iter().filter(|(id, m)| m.plan.gpus.contains(gpu) && self.connected.contains(id));

@@ -1,20 +1,20 @@
-//! What keeps memory from being mapped although it seems to be free, and measurements that are wrong.
+//! Trouble that keeps seemingly free memory from being mapped, and wrong measurements.
 
 use crate::{world::Happening, *};
 
-/// What keeps clients from mapping what seems to be free on a GPU.
+/// Trouble that keeps clients from mapping memory that seems to be free on a GPU.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Trouble {
-    /// Bytes that programs outside have.
+    /// Bytes of other programs.
     pub stranger: u64,
-    /// Bytes that are free and cannot be had.
+    /// Bytes that are free and cannot be mapped.
     pub fragmented: u64,
     /// Every mapping fails until then.
     pub refuses_until: Time,
 }
 
 impl World {
-    /// Measures with an error, which clients' figures have as well.
+    /// Measures with an error, which also applies to clients' figures.
     pub(crate) fn read_wrongly(&mut self, gpu: GpuId, begun: Time, at: Time, found: BTreeMap<ClientId, Found>) {
         let error = self.rng.below(2 * self.error + 1);
         let wrong = |bytes: u64, error: u64, most: u64| (bytes + error).saturating_sub(most);
@@ -31,13 +31,13 @@ impl World {
         self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
     }
 
-    /// Bytes that nothing has, where so many of those that clients have are not there yet.
+    /// Free bytes, if `coming` bytes of the clients' memory are not there yet.
     fn really_free(&self, gpu: GpuId, coming: u64) -> u64 {
         let used: u64 = self.models.values().map(|m| m.has(gpu)).sum();
         self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used - coming)
     }
 
-    /// How many of the bytes that a client is about to map can be mapped now.
+    /// Bytes of the `wanted` ones that a client can map now.
     pub(crate) fn mappable(&self, gpu: GpuId, wanted: u64) -> u64 {
         let trouble = self.troubles[&gpu];
         let free = self.really_free(gpu, wanted).saturating_sub(trouble.fragmented);
@@ -56,7 +56,7 @@ impl World {
             let free = self.really_free(gpu, 0);
             let rng = &mut self.rng;
             let trouble = Trouble {
-                // Takes what is free at most.
+                // At most the free memory.
                 stranger: if rng.one_in(2) { rng.below(before.stranger + free.min(4 * GIB) + 1) } else { 0 },
                 fragmented: if rng.one_in(3) { rng.below(GIB) } else { 0 },
                 refuses_until: if rng.one_in(4) { self.now + rng.between(ms(0), ms(2000)) } else { Time::ZERO },

@@ -7,34 +7,34 @@ use std::collections::BTreeSet;
 #[derive(Debug)]
 pub(crate) enum Happening {
     Start(ClientId),
-    /// A measurement.
+    /// Delivers a measurement.
     ToMachine(Event),
     FromClient(ClientId, Event),
     ToClient(ClientId, Command),
     PhaseBegins(ClientId),
     WorkEnds(ClientId, u64),
-    /// Its client asked to be woken.
+    /// A timer of its client, which asked to be woken.
     Wakes(ClientId, Timer),
     Moved(ClientId, GpuId, Way, u64),
-    /// Something else ails the GPUs.
+    /// The trouble of the GPUs changes.
     Trouble,
     Stop(ClientId),
     Cont(ClientId),
     Kill(ClientId),
-    /// A lie becomes the truth.
+    /// A client really frees the bytes that it lied about.
     Frees(ClientId, GpuId),
-    /// What is on a GPU is looked at, for a measurement that was begun then.
+    /// Reads a GPU's use, for a measurement that began at that time.
     Read(GpuId, Time),
-    /// It is time for a measurement that nobody asked for.
+    /// A periodic measurement, without a request.
     Sample,
-    /// Somebody is told to sleep, or to run.
+    /// Tells a random client to sleep or to run.
     SleepSomebody,
-    /// A room is asked for on a GPU, or is no longer needed.
+    /// Requests a room on a GPU, or gives up the present one.
     Room(RoomId, GpuId),
     RoomCloses(RoomId),
-    /// A client looks whether it is prepared.
+    /// A client checks whether it is prepared.
     Prepares(ClientId),
-    /// The checkpoint helper is done with a process.
+    /// The checkpoint helper has finished with a process.
     Helps(ClientId, SleepOperation),
 }
 
@@ -44,11 +44,11 @@ pub struct World {
     pub now: Time,
     pub totals: BTreeMap<GpuId, u64>,
     pub overheads: BTreeMap<GpuId, u64>,
-    /// The host's memory, where that is bounded.
+    /// The host's memory, if it is limited.
     pub host: Option<u64>,
-    /// What each group was promised when it was last looked at.
+    /// What each group was promised at the last check.
     pub(crate) promised: BTreeMap<(GroupId, GpuId), u64>,
-    /// The same of each client that bounds itself.
+    /// The same for each client with limits of its own.
     pub(crate) own_promised: BTreeMap<(ClientId, GpuId), u64>,
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
@@ -56,43 +56,43 @@ pub struct World {
     pub(crate) decisions: Decisions,
     pub rng: Dice,
     pub latency: Duration,
-    /// What clients have is measured, as NVML does; else they are believed.
+    /// Clients' memory is measured, as by NVML; otherwise reports are believed.
     pub measures: bool,
-    /// Exceptions to "one holder" and "nobody is revoked for nothing" until then, since settings changed.
+    /// Until then, after a change of settings, there may be several holders, and revokes without a cause.
     pub tolerant: Time,
-    /// GPUs where a client may map, or has mapped, more than the machine counts with, until then at least: it tries to, or
-    /// it did not answer for long and goes on with what it was allowed before.
+    /// GPUs where a client may map, or has mapped, more than the machine counts, at least until then: it tries to, or it was silent
+    /// for long and continues with its former allowance.
     pub(crate) overdrawn: BTreeMap<GpuId, Time>,
-    /// Mapping fails where there is no room, whatever the machine believes.
+    /// Mapping fails if there is no room, whatever the machine believes.
     pub physical: bool,
     /// How clients are put to sleep.
     pub(crate) sleeps: Option<Sleeps>,
-    /// Rooms come and go until then.
+    /// When rooms stop being opened.
     pub(crate) rooms_until: Time,
-    /// Rooms that were asked for: when, on which GPU, how large, until when, and whether its bytes are free.
+    /// Requested rooms: when, on which GPU, how large, until when, and whether the bytes are free.
     pub(crate) rooms: BTreeMap<RoomId, SimulatedRoom>,
-    /// What ails each GPU, where mapping can fail.
+    /// Each GPU's trouble, if mapping can fail.
     pub troubles: BTreeMap<GpuId, Trouble>,
-    /// Until when there is trouble, and by how many bytes each measurement is wrong at most, also afterwards.
+    /// When the trouble ends, and the largest error of each measurement in bytes, also afterwards.
     pub(crate) troubled: Time,
     pub(crate) error: u64,
     pub(crate) connected: BTreeSet<ClientId>,
     pub(crate) asked: BTreeMap<ClientId, GpuSet>,
-    /// Migrations that were not answered.
+    /// Migrations without an answer so far.
     pub(crate) migrations: BTreeMap<ClientId, u32>,
-    /// A GPU has been drained, so clients move that no administrator named.
+    /// A GPU has been drained, so clients move without an administrator's order.
     pub(crate) has_drained: bool,
-    /// The allowance that each was last sent.
+    /// The allowance that each client was sent last.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
     pub(crate) queue: BTreeMap<(Time, u64), Happening>,
     pub(crate) last: BTreeMap<(ClientId, bool), Time>,
     pub(crate) counter: u64,
-    /// More are taken for a loop.
+    /// A world with more steps counts as an endless loop.
     pub most_steps: u64,
     /// Models that are not done.
     pub(crate) busy: usize,
     pub keep: bool,
-    /// How often the checks that cost much are made.
+    /// Also makes the expensive checks.
     pub thorough: bool,
 }
 
@@ -137,7 +137,7 @@ impl World {
         }
     }
 
-    /// A world with one GPU of that size.
+    /// A world with one GPU of `total` bytes.
     pub fn with_gpu(anti_thrash: AntiThrash, quantum: Duration, total: u64) -> Self {
         let mut world = Self::new(settings(anti_thrash, quantum), 1);
         world.add_gpu(gpu(0), total, 0);
@@ -151,28 +151,28 @@ impl World {
         self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead, others: 0, complete: true });
     }
 
-    /// From now on what is swapped out has so much room.
+    /// Limits the room for evicted memory to `bytes` from now on.
     pub fn set_host(&mut self, bytes: u64) {
         self.host = Some(bytes);
         self.feed(Event::HostMemory { bytes });
     }
 
-    /// From now on mapping fails where there is no room; until that time programs outside come and go, memory cannot be had
-    /// that is free, and the driver fails for a while. Each measurement is wrong by up to `error` bytes, also afterwards.
+    /// From now on mapping fails if there is no room. Until `until`, other programs start and end, some free memory cannot be
+    /// mapped, and the driver fails for a while. Each measurement is wrong by up to `error` bytes, also afterwards.
     pub fn trouble(&mut self, until: Time, error: u64) {
         (self.physical, self.troubled, self.error) = (true, until, error);
         self.measure();
         self.at(self.now, Happening::Trouble);
     }
 
-    /// The machine is about to sleep, or has woken up. Until then all memory is too much.
+    /// The machine is about to suspend, or has resumed. Until it resumes, all memory on GPUs counts as too much.
     pub fn sleep(&mut self, asleep: bool) {
         let until = if asleep { Time::MAX } else { self.now };
         self.overdrawn.extend(self.totals.keys().map(|gpu| (*gpu, until)));
         self.feed(Event::Sleep { asleep });
     }
 
-    /// From now on what clients have is measured: when the machine asks, and every now and then.
+    /// Measures clients' memory from now on: when the machine asks, and periodically.
     pub fn measure(&mut self) {
         self.measures = true;
         self.at(self.now, Happening::Sample);
@@ -199,7 +199,7 @@ impl World {
         self.queue.insert((at, self.counter), what);
     }
 
-    /// On its way, behind what was sent before.
+    /// Queues a message behind those that were sent before.
     pub(crate) fn send(&mut self, client: ClientId, up: bool, what: Happening) {
         let delay = Duration::from_nanos(self.rng.below(self.latency.as_nanos() as u64 + 1));
         let last = self.last.entry((client, up)).or_default();
@@ -212,7 +212,7 @@ impl World {
         self.send(client, true, Happening::FromClient(client, event));
     }
 
-    /// Runs until that time, or until nothing happens any more. Returns whether all living clients are done.
+    /// Runs until that time, or until nothing is left to happen. Returns whether all living clients are done.
     pub fn run(&mut self, until: Time) -> bool {
         let mut steps = 0u64;
         loop {
@@ -247,7 +247,7 @@ impl World {
         self.busy == 0
     }
 
-    /// Gives an event to the machine, checks what must hold, and carries the commands.
+    /// Gives an event to the machine, checks the invariants, and delivers the commands.
     pub fn feed(&mut self, event: Event) {
         match &event {
             Event::Connected { client, .. } => drop(self.connected.insert(*client)),
@@ -273,7 +273,7 @@ impl World {
             self.commands.extend(commands.iter().map(|command| (self.now, command.clone())));
         }
         self.move_clients(&mut commands);
-        // What a charge was before it was found to be too low says nothing.
+        // A charge from before it was found to be too low cannot be compared.
         if let Some((before, unfreed)) = before
             && unfreed == self.unfreed()
         {
@@ -307,7 +307,7 @@ impl World {
 
     pub(crate) fn happen(&mut self, what: Happening) {
         let now = self.now;
-        // Nothing goes on in a process that is stopped.
+        // A stopped process does nothing.
         if let Happening::PhaseBegins(id)
         | Happening::WorkEnds(id, _)
         | Happening::Wakes(id, _)
@@ -321,13 +321,13 @@ impl World {
         }
         match what {
             Happening::Start(id) => self.start(id),
-            // Which rule it has is what the daemon finds now.
+            // The daemon looks up the client's rule at this moment.
             Happening::FromClient(id, Event::Groups { .. }) => {
                 let group = self.models.get(&id).and_then(|m| m.plan.group);
                 self.feed(Event::Groups { groups: [(id, group)].into() });
             }
             Happening::FromClient(_, event) | Happening::ToMachine(event) => self.feed(event),
-            // A process that is done but stays still evicts and releases.
+            // A process that is done but stays evicts and releases.
             Happening::ToClient(id, command) if self.connected.contains(&id) => {
                 let Some(model) = self.models.get_mut(&id) else { return };
                 match command {
@@ -402,7 +402,7 @@ impl World {
         }
     }
 
-    /// The machine wants to know what is on a GPU.
+    /// Carries out the machine's request to measure a GPU.
     pub(crate) fn look(&mut self, command: &Command) {
         let Command::Measure { gpu } = command else { return };
         if self.measures {
@@ -414,7 +414,7 @@ impl World {
         }
     }
 
-    /// The gang that a client is in, by a rule or by what it says; 0: none.
+    /// A client's gang, by a rule or by its own statement, or 0.
     pub(crate) fn gang(&self, client: ClientId) -> u64 {
         let Some(plan) = self.models.get(&client).map(|m| &m.plan) else { return 0 };
         plan.group.filter(|group| group.limits.gang).map_or(plan.gang, |group| 1000 + group.id.0)
@@ -429,14 +429,14 @@ impl World {
         view.holders.iter().any(|h| h.client == client && h.state == LockState::Undrainable)
     }
 
-    /// Rules are others: from now on these clients are in these groups.
+    /// Changes the rules: from now on these clients are in these groups.
     pub fn regroup(&mut self, group_of: impl Fn(ClientId) -> Option<Group>) {
         let gangs = |world: &Self| -> Vec<u64> { world.models.keys().map(|id| world.gang(*id)).collect() };
         let before = gangs(self);
         for (id, model) in &mut self.models {
             model.plan.group = group_of(*id);
         }
-        // Who was in somebody's way may be so no longer; who ran together may have to drain apart.
+        // A client may no longer be in another's way, and clients that ran together may have to drain separately.
         let patience = if gangs(self) == before { ms(1) } else { Duration::from_secs(20) };
         self.tolerant = self.tolerant.max(self.now + patience);
         self.promised.clear();

@@ -22,7 +22,8 @@ fn a_stopped_holder_is_routed_around() {
     assert_eq!(t.attachment(2).state, LockState::Holding);
 }
 
-/// Client 1, with all its memory, was asked for the lock and has said nothing since; it runs. The last commands.
+/// Client 1, with all its memory, was revoked and has been silent since; its process runs. Returns the last
+/// commands.
 fn silent(mut t: Talk, seconds: u64) -> (Talk, Vec<Command>) {
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     let mut last = Vec::new();
@@ -58,7 +59,7 @@ fn others_run_beside_a_holder_that_runs_and_says_nothing() {
     assert_eq!((t.attachment(1).charge, t.state(2)), (GIB, LockState::Holding), "nothing says that it has less");
     t.release(1, ReleaseReason::Revoked);
     assert_eq!(t.state(1), LockState::Idle);
-    // Silence says nothing of how long its work takes: in its next turn it has as long.
+    // Silence doesn't tell how long its work takes, so its next turn has the full length.
     t.request(1);
     t.release(2, ReleaseReason::Idle);
     t.request(2);
@@ -77,7 +78,7 @@ fn a_holder_that_says_something_now_and_then_has_a_minute() {
     }
 }
 
-/// Without a context on the GPU, no process has anything there, whatever it reports.
+/// A process without a context on the GPU has no memory there, whatever it reports.
 #[test]
 fn a_silent_holder_withholds_nothing_but_what_is_measured() {
     let mut t = Talk::in_mode(AntiThrash::On);

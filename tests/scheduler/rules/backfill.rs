@@ -1,4 +1,4 @@
-//! A GPU is used by others while the first request there waits for other GPUs.
+//! While the first request for a GPU waits for other GPUs, other clients use it.
 
 use crate::talk::*;
 use nvshare_sched::*;

@@ -14,7 +14,7 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     t.report(1, 0, 8 * GIB, 0);
     t.join(2, 12 * GIB);
     t.request(2);
-    // Client 2 is of the same user, and so believes client 1 that 7 GiB are gone, and has them.
+    // Client 2 belongs to the same user, so it believes client 1 that 7 GiB are gone, and uses them.
     t.map(1);
     assert_eq!(t.state(2), LockState::Holding);
     t.map(2);
@@ -39,13 +39,13 @@ fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
     t.report(1, 9 * GIB, 8 * GIB, 0);
     assert_eq!(t.attachment(3).allowance, 2 * GIB, "it gives for both");
     t.now += ms(1);
-    let half = 5; // of two evictions in four steps each, after the allowance that it has
+    let half = 5; // the first of two evictions in four steps each, after its present allowance
     assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
     let found = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), exactly(gib * GIB))).into();
     assert_eq!(allowances(&t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
 }
 
-/// A GPU where each context takes 1 GiB, and client 1 has all of it but half of that.
+/// A GPU where each context takes 1 GiB, and client 1 has all of it but half of such a context.
 fn nearly_full() -> Talk {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 15 * GIB - 512 * MIB);
@@ -90,10 +90,10 @@ fn a_context_beside_which_a_client_could_not_run_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
-    // What the others would take counts for nothing.
+    // The memory that the others would use doesn't count.
     assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
-    // Room for one of them, and then for all.
+    // There is room for one of them, and then for all.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
     assert_eq!(attached(&t.say(Event::Disconnected { client: client(1) })), [3]);
 }
@@ -155,7 +155,7 @@ fn a_context_is_put_aside_until_it_was_measured() {
     t.now += Duration::from_secs(2);
     t.measured(GIB / 2);
     assert_eq!(capacity(&t), 14 * GIB + GIB / 2, "perhaps only a part of it has");
-    // One that uses it has it, from then on.
+    // A client that uses its context is known to have it from then on.
     t.now += ms(1);
     t.request(1);
     let begun = t.now - ms(1);
@@ -163,15 +163,15 @@ fn a_context_is_put_aside_until_it_was_measured() {
     assert_eq!(capacity(&t), 14 * GIB + GIB / 2);
     t.measured(GIB / 2);
     assert_eq!(capacity(&t), 15 * GIB + GIB / 2);
-    // So has one that does nothing, at last.
+    // So is an idle client, after a while.
     t.join(2, 0);
     t.now += Duration::from_secs(10);
     t.measured(GIB);
     assert_eq!(capacity(&t), 15 * GIB);
 }
 
-/// Eight programs that start at once beside a stranger. Their contexts are small, and each counts for 1 GiB until it is
-/// measured: together they seem to leave nothing. Client 1 is the first to allocate, and is measured.
+/// Eight programs that start at the same time beside a stranger. Their contexts are small, and each counts as 1 GiB
+/// until it is measured, so together they seem to leave nothing. Client 1 is the first to allocate, and is measured.
 fn eight_at_once(bytes: u64) -> (Talk, Vec<Command>) {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.measured(9 * GIB);
@@ -184,7 +184,7 @@ fn eight_at_once(bytes: u64) -> (Talk, Vec<Command>) {
     (t, commands)
 }
 
-/// A measurement of the GPU and its clients.
+/// Measures the GPU and its clients.
 fn look(t: &mut Talk, overhead: u64) -> Vec<Command> {
     let mut commands = t.measured(overhead);
     let found = (1..=8).map(|n| (client(n), exactly(0))).collect();
@@ -227,7 +227,7 @@ fn an_allocation_waits_for_contexts_no_longer_than_they_may_take_to_appear() {
     let begun = t.now;
     while t.now < begun + Duration::from_secs(10) {
         let mut commands = t.after(ms(100));
-        // Something moves all the time, so that the overhead is not known.
+        // Something moves all the time, so the overhead isn't known.
         commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found: BTreeMap::new() }));
         assert_eq!(denials(&commands) > 0, t.now >= begun + Duration::from_secs(10), "{:?}", t.now - begun);
     }

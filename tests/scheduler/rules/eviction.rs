@@ -1,4 +1,5 @@
-//! Eviction: which memory leaves, when it is passed on, and what keeps memory on the GPU; reservations of the driver.
+//! Eviction: the choice of memory to evict, when it is passed on, and reasons to keep memory on the GPU; reservations of
+//! the driver.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -91,7 +92,7 @@ fn the_least_recently_run_is_evicted_and_holders_are_not() {
     t.map(4);
     t.join(6, 6 * GIB);
     t.say(Event::Cancelled { client: client(5), gpus: gpus([0]) });
-    // 3 holds the lock; 5 came last; so what 4 has left, and then 1.
+    // Client 3 holds the lock, and client 5 came last. So the rest of client 4's memory is evicted, and then client 1's.
     let victims = allowances(&t.request(6));
     assert_eq!(victims.iter().filter(|(_, b)| *b == 0).map(|(n, _)| *n).collect::<Vec<_>>(), [4]);
     assert_eq!(victims.last(), Some(&(1, GIB)));
@@ -103,8 +104,8 @@ fn nobody_is_evicted_for_what_is_free_already() {
     t.join(1, 8 * GIB);
     t.join(2, 7 * GIB);
     t.request(1);
-    // It grows by as much as is free and a little more, which the other gives; not the part that is too small to be given
-    // by itself.
+    // It grows by the free memory and a little more, which the other client gives up; the little more would be too small
+    // to be passed on by itself.
     let commands = t.report(1, 9 * GIB + 4096, 8 * GIB, 0);
     assert_eq!(allowances(&commands), [(1, 9 * GIB), (2, 7 * GIB - 4096)]);
     let mut t = Talk::in_mode(AntiThrash::On);
@@ -155,7 +156,7 @@ fn room_for_a_context_is_made_before_the_client_may_create_it() {
     assert_eq!(t.attachment(1).allowance, 15 * GIB);
     t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
-    // What is set aside for contexts is a guess, so more may be asked for.
+    // The amount set aside for contexts is an estimate, so clients may ask for more.
     let limit = |n, seq| Command::Limit {
         client: client(n),
         gpu: gpu(0),
@@ -172,7 +173,7 @@ fn room_for_a_context_is_made_before_the_client_may_create_it() {
     assert_eq!(commands, [Command::Attached { client: client(2), gpu: gpu(0) }, limit(2, 1)]);
 }
 
-/// Clients 1 and 2 have 8 GiB each on the GPU; client 3 waits for 4 GiB of the first.
+/// Clients 1 and 2 have 8 GiB each on the GPU; client 3 waits for 4 GiB of client 1's.
 fn with_eviction() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in [1, 2] {
@@ -201,7 +202,7 @@ fn a_victim_on_which_unseen_work_runs_is_passed_over_and_asked_again_later() {
 #[test]
 fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
     let mut t = with_eviction();
-    t.report(1, 8 * GIB, 7 * GIB, 0); // as far as it got
+    t.report(1, 8 * GIB, 7 * GIB, 0); // the part evicted so far
     let commands = t.stuck(1, StuckReason::HostFull);
     assert!(commands.contains(&stays(1, EvictionBlock::HostFull)), "{commands:?}");
     assert!(allowances(&commands).contains(&(1, 7 * GIB)), "it has that: {commands:?}");
@@ -264,7 +265,7 @@ fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
     t.after(ms(1));
     assert_eq!(allowances(&t.map(1)), [(1, 8 * GIB)], "what it did not take is free again");
 
-    // Nothing is taken from whoever asks, and a holder is asked for the lock.
+    // The requesting client gives up nothing, and a holder is revoked.
     t.map(1);
     let commands = t.say(Event::ReservationRequested { client: client(1), gpu: gpu(0), bytes: GIB });
     let prepare = Command::Prepare { client: client(2), gpu: gpu(0), bytes: GIB };
@@ -356,7 +357,7 @@ fn the_dead_leave_lock_and_bytes_at_once() {
     assert!(commands.contains(&grant(2)));
 }
 
-/// Client 1 has had the lock, and is asked for 8 GiB, which client 2 waits for.
+/// Client 1 has held the lock and must evict 8 GiB, which client 2 waits for.
 fn asked_for_8_gib() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
@@ -372,11 +373,11 @@ fn asked_for_8_gib() -> Talk {
 fn memory_that_leaves_without_being_copied_is_copied_when_it_comes_back() {
     let mut t = asked_for_8_gib();
     t.after(ms(10));
-    t.map(1); // all of it has left
+    t.map(1); // all of it is evicted
     t.map(2);
     assert_eq!(t.state(2), LockState::Holding);
     let commands = t.request(1);
-    // 8 GiB, and no more than 48 GiB a second.
+    // 8 GiB at no more than 48 GiB/s.
     assert!(grace(&commands) > Some(ms(160)), "{commands:?}");
 }
 
@@ -392,13 +393,13 @@ fn memory_that_holds_one_value_says_nothing_of_other_memory() {
         let commands = t.request(1);
         grace(&commands).unwrap()
     };
-    // 8 GiB of the other's leave, of which nothing is known: at 24 GiB a second, and 48 at most.
+    // 8 GiB of the other client's memory are evicted at an unknown rate: 24 GiB/s is assumed, and 48 GiB/s at most.
     assert!(grace_after(0) > ms(400));
     let copied = grace_after(8 * GIB);
     assert!(copied > ms(300) && copied < ms(400), "{copied:?}");
 }
 
-/// The original needs 21.2 s for this, no scheduler at all 16.4 s.
+/// The original nvshare needs 21.2 s for this; without any scheduler it takes 16.4 s.
 #[test]
 fn two_jobs_that_use_the_gpu_half_of_the_time_overlap() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);

@@ -1,4 +1,4 @@
-//! Sets of GPUs and gangs are granted and revoked whole.
+//! Sets of GPUs and gangs are granted and revoked as a whole.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -110,19 +110,19 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
     assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), [], "it waits for its fellow");
     let both = [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }];
     assert_eq!(t.say(Event::Requested { client: client(2), gpus: gpus([1]) }), both);
-    // While one of them has to go, the rule changes: the other may go on.
+    // The rule changes while one of them is due to be revoked: the other may continue.
     t.say(rule(false));
     assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![]));
     t.join(3, 0);
     t.request(3);
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
-    // Who waits when it begins to count is granted with the others.
+    // A member that waits when the rule takes effect is granted together with the others.
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
     t.say(rule(true));
     assert_eq!((t.state(1), t.state(3)), (LockState::Waiting, LockState::Holding));
     assert_eq!(t.say(Event::Disconnected { client: client(3) }), [grant(1)]);
-    // Both are one again, although one was granted while it was alone.
+    // Both are one gang again, although one was granted while it was alone.
     t.join(4, 0);
     t.request(4);
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
@@ -138,7 +138,7 @@ fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
     t.after(Duration::from_secs(2));
     assert_eq!(t.request(1), [grant(1)]);
     assert_eq!(t.release(1, ReleaseReason::Idle), []);
-    // Of one that waits for the others of its gang, others know that it waits.
+    // A client that waits for its gang is known to the others as waiting.
     assert_eq!(t.request(2), [], "the first was here a moment ago");
     t.join(3, 0);
     assert_eq!(t.request(3), [], "the place is the gang's");
@@ -185,7 +185,7 @@ fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
     }
 }
 
-/// In `auto`, a gang of clients 1 and 2, which have the GPU, and client 3, which does not want it yet. Each fills it.
+/// In `auto`, clients 1 and 2 are a gang that has the GPU, and client 3 doesn't want it yet. Each of them fills it.
 fn with_a_gang_in_auto(time_quantum: Duration, max_wait: Duration) -> Talk {
     let mut t = Talk::new(Settings { max_wait, ..settings(AntiThrash::Auto, time_quantum) });
     let fills_the_gpu = |n| Event::Utilization { client: client(n), gpu: gpu(0), permille: 1000 };
@@ -208,7 +208,7 @@ fn with_a_gang_in_auto(time_quantum: Duration, max_wait: Duration) -> Talk {
 #[test]
 fn a_turn_of_a_gang_is_33_times_as_long_as_its_hand_over() {
     let mut t = with_a_gang_in_auto(Duration::from_secs(5), Duration::ZERO);
-    // A hand-over is taken to last 50 ms until one has been measured. So long a member may be idle, too.
+    // A hand-over is assumed to take 50 ms until one has been measured. A member may be idle for that long, too.
     assert_eq!(t.request(3), [contended(1, 1, ms(50)), contended(2, 1, ms(50))]);
     assert_eq!(t.after(ms(1649)), []);
     assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)]);
@@ -236,7 +236,7 @@ fn a_turn_of_a_gang_exceeds_neither_the_time_quantum_nor_max_wait() {
     }
 }
 
-/// The other one would wait for the gang to drain, and the gang for it.
+/// Otherwise the other member would wait for the gang to drain, and the gang for that member.
 #[test]
 fn whoever_comes_back_while_its_gang_has_its_turn_goes_before_all_others() {
     let mut t = Talk::in_mode(AntiThrash::On);

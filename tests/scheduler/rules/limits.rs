@@ -1,4 +1,4 @@
-//! Limits: what clients and groups may allocate, where the host is small or a rule bounds them, and requests for more.
+//! Limits: what clients and groups may allocate if the host is small or a rule limits them, and requests for more.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -6,7 +6,7 @@ use scheduler_sim::*;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-/// Two clients that need 2 GiB each, on a GPU of 16 GiB of a host that has 8 GiB for what is swapped out.
+/// Two clients that need 2 GiB each, on a GPU of 16 GiB whose host has 8 GiB for evicted memory.
 fn on_a_small_host() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 8 * GIB });
@@ -75,7 +75,7 @@ fn what_nobody_can_give_is_refused_at_once() {
     assert!(commands.contains(&denied(1, 14 * GIB)), "only 13 are not needed: {commands:?}");
 }
 
-/// A client that wishes for more than others leave, as last measured.
+/// A client that requests more than other programs left at the last measurement.
 fn hoping() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.measured(8 * GIB);
@@ -96,7 +96,7 @@ fn what_others_use_is_measured_again_before_a_wish_is_refused() {
     let commands = t.measured(0);
     assert!(limits(&commands).contains(&(1, 16 * GIB)), "{commands:?}");
     assert!(limits(&present(&mut t, wished)).contains(&(1, 16 * GIB)));
-    // They are there still; and no measurement can help one that wishes for more than there is.
+    // The other programs are still there; and no measurement can help a request beyond the GPU's size.
     let mut t = hoping();
     let wished = t.now;
     t.now += ms(5);
@@ -154,8 +154,8 @@ fn a_wish_waits_for_one_that_answers_late() {
     assert_eq!(t.attachment(1).committed, 14 * GIB, "more once the other has acknowledged that, too");
 }
 
-/// Clients that attach at once and need all that there is, while the scheduler takes a millisecond for each message, so that
-/// lower limits are acknowledged seconds late. Returns how many have what they need, and how many were refused.
+/// Clients that attach at the same time and need all memory, while the scheduler takes a millisecond for each message, so
+/// that lower limits are acknowledged seconds late. Returns how many got what they need, and how many were refused.
 fn crowd(clients: u64, demand: u64) -> (usize, usize) {
     let mut machine = Machine::new(Settings { context: 0, reserve: 0, ..settings(AntiThrash::Auto, ms(1000)) });
     let mut now = Duration::from_secs(100);
@@ -226,7 +226,7 @@ fn in_a_group(most: Amount, clients: u64) -> Talk {
         t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         t.group(n, most);
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
-        // Each has to know what it no longer has before the next one can have it.
+        // Each client has to acknowledge its lower limit before the next one can have the difference.
         for m in 1..=n {
             t.report(m, 0, 0, 0);
         }
@@ -251,7 +251,7 @@ fn a_program_under_a_rule_has_its_limit_to_the_byte() {
         max: Some(most),
     };
     assert_eq!(commands, [told]);
-    // Whoever is in no group has all of the GPU.
+    // A client without a group may have the whole GPU.
     t.join(2, 16 * GIB);
     assert_eq!((t.attachment(2).limit, t.machine.memory_max(client(2), gpu(0))), (16 * GIB, None));
     let t = in_a_group(Amount::Percent(25), 1);
@@ -271,7 +271,7 @@ fn a_group_divides_its_limit_by_need() {
     t.report(2, 2 * GIB, 2 * GIB, 0);
     assert_eq!(t.wish(2, 2 * GIB + 1), [denied(2, 2 * GIB + 1, Denial::MemoryMax)]);
     assert_eq!(t.wish(2, 9 * GIB), [denied(2, 9 * GIB, Denial::MemoryMax)]);
-    // What one leaves the other can have.
+    // Memory that one client leaves is available to the other.
     assert_eq!(limits(&t.say(Event::Disconnected { client: client(1) })), [(2, 8 * GIB)]);
 }
 
@@ -279,7 +279,7 @@ fn a_group_divides_its_limit_by_need() {
 fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
     let mut t = in_a_group(Amount::Bytes(10 * GIB), 3);
     t.wish(3, 3 * GIB + GIB / 2);
-    // The first allocates what it was promised before it knows that it has less.
+    // The first allocates all that it was promised before it learns of its lower limit.
     let share = t.attachment(1).committed;
     let report = MemoryReport { demand: share, limit_ack: 1, ..MemoryReport::default() };
     t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
@@ -334,7 +334,7 @@ fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
     t.report(2, 0, 0, 0);
     t.report(1, u64::MAX, 0, 0);
     assert!(t.attachment(1).limit + t.attachment(2).limit <= 8 * GIB);
-    // Nor for saying that it needs nothing: what it was promised counts.
+    // Nor does a report of no demand release what was promised: the promise still counts.
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
     t.report(1, 0, 0, 0);
     t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });

@@ -1,4 +1,4 @@
-//! Turns: how long they last in each mode, when they end early, and who comes next.
+//! Turns: their length in each mode, when they end early, and which client is next.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -95,9 +95,9 @@ fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
     assert!(!t.request(2).contains(&grant(2)), "there is a holder");
     assert!(t.after(quantum).contains(&revoke(1)));
     assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
-    // Two cannot have had it: one of them is asked for it.
+    // Two clients cannot have held it, so one of them is revoked.
     assert_eq!(t.say(held(1)), [revoke(1)]);
-    // Of nobody, and of nothing that is attached.
+    // An unknown client, and a GPU that isn't attached.
     assert_eq!(t.say(held(9)), []);
     assert_eq!(t.say(Event::Held { client: client(1), gpus: gpus([5]) }), []);
 }
@@ -126,7 +126,7 @@ fn auto_lets_a_turn_last_where_bytes_must_move() {
     t.join(2, 12 * GIB);
     t.request(1);
     let commands = t.request(2);
-    // 8 GiB must leave and come back, at 24 GiB/s until it was measured.
+    // 8 GiB must leave and come back, at 24 GiB/s until the rate has been measured.
     assert!(commands.contains(&contended(1, 1, Duration::from_micros(666_666))), "{commands:?}");
     assert_eq!(t.after(ms(3333)), [], "five times what that takes is more than the time quantum");
     assert_eq!(t.after(ms(1)), [revoke(1)]);
@@ -198,7 +198,7 @@ fn three_that_do_not_fit_together_finish_in_turn() {
     let job = Plan { demand: 12 * GIB, phases: 1, gpu: Duration::from_secs(10), ..Plan::default() };
     let clients = [world.add(job.clone()), world.add(job.clone()), world.add(job)];
     assert!(world.run(Duration::from_secs(40)));
-    // 8 GiB more to move at each change, at 40 GiB/s: thrashing would take many times longer.
+    // 8 GiB move at each change of the holder, at 40 GiB/s: thrashing would take many times longer.
     assert!(world.now < Duration::from_millis(32_500), "{:?}", world.now);
     assert!(clients.iter().all(|c| world.revokes_of(*c).len() <= 2));
 }

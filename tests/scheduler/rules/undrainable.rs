@@ -1,4 +1,4 @@
-//! Holders whose work does not end: others run beside them.
+//! Holders whose work doesn't end: others run beside them.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -224,8 +224,8 @@ fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() 
 fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
-    t.request(1); // of a thread that waits at its closed gate
-    t.stuck(1, StuckReason::NeedsHost); // which it opens again
+    t.request(1); // from a thread that waits at its closed gate
+    t.stuck(1, StuckReason::NeedsHost); // so it opens the gate again
     t.say(Event::Disconnected { client: client(2) });
     assert_eq!(t.after(ms(100)), [contended(1, 0, ms(1))]);
     assert_eq!(t.after(Duration::from_secs(10)), []);
@@ -259,7 +259,7 @@ fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
         t.release(n, ReleaseReason::Revoked);
     }
     for n in [1, 2, 3] {
-        t.request(n); // together
+        t.request(n); // both
     }
     let commands = t.after(Duration::from_secs(3));
     assert!(commands.contains(&grant(4)), "{commands:?}");
@@ -318,7 +318,8 @@ fn a_program_that_never_ends_costs_others_three_seconds_once() {
         world.add(job.clone());
         world.add(job);
         assert!(world.run(Duration::from_secs(60)), "{:?}", world.machine.gpus());
-        // Two jobs of 10 s, the first turn, the patience, and 9 GiB to move at each change at 40 GiB/s.
+        // Two jobs of 10 s, the first turn, the patience, and 9 GiB to move at each change of the
+        // holder at 40 GiB/s.
         assert!(world.now < Duration::from_secs(32), "{:?} with {mode:?}", world.now);
     }
 }

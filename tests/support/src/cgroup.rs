@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::kill;
 
-/// The mount point at which the scheduler looks for cgroups.
+/// The mount point of cgroups that the scheduler uses.
 const ROOT: &str = "/sys/fs/cgroup";
 
 /// The time limit for killed processes to end.
@@ -27,7 +27,7 @@ pub struct Unit {
 }
 
 impl Unit {
-    /// `None`, with a line that says so, where none can be made.
+    /// Returns `None`, and prints why, if the cgroup cannot be made.
     pub fn new(name: &str) -> Option<Self> {
         let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let of = |kind: &str| {
@@ -52,7 +52,7 @@ impl Unit {
         Some(unit)
     }
 
-    /// The file into which a process is written that is to belong to it.
+    /// The file that moves a process into the cgroup when its pid is written there.
     pub fn procs(&self) -> PathBuf {
         self.directories[0].join("cgroup.procs")
     }
@@ -91,7 +91,7 @@ pub struct Limited {
 }
 
 impl Limited {
-    /// `None`, with a line that says so, where none can be made.
+    /// Returns `None`, and prints why, if the cgroup cannot be made.
     pub fn new(name: &str, limit: u64) -> Option<Self> {
         let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let own = |kind: &str| {
@@ -117,7 +117,7 @@ impl Limited {
         made
     }
 
-    /// The file into which a process is written that is to belong to it.
+    /// The file that moves a process into the cgroup when its pid is written there.
     pub fn procs(&self) -> PathBuf {
         self.directory.join("cgroup.procs")
     }

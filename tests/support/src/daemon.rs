@@ -37,12 +37,12 @@ impl Log {
         log
     }
 
-    /// Also after a wait for a line has failed.
+    /// The lines so far, also after a wait for a line has failed.
     pub fn lines(&self) -> Vec<String> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for a line with that text in it.
+    /// Waits for a line that contains the text.
     #[track_caller]
     pub fn wait(&self, text: &str) -> String {
         let deadline = Instant::now() + PATIENCE;

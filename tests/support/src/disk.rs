@@ -20,7 +20,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// `None`, with a line that says so, where none can be made.
+    /// Returns `None`, and prints why, if the disk cannot be made.
     pub fn new(name: &str, size: u64) -> Option<Self> {
         // Not in the temporary directory, which may be in RAM.
         let directory =

@@ -290,7 +290,7 @@ impl Machine {
         wait_for(what, || self.read_moves(|all| all.skip(skip).find(|m| wanted(m)).cloned()))
     }
 
-    /// Waits until that program has been granted the lock `count` times.
+    /// Waits until the program has been granted the lock `count` times.
     #[track_caller]
     pub fn wait_for_grants(&self, program: &Program, count: usize) {
         let what = format!("grant {count} of {}", program.name);

@@ -13,7 +13,7 @@ use std::thread;
 
 /// The first descriptor that systemd passes.
 const FIRST: RawFd = 3;
-/// Above all descriptors that a test uses.
+/// A number above all descriptors that a test uses.
 const OUT_OF_THE_WAY: RawFd = 500;
 
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ struct State {
 }
 
 impl Manager {
-    /// Starts a manager whose socket is in that directory.
+    /// Starts a manager whose socket is in this directory.
     pub fn new(directory: &Path) -> Self {
         let path = directory.join("notify");
         let socket = UnixDatagram::bind(&path).expect("the notification socket");
@@ -65,7 +65,7 @@ impl Manager {
         self.state.lock().expect("the state").kept.entry(name.into()).or_default().push(descriptor);
     }
 
-    /// Closes all stored descriptors, like when the unit is stopped.
+    /// Closes all stored descriptors, as if the unit were stopped.
     pub fn close_all(&self) {
         self.state.lock().expect("the state").kept.clear();
     }
@@ -84,7 +84,7 @@ impl Manager {
     /// A command that runs `command` as a service of this manager, with the stored descriptors.
     pub fn wrap(&self, command: &Command) -> Command {
         let mut state = self.state.lock().expect("the state");
-        // systemd, too, reads what a service has sent before it deals with the service's end.
+        // systemd also reads a service's messages before it handles the service's end.
         state.hear_all(&self.socket);
         // Closed connections are dropped, as in systemd.
         for descriptors in state.kept.values_mut() {
@@ -105,8 +105,8 @@ impl Manager {
         }
         wrapped.env("NOTIFY_SOCKET", &self.path);
         wrapped.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
-        // SAFETY: the closure makes only system calls, which are async-signal-safe. It owns the
-        // copies, so they live as long as the command.
+        // SAFETY: the closure makes only system calls, which are async-signal-safe. It owns the copies, so
+        // they live until the command is dropped.
         unsafe {
             wrapped.pre_exec(move || {
                 for (to, from) in (FIRST..).zip(&copies) {
@@ -177,7 +177,8 @@ fn has_hung_up(descriptor: &OwnedFd) -> bool {
     poll(descriptor.as_raw_fd(), 0, 0) & (libc::POLLHUP | libc::POLLERR) != 0
 }
 
-/// Waits for one of `events`, for at most so many milliseconds; -1: without end. Returns what is the case.
+/// Waits for one of `events`, for at most `milliseconds`, or without limit for -1. Returns the events that
+/// occurred.
 fn poll(descriptor: RawFd, events: i16, milliseconds: i32) -> i16 {
     let mut entry = libc::pollfd { fd: descriptor, events, revents: 0 };
     // SAFETY: `entry` is one live entry.

@@ -6,7 +6,7 @@ use crate::{Directory, artifact};
 /// The variable that names the test in its process.
 const NAME: &str = "NVSHARE_TEST_OWN_PROCESS";
 
-/// Whether this process runs only that test, with its own simulated GPU and the additional
+/// Whether this process runs only this test, with its own simulated GPU and the additional
 /// `environment`. If not, starts such a process and waits until the test has succeeded there.
 /// `test` is the full name in the test program's list.
 ///

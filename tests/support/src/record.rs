@@ -187,7 +187,7 @@ impl Record {
     }
 }
 
-/// The number of grants to that process.
+/// The number of grants to this process.
 pub fn grants(moves: &[Move], pid: u32) -> usize {
     moves.iter().filter(|m| m.what == "grant" && m.pid == pid).count()
 }

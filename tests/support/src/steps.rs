@@ -27,8 +27,8 @@ pub fn between_signals(command: &mut Command) -> io::Result<Vec<u64>> {
     Ok(counts.split_off(1.min(counts.len())))
 }
 
-/// The instructions before the first signal (0 if there is a signal, as these are not counted),
-/// then up to each following signal.
+/// Counts the instructions before the first signal (0 if there is a signal, since these are not
+/// counted), and then up to each following signal.
 fn stepped(command: &mut Command, signal_between: Option<i32>) -> io::Result<Vec<u64>> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // SAFETY: both calls are async-signal-safe. `ADDR_NO_RANDOMIZE` makes addresses, and so hash

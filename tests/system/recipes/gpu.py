@@ -1,4 +1,4 @@
-"""A GPU as stand-ins of trainings and servers use it, by the plain driver API: memory that has contents, and work for a time."""
+"""A GPU for stand-ins of trainings and servers, by the plain driver API: memory with contents, and work for a given time."""
 
 import ctypes
 import os
@@ -39,11 +39,11 @@ class Gpu:
         call("cuModuleGetFunction", ctypes.byref(self.spin), module, b"spin_ns")
 
     def enter(self):
-        """Makes the GPU that of the calling thread."""
+        """Makes the GPU's context current in the calling thread."""
         call("cuCtxSetCurrent", self.context)
 
     def load(self, bytes):
-        """Allocates memory and copies something into all of it, as a model is loaded: what was never written need not move."""
+        """Allocates memory and fills it by copies, like a model that is loaded: memory that was never written need not move."""
         at, piece = ctypes.c_uint64(), os.urandom(min(bytes, PIECE))
         call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(bytes))
         for start in range(0, bytes, PIECE):

@@ -1,9 +1,9 @@
 #!/bin/bash
-# What users had of the GPUs is recorded in a file of the scheduler's, and outlives it. Users see what they had themselves.
+# The GPU usage of users is recorded in a file of the scheduler, and outlives it. Users see their own usage.
 . "$(dirname "$0")/../lib.sh"
 
 tenant="user $(id -u $user)"
-# How often it was given a GPU, in all.
+# The number of grants in total.
 had() { # tenant
     nvsharectl report --json | jq "[.[] | select(.tenant == \"$1\").grants] | add // 0"
 }
@@ -22,7 +22,7 @@ says "$tenant" sh -c "runuser -u $user -- nvsharectl report --json | jq -r '.[].
 systemctl restart $unit
 has_had root "$root" && has_had "$tenant" "$of_user" || fail "a restart has lost something: $(nvsharectl report)"
 says "nvshare:nvshare 600" stat -c '%U:%G %a' /var/lib/nvshare/usage.sqlite
-# One that is killed loses the last minute and no more, and the next goes on from there.
+# A scheduler that is killed loses the last minute and no more, and the next one continues from there.
 systemctl kill --signal=KILL --kill-who=main $unit
 program mix --mem 16M --rounds 4 --gpu-ms 50 >/dev/null || fail "a program ended with $?"
 until_true "the program to be recorded" more root "$root"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# debian/tests, which Debian runs for what is installed.
+# debian/tests, which Debian runs against installed packages.
 . "$(dirname "$0")/../lib.sh"
 
 AUTOPKGTEST_TMP=$(mktemp -d)

@@ -1,5 +1,6 @@
 #!/bin/bash
-# The file by which containers share GPUs: written, and written again when NVIDIA's changes, as it does with each driver.
+# The CDI file for containers that share GPUs: it is written, and rewritten when NVIDIA's file changes, as it does with
+# each driver.
 . "$(dirname "$0")/../lib.sh"
 
 nvidias() { # driver
@@ -18,5 +19,5 @@ grep -q DRIVER=2 /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/
 [ "$(systemctl is-enabled nvshare-cdi.path)" = enabled ] || fail "nvshare-cdi.path is $(systemctl is-enabled nvshare-cdi.path)"
 nvidias 3 >/etc/cdi/nvidia.yaml
 until_true "the file of the new driver" grep -q DRIVER=3 /etc/cdi/nvshare.json
-# What is there is left for the purge.
+# The remaining file is left for the purge.
 rm /etc/cdi/nvidia.yaml

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A user has memory kept free while games run, by a unit of the user's own service manager. GameMode is the real one.
+# A user keeps memory free while games run, by a unit of the user's own service manager. GameMode is the real one.
 . "$(dirname "$0")/../lib.sh"
 
 service=nvshare-games.service
@@ -8,11 +8,11 @@ systemctl start "user@$(id -u $user).service"
 [ "$(in_session systemctl --user is-enabled $service)" = disabled ] || fail "$service is enabled by itself"
 [ "$(in_session systemctl --user is-active $service)" = inactive ] || fail "$service runs by itself"
 
-# Users of an active local session may make rooms. Here there is none, so a rule lets this one.
+# Users of an active local session may make rooms. This user has none, so a rule allows it.
 rules=/etc/polkit-1/rules.d/10-test.rules
 printf 'polkit.addRule(function(action, subject) {\n    if (action.id == "org.nvshare.Scheduler1.make-room" && subject.user == "%s")\n        return polkit.Result.YES;\n});\n' $user >$rules
 chmod 644 $rules
-# The GPU is too small for 8 GiB: what the file says of changing that.
+# The GPU is too small for 8 GiB; this is how the unit's file says to change that.
 mkdir -p /home/$user/.config/systemd/user/$service.d
 printf '[Service]\nExecStart=\nExecStart=/usr/bin/nvsharectl make-room --games 64M\n' >/home/$user/.config/systemd/user/$service.d/override.conf
 chown -R $user: /home/$user/.config

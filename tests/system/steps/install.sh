@@ -1,10 +1,11 @@
 #!/bin/bash
-# Installed by its name from a signed repository, nothing runs and nothing is preloaded: that is for the administrator to say.
+# After the installation by name from a signed repository, nothing runs and nothing is preloaded: the administrator decides
+# that.
 . "$(dirname "$0")/../lib.sh"
 
 repository=$here/repository
 install -m 644 "$repository/nvshare.sources" /etc/apt/sources.list.d/
-# Without the key, and with an index that somebody has changed, apt takes nothing.
+# apt accepts nothing without the key, or with a tampered index.
 is_refused() { # why
     apt-get update -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvshare.sources -o Dir::Etc::sourceparts=- >/tmp/apt.log 2>&1 || true
     ! apt-cache show nvshare >/dev/null 2>&1 || fail "apt accepts a repository $1: $(cat /tmp/apt.log)"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Metrics: on no socket until somebody enables that, then on TCP where somebody asked for that, and on none again.
+# Metrics: on no socket until an administrator enables one, then on TCP if configured, and on none again.
 . "$(dirname "$0")/../lib.sh"
 
 unit_of_metrics=nvshare-metrics.socket

@@ -1,5 +1,6 @@
 #!/bin/bash
-# A program goes from one GPU to another while it runs, and leaves one that is drained. The simulated machine has two for that.
+# A program migrates to another GPU while it runs, and leaves a GPU that is drained. The simulated machine has two GPUs for
+# that.
 . "$(dirname "$0")/../lib.sh"
 
 mkdir -m 777 $simulated/two

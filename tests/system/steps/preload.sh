@@ -1,5 +1,5 @@
 #!/bin/bash
-# The toggle: every program loads the library, and none but CUDA programs do anything with it.
+# The toggle: every program loads the library, and only CUDA programs do anything with it.
 . "$(dirname "$0")/../lib.sh"
 
 list=/etc/ld.so.preload
@@ -19,18 +19,18 @@ connected=$(logged 'cuda-program connected$')
 (umask 0 && env "${gpu[@]}" cuda-program mix --mem 16M --rounds 2 >/dev/null) || fail "a program ended with $?"
 until_true "the program to have shared" has_logged $((connected + 1)) 'cuda-program connected$'
 
-# Installed again, it is as it was.
+# A reinstallation changes nothing.
 apt_nvshare install --reinstall nvshare libnvshare-preload
 says "$once" cat $list
 says "" /bin/true
 
 nvsharectl preload disable >/dev/null || fail "disable ended with $?"
 [ ! -e $list ] || fail "$list is still there: $(cat $list)"
-# What was there before stays, in front of and behind ours.
+# Other entries stay, before and after ours.
 printf '# by the administrator\n' >$list
 nvsharectl preload enable >/dev/null || fail "enable ended with $?"
 nvsharectl preload disable >/dev/null || fail "disable ended with $?"
 says "# by the administrator" cat $list
 rm $list
-# Left on for the step after this.
+# Left on for the next step.
 nvsharectl preload enable >/dev/null || fail "enable ended with $?"

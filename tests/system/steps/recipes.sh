@@ -1,6 +1,6 @@
 #!/bin/bash
-# What docs/recipes says to do, as it stands there, is done, and comes to what it says. Stand-ins are for the servers and trainings,
-# and in the place of JupyterHub, units are started as its spawner starts them.
+# Runs the commands of docs/recipes verbatim, and compares the results with the pages. Stand-ins replace the servers and trainings,
+# and units are started as JupyterHub's spawner starts them.
 . "$(dirname "$0")/../lib.sh"
 
 pages=$here/pages
@@ -16,7 +16,7 @@ block() { # page, number
 of_user() { # command…
     (umask 0 && cd /home/$user && in_session "${gpu[@]}" USER=$user HOME=/home/$user "$@")
 }
-# root needs no sudo, and there is none here.
+# root needs no sudo, and the system has none.
 do_as_root() { # page, number
     block "$@" >/tmp/block
     bash -ec 'sudo() { "$@"; }; . /tmp/block' 2>&1 || fail "commands $2 of $1.md"
@@ -25,7 +25,7 @@ do_as_user() { # page, number
     block "$@" >/tmp/block
     of_user bash -e /tmp/block 2>&1 || fail "commands $2 of $1.md"
 }
-# Some begin with sudo, and the others are the user's.
+# Lines with sudo are run as root, the others as the user.
 do_each() { # page, number
     block "$@" >/tmp/block
     while read -r line; do
@@ -35,7 +35,7 @@ do_each() { # page, number
         esac </dev/null 2>&1 || fail "$1.md: $line"
     done </tmp/block
 }
-# What was printed here is what the page shows, line by line.
+# Checks that the page shows each line of the last output.
 is_shown() { # page
     sed "s|/usr/lib/[^/]*-linux-gnu/|/usr/lib/x86_64-linux-gnu/|" /tmp/said | while read -r line; do
         [ -z "$line" ] || grep -qF -- "$line" "$pages/$1.md" || fail "$1.md does not show «$line»"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The scheduler lets go of the driver when an administrator says so, names the programs that still use it, and opens NVML
-# again for the next program.
+# The scheduler releases the driver when an administrator tells it to, names the programs that still use it, and opens
+# NVML again for the next program.
 . "$(dirname "$0")/../lib.sh"
 
 # NVML has the driver's device file open.

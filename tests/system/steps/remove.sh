@@ -1,5 +1,5 @@
 #!/bin/bash
-# Removed while it is preloaded and programs run; then purged.
+# Removal while it is preloaded and programs run; then a purge.
 . "$(dirname "$0")/../lib.sh"
 
 program mix --mem 16M --rounds 100 --gpu-ms 50 >/dev/null 2>&1 &

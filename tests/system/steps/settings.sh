@@ -1,5 +1,5 @@
 #!/bin/bash
-# Settings are an administrator's to change; anybody may look.
+# Only administrators may change settings; all users may read them.
 . "$(dirname "$0")/../lib.sh"
 
 busctl set-property "${bus[@]}" TimeQuantum u 46 || fail "root may not change a setting"
@@ -11,7 +11,7 @@ refused "from 1 to 3600" busctl set-property "${bus[@]}" TimeQuantum u 0
 refused "expected u" busctl set-property "${bus[@]}" TimeQuantum s soon
 refused "auto" busctl set-property "${bus[@]}" AntiThrash s sometimes
 refused "may not" as_user busctl set-property "${bus[@]}" TimeQuantum u 5
-# busctl shows its own words for this error, as for all of D-Bus's names.
+# busctl shows its own text for this error, as for all of D-Bus's names.
 refused "ccess denied" as_user busctl call "${bus[@]}" Reload
 refused "may not" as_user nvsharectl set time-quantum 5
 refused "denied" as_user busctl call "${bus[@]}" NoSuchMethod
@@ -23,7 +23,7 @@ refused "may not" as_user nvsharectl set-rule mine user=1000 priority=100
 nvsharectl unset-rule batch
 
 as_user nvsharectl | grep -q "Simulated" || fail "a user sees nothing: $(as_user nvsharectl 2>&1)"
-# What is root's is not the user's to see; its own is.
+# A user doesn't see the command lines of root's programs, and sees its own programs'.
 program persistent --seconds 600 >/dev/null 2>&1 &
 program=$!
 until_true "a program of root" sh -c 'nvsharectl --json | grep -q cuda-program'
@@ -32,7 +32,7 @@ nvsharectl --json | grep -q '600' || fail "root does not see its command line"
 pkill -x cuda-program
 wait $program || true
 
-# Said once, it stays; taken back, the file counts.
+# A changed setting survives a restart; after a reset the file counts.
 systemctl restart $unit
 says "u 46" busctl get-property "${bus[@]}" TimeQuantum
 nvsharectl reset

@@ -1,6 +1,6 @@
 #!/bin/bash
 # A user's program is taken off the GPU and put back: by the helper that systemd starts for it, with its sandbox and its capabilities, and
-# over a restart of the scheduler. Whose program it is not may not do that.
+# over a restart of the scheduler. Other users may not do that.
 . "$(dirname "$0")/../lib.sh"
 
 program_of_user naps --mem 16M --seconds 600 --pause-ms 5 >/tmp/naps 2>&1 &
@@ -8,7 +8,7 @@ program=$!
 until_true "the program to be served" is_so '.clients[].gpus[].grants > 0'
 pid=$(status '.clients[].pid')
 sleeps() { is_so ".clients[] | .sleep == \"$1\" and .paused == $2"; }
-# Bytes of the GPU that are in use, whoever has them.
+# Bytes of the GPU in use by any program.
 used() { status '.gpus[] | .overhead + .resident'; }
 helpers() { journalctl -o cat -u 'nvshare-checkpoint@*' | grep -c "^Started.*a program leaves its GPUs or comes back" || true; }
 before=$(used)
@@ -19,7 +19,7 @@ until_true "the program to sleep" sleeps sleeping true
 [ "$(helpers)" = 1 ] || fail "systemd has started $(helpers) helpers"
 until_true "its context to be gone" sh -c "[ $before -gt \$(nvsharectl --json | jq '.gpus[] | .overhead + .resident') ]"
 
-# Nobody needs the capabilities when nothing is asked, and nobody else has them.
+# The helper runs only on demand, and no other service has its capabilities.
 systemd-analyze security --no-pager --threshold=24 nvshare-checkpoint@.service >/tmp/said 2>&1 || fail "the helper is exposed: $(tail -n 1 /tmp/said)"
 until_true "the helper to end" sh -c '! systemctl --plain --no-legend list-units "nvshare-checkpoint@*" | grep -q .'
 systemctl restart $unit

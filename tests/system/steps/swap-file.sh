@@ -1,5 +1,5 @@
 #!/bin/bash
-# Memory for which RAM has no room goes into files: in the state directory, in another one once the sandbox allows it, and nowhere else.
+# Memory that doesn't fit into RAM goes into files: in the state directory, in another one once the sandbox allows it, and nowhere else.
 . "$(dirname "$0")/../lib.sh"
 
 file=/etc/nvshare/nvshare.toml
@@ -8,13 +8,13 @@ swaps_to() { # directory
     printf '[swap]\nmax = "16M"\nfile = "%s"\nfile-max = "2G"\n' "$1" >$file
     systemctl restart $unit || fail "the scheduler does not start with that"
 }
-# Two programs, for which the GPU and the RAM that they may use have no room.
+# Two programs that together exceed the GPU and the RAM that they may use.
 share() {
     start_two mix --mem 160M --chunks 4 --rounds 6 --gpu-ms 50
     until_true "memory to be in a file" is_so '[.clients[].gpus[]."in-file" // 0] | add > 0'
     for program in "${programs[@]}"; do wait "$program" || fail "a program ended with $?"; done
     until_true "nothing to be kept" kept 0
-    # A file has no name, and is gone with its program.
+    # A file has no name, and disappears with its program.
     [ -z "$(ls -A "$1")" ] || fail "there is something left in $1: $(ls -A "$1")"
 }
 
@@ -25,7 +25,7 @@ says "nvshare:nvshare 700" stat -c '%U:%G %a' /var/lib/nvshare/swap
 elsewhere=/srv/swap
 install -d -o nvshare -g nvshare -m 700 $elsewhere
 swaps_to $elsewhere
-# Where the sandbox does not let it, it says so, and what there is no room for is refused.
+# If the sandbox forbids the directory, the scheduler logs that, and refuses memory that doesn't fit elsewhere.
 program naps --mem 160M --seconds 600 --pause-ms 50 >/dev/null &
 first=$!
 until_true "the first to have its memory" is_so '.clients[].gpus[].resident > 100e6'

@@ -158,12 +158,12 @@ impl Config {
         uuid_in(&self.dir, what)
     }
 
-    /// The UUID as `nvidia-smi` writes it.
+    /// The UUID as `nvidia-smi` prints it.
     pub fn uuid_text(&self, gpu: usize) -> String {
         text("GPU", self.uuid(gpu))
     }
 
-    /// The UUID of a slice as `nvidia-smi` writes it.
+    /// The UUID of a slice as `nvidia-smi` prints it.
     pub fn slice_uuid_text(&self, gpu: usize, slice: u8) -> String {
         text("MIG", self.slice_uuid(gpu, slice))
     }
@@ -177,7 +177,7 @@ impl Config {
     pub const NAME: &str = "Simulated GPU";
 }
 
-/// The UUID of a GPU of the machine in `dir`, as `nvidia-smi` writes it.
+/// The UUID of a GPU of the machine in `dir`, as `nvidia-smi` prints it.
 pub fn gpu_uuid(dir: &Path, gpu: usize) -> String {
     text("GPU", uuid_in(dir, &gpu.to_string()))
 }

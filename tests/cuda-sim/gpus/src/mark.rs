@@ -27,7 +27,7 @@ const LEN: usize = 16;
 
 // SAFETY: the counters are atomic, and stay mapped while this object lives.
 unsafe impl Send for Mark {}
-// SAFETY: as above.
+// SAFETY: the counters are atomic, and stay mapped while this object lives.
 unsafe impl Sync for Mark {}
 
 impl Mark {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The offset of each GPU's place from its number, modulo [`MAX_GPUS`]: 0 in most processes.
 static SHIFTS: [AtomicUsize; MAX_GPUS] = [const { AtomicUsize::new(0) }; MAX_GPUS];
 
-/// The machine's number of one of this process' GPUs.
+/// The machine's number of one of this process's GPUs.
 pub fn place(gpu: usize) -> usize {
     (gpu + SHIFTS[gpu].load(Ordering::Relaxed)) % MAX_GPUS
 }

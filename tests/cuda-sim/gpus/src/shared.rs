@@ -1,8 +1,7 @@
-//! Memory that several processes share. It counts for the process that allocated it, its *owner*.
-//! After the owner has freed it or has ended, it counts for one of the importing processes, until
-//! the last of them has closed it, as on an H200 (driver 580).
+//! Memory that several processes share. It counts for the process that allocated it, its *owner*. After the owner has freed it
+//! or has ended, it counts for one of the importing processes, until the last of them has closed it, as on an H200 (driver 580).
 //!
-//! Each process' file has a table of the shared chunks that the process has. An owner's bytes are among its other bytes as well.
+//! Each process's file has a table of the shared chunks that the process has. An owner's bytes are also among its other bytes.
 
 use crate::account::Process;
 use std::{
@@ -44,7 +43,7 @@ pub(crate) fn insert(table: &[AtomicU64], chunk: Shared) -> bool {
     true
 }
 
-/// Removes one such entry. The caller holds the lock of all accounts.
+/// Removes one entry for the chunk. The caller holds the lock of all accounts.
 pub(crate) fn remove(table: &[AtomicU64], chunk: Shared) {
     let entry = [chunk.inode, chunk.rest()];
     let is_it = |place: &&[AtomicU64]| [place[0].load(Ordering::Relaxed), place[1].load(Ordering::Relaxed)] == entry;

@@ -29,7 +29,7 @@ pub unsafe fn change(elements: *mut u32, n: u64, first: u64, change: Change) {
         // SAFETY: the caller's contract; the processor has AVX2.
         return unsafe { change_eight_at_once(elements, n, first, change) };
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe { change_all(elements, n, first, change) };
 }
 
@@ -40,7 +40,7 @@ pub unsafe fn change(elements: *mut u32, n: u64, first: u64, change: Change) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn change_eight_at_once(elements: *mut u32, n: u64, first: u64, change: Change) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract, which includes AVX2.
     unsafe { change_all(elements, n, first, change) };
 }
 
@@ -48,7 +48,7 @@ unsafe fn change_eight_at_once(elements: *mut u32, n: u64, first: u64, change: C
 /// As for [`change`].
 #[inline(always)]
 unsafe fn change_all(elements: *mut u32, n: u64, first: u64, change: Change) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         match change {
             Change::Fill(value) => (0..n).for_each(|i| elements.add(i as usize).write(value)),
@@ -64,7 +64,7 @@ unsafe fn change_all(elements: *mut u32, n: u64, first: u64, change: Change) {
 #[inline(always)]
 unsafe fn replace(elements: *mut u32, n: u64, f: impl Fn(u64, u32) -> u32) {
     for i in 0..n {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             let element = elements.add(i as usize);
             element.write(f(i, element.read()));
@@ -88,7 +88,7 @@ fn unmix(index: u64, x: u32, seed: u32) -> u32 {
 /// There must be `n` aligned elements without concurrent writes.
 #[inline(never)]
 pub unsafe fn sum(elements: *const u32, n: u64) -> u64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     (0..n).fold(0, |sum, i| sum.wrapping_add(u64::from(unsafe { elements.add(i as usize).read() })))
 }
 
@@ -108,7 +108,7 @@ impl Fingerprint {
     #[inline(never)]
     pub unsafe fn add(&mut self, pairs: *const [u64; 2], n: u64, first: u64, seed: u64, value: u64) {
         for i in 0..n {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's contract.
             let [a, b] = unsafe { pairs.add(i as usize).read_unaligned() };
             self.differs |= (a ^ value) | (b ^ value);
             let key = (first + i).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed);
@@ -138,7 +138,7 @@ mod tests {
         // SAFETY: the vector has `n` elements.
         unsafe { change(elements.as_mut_ptr(), n, u64::from(u32::MAX) - 10, Change::Mix(99)) };
         assert!(elements.iter().zip(&before).all(|(new, old)| new != old), "{elements:?}");
-        // SAFETY: as above.
+        // SAFETY: the vector has `n` elements.
         unsafe { change(elements.as_mut_ptr(), n, u64::from(u32::MAX) - 10, Change::Unmix(99)) };
         assert_eq!(elements, before);
     }

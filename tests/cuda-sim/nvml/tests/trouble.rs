@@ -16,7 +16,7 @@ use std::{
 const M: u64 = 1 << 20;
 const CHILD: &str = "NVML_SIM_TEST";
 
-/// Runs `body` in a process with that setting.
+/// Runs `body` in a process with this setting.
 fn isolated(test: &str, setting: (&str, &str), body: impl FnOnce(PathBuf)) {
     if env::var(CHILD).is_ok_and(|name| name == test) {
         assert_eq!(nvmlInit_v2(), 0);

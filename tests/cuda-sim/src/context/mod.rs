@@ -122,7 +122,7 @@ impl Context {
         Arc::ptr_eq(self.root(), other.root())
     }
 
-    /// This context and, for a primary one, its green contexts, to which its calls also apply.
+    /// This context and, for a primary one, its green contexts, which its calls also apply to.
     pub fn family(self: &Arc<Self>) -> Vec<Arc<Context>> {
         let green = |c: &Arc<Context>| matches!(&c.kind, Kind::Green(primary) if Arc::ptr_eq(primary, self));
         let mut family = vec![self.clone()];

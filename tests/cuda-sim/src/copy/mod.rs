@@ -132,7 +132,7 @@ impl Copy {
         let (mut target, mut source) = (to.next(), from.next());
         while let (Some((to_at, to_len)), Some((from_at, from_len))) = (target, source) {
             let n = to_len.min(from_len);
-            // SAFETY: device runs are valid as long as `space` is held; host runs are what the program promised. The
+            // SAFETY: device runs are valid while `space` is held, and host runs are the program's contract. The
             // sides may overlap, hence `copy`.
             unsafe { ptr::copy(from_at, to_at, n as usize) };
             target = if n < to_len { Some((to_at.wrapping_add(n as usize), to_len - n)) } else { to.next() };

@@ -98,7 +98,7 @@ impl Operand3D {
 }
 
 impl Copy3D {
-    /// The copy, checked against what is mapped now.
+    /// The copy, checked against the present mappings.
     pub fn decode(&self) -> Result<Copy, Error> {
         Ok(Copy {
             to: self.to.end(self.width, self.height)?,

@@ -105,7 +105,7 @@ pub fn add_wait(to: *mut usize, graph: usize, after: *const usize, count: usize,
     add(to, graph, after, count, plain(Work::WaitEvent(event::of(event)?)))
 }
 
-/// `cuGraphAddChildGraphNode`: a copy of the child as it is now.
+/// `cuGraphAddChildGraphNode`: copies the child's present nodes.
 pub fn add_child(to: *mut usize, graph: usize, after: *const usize, count: usize, child: usize) -> Done {
     let child = of(child)?;
     add(to, graph, after, count, plain(Work::Graph(child.works()?)))
@@ -124,7 +124,7 @@ fn kernel_params(handle: usize) -> Result<KernelParams, Error> {
     Ok(KernelParams { function, grid, block, shared, params: pointers, extra: std::ptr::null() })
 }
 
-/// `cuGraphKernelNodeGetParams`: the pointers are good until the next call for this node.
+/// `cuGraphKernelNodeGetParams`: the pointers are valid until the next call for this node.
 pub fn get_kernel(handle: usize, params: *mut KernelParams) -> Done {
     out(params, kernel_params(handle)?)
 }

@@ -288,7 +288,7 @@ fn a_moved_process_sees_the_other_gpu_under_its_device() {
         assert_eq!(cu("cuInit", &[0]), 0);
         let uuid = |gpu| u32::from_ne_bytes(Config::get().uuid(gpu)[..4].try_into().expect("four bytes"));
         assert_ne!(uuid(0), uuid(1));
-        // Foreign memory distinguishes the free bytes of the two GPUs.
+        // Foreign memory makes the free bytes of the two GPUs differ.
         let stranger = Stranger { bytes: 8 << 20, pid: None };
         trouble::set_strangers(&simulated_machine(), 1, &[stranger]).expect("a file");
         let bus = target.does("bus id");
@@ -322,7 +322,8 @@ fn it_frees_everything_when_it_is_killed_and_answers_nobody_while_it_is_stopped(
     let test = "checkpoint::it_frees_everything_when_it_is_killed_and_answers_nobody_while_it_is_stopped";
     with_target(test, |target| {
         let pid = target.pid();
-        // SAFETY: a signal to a process that this one has started and not waited for.
+        // SAFETY: `kill` takes no pointers, and the process is a child that has not been waited
+        // for.
         assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGSTOP) }, 0);
         let asking = thread::spawn(move || lock(pid, 10));
         thread::sleep(Duration::from_millis(200));

@@ -40,7 +40,7 @@ fn memory_of_a_killed_process_is_free() {
     );
 }
 
-/// Prints the handle of 64 MiB, frees them at the first line of its input, and ends at the second.
+/// Prints the handle of 64 MiB, frees them at the first line of its input, and exits at the second.
 fn export() {
     let at = alloc(64 * M);
     let mut handle = [0_u64; 8];

@@ -88,7 +88,7 @@ fn mapped_memory_is_copied_only_between_contexts() {
         assert_eq!(cu("cuCtxSynchronize", &[]), 0);
         assert_eq!(cu("cuCtxSetCurrent", &[contexts[1]]), 0);
         assert_eq!(read(to), 9);
-        // With the contexts the wrong way round it is not there.
+        // With the contexts exchanged, the memory is not found.
         assert_eq!(cu("cuMemcpyPeer", &[to as usize, contexts[0], from as usize, contexts[1], 2 * M]), INVALID_VALUE);
     });
 }

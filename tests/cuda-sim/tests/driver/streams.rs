@@ -1,4 +1,4 @@
-//! Streams: order, the default stream, depth, time, and what stream capture allows.
+//! Streams: order, the default stream, depth, time, and the rules of stream capture.
 
 use crate::support::*;
 use std::{

@@ -39,7 +39,7 @@ pub fn simulated_machine() -> PathBuf {
     env::var_os("CUDA_SIM_DIR").expect("only in the process of a test").into()
 }
 
-/// Another process of the same simulated machine; `test` must look at [`role`].
+/// Another process of the same simulated machine; `test` must check [`role`].
 pub fn companion(test: &str, role: &str) -> Child {
     again(test).env("SIM_ROLE", role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start a companion")
 }
@@ -61,7 +61,7 @@ fn library() -> *mut c_void {
         let exe = env::current_exe().expect("the test's own path");
         let path: PathBuf = exe.parent().and_then(|deps| deps.parent()).expect("target directory").join("libcuda.so");
         let path = CString::new(path.to_str().expect("UTF-8")).expect("no NUL");
-        // SAFETY: a C string; the library stays loaded.
+        // SAFETY: the path is a C string, and the library stays loaded.
         let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
         assert!(!library.is_null(), "no {path:?}");
         library as usize
@@ -71,7 +71,7 @@ fn library() -> *mut c_void {
 /// The address of a symbol, null if there is none.
 pub fn symbol(name: &str) -> *mut c_void {
     let text = CString::new(name).expect("no NUL");
-    // SAFETY: an open library and a C string.
+    // SAFETY: the library is open, and the name is a C string.
     unsafe { libc::dlsym(library(), text.as_ptr()) }
 }
 
@@ -82,8 +82,8 @@ pub fn cu(name: &str, args: &[usize]) -> u32 {
     let mut a = [0; 11];
     a[..args.len()].copy_from_slice(args);
     type Call = extern "C" fn(usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, usize) -> u32;
-    // SAFETY: integers and pointers use the same registers and stack slots, and a function ignores
-    // those beyond its parameters.
+    // SAFETY: integers and pointers use the same registers and stack slots, and a function ignores arguments beyond
+    // its parameters.
     let call = unsafe { std::mem::transmute::<*mut c_void, Call>(at) };
     call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10])
 }
@@ -121,7 +121,8 @@ impl Gpu {
     }
 }
 
-/// Opens memory that another process exported. The handle is passed by value, in memory: nothing else here is.
+/// Opens memory that another process exported. The handle is passed by value, in memory, unlike all other arguments
+/// here.
 pub fn open_handle(handle: [usize; 8]) -> usize {
     #[repr(C)]
     struct Handle([usize; 8]);
@@ -166,7 +167,8 @@ impl Flag {
     pub fn new() -> Self {
         let host = get("cuMemHostAlloc", &[4096, 2]);
         assert_eq!(get("cuMemHostGetDevicePointer_v2", &[host, 0]), host);
-        // SAFETY: aligned memory of zeros, which is never freed and only read and written as a whole, by the GPU too.
+        // SAFETY: the memory is aligned, zeroed and never freed, and is only read and written as a whole word, also
+        // by the GPU.
         Self(unsafe { AtomicU32::from_ptr(host as *mut u32) })
     }
 
@@ -183,7 +185,7 @@ impl Flag {
     }
 }
 
-/// `CUmemAllocationProp` for the first GPU, and with it the chunk.
+/// Creates a chunk with `CUmemAllocationProp` for the first GPU.
 pub fn chunk(len: usize) -> Result<usize, u32> {
     let properties: [u32; 8] = [1, 0, 1, 0, 0, 0, 0, 0];
     let mut handle = 0_usize;

@@ -71,7 +71,8 @@ fn open_event(handle: Handle) -> usize {
     #[repr(C)]
     struct Handle8(Handle);
     let mut event = 0;
-    // SAFETY: declared so by the CUDA headers, but for the name of the structure.
+    // SAFETY: the CUDA headers declare the function with this signature, except for the structure's
+    // name.
     let open = unsafe { mem::transmute::<*mut c_void, Open>(symbol("cuIpcOpenEventHandle")) };
     assert_eq!(open(&mut event, Handle8(handle)), 0);
     event

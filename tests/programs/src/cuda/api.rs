@@ -135,8 +135,8 @@ api! {
 }
 
 impl Api {
-    /// The driver, looked up as `CUDA_LOOKUP` selects: `link` (as a program that is linked to it),
-    /// `dlsym`, or `getproc` (as the CUDA runtime does).
+    /// The driver, looked up as `CUDA_LOOKUP` selects: `link` (like a program that is linked to
+    /// it), `dlsym`, or `getproc` (like the CUDA runtime).
     pub fn get() -> &'static Api {
         static API: OnceLock<Api> = OnceLock::new();
         API.get_or_init(|| match env::var("CUDA_LOOKUP").as_deref() {

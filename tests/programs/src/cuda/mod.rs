@@ -136,7 +136,7 @@ impl Gpu {
         Ok((free, total))
     }
 
-    /// The UUID as `nvidia-smi` writes it.
+    /// The UUID as `nvidia-smi` prints it.
     pub fn uuid(&self) -> Result<String> {
         let mut uuid = [0; 16];
         cu!(cuDeviceGetUuid_v2(&mut uuid, self.device))?;
@@ -362,7 +362,7 @@ pub struct Mapped {
 
 // SAFETY: threads access the memory only by volatile reads and writes of whole words.
 unsafe impl Send for Mapped {}
-// SAFETY: as above.
+// SAFETY: threads access the memory only by volatile reads and writes of whole words.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
@@ -378,13 +378,13 @@ impl Mapped {
 
     /// The first word, which a kernel may be writing.
     pub fn get(&self) -> u32 {
-        // SAFETY: at least one word.
+        // SAFETY: the memory has at least one word.
         unsafe { self.host.cast::<u32>().read_volatile() }
     }
 
     /// Writes the first word, which a kernel may be reading.
     pub fn set(&self, value: u32) {
-        // SAFETY: at least one word.
+        // SAFETY: the memory has at least one word.
         unsafe { self.host.cast::<u32>().write_volatile(value) };
     }
 }

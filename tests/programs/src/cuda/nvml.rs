@@ -42,7 +42,7 @@ pub struct Nvml {
 }
 
 impl Nvml {
-    /// Opens the GPU with that index.
+    /// Opens the GPU with this index.
     pub fn open(index: u32) -> Result<Nvml, String> {
         // SAFETY: the name is a C string, and the library is never unloaded.
         let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
@@ -95,7 +95,7 @@ impl Nvml {
 
     pub fn memory(&self, lookup: Lookup) -> Result<Memory, String> {
         let (name, mut memory) = ("nvmlDeviceGetMemoryInfo", Memory::default());
-        // SAFETY: the signature of NVML's header, and a live place.
+        // SAFETY: the signature is that of NVML's header, and `memory` is a live value.
         let code = unsafe {
             let call: unsafe extern "C" fn(usize, *mut Memory) -> u32 = mem::transmute(self.find(lookup, name)?);
             call(self.handle, &mut memory)
@@ -107,7 +107,7 @@ impl Nvml {
         let name = "nvmlDeviceGetMemoryInfo_v2";
         let version = size_of::<Memory2>() as u32 | 2 << 24;
         let mut memory = Memory2 { version, total: 0, reserved: 0, free: 0, used: 0 };
-        // SAFETY: the signature of NVML's header, and a live place.
+        // SAFETY: the signature is that of NVML's header, and `memory` is a live value.
         let code = unsafe {
             let call: unsafe extern "C" fn(usize, *mut Memory2) -> u32 = mem::transmute(self.find(lookup, name)?);
             call(self.handle, &mut memory)

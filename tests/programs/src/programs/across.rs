@@ -139,7 +139,8 @@ impl Pair {
         Ok(at)
     }
 
-    /// Work of one GPU on memory of a pool of the other, which is freed in its stream, and allocated there.
+    /// Work of the near GPU on memory from the far GPU's pool, which is freed and allocated again in the
+    /// near GPU's stream.
     fn touch_and_free_async(&self, pool: usize) -> Outcome {
         const LEN: usize = 4 << 20;
         let short = self.allocate(pool, LEN)?;

@@ -61,7 +61,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let other = create(len, 0)?;
     late_cu!(cuMulticastUnbind(object, 0, 0, len))?;
     report.integer("other", code(late_cu!(cuMulticastBindMem(object, 0, other, 0, len, 0))).into());
-    // SAFETY: one entry.
+    // SAFETY: the list has one entry, and the count is 1.
     let mapped = unsafe { cuMemMapArrayAsync(&ArrayMap { memory: other, ..ArrayMap::default() }, 1, 0) };
     report.integer("array", mapped.into());
 

@@ -1,6 +1,6 @@
 //! Memory that is allocated during a stream capture and used immediately: by the captured work, as
 //! in PyTorch's allocator for graphs, or by calls that name it while another thread captures. Also
-//! memory that another device reads, of which only the driver knows.
+//! memory that another device reads, which only the driver knows.
 
 use super::{Outcome, expect, unseen::address_of};
 use crate::{
@@ -103,7 +103,7 @@ fn reached(memory: usize) -> Outcome {
     let buffer = Buffer::new(Kind::Alloc, memory)?;
     let ask = address_of("cuPointerGetAttribute")?;
     let mut kind = 0u32;
-    // SAFETY: the driver's function of this name, and a valid place.
+    // SAFETY: the address is the driver's function of this name, and `kind` is a live value.
     let code = unsafe { mem::transmute::<usize, Ask>(ask)((&raw mut kind).cast(), MEMORY_TYPE, buffer.at) };
     expect("what the driver says of the memory", code, 0)?;
     buffer.free()?;

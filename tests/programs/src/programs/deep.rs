@@ -11,7 +11,7 @@ use crate::{
 
 /// Elements of a lane.
 const COUNT: u64 = 256;
-/// GPU time between two counting kernels, in nanoseconds, at most.
+/// The most GPU time between two counting kernels, in nanoseconds.
 const STEP_NS: u64 = 2_000_000;
 const STEP: u64 = 8;
 
@@ -23,7 +23,7 @@ struct Lane {
     added: u64,
 }
 
-/// Steps that were launched and have not ended.
+/// Steps that were launched and have not finished.
 fn queued(lanes: &[Lane]) -> u64 {
     lanes.iter().map(|lane| lane.added - u64::from(lane.count.get())).sum()
 }
@@ -69,13 +69,13 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Leaves a trace of a step.
+/// Counts a step.
 fn count(gpu: &Gpu, lane: &Lane) -> cuda::Result<()> {
     gpu.add(lane.at, COUNT, 1, lane.stream.0)?;
     gpu.add(lane.count.at, 1, 1, lane.stream.0)
 }
 
-/// A graph of `kernels` kernels and one that counts.
+/// A graph of `kernels` kernels, followed by one that counts.
 fn graph(gpu: &Gpu, lane: &Lane, kernels: u64, ns: u64) -> cuda::Result<usize> {
     const RELAXED: u32 = 2;
     let (mut graph, mut exec) = (0, 0);

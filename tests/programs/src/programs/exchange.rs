@@ -73,7 +73,7 @@ struct Side {
     stream: Stream,
     host: Mapped,
     events: Vec<usize>,
-    /// Addresses for so many pieces.
+    /// The start of the addresses for `pieces` pieces.
     base: u64,
     pieces: usize,
 }

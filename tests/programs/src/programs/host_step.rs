@@ -63,7 +63,7 @@ fn allocate(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// The steps that a function in a stream waits for.
+/// Channels to the steps that a function in a stream waits for.
 struct Steps {
     go: Mutex<mpsc::Sender<()>>,
     done: Mutex<mpsc::Receiver<()>>,
@@ -90,7 +90,7 @@ fn destroy(args: &Args, report: &mut Report) -> Outcome {
     late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;
     let dying = Stream::new()?;
     cu!(cuLaunchHostFunc(dying.0, step, (&raw const steps).cast_mut().cast()))?;
-    std::mem::forget(dying); // goes with its context
+    std::mem::forget(dying); // destroyed with its context
     thread::scope(|scope| {
         let (gpu, stream, buffer) = (&gpu, &stream, &buffer);
         let worker = scope.spawn(move || -> crate::cuda::Result<()> {

@@ -97,6 +97,6 @@ unsafe extern "C" fn enter(door: *mut c_void) {
 }
 
 unsafe extern "C" fn enter_told(_stream: usize, _status: u32, door: *mut c_void) {
-    // SAFETY: as above.
+    // SAFETY: the caller passes the lock of `enter`, which outlives the stream's work.
     unsafe { enter(door) }
 }

@@ -16,7 +16,7 @@ type P = *mut c_void;
 /// Calls a symbol of the driver with words as arguments.
 macro_rules! call {
     ($symbol:ident($($arg:expr),*)) => {{
-        // SAFETY: the symbol is a function of the driver, all of whose parameters are words in
+        // SAFETY: the symbol is a function of the driver, and all its parameters are words in
         // registers.
         let function = unsafe {
             mem::transmute::<P, unsafe extern "C" fn($(call!(@word $arg)),*) -> u32>(api::dlsym(stringify!($symbol)))
@@ -36,7 +36,7 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
     let mut word = 0_u64;
     let to = ptr::from_mut(&mut word);
     let name = |name: &'static CStr| name.as_ptr();
-    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, and one that does not exist.
+    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, and an attribute that does not exist.
     let which = [2_i32, 4711];
     let mut values = [to.cast::<c_void>(), to.cast()];
     let access = api::Access { location: api::Location { kind: 1, id: 0 }, flags: 3 };

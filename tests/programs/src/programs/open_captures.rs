@@ -30,7 +30,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;
             let stream = Stream::new()?;
             cu!(cuStreamBeginCapture_v2(stream.0, RELAXED))?;
-            std::mem::forget(stream); // goes with its context
+            std::mem::forget(stream); // destroyed with its context
             late_cu!(cuCtxDestroy_v2(context))?;
             gpu.enter()?;
         }

@@ -149,7 +149,8 @@ fn events(shared: Shared, side: usize, rounds: u32, gpu: &Gpu, buffer: &Buffer, 
         shared.recorded(side).write_volatile(1);
     }
     shared.wait(1 - side, 1)?;
-    // SAFETY: as above.
+    // SAFETY: the address is in the mapping, and the other side has written the handle before it
+    // set the count.
     let handle = unsafe { shared.handle(1 - side).read_volatile() };
     late_cu!(cuIpcOpenEventHandle(&mut other, handle))?;
     // The sides alternate: each waits for the other's last event.
@@ -161,7 +162,7 @@ fn events(shared: Shared, side: usize, rounds: u32, gpu: &Gpu, buffer: &Buffer, 
         gpu.spin(20_000_000, stream.0)?;
         gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
         cu!(cuEventRecord(own, stream.0))?;
-        // SAFETY: as above.
+        // SAFETY: the address is of a word in the mapping, which only this side writes.
         unsafe { shared.recorded(side).write_volatile(round + 1) };
     }
     stream.synchronise()?;

@@ -103,7 +103,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 fn work(gpu: &Gpu, calls: Calls, add: usize, len: usize, thread: u32, rounds: u32) -> Outcome {
     gpu.enter()?;
     let buffer = Buffer::new(Kind::Alloc, len)?;
-    // SAFETY: the buffer has that many elements.
+    // SAFETY: the buffer has this number of elements.
     done("cuMemsetD32", unsafe { (calls.set)(buffer.at, thread, buffer.count() as usize) })?;
     for round in 0..rounds {
         calls.add(add, &buffer, round)?;

@@ -233,7 +233,7 @@ fn contexts(gpu: &Gpu) -> Outcome {
     cu!(cuMemsetD8_v2(kept, 6, MIB))?;
     cu!(cuCtxSynchronize())?;
     free(freed, &stream)?;
-    std::mem::forget(stream); // gone with its context
+    std::mem::forget(stream); // destroyed with its context
     late_cu!(cuCtxDestroy_v2(context))?;
     gpu.enter()?;
     let stream = Stream::new()?;
@@ -270,7 +270,7 @@ fn reset(gpu: &Gpu) -> Outcome {
     allocate(40 * MIB, &stream)?;
     free(allocate(MIB, &stream)?, &stream)?;
     stream.synchronise()?;
-    std::mem::forget(stream); // gone with its context
+    std::mem::forget(stream); // destroyed with its context
     late_cu!(cuDevicePrimaryCtxReset_v2(gpu.device))?;
     let gpu = Gpu::open(0)?;
     let stream = Stream::new()?;

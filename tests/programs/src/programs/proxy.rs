@@ -1,5 +1,5 @@
-//! The pattern of communication libraries: a kernel runs until a thread of the program, which
-//! copies at the same time, ends it.
+//! The pattern of communication libraries: a kernel runs until a thread of the program ends it, and
+//! that thread copies at the same time.
 
 use super::{Outcome, expect};
 use crate::{

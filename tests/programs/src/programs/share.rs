@@ -118,7 +118,7 @@ fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     if args.given("sync") {
         buffers.iter().try_for_each(pin)?;
     }
-    // SAFETY: as above.
+    // SAFETY: the address is in the mapping, and this process has written the handle.
     expect(
         "opening an own handle",
         open(unsafe { meeting.handle(0).read_volatile() }).err().map_or(0, |e| e.code),
@@ -231,8 +231,8 @@ fn open(handle: MemHandle) -> Result<u64, Error> {
     late_cu!(cuIpcOpenMemHandle_v2(&mut at, handle, LAZY_ENABLE_PEER_ACCESS)).map(|()| at)
 }
 
-/// Creates the file of that option with the suffix `.reached`, and waits until the file itself
-/// exists.
+/// Creates the file that the option names, with the suffix `.reached`, and waits until the file
+/// itself exists.
 fn wait_for_file(args: &Args, option: &str) -> Outcome {
     if !args.given(option) {
         return Ok(());

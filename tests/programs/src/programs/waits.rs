@@ -37,7 +37,7 @@ fn place() -> u64 {
 }
 
 fn value(place: u64) -> u64 {
-    // SAFETY: from `place`.
+    // SAFETY: the address comes from `place`.
     unsafe { (place as *const u64).read_volatile() }
 }
 
@@ -133,7 +133,7 @@ fn calls(gpu: &Gpu, busy: &Stream, other: &Stream) -> Result<Calls, Box<dyn std:
     late_cu!(cuCtxCreate_v2(&mut plain_context, 0, gpu.device))?;
     gpu.enter()?;
     let is_set = place();
-    // SAFETY: from `place`.
+    // SAFETY: the address comes from `place`.
     unsafe { (is_set as *mut u32).write(1) };
     let location = [1u32, gpu.device as u32].to_vec().leak().as_ptr() as u64;
     let managed = memory(Kind::Managed)?;

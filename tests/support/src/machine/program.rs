@@ -31,7 +31,7 @@ impl Launch<'_> {
         self
     }
 
-    /// Runs the program with that gid; requires root.
+    /// Runs the program with this gid; requires root.
     pub fn group(mut self, id: u32) -> Self {
         self.command.gid(id);
         self

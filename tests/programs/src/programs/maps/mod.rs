@@ -56,7 +56,7 @@ struct Model {
     mappings: Vec<Mapping>,
     dead: Vec<u64>,
     limit: u64,
-    /// No memory is written or read, so that no step needs the GPU.
+    /// Memory is neither written nor read, so that no step needs the GPU.
     unused: bool,
     /// Also tests calls with unreliable results: invalid handles.
     strict: bool,
@@ -74,7 +74,7 @@ macro_rules! ask {
 
 macro_rules! ask_late {
     ($call:ident($($arg:expr),* $(,)?)) => {
-        // SAFETY: as above.
+        // SAFETY: pointers are to live values of the right type.
         unsafe { late::$call($($arg),*) }
     };
 }
