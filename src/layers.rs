@@ -30,20 +30,21 @@ const DAEMON: [&str; 16] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
 /// the state machine, then what needs more than one of them.
-const SCHEDULER: [&str; 17] = [
+const SCHEDULER: [&str; 18] = [
     "encoding",
     "api",
     "entity",
     "timers",
     "effects",
+    "client",
     "rules",
-    "queue",
     "policy",
-    "fairness",
+    "queue",
     "quota",
-    "gpu",
-    "placement",
     "sleep",
+    "gpu",
+    "fairness",
+    "placement",
     "machine",
     "settle",
     "view",

@@ -15,6 +15,7 @@
 //!   service.
 //! - `placement`: the choice of a GPU for programs that do not choose one.
 //! - `sleep`: which clients are off their GPUs, and how far each has got on the way there or back.
+//! - `client`: what is known of a client, on whichever GPUs it is.
 //! - `entity`: what is queued and granted as one: a client or a gang.
 //! - `rules`: what rules and environments say about each client.
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
@@ -24,6 +25,7 @@
 //! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
 
 pub mod api;
+mod client;
 mod effects;
 mod encoding;
 mod entity;

@@ -240,7 +240,12 @@ impl Machine {
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),
-            shortfall: gpu.attachments.keys().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
+            shortfall: gpu
+                .attachments
+                .keys()
+                .map(|client| gpu.shortfall(self.gpu_context(), *client))
+                .max()
+                .unwrap_or(0),
             charged: gpu.ledger.charged(),
             committed: self.quota.committed(id),
             holders: holders.collect(),
@@ -331,6 +336,12 @@ impl Machine {
     pub fn committed_or_requested(&self, id: ClientId, gpu: GpuId) -> u64 {
         let Some(limit) = self.quota.limit(id, gpu) else { return 0 };
         limit.committed().max(limit.wanted.map_or(0, |wanted| wanted.bytes))
+    }
+
+    /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
+    pub fn is_evacuated(&self) -> bool {
+        let mut present = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone);
+        present.all(|(_, gpu)| gpu.is_evacuated(self.gpu_context()))
     }
 
     /// Bytes of a GPU that limits count on.

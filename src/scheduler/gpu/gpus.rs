@@ -44,7 +44,7 @@ impl Gpus {
 
     /// Adds a GPU of `total` bytes, or returns the one that is known.
     pub fn found(&mut self, id: GpuId, total: u64) -> &mut Gpu {
-        self.gpus.entry(id).or_insert_with(|| Gpu::new(total))
+        self.gpus.entry(id).or_insert_with(|| Gpu::new(id, total))
     }
 
     /// Forgets a GPU, which no client has attached.
@@ -148,7 +148,7 @@ impl Gpus {
 
     /// The holders of a GPU, in the order of their grants.
     pub fn holders(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
-        self.get(id).into_iter().flat_map(|gpu| gpu.holders.values().copied())
+        self.get(id).into_iter().flat_map(Gpu::holders)
     }
 
     /// The holders of a GPU and their holds.
@@ -158,7 +158,7 @@ impl Gpus {
 
     /// Holders that count as such: no other client is admitted beside them unless they may run together.
     pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
-        self.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()).map(|(client, _)| client)
+        self.get(id).into_iter().flat_map(Gpu::running)
     }
 
     /// Gives a client the lock of a GPU.

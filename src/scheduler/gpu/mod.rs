@@ -16,29 +16,47 @@
 //! - `others`: what is kept free for programs that are no clients.
 //! - `rate`: the speed at which memory moves.
 //!
-//! These are data. `settle` decides which client gains or loses bytes.
+//! The decisions about one GPU's memory are methods of [`Gpu`]. They read other components through a [`Context`], change
+//! nothing but the GPU, and leave what follows in [`Effects`]:
+//!
+//! - `credit`, `eviction`: raise and lower allowances. `eviction_blocks`: memory that cannot leave.
+//! - `contexts`: contexts that do not exist yet, or leave and come back.
+//! - `rooms`: memory that is kept free for other programs. `failures`: mappings that fail.
+//! - `reports`: the clients' view of memory. `measurements`: NVML's.
 
 pub(crate) mod account;
 pub(crate) mod capacity;
 pub(crate) mod context_queue;
+mod contexts;
+mod credit;
 mod drain_time;
+mod eviction;
+mod eviction_blocks;
+mod failures;
 mod gpus;
 mod hold;
 pub(crate) mod ledger;
+mod measurements;
 pub(crate) mod others;
 pub(crate) mod rate;
+mod reports;
 pub(crate) mod reservation;
 pub(crate) mod returning;
+mod rooms;
 pub(crate) mod shortfall;
 pub(crate) mod verification;
 
 pub(crate) use account::Account;
+pub(crate) use failures::{FAILURE_TIMEOUT, Measurement};
 pub(crate) use gpus::Gpus;
 pub(crate) use hold::{ClientLock, Hold, Revoked};
 
-use crate::{api::*, entity::Entity, policy::History};
+use crate::{
+    api::*, client::Clients, effects::Effects, entity::Entity, policy::History, queue::Queues, quota::Quota,
+    rules::Rules, sleep::Sleep,
+};
 use context_queue::ContextQueue;
-use ledger::{Ledger, State};
+use ledger::Ledger;
 use others::Others;
 use rate::Rates;
 use reservation::Reservation;
@@ -62,9 +80,22 @@ pub(crate) enum Access {
     Asleep,
 }
 
+/// What the decisions of a GPU read besides its own state.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
+    pub now: Time,
+    pub settings: &'a Settings,
+    pub rules: &'a Rules,
+    pub clients: &'a Clients,
+    pub queues: &'a Queues,
+    pub sleep: &'a Sleep,
+    pub quota: &'a Quota,
+}
+
 /// One GPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gpu {
+    pub id: GpuId,
     /// Size of the GPU in bytes.
     pub total: u64,
     pub access: Access,
@@ -152,8 +183,9 @@ struct Moved {
 }
 
 impl Gpu {
-    pub fn new(total: u64) -> Self {
+    pub fn new(id: GpuId, total: u64) -> Self {
         Self {
+            id,
             total,
             access: Access::default(),
             measured: None,
@@ -263,16 +295,44 @@ impl Gpu {
         self.attachments.values().map(Attachment::account)
     }
 
-    /// Changes a client's account, and the sums with it. Returns the result of `change`.
-    pub fn change_account<R>(&mut self, client: ClientId, change: impl FnOnce(&mut Account) -> R) -> Option<R> {
-        Some(self.ledger.change(client, &mut self.attachments.get_mut(&client)?.entry, change))
+    /// Changes a client's account, and the sums with it. Marks the GPU if requests that unevictable memory blocked may now be
+    /// served. Returns the result of `change`; `None`: the client has not attached the GPU.
+    pub fn change_account<R>(
+        &mut self,
+        fx: &mut Effects,
+        client: ClientId,
+        change: impl FnOnce(&mut Account) -> R,
+    ) -> Option<R> {
+        let result = self.ledger.change(client, &mut self.attachments.get_mut(&client)?.entry, change);
+        if self.ledger.unevictable_fell() {
+            fx.touch(self.id);
+        }
+        Some(result)
     }
 
-    /// Sets whether a client's memory can leave, and changes the sums with it.
-    pub fn set_state(&mut self, client: ClientId, state: State) {
-        if let Some(attachment) = self.attachments.get_mut(&client) {
-            self.ledger.set_state(client, &mut attachment.entry, state);
-        }
+    /// A client's lock state; `None`: it has not attached the GPU.
+    pub fn lock(&self, client: ClientId) -> Option<&ClientLock> {
+        Some(&self.attachments.get(&client)?.lock)
+    }
+
+    pub fn hold(&self, client: ClientId) -> Option<&Hold> {
+        self.lock(client)?.hold.as_ref()
+    }
+
+    /// The holders of the lock, in the order of their grants.
+    pub fn holders(&self) -> impl Iterator<Item = ClientId> {
+        self.holders.values().copied()
+    }
+
+    /// Holders that count as such: no other client is admitted beside them unless they may run together.
+    pub fn running(&self) -> impl Iterator<Item = ClientId> {
+        self.holders().filter(|client| self.hold(*client).is_some_and(|hold| !hold.is_bypassed()))
+    }
+
+    /// Bytes that holders other than `client` could give if they released the lock.
+    pub fn held_by_others(&self, client: ClientId) -> u64 {
+        let gives = self.running().filter(|holder| *holder != client);
+        gives.filter_map(|holder| Some(self.account(holder)?.evictable())).fold(0, u64::saturating_add)
     }
 
     /// Bytes of a client's charge that cannot leave.

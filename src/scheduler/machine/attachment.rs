@@ -1,13 +1,7 @@
 //! Clients that attach and detach GPUs, and the reports of their memory.
 
 use super::Machine;
-use crate::{
-    api::*,
-    gpu::{Account, account::Evicted},
-    queue::Blocked,
-    quota::Limit,
-    timers::Wake,
-};
+use crate::{api::*, queue::Blocked, timers::Wake};
 use std::time::Duration;
 
 impl Machine {
@@ -55,43 +49,12 @@ impl Machine {
 
     /// Handles a client's report of its memory on a GPU.
     pub(super) fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
-        let now = self.now;
-        let Some(attachment) = self.attachment_mut(client, id) else { return };
-        if report.demand > 0 {
-            attachment.used.get_or_insert(now);
-        }
-        let on_gpu = self.account(client, id).map_or(0, |account| account.report.mapped);
-        let Some((evicted, report)) = self.change_account(client, id, |account| {
-            let evicted = account.reported(now, report);
-            (evicted, account.report)
-        }) else {
-            return;
-        };
-        let needed = self.quota.limit(client, id).map_or(0, Limit::demand);
-        let Some(attachment) = self.attachment_mut(client, id) else { return };
-        if report.mapped >= report.demand {
-            attachment.failures.succeeded();
-        }
-        if report.demand > needed {
-            attachment.grows(now);
-        }
-        if report.mapped != on_gpu {
+        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
+        let Some((report, has_moved)) = gpu.reported(cx, fx, client, report) else { return };
+        if has_moved {
             self.memory_changed(client, id);
         }
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
-        self.allow_resident(client, id);
-        self.adjust_trial(id);
-        if self.account(client, id).is_some_and(Account::is_worth_measuring) {
-            self.measure(id);
-        }
-        let unverified_until = self.account(client, id).and_then(Account::expires);
-        if unverified_until.is_some() && self.effects.wakes_at(Wake::Verification(id)).is_none() {
-            self.effects.wake(Wake::Verification(id), unverified_until);
-        }
-        if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.gpus.get_mut(id)) {
-            gpu.learn_rate(client, bytes, contents, time);
-        }
-        self.update_eviction_block(client, id);
         self.check(client); // the report may be a late answer
         // The client's need may have changed, and with it whether its request can be served at all.
         if let Some(entity) = self.queues.waiting(client)

@@ -1,9 +1,10 @@
 //! Events that concern every component: clients that connect and disconnect, and changes of the limits that rules and
 //! environments set.
 
-use super::{Client, Machine};
+use super::Machine;
 use crate::{
     api::*,
+    client::Client,
     effects::Effects,
     gpu::capacity::GpuCapacities,
     placement::Sites,

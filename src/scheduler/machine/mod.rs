@@ -6,9 +6,10 @@ mod membership;
 
 use crate::{
     api::*,
+    client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::{Access, Account, Attachment, Gpus, Hold, ledger::State},
+    gpu::{self, Access, Account, Attachment, Gpu, Gpus, Hold},
     placement::Placements,
     policy::{self, History, Policy},
     queue::Queues,
@@ -17,7 +18,6 @@ use crate::{
     sleep::Sleep,
     timers::Wake,
 };
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Later times are clamped to this one (34 years), so that no sum of times overflows.
@@ -38,7 +38,7 @@ pub struct Machine {
     pub(crate) now: Time,
     pub(crate) settings: Settings,
     pub(crate) gpus: Gpus,
-    pub(crate) clients: BTreeMap<ClientId, Client>,
+    pub(crate) clients: Clients,
     pub(crate) queues: Queues,
     pub(crate) fairness: Fairness,
     pub(crate) rules: Rules,
@@ -51,18 +51,6 @@ pub struct Machine {
     pub(crate) asleep: bool,
 }
 
-#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Client {
-    /// The gang that the client named; 0: none. A rule may put it into another one.
-    pub named: u64,
-    pub tenant: TenantId,
-    pub stopped: bool,
-    /// When its last message came.
-    pub heard: Time,
-    /// When the daemon was last asked to probe the process, and the least time until the next probe.
-    pub probed: Option<(Time, Duration)>,
-}
-
 impl Machine {
     /// A machine without GPUs and clients, at time 0.
     pub fn new(mut settings: Settings) -> Self {
@@ -71,7 +59,7 @@ impl Machine {
             now: Time::ZERO,
             settings,
             gpus: Gpus::default(),
-            clients: BTreeMap::new(),
+            clients: Clients::new(),
             queues: Queues::default(),
             fairness: Fairness::default(),
             rules: Rules::default(),
@@ -112,8 +100,12 @@ impl Machine {
                     self.requeue(entity);
                     self.enqueue(entity);
                 }
-                Wake::Eviction(client, gpu) => self.unblock_eviction(client, gpu),
-                Wake::Verification(gpu) => self.expire_unverified(gpu),
+                Wake::Eviction(client, gpu) => {
+                    self.with_gpu(gpu, |gpu, cx, fx| gpu.unblock_eviction(cx, fx, client));
+                }
+                Wake::Verification(gpu) => {
+                    self.with_gpu(gpu, |gpu, cx, fx| gpu.expire_unverified(cx.now, fx));
+                }
                 Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
                 Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
                 Wake::Limits => self.quota.mark_all_changed(),
@@ -143,15 +135,19 @@ impl Machine {
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuGone { gpu } => self.gpu_gone(gpu),
             Event::Sleep { asleep } => self.sleep(asleep),
-            Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
+            Event::GpuLink { gpu, rate } => {
+                self.with_gpu(gpu, |gpu, _, fx| gpu.link_found(fx, rate));
+            }
             Event::GpuOverhead { gpu, begun, bytes, others, complete } => {
-                self.overhead_measured(gpu, begun, bytes, others, complete)
+                self.with_gpu(gpu, |gpu, cx, fx| gpu.overhead_measured(cx, fx, begun, bytes, others, complete));
             }
             Event::Measured { gpu, begun, free, found } => self.clients_measured(gpu, begun, free, &found),
             Event::ContextSizes { gpu, bytes } => {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
             }
-            Event::OtherPrograms { gpu, present } => self.other_programs(gpu, present),
+            Event::OtherPrograms { gpu, present } => {
+                self.with_gpu(gpu, |gpu, _, fx| gpu.other_programs(fx, present));
+            }
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
             Event::HostAhead { bytes } => self.host_ahead(bytes),
             Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
@@ -237,6 +233,22 @@ impl Machine {
         }
     }
 
+    fn request_room(&mut self, room: RoomId, id: GpuId, bytes: u64, until: Time) {
+        let made = match self.gpu_mut(id) {
+            Some((gpu, cx, fx)) => gpu.make_room(cx.now, cx.settings, fx, room, bytes, until),
+            None => Err(RoomObstacle::Gone),
+        };
+        if let Err(why) = made {
+            self.end_room(room);
+            self.effects.command(Command::RoomRefused { room, gpu: id, why });
+        }
+    }
+
+    /// Ends a room, if it has not ended.
+    fn end_room(&mut self, room: RoomId) {
+        self.gpus.iter_mut().for_each(|(_, gpu)| gpu.end_room(&mut self.effects, room));
+    }
+
     fn configure(&mut self, mut settings: Settings) {
         settings.clamp();
         let is_same = settings.time_period == self.settings.time_period;
@@ -266,7 +278,7 @@ impl Machine {
     fn gpu_gone(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.access = Access::Gone;
-        self.end_rooms(id);
+        gpu.end_rooms(&mut self.effects);
         self.touch(id);
         self.forget_if_gone(id);
     }
@@ -325,18 +337,65 @@ impl Machine {
         self.gpus.get(gpu)?.account(client)
     }
 
-    pub(crate) fn change_account<R>(
-        &mut self,
-        client: ClientId,
-        id: GpuId,
-        change: impl FnOnce(&mut Account) -> R,
-    ) -> Option<R> {
-        let gpu = self.gpus.get_mut(id)?;
-        let result = gpu.change_account(client, change);
-        if gpu.ledger.unevictable_fell() {
-            self.effects.touch(id);
+    /// What the decisions of a GPU read.
+    pub(crate) fn gpu_context(&self) -> gpu::Context<'_> {
+        let Self { now, settings, rules, clients, queues, sleep, quota, .. } = self;
+        gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota }
+    }
+
+    /// A GPU to change, with what its decisions read and the place for their effects. `None`: it is unknown.
+    pub(crate) fn gpu_mut(&mut self, id: GpuId) -> Option<(&mut Gpu, gpu::Context<'_>, &mut Effects)> {
+        let Self { now, settings, gpus, rules, clients, queues, sleep, quota, effects, .. } = self;
+        let context = gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota };
+        Some((gpus.get_mut(id)?, context, effects))
+    }
+
+    /// Runs `act` on a GPU, if it is known.
+    pub(crate) fn with_gpu(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects)) {
+        if let Some((gpu, cx, fx)) = self.gpu_mut(id) {
+            act(gpu, cx, fx);
         }
-        result
+    }
+
+    /// Bytes that a client must be allowed in order to run on a GPU: see [`Gpu::need`].
+    pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
+        self.gpus.get(id).map_or(0, |gpu| gpu.need(self.gpu_context(), client))
+    }
+
+    pub(crate) fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
+        self.gpus.get(id).is_some_and(|gpu| gpu.faults_in(self.gpu_context(), client))
+    }
+
+    /// Why no memory of a client can leave a GPU now. `None`: it can.
+    pub(crate) fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
+        self.gpus.get(id)?.eviction_block(self.gpu_context(), client)
+    }
+
+    /// Bytes by which charges on a GPU exceed its capacity.
+    pub(crate) fn overdrawn(&self, id: GpuId) -> u64 {
+        self.gpus.get(id).map_or(0, |gpu| gpu.overdrawn(&self.settings))
+    }
+
+    pub(crate) fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
+        self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(&self.settings, clients))
+    }
+
+    pub(crate) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+        self.with_gpu(id, |gpu, cx, fx| gpu.allow(cx, fx, client, bytes));
+    }
+
+    pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
+        self.gpu_mut(id).map_or(0, |(gpu, cx, fx)| gpu.credit(cx, fx, client, reserved_ahead))
+    }
+
+    /// Requests a measurement of a GPU, unless one is awaited.
+    pub(crate) fn measure(&mut self, id: GpuId) {
+        self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
+    }
+
+    /// The same even if one is awaited.
+    pub(crate) fn measure_again(&mut self, id: GpuId) {
+        self.with_gpu(id, |gpu, _, fx| gpu.measure_again(fx));
     }
 
     /// Changes a client's hold of a GPU, and the ledger with it.
@@ -347,21 +406,20 @@ impl Machine {
         }
     }
 
-    /// Brings the ledger up to date after a client's hold of a GPU, or the reason why its memory cannot leave, has
-    /// changed; and marks the GPU.
+    /// The time for `bytes` to leave a GPU and come back: see [`Gpu::moving_both_ways`].
+    pub(crate) fn moving_both_ways(&self, id: GpuId, bytes: u64, exempt: &[ClientId]) -> Duration {
+        self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.moving_both_ways(bytes, exempt))
+    }
+
+    /// See [`Gpu::lock_changed`].
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
-        self.touch(id);
-        let block = self.eviction_block(client, id);
-        let Some(gpu) = self.gpus.get_mut(id) else { return };
-        let Some(lock) = gpu.attachments.get(&client).map(|attachment| &attachment.lock) else { return };
-        let now = match block {
-            Some(_) => State::Unevictable,
-            None if lock.hold.is_some() => State::Running,
-            None => State::Idle(lock.last_run),
-        };
-        gpu.set_state(client, now);
-        if gpu.ledger.unevictable_fell() {
-            self.effects.touch(id);
+        self.with_gpu(id, |gpu, cx, fx| gpu.lock_changed(cx, fx, client));
+    }
+
+    /// Checks the clients whose answers may now be due, since memory was taken from them.
+    pub(crate) fn check_marked(&mut self) {
+        for client in self.effects.take_checks() {
+            self.check(client);
         }
     }
 }

@@ -1,18 +1,16 @@
 //! The steps that bring one GPU up to date after an event: memory first, then the lock, then messages to holders. Settling
 //! a GPU on which nothing changed does nothing.
 //!
-//! Each component owns its state and does not know the others' decisions; every decision that needs more than one of
-//! them is here.
+//! Each component owns its state and the decisions about it: `gpu` those about one GPU's memory. Every decision that changes
+//! more than one of them is here.
 //!
 //! Memory:
-//! - `serve`: bytes for holders, then for the queue, and grants.
-//! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
-//! - `reservations`: room for the driver's own allocations. `rooms`: memory that is kept free for other programs.
-//!   `contexts`: admission of CUDA contexts.
+//! - `serve`: bytes for holders, then for the queue, and grants. `protection`: memory beyond the limits of rules.
+//! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
 //! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: clients that come back
 //!   on another GPU.
-//! - `ahead`: host memory for memory that may have to leave. `measurements`: NVML's view of memory. `failures`:
-//!   mappings that fail. `eviction_blocks`: memory that cannot leave.
+//! - `ahead`: host memory for memory that may have to leave. `measurements`: what waits for them. `failures`: requests
+//!   that wait because mapping failed.
 //!
 //! The lock:
 //! - `requests`: from request to release. `order`: the order of queues.
@@ -25,9 +23,6 @@ mod ahead;
 mod backfill;
 mod contexts;
 mod corun;
-mod credit;
-mod eviction;
-mod eviction_blocks;
 mod failures;
 mod gang_conflict;
 mod gangs;
@@ -37,7 +32,6 @@ mod order;
 mod protection;
 mod requests;
 mod reservations;
-mod rooms;
 mod serve;
 mod sleep;
 mod turns;
@@ -86,8 +80,9 @@ impl Machine {
     /// Brings a GPU up to date. Called for each GPU that an event marked.
     pub(crate) fn settle(&mut self, id: GpuId) {
         // Rooms, the number of contexts, the capacity, and the order of the queue.
-        let rooms = self.serve_rooms(id);
-        self.count_deferred(id);
+        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
+        let rooms = gpu.serve_rooms(cx.now, cx.settings, fx);
+        gpu.count_deferred(cx);
         self.note_capacity(id);
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
         self.enqueue_unblocked(id);
@@ -119,7 +114,7 @@ impl Machine {
         let attaching = self.answer_attaching(id);
         let sleeping = self.sleep_idle(id);
         if is_enough {
-            self.credit_ahead(id);
+            self.with_gpu(id, |gpu, cx, fx| gpu.credit_ahead(cx, fx));
         }
 
         // The lock: turns that end, and messages to holders.

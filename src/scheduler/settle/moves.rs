@@ -216,7 +216,7 @@ impl Machine {
             self.request_limit(client, to, bytes);
         }
         self.lock_changed(client, to);
-        self.schedule_verification(from);
+        self.with_gpu(from, |gpu, _, fx| gpu.schedule_verification(fx));
         for id in [from, to] {
             self.measure(id);
             self.touch(id);

@@ -103,7 +103,7 @@ impl Machine {
         let (attained, level_since) = history.progress.after(self.now, held);
         Waiter {
             burst: history.bursts.expected(),
-            moving: self.moving_both_ways(id, lacking, &[client]),
+            moving: gpu.moving_both_ways(lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
             unmeasured: hold.is_none() && history.utilization.is_open(),
             waiters: self.queues.queue_length(id) + 1,

@@ -1,7 +1,6 @@
-//! Memory that rules keep on the GPU (`memory-low`), and memory beyond the limits of rules, which leaves it.
+//! Memory beyond the limits of rules, which leaves the GPU.
 
 use crate::{api::*, machine::Machine};
-use std::collections::BTreeMap;
 
 impl Machine {
     /// Bytes that a client's group may allocate on a GPU. `None`: it is in no group, or the group is unlimited.
@@ -47,20 +46,9 @@ impl Machine {
         let surplus = self.ask_quota(|quota, cx| quota.surplus(cx, client, id, allowance));
         let take = account.evictable().min(surplus);
         if take > 0 {
-            self.allow(client, id, account.allowance - take);
+            let rest = account.allowance - take;
+            self.allow(client, id, rest);
             self.check(client);
         }
-    }
-
-    /// For each group with `memory-low`: its bytes on the GPU beyond that.
-    pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
-        let Some(gpu) = self.gpus.get(id) else { return BTreeMap::new() };
-        let protected = self.rules.groups().filter_map(|(group, limits)| {
-            let low = limits.memory_low?;
-            let accounts = self.rules.members(group).filter_map(|client| gpu.account(client));
-            let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
-            Some((group, has.saturating_sub(low.on(gpu.total).unwrap_or(u64::MAX))))
-        });
-        protected.collect()
     }
 }

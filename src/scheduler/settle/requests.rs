@@ -345,7 +345,7 @@ impl Machine {
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
                 // Nothing leaves while it holds the lock. Where its pages fault in, it is granted although some are still leaving.
-                self.stop_evicting(client, *id);
+                self.with_gpu(*id, |gpu, cx, fx| gpu.stop_evicting(cx, fx, client));
                 self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 if let Some(lock) = self.gpus.lock_mut(client, *id) {
                     lock.grants += 1;
@@ -453,7 +453,7 @@ impl Machine {
             history.utilization.turn_ended(waited, idle);
         }
         self.lock_changed(client, id);
-        self.end_trial(client, id);
+        self.with_gpu(id, |gpu, _, fx| gpu.end_trial(fx, client));
         if let Some(owner) = self.shares().bounded_owner(client).filter(|_| !hold.is_bypassed()) {
             self.fairness.record_usage(owner, id, hold.since, now, self.settings.time_period);
         }

@@ -1,6 +1,6 @@
 //! Serves reservations (see `memory::reservation`): clients that do not hold the lock evict the requested bytes.
 
-use crate::{api::*, gpu::reservation::Reservation, machine::Machine};
+use crate::{api::*, gpu::Gpu, gpu::reservation::Reservation, machine::Machine};
 use std::time::Duration;
 
 /// How long a reservation waits for room; the client waits longer.
@@ -48,7 +48,8 @@ impl Machine {
             let Some(mut reservation) = self.gpus.get(id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
                 break;
             };
-            let free = if reserved_ahead == 0 { self.free_for(reservation.client, id) } else { 0 };
+            let free_for = |gpu: &Gpu| gpu.free_for(self.gpu_context(), reservation.client);
+            let free = if reserved_ahead == 0 { self.gpus.get(id).map_or(0, free_for) } else { 0 };
             if reservation.answered.is_none() {
                 reservation.secured += free.min(reservation.bytes - reservation.secured);
                 if let Some(place) = self.gpus.get_mut(id).and_then(|gpu| gpu.reservations.get_mut(i)) {
@@ -60,7 +61,7 @@ impl Machine {
                     0 => 0,
                     _ => self.collect(id, before.saturating_add(short), &[reservation.client], &[]).min(short),
                 };
-                let held = self.held_by_others(id, reservation.client);
+                let held = self.gpus.get(id).map_or(0, |gpu| gpu.held_by_others(reservation.client));
                 if short == 0 || rest > held && rest == short || reservation.since + TIMEOUT <= now {
                     reservation.answered = Some(now);
                     self.effects.command(Command::Reserved {
@@ -82,12 +83,5 @@ impl Machine {
             }
         }
         all
-    }
-
-    /// Bytes that holders other than `client` could give if they released the lock.
-    fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
-        let gives = self.gpus.running_on(id).filter(|holder| *holder != client);
-        let evictable = gives.filter_map(|holder| Some(self.account(holder, id)?.evictable()));
-        evictable.fold(0, u64::saturating_add)
     }
 }

@@ -18,7 +18,8 @@ impl Machine {
         let next = self.members_of_first(id);
         if reserved_ahead > 0 {
             pressure.short = self.collect(id, reserved_ahead, &[], &next);
-            pressure.at_once = pressure.short > 0 && self.vacates(id);
+            let vacates = self.gpus.get(id).is_some_and(|gpu| gpu.vacates(&self.settings));
+            pressure.at_once = pressure.short > 0 && vacates;
         }
         for holder in self.gpus.holders(id).collect::<Vec<_>>() {
             if self.gpus.hold(holder, id).is_none_or(|hold| hold.revoked.is_some()) {
@@ -43,11 +44,17 @@ impl Machine {
     /// Frees `bytes` in all, from clients without the lock. Returns how many of them only holders can give. Clients in
     /// `exempt` give none; clients in `last` give theirs last.
     pub(crate) fn collect(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) -> u64 {
-        let arriving = self.arriving(id, exempt);
-        if bytes > arriving {
-            self.evict(id, bytes - arriving, exempt, last);
+        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
+        let arriving = gpu.arriving(cx, fx, exempt);
+        if bytes <= arriving {
+            return 0;
         }
-        bytes.saturating_sub(self.arriving(id, exempt))
+        let queue = self.policy().evicts_by_queue().then(|| self.whole_queue(id));
+        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
+        gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
+        let arriving = gpu.arriving(cx, fx, exempt);
+        self.check_marked();
+        bytes.saturating_sub(arriving)
     }
 
     fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {

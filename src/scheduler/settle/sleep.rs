@@ -14,10 +14,6 @@ use std::time::Duration;
 
 /// The interval of measurements that a wake waits for.
 const MEASURE: Duration = Duration::from_secs(1);
-/// Memory that a restore needs beyond the measured context: at most this, and no more than this part of a GPU.
-const SLACK: u64 = 64 << 20;
-const SLACK_PART: u64 = 64;
-
 impl Machine {
     /// What is known of a client's sleep.
     pub fn sleep_of(&self, client: ClientId) -> SleepView {
@@ -83,14 +79,9 @@ impl Machine {
         candidates.filter_map(|client| Some((due(client)?, *client))).min().map(|(due, client)| (client, due))
     }
 
-    /// Whether room for contexts is lacking, and other clients could sleep to make it.
+    /// Whether room for contexts is lacking on a GPU, and other clients could sleep to make it.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
-        let Some(gpu) = self.gpus.get(id).filter(|gpu| gpu.has_only_clients) else { return false };
-        let all = gpu.total.saturating_sub(gpu.reserve(&self.settings));
-        let is_full =
-            || gpu.overhead_wanted(&self.settings) > all || gpu.ledger.unevictable() > gpu.capacity(&self.settings);
-        (gpu.contexts.deferred() > 0 || (!gpu.contexts.is_empty() && is_full()))
-            && gpu.attachments.keys().any(|client| self.sleep_after(*client).is_some())
+        self.gpus.get(id).is_some_and(|gpu| gpu.lacks_contexts(self.gpu_context()))
     }
 
     fn sleep_after(&self, client: ClientId) -> Option<Duration> {
@@ -189,10 +180,7 @@ impl Machine {
     /// Takes back all memory of a client.
     fn take_all(&mut self, client: ClientId) {
         for id in self.gpus_of(client) {
-            if self.account(client, id).is_some_and(|account| account.evictable() > 0) {
-                let pinned = self.account(client, id).map_or(0, |account| account.report.pinned);
-                self.allow(client, id, pinned);
-            }
+            self.with_gpu(id, |gpu, cx, fx| gpu.take_all(cx, fx, client));
         }
         self.check(client);
     }
@@ -317,37 +305,16 @@ impl Machine {
     fn has_left(&mut self, client: ClientId) {
         self.quota.set_stopped(client, true); // it reads no message
         for id in self.gpus_of(client) {
-            let bytes = self.context_of(client, id);
-            let Some(gpu) = self.gpus.get_mut(id) else { continue };
-            gpu.unmeasured.remove(&client);
-            gpu.contexts.remove(client);
-            gpu.end_return(client);
-            if gpu.attachments.contains_key(&client) {
-                gpu.away.entry(client).or_insert(bytes);
-            }
-            self.measure(id);
-            self.touch(id);
+            self.with_gpu(id, |gpu, cx, fx| gpu.left(cx, fx, client));
         }
     }
 
     /// Handles a client that is back on its GPUs.
     fn has_come_back(&mut self, client: ClientId) {
-        let (now, is_stopped) = (self.now, self.clients.get(&client).is_some_and(|state| state.stopped));
+        let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
         self.quota.set_stopped(client, is_stopped);
         for id in self.gpus_of(client) {
-            let Some(gpu) = self.gpus.get_mut(id) else { continue };
-            gpu.end_return(client);
-            if let Some(attachment) = gpu.attachments.get_mut(&client)
-                && gpu.away.remove(&client).is_some()
-            {
-                gpu.unmeasured.insert(client);
-                attachment.used = Some(now);
-                match &mut attachment.attached {
-                    Some(attached) => *attached = now,
-                    None => gpu.contexts.push(now, client), // this scheduler has sent it no limit
-                }
-            }
-            self.touch(id);
+            self.with_gpu(id, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
         }
     }
 
@@ -373,10 +340,7 @@ impl Machine {
 
     /// Bytes that a restore needs for a client's context on a GPU.
     pub(super) fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some(gpu) = self.gpus.get(id) else { return 0 };
-        let measured = self.quota.measured_context(client, id).unwrap_or(0);
-        let slack = SLACK.min(gpu.total / SLACK_PART);
-        measured.max(gpu.context_bytes(&self.settings, 1)).saturating_add(slack)
+        self.gpus.get(id).map_or(0, |gpu| gpu.context_of(self.gpu_context(), client))
     }
 
     /// Sets room aside for waking clients, in their order; clients behind another one that waits for the same GPU wait
@@ -452,8 +416,7 @@ impl Machine {
             let due = returning.asked.map_or(now, |asked| asked + MEASURE);
             if due <= now {
                 returning.asked = Some(now);
-                gpu.measurement_requested = false; // the answer may never come, or predates the request
-                self.measure(id);
+                self.measure_again(id); // the answer may never come, or predates the request
             }
             next = Some(due.max(now + MEASURE));
         }
@@ -472,18 +435,5 @@ impl Machine {
             self.take_step(client, step);
         }
         next
-    }
-
-    /// Takes a measurement for the client that waits for its restore on a GPU.
-    pub(super) fn returning_measured(&mut self, id: GpuId, begun: Time, free: Option<u64>) {
-        let Some(gpu) = self.gpus.get_mut(id) else { return };
-        // Memory that other clients may map at any time is not free for it.
-        let promised = gpu.ledger.charged().saturating_sub(gpu.in_use());
-        let others = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
-        let overdue = gpu.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
-        let taken = promised.saturating_add(gpu.context_bytes(&self.settings, others)).saturating_add(overdue);
-        if let Some(returning) = gpu.returning.as_mut() {
-            returning.measured(begun, free.map(|free| free.saturating_sub(taken)));
-        }
     }
 }

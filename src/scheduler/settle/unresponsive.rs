@@ -36,14 +36,19 @@ const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 impl Machine {
     /// Handles a holder's report that it cannot drain or evict.
     pub(crate) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
-        match reason {
+        let cannot_evict = match reason {
             StuckReason::UntrackedWork => return, // concerns its memory, not a drain
-            StuckReason::HostFull => return self.cannot_evict(client, gpus, EvictionBlock::HostFull),
-            StuckReason::Broken => return self.cannot_evict(client, gpus, EvictionBlock::Broken),
-            StuckReason::UnseenWork => return self.cannot_evict(client, gpus, EvictionBlock::UnseenWork),
+            StuckReason::HostFull => Some(EvictionBlock::HostFull),
+            StuckReason::Broken => Some(EvictionBlock::Broken),
+            StuckReason::UnseenWork => Some(EvictionBlock::UnseenWork),
+            StuckReason::NeedsHost | StuckReason::LongWork | StuckReason::Capturing => None,
+        };
+        if let Some(why) = cannot_evict {
+            return gpus.iter().for_each(|id| self.with_gpu(*id, |gpu, cx, fx| gpu.cannot_evict(cx, fx, client, why)));
+        }
+        if reason == StuckReason::NeedsHost {
             // Its gate is open again and no thread waits there, so its own request must not be a reason to revoke it.
-            StuckReason::NeedsHost => self.cancel(client, gpus),
-            StuckReason::LongWork | StuckReason::Capturing => {}
+            self.cancel(client, gpus);
         }
         let now = self.now;
         for id in gpus {
@@ -133,7 +138,7 @@ impl Machine {
         for (id, lock) in self.gpus.locks_of(client) {
             if let Some(eviction) = self.account(client, id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
-                match self.late_at(client, id) {
+                match self.gpus.get(id).and_then(|gpu| gpu.late_at(client)) {
                     Some(due) if due <= now => drop(late.insert(id)),
                     Some(due) => sooner(&mut next, due),
                     None => {}
@@ -168,7 +173,7 @@ impl Machine {
             }
         }
         for id in &late {
-            self.eviction_is_late(client, *id);
+            self.with_gpu(*id, |gpu, cx, fx| gpu.eviction_is_late(cx, fx, client));
         }
         for id in &lagging {
             self.lags(client, *id);

@@ -1,0 +1,20 @@
+//! What is known of a client, on whichever GPUs it is.
+
+use crate::api::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// The connected clients.
+pub(crate) type Clients = BTreeMap<ClientId, Client>;
+
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Client {
+    /// The gang that the client named; 0: none. A rule may put it into another one.
+    pub named: u64,
+    pub tenant: TenantId,
+    pub stopped: bool,
+    /// When its last message came.
+    pub heard: Time,
+    /// When the daemon was last asked to probe the process, and the least time until the next probe.
+    pub probed: Option<(Time, Duration)>,
+}

@@ -1,0 +1,150 @@
+//! CUDA contexts that do not exist yet: a client waits until there is room for its context. A context that would leave an
+//! attached client too little memory to ever run again is *deferred*: it waits longer, and is refused after
+//! [`CONTEXT_TIMEOUT`].
+
+use super::{Context, Gpu, context_queue::PendingContext};
+use crate::{api::*, effects::Effects, queue::Gang, quota::CONTEXT_APPEARS};
+use std::time::Duration;
+
+/// How long a client is deferred before the scheduler tells it that its context has no room, unless its rule makes
+/// allocations wait.
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Memory that a restore needs beyond the measured context: at most this, and no more than this part of a GPU.
+const SLACK: u64 = 64 << 20;
+const SLACK_PART: u64 = 64;
+
+impl Gpu {
+    /// Whether a client's context existed, all of it, by `begun`.
+    pub fn has_context(&self, client: ClientId, begun: Time) -> bool {
+        let Some(attachment) = self.attachments.get(&client).filter(|_| !self.away.contains_key(&client)) else {
+            return false;
+        };
+        let since = attachment.attached.map(|allowed| {
+            let at_last = allowed.saturating_add(CONTEXT_APPEARS);
+            attachment.used.map_or(at_last, |used| used.max(allowed).min(at_last))
+        });
+        since.is_some_and(|since| since <= begun)
+    }
+
+    /// Counts the clients to defer: clients whose contexts would leave an attached client too little memory ever to
+    /// have its whole demand on the GPU again, so that it could never run. They wait until that client needs less or
+    /// has gone.
+    pub fn count_deferred(&mut self, cx: Context) {
+        if self.contexts.is_empty() && self.contexts.deferred() == 0 {
+            return;
+        }
+        // A client of an earlier scheduler has its context already.
+        let waits = |pending: &PendingContext| {
+            let needs_nothing = self.account(pending.client).is_some_and(|account| account.report.demand == 0);
+            needs_nothing && cx.queues.waiting(pending.client).is_none()
+        };
+        let unmeasured = self.unmeasured.len().saturating_sub(self.contexts.len());
+        let taken = self.measured.unwrap_or(0).saturating_add(self.context_bytes(cx.settings, unmeasured));
+        let taken = taken.saturating_add(self.returning_bytes());
+        let capacity = self.total.saturating_sub(self.reserve(cx.settings)).saturating_sub(taken);
+        let waits_with = |gang: Gang| self.contexts.iter().any(|pending| cx.queues.gang(pending.client) == Some(gang));
+        let is_kept_from_running = |client: ClientId| {
+            let attachment = self.attachments.get(&client);
+            attachment.is_some_and(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)
+                && !cx.queues.gang(client).is_some_and(waits_with)
+        };
+        // Demands that do not fit anyway are not made worse by contexts.
+        let most = self.ledger.needs_up_to(capacity).find(|(_, client)| is_kept_from_running(*client));
+        let most = most.map(|(need, _)| need);
+        let room = most.and_then(|most| (capacity - most).checked_div(self.context_bytes(cx.settings, 1)));
+        let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
+        let too_many = if self.drained { self.contexts.len() } else { self.contexts.len().saturating_sub(room) };
+        let deferred = self.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
+        self.contexts.defer(if self.access == super::Access::Gone { 0 } else { deferred });
+    }
+
+    /// Tells deferred clients that they may wait for long.
+    pub fn notify_deferred(&mut self, fx: &mut Effects) {
+        for pending in self.contexts.deferred_mut().filter(|pending| !pending.told) {
+            pending.told = true;
+            let (client, why) = (pending.client, WaitReason::Context);
+            fx.command(Command::Waiting { client, gpus: GpuSet::from([self.id]), why });
+        }
+    }
+
+    /// Tells clients that have been deferred for long that their contexts have no room. The request stays until the
+    /// client detaches. Returns when to tell the next.
+    pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
+        if self.drained {
+            return None; // until it is in use again
+        }
+        let mut next: Option<Time> = None;
+        for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
+            if cx.rules.waits_for_memory(pending.client) {
+                continue;
+            }
+            let due = pending.since + CONTEXT_TIMEOUT;
+            if cx.now < due {
+                next = Some(next.map_or(due, |next| next.min(due)));
+                continue;
+            }
+            pending.refused = true;
+            let (client, why) = (pending.client, Denial::NoContext);
+            fx.command(Command::Denied { client, gpu: self.id, bytes: 0, why });
+        }
+        next
+    }
+
+    /// Whether room for contexts is lacking, and other clients could sleep to make it.
+    pub fn lacks_contexts(&self, cx: Context) -> bool {
+        let all = self.total.saturating_sub(self.reserve(cx.settings));
+        let is_full =
+            || self.overhead_wanted(cx.settings) > all || self.ledger.unevictable() > self.capacity(cx.settings);
+        self.has_only_clients
+            && (self.contexts.deferred() > 0 || (!self.contexts.is_empty() && is_full()))
+            && self.attachments.keys().any(|client| cx.rules.sleep_after(*client, cx.settings).is_some())
+    }
+
+    /// Bytes that a restore needs for a client's context.
+    pub fn context_of(&self, cx: Context, client: ClientId) -> u64 {
+        let measured = cx.quota.measured_context(client, self.id).unwrap_or(0);
+        let slack = SLACK.min(self.total / SLACK_PART);
+        measured.max(self.context_bytes(cx.settings, 1)).saturating_add(slack)
+    }
+
+    /// Records that a client has nothing on the GPU any more, but the memory that its context will need.
+    pub fn left(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let bytes = self.context_of(cx, client);
+        self.unmeasured.remove(&client);
+        self.contexts.remove(client);
+        self.end_return(client);
+        if self.attachments.contains_key(&client) {
+            self.away.entry(client).or_insert(bytes);
+        }
+        self.measure(fx);
+        fx.touch(self.id);
+    }
+
+    /// Records that a client that had left is back.
+    pub fn came_back(&mut self, now: Time, fx: &mut Effects, client: ClientId) {
+        self.end_return(client);
+        if let Some(attachment) = self.attachments.get_mut(&client)
+            && self.away.remove(&client).is_some()
+        {
+            self.unmeasured.insert(client);
+            attachment.used = Some(now);
+            match &mut attachment.attached {
+                Some(attached) => *attached = now,
+                None => self.contexts.push(now, client), // this scheduler has sent it no limit
+            }
+        }
+        fx.touch(self.id);
+    }
+
+    /// Takes a measurement for the client that waits for its restore.
+    pub fn returning_measured(&mut self, settings: &Settings, begun: Time, free: Option<u64>) {
+        // Memory that other clients may map at any time is not free for it.
+        let promised = self.ledger.charged().saturating_sub(self.in_use());
+        let others = self.unmeasured.len().saturating_sub(self.contexts.len());
+        let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
+        let taken = promised.saturating_add(self.context_bytes(settings, others)).saturating_add(overdue);
+        if let Some(returning) = self.returning.as_mut() {
+            returning.measured(begun, free.map(|free| free.saturating_sub(taken)));
+        }
+    }
+}

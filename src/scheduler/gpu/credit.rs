@@ -1,0 +1,117 @@
+//! Raises allowances: towards the clients' needs, and beyond them for holders that keep growing.
+
+use super::{Account, Context, Gpu};
+use crate::{api::*, effects::Effects};
+
+/// A smaller credit that does not meet a client's need is not worth a message.
+const CREDIT_STEP: u64 = 2 << 20;
+/// Bytes that a holder that keeps growing may map beyond its need: its allocations of some milliseconds, but no more
+/// than this part of the free bytes.
+const AHEAD: u64 = 1 << 30;
+const AHEAD_PART: u64 = 4;
+
+impl Gpu {
+    /// Sets an allowance and sends it to the client.
+    pub fn allow(&mut self, cx: Context, fx: &mut Effects, client: ClientId, bytes: u64) {
+        let messages = self.change_account(fx, client, |account| account.set(cx.now, bytes));
+        for (seq, bytes) in messages.unwrap_or_default() {
+            fx.command(Command::Allowance { client, gpu: self.id, seq, bytes });
+        }
+    }
+
+    /// Allows memory that stays on the GPU anyway: pinned memory, and all memory of a client that reconnected to a new
+    /// scheduler. Neither raises the charge.
+    pub fn allow_resident(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let Some(account) = self.account(client) else { return };
+        if account.awaits_measurement() {
+            return;
+        }
+        let least = if account.is_new() { account.report.mapped } else { account.report.pinned };
+        if account.allowance < least {
+            self.allow(cx, fx, client, least);
+        }
+    }
+
+    /// Takes back all memory of a client that can leave.
+    pub fn take_all(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let evictable = self.account(client).filter(|account| account.evictable() > 0);
+        if let Some(pinned) = evictable.map(|account| account.report.pinned) {
+            self.allow(cx, fx, client, pinned);
+        }
+    }
+
+    /// Whether a client runs without its memory on the GPU: its pages fault in and out.
+    pub fn faults_in(&self, cx: Context, client: ClientId) -> bool {
+        cx.settings.anti_thrash == AntiThrash::Off
+            && self.attachments.get(&client).is_some_and(|attachment| attachment.engine == Engine::Managed)
+    }
+
+    /// The bytes that a client must be allowed in order to run: its demand and its shortfall, up to the capacity.
+    pub fn need(&self, cx: Context, client: ClientId) -> u64 {
+        let is_off = cx.sleep.is_held_off(client) && self.hold(client).is_none();
+        if is_off || self.faults_in(cx, client) {
+            return 0;
+        }
+        self.account(client)
+            .map_or(0, |account| account.report.demand)
+            .saturating_add(self.shortfall(cx, client))
+            .min(self.capacity(cx.settings))
+    }
+
+    /// Raises an allowance towards the need as far as bytes are free, without evicting. Returns the bytes still
+    /// lacking. `reserved_ahead` bytes, first of the free ones and then of the bytes being freed, are reserved for
+    /// other clients.
+    pub fn credit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, reserved_ahead: u64) -> u64 {
+        let need = self.need(cx, client);
+        let Some(account) = self.account(client) else { return 0 };
+        if account.awaits_measurement() {
+            return need; // an allowance below its present memory would make it evict
+        }
+        // Free bytes that were not given to the clients before it are unverified for them, or too few: they stay
+        // reserved for them.
+        let reserved = reserved_ahead.min(self.free(cx.settings));
+        let free = self.free_for(cx, client).saturating_sub(reserved);
+        // Bytes of the client that are being evicted are still charged to it: they may stay, unless they are reserved
+        // for others.
+        let unreserved = self.ledger.evicting().saturating_sub(reserved_ahead - reserved);
+        let leaving = account.charge.saturating_sub(account.allowance).min(unreserved);
+        let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
+        if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {
+            self.allow(cx, fx, client, reach);
+        }
+        need.saturating_sub(self.account(client).map_or(0, |account| account.allowance))
+    }
+
+    /// Allows holders that keep growing to map more than they need, as far as bytes are free, so that their allocations
+    /// wait for no message. The excess is taken back when other clients lack bytes
+    /// ([`take_back_ahead`](Self::take_back_ahead)).
+    pub fn credit_ahead(&mut self, cx: Context, fx: &mut Effects) {
+        if !(self.contexts.is_empty() && self.reservations.is_empty()) {
+            return;
+        }
+        for client in self.holders().collect::<Vec<_>>() {
+            let Some(attachment) = self.attachments.get(&client) else { continue };
+            let grows_now = attachment.keeps_growing(cx.now) && attachment.engine == Engine::Swap;
+            let is_running = self.hold(client).is_some_and(|hold| hold.revoked.is_none());
+            let allowance = attachment.account().allowance;
+            let limit = cx.quota.limit(client, self.id).map_or(0, |limit| limit.limit);
+            let ahead = self.ahead(cx, client);
+            // Most of the free bytes are left to others that grow, or create a context.
+            let free = self.free_for(cx, client);
+            let most = AHEAD.min(free.saturating_add(ahead) / AHEAD_PART);
+            if !(grows_now && is_running) || ahead > most / 2 {
+                continue;
+            }
+            let reach = allowance.saturating_add((most - ahead).min(free)).min(limit);
+            if reach >= allowance.saturating_add(CREDIT_STEP) {
+                self.allow(cx, fx, client, reach);
+            }
+        }
+    }
+
+    /// Bytes that a client may map beyond its need.
+    pub fn ahead(&self, cx: Context, client: ClientId) -> u64 {
+        let ahead = self.account(client).map_or(0, Account::ahead);
+        if ahead == 0 { 0 } else { ahead.saturating_sub(self.shortfall(cx, client)) }
+    }
+}

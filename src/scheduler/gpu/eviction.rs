@@ -1,0 +1,152 @@
+//! Lowers allowances: evicts memory of clients that do not run, for clients that are about to run.
+
+use super::{Account, Context, Gpu};
+use crate::{api::*, effects::Effects, policy, queue::Entity};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// The passes over the clients that can be evicted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    /// Ordinary clients, except memory that rules protect.
+    Ordinary,
+    /// Clients that are evicted last, with the same exception.
+    Last,
+    /// Memory that rules protect.
+    Protected,
+}
+
+impl Gpu {
+    /// Bytes by which charges exceed the capacity.
+    pub fn overdrawn(&self, settings: &Settings) -> u64 {
+        self.ledger.charged().saturating_sub(self.capacity(settings))
+    }
+
+    /// Whether no client runs any more, and all memory that can leave has left.
+    pub fn is_evacuated(&self, cx: Context) -> bool {
+        let has_left = |client: ClientId| {
+            let is_kept = |account: &Account| account.report.mapped <= account.allowance.max(account.report.pinned);
+            self.eviction_block(cx, client).is_some() || self.account(client).is_none_or(is_kept)
+        };
+        self.running().next().is_none() && self.attachments.keys().copied().all(has_left)
+    }
+
+    /// The time for `bytes` to leave, from the clients that would be asked for them, and to come back later. Clients in
+    /// `exempt` give none.
+    pub fn moving_both_ways(&self, bytes: u64, exempt: &[ClientId]) -> Duration {
+        let idle = self.ledger.eviction_order().map(|(_, client)| client);
+        let (mut rest, mut time) = (bytes, Duration::ZERO);
+        for client in idle.chain(self.holders()).filter(|client| !exempt.contains(client)) {
+            if rest == 0 {
+                break;
+            }
+            let Some(attachment) = self.attachments.get(&client) else { continue };
+            let part = attachment.account().evictable().min(rest);
+            rest -= part;
+            time += self.rates.both_ways(part, attachment.rate);
+        }
+        time + self.rates.both_ways(rest, None) // from clients that are already being evicted
+    }
+
+    /// Idle clients with evictable bytes, in the order of eviction, where that order depends on the queue.
+    fn victims_by_queue(&self, cx: Context, queue: &[Entity]) -> Vec<ClientId> {
+        let before: BTreeMap<Entity, u32> = queue.iter().copied().zip(0..).collect();
+        let policy = policy::named(cx.settings.policy);
+        let expected_idle = |(last_run, client): (Time, ClientId)| {
+            let entity = cx.queues.waiting(client);
+            let before = entity.and_then(|entity| before.get(&entity).copied());
+            (policy.expected_idle(cx.settings, cx.now.saturating_sub(last_run), before), client)
+        };
+        let mut victims: Vec<_> = self.ledger.eviction_order().map(expected_idle).collect();
+        victims.sort_by_key(|(expected_idle, _)| Reverse(*expected_idle)); // equal ones stay in LRU order
+        victims.into_iter().map(|(_, client)| client).collect()
+    }
+
+    /// Evicts `bytes` from clients that do not hold the lock, in the order of the policy. Clients in `last` give bytes
+    /// only if no other client has any; memory that rules protect comes after that. Clients in `exempt` give none.
+    /// `queue`: the order of the queue, where the policy evicts by it.
+    pub fn evict(
+        &mut self,
+        cx: Context,
+        fx: &mut Effects,
+        bytes: u64,
+        exempt: &[ClientId],
+        last: &[ClientId],
+        queue: Option<&[Entity]>,
+    ) {
+        let before = self.ledger.evicting();
+        self.take_back_ahead(cx, fx, bytes);
+        let mut lacking = bytes.saturating_sub(self.ledger.evicting().saturating_sub(before));
+        let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
+        let mut unprotected = self.unprotected(cx);
+        // Mostly, a few clients have all the missing bytes, so the rest are not listed.
+        let by_queue = queue.map(|queue| self.victims_by_queue(cx, queue));
+        let idle = || {
+            let by_time = by_queue.is_none().then(|| self.ledger.eviction_order().map(|(_, client)| client));
+            by_queue.iter().flatten().copied().chain(by_time.into_iter().flatten())
+        };
+        for pass in [Pass::Ordinary, Pass::Last, Pass::Protected] {
+            for client in idle() {
+                if lacking == 0 {
+                    break;
+                }
+                let Some(account) = self.account(client) else { continue };
+                let has_unfreed = account.frees.present() > 0;
+                let is_last = has_unfreed || last.contains(&client);
+                if exempt.contains(&client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
+                    continue;
+                }
+                let left = victims.get(&client).copied().unwrap_or(account.allowance);
+                let evictable = account.evictable().saturating_sub(account.allowance - left);
+                let take = if has_unfreed { evictable } else { evictable.min(lacking) };
+                let take = match cx.rules.group(client).and_then(|group| unprotected.get_mut(&group)) {
+                    Some(may_go) if pass != Pass::Protected => {
+                        let take = take.min(*may_go);
+                        *may_go = may_go.saturating_sub(take);
+                        take
+                    }
+                    _ => take,
+                };
+                lacking = lacking.saturating_sub(take);
+                if take > 0 {
+                    victims.insert(client, left - take);
+                }
+            }
+        }
+        let taken = idle().filter_map(|client| Some((client, *victims.get(&client)?))).take(victims.len());
+        for (victim, allowance) in taken.collect::<Vec<_>>() {
+            self.allow(cx, fx, victim, allowance);
+            fx.check(victim);
+        }
+    }
+
+    /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one member of a gang
+    /// can have more than it needs while another member lacks bytes.
+    fn take_back_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: u64) {
+        let clients = self.ledger.ahead().filter(|client| self.eviction_block(cx, *client).is_none());
+        let ahead: Vec<(ClientId, u64)> =
+            clients.map(|client| (client, self.ahead(cx, client))).filter(|(_, ahead)| *ahead > 0).collect();
+        let mut lacking = bytes;
+        for (client, ahead) in ahead {
+            let take = ahead.min(lacking);
+            let Some(allowance) = self.account(client).map(|account| account.allowance).filter(|_| take > 0) else {
+                continue;
+            };
+            lacking -= take;
+            self.allow(cx, fx, client, allowance - take);
+            fx.check(client);
+        }
+    }
+
+    /// For each group with `memory-low`: its bytes on the GPU beyond that.
+    fn unprotected(&self, cx: Context) -> BTreeMap<GroupId, u64> {
+        let protected = cx.rules.groups().filter_map(|(group, limits)| {
+            let low = limits.memory_low?;
+            let accounts = cx.rules.members(group).filter_map(|client| self.account(client));
+            let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
+            Some((group, has.saturating_sub(low.on(self.total).unwrap_or(u64::MAX))))
+        });
+        protected.collect()
+    }
+}

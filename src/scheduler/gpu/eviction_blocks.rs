@@ -1,0 +1,128 @@
+//! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the
+//! client does not answer. It counts as unevictable, so other clients are asked for theirs, until it can leave again.
+
+use super::{ClientLock, Context, Gpu, Hold, ledger::State};
+use crate::{api::*, effects::Effects, timers::Wake};
+use std::time::Duration;
+
+/// A client that could not evict is asked again after the first of these times; the delay doubles with each attempt, up
+/// to the second.
+const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+/// An eviction without progress is late after this, or after `LATE_TIMES` times its expected duration if that is
+/// longer.
+const LATE: Duration = Duration::from_secs(3);
+const LATE_TIMES: u32 = 4;
+
+impl Gpu {
+    /// Why no memory of a client can leave the GPU now. `None`: it can.
+    pub fn eviction_block(&self, cx: Context, client: ClientId) -> Option<EvictionBlock> {
+        let state = cx.clients.get(&client)?;
+        let attachment = self.attachments.get(&client)?;
+        match attachment.eviction_block {
+            _ if state.stopped => Some(EvictionBlock::Stopped),
+            _ if self.hold(client).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
+            block => block,
+        }
+    }
+
+    /// Brings the ledger up to date after a client's hold, or the reason why its memory cannot leave, has changed; and
+    /// marks the GPU.
+    pub fn lock_changed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        fx.touch(self.id);
+        let block = self.eviction_block(cx, client);
+        let Some(attachment) = self.attachments.get_mut(&client) else { return };
+        let now = match block {
+            Some(_) => State::Unevictable,
+            None if attachment.lock.hold.is_some() => State::Running,
+            None => State::Idle(attachment.lock.last_run),
+        };
+        self.ledger.set_state(client, &mut attachment.entry, now);
+    }
+
+    /// Handles a client's report that it could not carry out an eviction and has given it up.
+    pub fn cannot_evict(&mut self, cx: Context, fx: &mut Effects, client: ClientId, why: EvictionBlock) {
+        let Some(attachment) = self.attachments.get_mut(&client) else { return };
+        attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
+        let until = attachment.eviction_backoff;
+        self.block_eviction(cx, fx, client, why);
+        fx.wake(Wake::Eviction(client, self.id), Some(cx.now + until));
+        self.stop_evicting(cx, fx, client);
+        fx.touch(self.id);
+    }
+
+    /// Allows a client its present memory, so that the charge does not rise.
+    pub fn stop_evicting(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let Some(account) = self.account(client) else { return };
+        let mapped = account.report.mapped;
+        if account.allowance < mapped {
+            self.allow(cx, fx, client, mapped);
+        }
+    }
+
+    fn block_eviction(&mut self, cx: Context, fx: &mut Effects, client: ClientId, why: EvictionBlock) {
+        let Some(attachment) = self.attachments.get_mut(&client) else { return };
+        let before = attachment.eviction_block.replace(why);
+        self.lock_changed(cx, fx, client);
+        if before != Some(why) {
+            fx.command(Command::EvictionBlocked { client, gpu: self.id, why });
+        }
+    }
+
+    /// Ends the block on evicting a client's memory.
+    pub fn unblock_eviction(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let attachment = self.attachments.get_mut(&client);
+        if attachment.is_some_and(|attachment| attachment.eviction_block.take().is_some()) {
+            self.lock_changed(cx, fx, client);
+        }
+    }
+
+    /// Updates the block after a report: an eviction that was late, or failed before, may be complete.
+    pub fn update_eviction_block(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let Some(attachment) = self.attachments.get_mut(&client) else { return };
+        let account = attachment.entry.account();
+        let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
+        let progresses = account.eviction.as_ref().is_some_and(|eviction| eviction.progress == cx.now);
+        let late = attachment.eviction_block == Some(EvictionBlock::Late);
+        if done && fits && attachment.eviction_block.is_none() {
+            attachment.eviction_backoff = Duration::ZERO;
+        }
+        if late && (done || progresses) {
+            self.unblock_eviction(cx, fx, client);
+        }
+    }
+
+    /// When the eviction that a client was asked for will be late. `None`: it was not asked for one, or is blocked
+    /// already.
+    pub fn late_at(&self, client: ClientId) -> Option<Time> {
+        let attachment = self.attachments.get(&client)?;
+        let account = attachment.account();
+        let eviction = account.eviction.as_ref().filter(|_| attachment.eviction_block.is_none())?;
+        let rest = account.report.mapped.saturating_sub(account.allowance);
+        Some(eviction.progress.saturating_add(LATE.max(self.rates.moving(rest).saturating_mul(LATE_TIMES))))
+    }
+
+    /// Blocks an eviction that is late.
+    pub fn eviction_is_late(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        self.charge_as_known(cx, fx, client);
+        self.block_eviction(cx, fx, client, EvictionBlock::Late);
+    }
+
+    /// Lowers the charge of a client that does not answer an eviction or a revoke to its known memory: it cannot keep
+    /// allowances that it has not mapped from other clients.
+    pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let now = cx.now;
+        let Some(account) = self.account(client) else { return };
+        let is_undrainable = self.hold(client).is_some_and(Hold::is_undrainable);
+        let has = match is_undrainable {
+            true if self.lock(client).is_some_and(ClientLock::may_need_memory) => None,
+            true => account.less_than_charged(),
+            false => account.unanswered(now),
+        };
+        let Some(has) = has else { return };
+        if has < account.allowance {
+            self.allow(cx, fx, client, has);
+        }
+        self.change_account(fx, client, |account| account.charge_as_known(now));
+        fx.touch(self.id);
+    }
+}

@@ -1,0 +1,131 @@
+//! Takes measurements: the memory that other programs use, and the truth of clients' reports.
+
+use super::{Account, Context, Gpu};
+use crate::{api::*, effects::Effects, timers::Wake};
+use std::collections::BTreeMap;
+
+impl Gpu {
+    /// Takes a measurement of the overhead that began no earlier than `begun`.
+    pub fn overhead_measured(
+        &mut self,
+        cx: Context,
+        fx: &mut Effects,
+        begun: Time,
+        bytes: u64,
+        others: u64,
+        complete: bool,
+    ) {
+        let missed = self.unmeasured.iter().copied().filter(|client| !self.has_context(*client, begun)).collect();
+        self.unmeasured = missed;
+        self.measured = Some(bytes);
+        if self.incomplete {
+            self.others.begin_again();
+        }
+        self.others.measured(cx.now, self.total, others.min(bytes));
+        self.incomplete = !complete;
+        self.adjust_trial(cx.settings);
+        fx.touch(self.id);
+    }
+
+    /// Records whether programs that are not clients use the GPU.
+    pub fn other_programs(&mut self, fx: &mut Effects, present: bool) {
+        if std::mem::replace(&mut self.has_only_clients, !present) == present {
+            fx.touch(self.id);
+        }
+    }
+
+    /// Records the rate of the GPU's link to the host, in bytes per second.
+    pub fn link_found(&mut self, fx: &mut Effects, rate: u64) {
+        self.rates.link_found(rate);
+        fx.touch(self.id);
+    }
+
+    /// Bytes of other tenants' clients that are unverified for this client. During a restore, bytes of its own tenant
+    /// count too: if they are still there, memory that takes their place is missing for the restore.
+    pub fn unverified_for(&self, cx: Context, client: ClientId) -> u64 {
+        let Some(state) = cx.clients.get(&client) else { return 0 };
+        let is_restoring = self.returning.is_some_and(|returning| returning.restored.is_some());
+        match is_restoring || !self.overdue.is_empty() {
+            true => self.ledger.unverified(),
+            false => self.ledger.unverified_for(state.tenant),
+        }
+    }
+
+    /// Bytes that are free for a client: not charged, reserved or unverified.
+    pub fn free_for(&self, cx: Context, client: ClientId) -> u64 {
+        self.free(cx.settings).saturating_sub(self.unverified_for(cx, client))
+    }
+
+    /// Bytes that will be available to these clients without evicting more: bytes being freed, and free bytes that
+    /// still have to be measured, which is requested, or are too few to be credited by themselves.
+    pub fn arriving(&mut self, cx: Context, fx: &mut Effects, clients: &[ClientId]) -> u64 {
+        for client in clients {
+            self.request_verification(cx, fx, *client);
+        }
+        self.ledger.evicting().saturating_add(self.free(cx.settings))
+    }
+
+    /// Requests a measurement of the bytes that are unverified for a waiting client. Returns those bytes.
+    pub fn request_verification(&mut self, cx: Context, fx: &mut Effects, client: ClientId) -> u64 {
+        let unverified = self.unverified_for(cx, client);
+        if unverified > 0 {
+            self.request_any_verification(fx);
+        }
+        unverified
+    }
+
+    /// Requests a measurement of unverified bytes that were not measured yet. Bytes that a measurement did find are
+    /// measured again from time to time anyway.
+    pub fn request_any_verification(&mut self, fx: &mut Effects) {
+        if !self.measurement_requested && self.accounts().any(|account| account.frees.is_unmeasured()) {
+            self.measure(fx);
+        }
+    }
+
+    /// Requests a measurement, unless one is awaited.
+    pub fn measure(&mut self, fx: &mut Effects) {
+        if !std::mem::replace(&mut self.measurement_requested, true) {
+            fx.command(Command::Measure { gpu: self.id });
+        }
+    }
+
+    /// Requests a measurement even if one is awaited: that one began too early, or its answer may never come.
+    pub fn measure_again(&mut self, fx: &mut Effects) {
+        self.measurement_requested = false;
+        self.measure(fx);
+    }
+
+    /// Takes a measurement of clients' memory.
+    pub fn clients_measured(&mut self, cx: Context, fx: &mut Effects, begun: Time, found: &BTreeMap<ClientId, Found>) {
+        self.measurement_requested = false;
+        self.verifies |= !found.is_empty();
+        for client in self.attachments.keys().copied().collect::<Vec<_>>() {
+            let found = found.get(&client).copied();
+            self.change_account(fx, client, |account| account.measured(begun, found));
+            self.allow_resident(cx, fx, client);
+            self.charge_as_known(cx, fx, client);
+        }
+        self.schedule_verification(fx);
+    }
+
+    /// Sets the time at which the next unverified bytes expire.
+    pub fn schedule_verification(&self, fx: &mut Effects) {
+        fx.wake(Wake::Verification(self.id), self.accounts().filter_map(Account::expires).min());
+    }
+
+    /// Ends unverified frees whose time has come.
+    pub fn expire_unverified(&mut self, now: Time, fx: &mut Effects) {
+        self.measurement_requested = false;
+        for client in self.attachments.keys().copied().collect::<Vec<_>>() {
+            let is_present = self.change_account(fx, client, |account| {
+                account.measurement_is_late(now);
+                account.frees.expire(now)
+            });
+            if is_present == Some(true) {
+                fx.command(Command::EvictionBlocked { client, gpu: self.id, why: EvictionBlock::Unfreed });
+            }
+        }
+        self.schedule_verification(fx);
+        fx.touch(self.id);
+    }
+}

@@ -1,0 +1,48 @@
+//! Takes clients' reports of their memory.
+
+use super::{Account, Context, Gpu, account::Evicted};
+use crate::{api::*, effects::Effects, quota::Limit, timers::Wake};
+
+impl Gpu {
+    /// Takes a client's report. Returns it as far as it is believed, and whether other bytes than before are on the GPU. `None`:
+    /// the client has not attached the GPU.
+    pub fn reported(
+        &mut self,
+        cx: Context,
+        fx: &mut Effects,
+        client: ClientId,
+        report: MemoryReport,
+    ) -> Option<(MemoryReport, bool)> {
+        let attachment = self.attachments.get_mut(&client)?;
+        if report.demand > 0 {
+            attachment.used.get_or_insert(cx.now);
+        }
+        let before = attachment.account().report.mapped;
+        let (evicted, report) = self.change_account(fx, client, |account| {
+            let evicted = account.reported(cx.now, report);
+            (evicted, account.report)
+        })?;
+        let needed = cx.quota.limit(client, self.id).map_or(0, Limit::demand);
+        let attachment = self.attachments.get_mut(&client)?;
+        if report.mapped >= report.demand {
+            attachment.failures.succeeded();
+        }
+        if report.demand > needed {
+            attachment.grows(cx.now);
+        }
+        self.allow_resident(cx, fx, client);
+        self.adjust_trial(cx.settings);
+        if self.account(client).is_some_and(Account::is_worth_measuring) {
+            self.measure(fx);
+        }
+        let unverified_until = self.account(client).and_then(Account::expires);
+        if unverified_until.is_some() && fx.wakes_at(Wake::Verification(self.id)).is_none() {
+            fx.wake(Wake::Verification(self.id), unverified_until);
+        }
+        if let Some(Evicted { bytes, contents, time }) = evicted {
+            self.learn_rate(client, bytes, contents, time);
+        }
+        self.update_eviction_block(cx, fx, client);
+        Some((report, report.mapped != before))
+    }
+}
