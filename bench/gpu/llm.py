@@ -9,20 +9,21 @@ Each server builds a Llama with 12.6 GiB of random weights on the GPU and answer
 process holds all of the GPU but --free GiB, for each value in turn ("all": no ballast), under a scheduler of its own.
 
 Prints JSON lines:
-  serial    seconds that the servers take one after another without nvshare, on a GPU with nothing else, and 1.3 times their sum
-  start     --starts times for each value: "ready" with the seconds until the last server was ready; "refused", if a server ended
-            with out of memory; "failed", if one ended otherwise; "stuck", if one was not ready after --limit seconds
-  switches  after the first start that succeeded: the number of answers, --questions from each server before the next is asked;
-            first-token times of questions to another server than before ("switched") and to the same one ("same"), the bytes that were mapped for each switch (as many leave), those copied by the
-            clients' own count, and the bound: moved / 47 GiB/s + 0.08 s for the median, + 0.18 s for the 99th percentile
-  contended with --contended SECONDS, after that: answers of the first server while nobody asks the others, then of all of them, each
-            asked without pause for so long: how many, the longest, and all together per second over those of the one
-  summary   what was done, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
+  serial    seconds until the servers are ready, one after another without nvshare on an empty GPU, and 1.3 times their sum
+  start     --starts times for each value: "ready" with the seconds until the last server was ready; "refused" if a server ended with
+            out of memory; "failed" if a server ended otherwise; "stuck" if a server was not ready after --limit seconds
+  switches  after the first successful start, with --questions to each server before the next: the number of answers; first-token times
+            of questions to another server than before ("switched") and to the same server ("same"); the bytes mapped for each switch (as
+            many leave), and the bytes copied by the clients' own count; and the bound: moved / 47 GiB/s + 0.08 s for the median,
+            + 0.18 s for the 99th percentile
+  contended with --contended SECONDS, after the switches: back-to-back questions for this time, first to one server alone, then to all:
+            the number of answers, the longest time, and the ratio of the throughputs
+  summary   a summary, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
             llm-contended-throughput
 
-Of each stuck start, the scheduler's status, record and log and what the servers' threads wait for go to a file in --out, and so does the
-record of what is contended. --budget:
-after so many seconds it stops and reports what it has; the values of --free share the time. Needs a GPU, PyTorch and transformers.
+For each stuck start, the scheduler's status, record and log, and the wait channels of the servers' threads go to a file in --out. The
+record of the contended part goes there, too. --budget: after this many seconds the script stops and reports its results; the values of
+--free share the time. Needs a GPU, PyTorch and transformers.
 """
 
 import argparse
