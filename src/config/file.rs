@@ -252,7 +252,7 @@ struct File {
 }
 
 impl File {
-    /// The settings of this file, with those of `before` for keys that this file omits.
+    /// The settings of this file; keys that it omits have the values of `before`.
     fn over(self, before: Self) -> Self {
         Self {
             time_quantum: self.time_quantum.or(before.time_quantum),
