@@ -1,10 +1,11 @@
-# What there is to do with this project: `make help`. Everything is built by cargo; this file knows the order, what the
-# system must have, and where things are installed.
+# `make help` lists the targets. Cargo builds everything; this file has the order, the required
+# tools, and the installed paths.
 
 CARGO ?= cargo
-# Programs for nodes of Kubernetes alone, with much to build.
+# Programs for Kubernetes nodes only, which take long to build.
 KUBERNETES = nvshare-device-plugin nvshare-agent
-# What has to be built before a check; tests/check.sh has built it.
+# The prerequisites of checks. tests/check.sh sets this to nothing, since it has already built the
+# programs.
 PROGRAMS ?= programs
 
 TARGET = $(or $(CARGO_TARGET_DIR),target)
@@ -12,31 +13,31 @@ BUILT = $(TARGET)/debug
 QUICK = $(TARGET)/quick
 COMPLETIONS = $(TARGET)/release/completions
 
-# nvsharectl needs no loader, so that it can end a preloading with which no other program starts.
+# nvsharectl is static, so that it can disable preloading when no other program starts.
 STATIC ?= -C target-feature=+crt-static
 
-# Where install puts things, below $(DESTDIR).
+# The installed paths, below $(DESTDIR).
 prefix ?= /usr
 bindir ?= $(prefix)/bin
 libexecdir ?= $(prefix)/libexec
-# Debian has a directory for each architecture, which the loader searches; others have lib64 or lib.
+# Debian's loader searches a directory per architecture; other distributions have lib64 or lib.
 multiarch = $(shell $(CC) -print-multiarch 2>/dev/null)
 libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib64/libc.so*),64))
 unitdir ?= $(prefix)/lib/systemd/system
 userunitdir ?= $(prefix)/lib/systemd/user
 mandir ?= $(prefix)/share/man
 sysconfdir ?= /etc
-# Where shells look for what completes a command. Debian's zsh has vendor-completions.
+# The shells' directories of completions. Debian's zsh uses vendor-completions.
 bashdir ?= $(prefix)/share/bash-completion/completions
 zshdir ?= $(prefix)/share/zsh/site-functions
 fishdir ?= $(prefix)/share/fish/vendor_completions.d
-# Manuals of programs that only the image for Kubernetes has.
+# Man pages of programs that are only in the Kubernetes image.
 IN_IMAGE = man/nvshare-device-plugin.8 man/nvshare-agent.8
-# Where deb puts what it builds.
+# The output directory of deb.
 PACKAGES ?= $(abspath $(TARGET))/packages
-# What dist makes, and the folder in it.
+# The name of dist's tarball, and of the folder in it.
 DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\)"/\1/p' Cargo.toml)
-# Where apt-repository puts what it makes of them.
+# The output directory of apt-repository.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
 .PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-compatibility bench install uninstall deb apt-repository dist clean
@@ -86,18 +87,18 @@ quick:
 	$(CARGO) build --locked --profile quick -p nvshare -p nvshare-checkpoint
 	$(CARGO) build --locked --profile quick --manifest-path preload/Cargo.toml
 
-# What the tests start.
+# The programs that tests start.
 artifacts: programs
 	@tests/needs.sh libc.a
 	tests/static-nvsharectl.sh $(BUILT)
 
-# Of that, what cargo builds in one go.
+# The programs that one run of cargo builds.
 programs:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES)) --locked
 	$(CARGO) build --locked --manifest-path preload/Cargo.toml
 
-# On a simulated GPU the demo needs no optional feature, and nothing that is optimised.
+# On a simulated GPU the demo needs no optional features and no optimization.
 demo-programs:
 	@tests/needs.sh cargo cc
 ifeq ($(GPU),real)
@@ -119,7 +120,7 @@ endif
 check:
 	@CARGO='$(CARGO)' tests/check.sh
 
-# Both versions are of the same programs: what an upgrade does is dpkg's and systemd's.
+# Both versions contain the same programs, because dpkg and systemd do the work of an upgrade.
 check-system: $(PROGRAMS)
 	@tests/needs.sh mmdebstrap systemd-nspawn apt-ftparchive gpg
 	rm -rf $(TARGET)/system/packages
@@ -149,7 +150,7 @@ bench:
 	$(CARGO) build --release --locked -p cuda-sim -p nvml-sim
 	$(CARGO) bench --locked --bench events --bench handover --bench metrics --bench top --bench guest --bench exposure --bench exchange --bench soak
 
-# Needs no cargo, so that root need not have it: `make build` comes before.
+# Does not need cargo, so that root need not have it. Run `make build` first.
 install:
 	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
 	install -d $(addprefix $(DESTDIR),$(bindir) $(libexecdir) $(libdir) $(unitdir) $(userunitdir) $(sysconfdir)/nvshare)
@@ -185,7 +186,7 @@ install:
 	    nvshare-checkpoint.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
-# Whatever `install` would install, but for settings.
+# Removes all files that `install` would install, except settings.
 uninstall:
 	@! grep -qs libnvshare /etc/ld.so.preload || { echo 'First: nvsharectl preload disable' >&2; exit 1; }
 	rm -rf $(TARGET)/installed
@@ -193,7 +194,8 @@ uninstall:
 	cd $(TARGET)/installed && find . ! -type d ! -name nvshare.toml -print0 | (cd $(DESTDIR)/ && xargs -0 rm -fv)
 	rm -rf $(TARGET)/installed
 
-# Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.
+# The build gets a separate home directory (see debian/rules). --no-check-builddeps: cargo is rarely
+# Debian's package.
 deb:
 	@tests/needs.sh cargo cc libc.a dpkg-buildpackage dh
 	@mkdir -p '$(PACKAGES)'
@@ -203,7 +205,8 @@ deb:
 	@echo "  sudo apt install $$(sed -n '/-dbgsym_/d; s|^\([^ ]*\.deb\) .*|$(PACKAGES)/\1|p' debian/files | paste -sd ' ')"
 	@dh_clean -Xvendor/
 
-# Of the last commit. What cargo vendor prints is what has cargo use it.
+# Packs the last commit. The output of cargo vendor is the configuration that makes cargo use the
+# vendored crates.
 dist:
 	@tests/needs.sh cargo
 	rm -rf $(TARGET)/dist

@@ -5,8 +5,8 @@
 //!
 //! `cargo bench --bench eight-jax -- [--scale 8] [--used 0.5] [--steps 20] [--directory DIR] [--programs DIR] [--json FILE]`
 //!
-//! `--used` is the part of its reservation that each program writes, `--steps` how often. `--directory`, on a disk, has the swap files
-//! (else: where this benchmark was built). `--programs`: see `swap_file.rs`. Root, since it makes a control group.
+//! `--used` is the part of its reservation that each program writes, in `--steps` steps. `--directory`, on a disk, has the swap files
+//! (default: the directory of this benchmark). `--programs`: see `swap_file.rs`. Requires root to create a control group.
 
 use std::{
     fs,

@@ -130,7 +130,7 @@ fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     }
     let attach = begun.elapsed() / (world.events - before);
 
-    // Lets the delayed measurement of contexts happen.
+    // Advances beyond the delayed measurement of contexts.
     world.now += Duration::from_secs(30);
     let now = world.now;
     world.say(Event::ContextSizes { gpu: GPU, bytes: clients().map(|client| (client, 1)).collect() });

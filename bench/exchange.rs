@@ -1,17 +1,17 @@
-//! How long a hand-over takes where memory must move: two programs on a GPU that has room for one, beside the link's own
-//! speed and what two programs reach that exchange memory without deciding anything, in the same run. For a machine with an NVIDIA
-//! GPU; the GPU is made small by a program that holds the rest of it.
+//! The duration of a hand-over that moves memory: two programs on a GPU that has room for one, compared in the same run with the
+//! link's speed and with two programs that exchange memory without a scheduler. Requires an NVIDIA GPU, of which another program
+//! occupies all but the needed room.
 //!
 //! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--record FILE] [--json FILE]`
 //!
-//! The first time that a program's memory leaves is measured before that, since its host buffers may have to be made then:
-//! a program that has been idle for ten seconds, and one that comes.
+//! The first eviction of a program is measured separately, before the exchange, since it may have to create host buffers: a
+//! program that has been idle for ten seconds is evicted by a new program.
 //!
-//! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are put into it (see `bench_support::results`).
+//! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are written to it (see `bench_support::results`).
 //!
-//! `--record` keeps the scheduler's record of the hand-overs. `--programs` is where `nvshare-scheduler`, `libnvshare.so` and
-//! `cuda-program` are (else: where this bench was built).
-//! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
+//! `--record` keeps the scheduler's record of the hand-overs. `--programs` is the directory of `nvshare-scheduler`,
+//! `libnvshare.so` and `cuda-program` (default: the directory of this benchmark). It also runs on a simulated GPU in
+//! `LD_LIBRARY_PATH`, where its figures are meaningless.
 
 use std::{
     collections::BTreeMap,

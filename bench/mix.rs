@@ -1,13 +1,13 @@
 //! Equal jobs run concurrently, compared with the same jobs run serially, on a GPU that has room
 //! for one of them. Each job needs a part of the GPU's memory and a part of its time, in periods,
-//! under time quanta. Overlap gains time, moving memory loses it. For a machine with an NVIDIA GPU;
-//! the GPU is made small by a program that holds the rest of it.
+//! under time quanta. Overlap gains time, and moving memory loses it. Requires an NVIDIA GPU, of
+//! which another program occupies all but the needed room.
 //!
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
 //! [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
 //!
-//! `--jobs`: how many at once. `--work`: seconds that one job takes alone, at least three periods. `--programs`: see
-//! `exchange.rs`. On a simulated GPU the figures mean nothing.
+//! `--jobs`: the number of concurrent jobs. `--work`: seconds that one job takes alone, at least
+//! three periods. `--programs`: see `exchange.rs`. On a simulated GPU the figures are meaningless.
 
 use std::{
     process::{Child, Command, Stdio},

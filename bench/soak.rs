@@ -1,15 +1,15 @@
-//! Whether the scheduler or a client leaks. 100,000 hand-overs between clients that need more memory than there is, so that memory
-//! moves at each, while other clients come and go. At intervals the clients pause, and resident memory, address space, mappings and
-//! open descriptors of the scheduler and of one client are recorded. The figure is the slope of resident memory, in KiB per 1,000
-//! hand-overs, of the scheduler or the client, whichever is larger.
+//! Checks for leaks in the scheduler and in a client, over 100,000 hand-overs. The clients need more memory than the GPU has, so
+//! memory moves at each hand-over, while other clients connect and disconnect. At intervals the clients pause, and resident memory,
+//! address space, mappings and open descriptors of the scheduler and of one client are recorded. The figure is the slope of resident
+//! memory, in KiB per 1,000 hand-overs: the larger of the scheduler's and the client's.
 //!
 //! `cargo bench --bench soak [-- --handovers 100000] [--library 20000] [--samples 100] [--programs DIR] [--json FILE]`
 //!
 //! The run has two parts. The first `--library` hand-overs are between programs under libnvshare.so on the simulated GPU and take 5
 //! to 10 ms each. These programs are this benchmark itself, run with `--client`; they make driver calls and allocate nothing, so that
 //! any growth is nvshare's. The other hand-overs are between clients that speak the protocol and have no memory behind it; they take
-//! less than 1 ms each and test the scheduler alone. `--programs` is where release builds of nvshare-scheduler, libnvshare.so and the
-//! simulated libcuda.so are (default: where this benchmark was built).
+//! less than 1 ms each and test the scheduler alone. `--programs` is the directory of release builds of nvshare-scheduler,
+//! libnvshare.so and the simulated libcuda.so (default: the directory of this benchmark).
 
 use std::{
     ffi::{c_char, c_void},
@@ -27,7 +27,7 @@ use bench_support::stage::{Stage, metric, option};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::ReleaseReason};
 use test_support::daemon::{self, Client, GIB, PATIENCE};
 
-/// Memory of the simulated GPU, of each program, and of each context, in MiB: two programs need more than there is.
+/// Memory of the simulated GPU, of each program, and of each context, in MiB: two programs need more than the GPU has.
 const TOTAL: usize = 10;
 const PROGRAM: usize = 4;
 const CONTEXT: usize = 1;
@@ -277,7 +277,7 @@ impl Program {
         assert!(n > 0, "the program has ended: {:?}", self.child.wait());
     }
 
-    /// Lets the program exit by itself.
+    /// Tells the program to exit, and waits until it has.
     fn end(mut self) {
         self.begin(0);
         assert!(self.child.wait().expect("a child").success(), "a program failed");
@@ -351,7 +351,7 @@ fn until_granted(clients: &mut [ProtocolClient]) {
     hear_until(clients, |clients| clients.iter().any(|client| client.granted));
 }
 
-/// Lets all clients receive and obey messages until `enough`.
+/// Receives and obeys messages of all clients until `enough`.
 fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient]) -> bool) {
     while !enough(clients) {
         let of = |client: &ProtocolClient| libc::pollfd {

@@ -4,11 +4,11 @@
 //!
 //! `cargo bench --bench swap-file -- [--directory DIR] [--mem 2G] [--rounds 5] [--programs DIR] [--json FILE]`
 //!
-//! One program with so much memory leaves the GPU to another one, all of it into its file, since no host memory is allowed. When the
-//! other one has gone, it comes back, and checks what it has. In turn with that, `fio` reads a file of the same size, in blocks as the
-//! library reads them, by io_uring and by threads, with 1 to 16 at once; its best is what the disk can do. `--directory`, on a disk, has these files (else: where
-//! this benchmark was built). `--programs` is where release builds of nvshare-scheduler, libnvshare.so, cuda-program and the simulated
-//! driver are (else: where this benchmark was built).
+//! One program with `--mem` of memory is evicted by another program, completely into its swap file, since no host memory is allowed. When
+//! the other program has ended, the memory returns, and the program checks it. Alternating with that, `fio` reads a file of the same size,
+//! in the library's block size, with io_uring and with threads, at depths of 1 to 16; its best result is the disk's speed. `--directory`,
+//! on a disk, has these files (default: the directory of this benchmark). `--programs` is the directory of release builds of
+//! nvshare-scheduler, libnvshare.so, cuda-program and the simulated driver (default: the directory of this benchmark).
 
 use std::{
     fs,
@@ -40,7 +40,7 @@ fn main() {
         directory => directory.into(),
     };
     fs::create_dir_all(&directory).expect("the directory");
-    // Keeps the simulated GPU's pages: allocating them would take as long as reading.
+    // Keeps the simulated GPU's pages: allocating them would take as long as reading them.
     stage.simulate(memory + BESIDE, &[("CUDA_SIM_KEEP_MEMORY", "1".into())]);
 
     let mut best: Option<(f64, &str, u32)> = None;

@@ -43,8 +43,8 @@ fn main() {
     results.write();
 }
 
-/// The processor time of `nvsharectl top` at its usual pace after its start, and of the scheduling
-/// loop during that time, in percent of a core.
+/// The processor time of `nvsharectl top` at its default interval after its start, and of the
+/// scheduling loop during that time, in percent of a core.
 fn shown(daemon: &Daemon) -> (f64, f64) {
     let (master, terminal) = terminal();
     let other = |file: &OwnedFd| file.try_clone().expect("a descriptor");

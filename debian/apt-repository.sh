@@ -1,10 +1,11 @@
 #!/bin/sh
-# Makes a signed apt repository of packages, to be served by any web server or used in place.
+# Creates a signed apt repository of packages. It can be served by any web server or used in place.
 #
 #   apt-repository.sh PACKAGES REPOSITORY   PACKAGES: a directory with .debs, of one version or several
 #
-# KEY: the key that signs it, by any name that gpg knows it by; without it, one for tests is made beside REPOSITORY.
-# URL: where hosts find it [default: REPOSITORY itself, by file:]. A second run replaces what the first has made.
+# KEY: the signing key, by any name that gpg knows; without KEY, a key for tests is created beside REPOSITORY. URL:
+# the repository's address for hosts [default: REPOSITORY itself, by file:]. A second run replaces the result of the
+# first.
 set -eu
 
 [ $# = 2 ] || { echo "usage: [KEY=… URL=…] $0 PACKAGES REPOSITORY" >&2; exit 2; }
@@ -13,19 +14,19 @@ mkdir -p "$2"
 repository=$(realpath "$2")
 url=${URL:-file:$repository}
 suite=stable
-# Packages say so themselves (debian/control).
+# The same as in the packages (debian/control).
 component=contrib
 
 ls "$packages"/*.deb >/dev/null 2>&1 || { echo "there are no packages in $packages: make deb" >&2; exit 1; }
 
 key=${KEY:-}
 if [ -z "$key" ]; then
-    # Nobody else has it, so that the repository is as good as the directory that it is in.
+    # Only this host has the key, so the repository is as trustworthy as its directory.
     export GNUPGHOME="$repository.key"
     key=nvshare-test-repository
     mkdir -p "$GNUPGHOME"
     chmod 700 "$GNUPGHOME"
-    # The agent would keep running, and the directory busy.
+    # Otherwise the agent would keep running and using the directory.
     trap 'gpgconf --kill gpg-agent 2>/dev/null || true' EXIT
     gpg --batch --list-secret-keys $key >/dev/null 2>&1 ||
         gpg --batch --quiet --passphrase '' --quick-generate-key $key ed25519 sign never
@@ -47,7 +48,7 @@ for architecture in $architectures; do
     gzip -9nk "$index/Packages"
     xz -9k "$index/Packages"
 done
-# By their hashes as well: one who updates during an upload gets the old files or the new ones, not a mixture.
+# Files are also available by hash, so that an update during an upload gets all old or all new files.
 apt-ftparchive release \
     -o APT::FTPArchive::DoByHash=true \
     -o APT::FTPArchive::Release::Acquire-By-Hash=yes \

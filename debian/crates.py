@@ -17,10 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "debian/copyright"
 BEGIN = "# From here on written by debian/crates.py.\n"
-# What the packages have: both programs, and the library. proc-macro crates run while these are built, and are not linked.
+# The contents of the packages: both programs and the library. proc-macro crates run during the build and are not linked.
 MANIFESTS = [["-p", "nvshare"], ["--manifest-path", str(ROOT / "preload/Cargo.toml")]]
 TARGETS = ["x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"]
-# As debian/copyright writes what Cargo.toml has. Of a choice that includes another choice, the larger one is left out.
+# The licences of Cargo.toml in the notation of debian/copyright. If one choice includes another, the larger one is left out.
 LICENSES = {
     "MIT OR Apache-2.0": "MIT or Apache-2.0",
     "Apache-2.0 OR MIT": "MIT or Apache-2.0",
@@ -40,12 +40,12 @@ LICENSES = {
     "Apache-2.0 OR GPL-2.0-only": "Apache-2.0 or GPL-2",
     "BSL-1.0": "BSL-1.0",
 }
-# Sources of others that are in a crate: where, whose they are, and under which licence. The last paragraph about a file counts.
+# Third-party sources in a crate: their folder, their authors and their licence. The last paragraph about a file counts.
 INCLUDED = {"libsqlite3-sys": ("sqlite3", "the authors of SQLite, who disclaim it", "public-domain")}
-# Each file of a crate that may name who has the copyright.
+# The files of a crate that may name copyright holders.
 NAMES = re.compile(r"^(licen[cs]e|copying|copyright|notice|unlicense)", re.I)
 HOLDER = re.compile(r"^\W*copyright\s+(?:(?:\(c\)|©)\s*)?(?=.*[A-Za-z]{3})(.*\d{4}.*|.+)$", re.I)
-# Lines of the licences themselves, and their templates.
+# Lines of the licences' own texts and of their templates.
 NOBODY = re.compile(
     r"\[yyyy\]|<|free software foundation|notice|license|owner|holder|statement|law|interest|permission|infring|this software|\bor\b|disclaim", re.I
 )
@@ -94,7 +94,7 @@ def paragraphs():
                 if not where:
                     crates[name, version.removeprefix("v")] = license
     known = sources()
-    # Of a crate that is linked in several versions, the last one speaks for all: it names the most people.
+    # For a crate that is linked in several versions, only the newest counts: it names the most people.
     newest = {name: (version, license) for (name, version), license in sorted(crates.items())}
     for name, (version, license) in newest.items():
         if license not in LICENSES:

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the file system of the image: the programs, and of the system what they load. There is no shell in it, and no
-# package manager.
+# Creates the image's file system: the programs and the system libraries that they load, without a shell or a package
+# manager.
 #
 #   image.sh BUILT DIR   BUILT: target/release, with libnvshare.so
 set -eu
@@ -17,10 +17,10 @@ for program in $programs; do install -m 755 "$built/$program" "$root/usr/bin"; d
 install -m 644 "$built/libnvshare.so" "$root/usr/lib/nvshare"
 install -m 644 "$here/../etc/ld.so.preload" "$root/usr/share/nvshare"
 
-# Each library by its whole path, as the loader finds it; the loader itself among them. libdl and what follows are for NVML and the
-# driver, which the container runtime brings.
+# Copies each library, including the loader, to the path at which the loader finds it. NVML and the driver, which the container
+# runtime adds, need libdl and the libraries after it.
 for program in $programs; do
-    ldd "$built/$program" 2>/dev/null || true # a static one has none
+    ldd "$built/$program" 2>/dev/null || true # a static program has no libraries
 done | grep -o '/[^ ]*' | sort -u >"$root/tmp/libraries"
 for library in $(cat "$root/tmp/libraries"); do
     mkdir -p "$root${library%/*}"

@@ -1,5 +1,5 @@
-//! A test that modules are layers: each uses those below it, never those above. So there is no circle of imports between
-//! modules, and each can be read without those above it.
+//! Tests that modules form layers: each module uses only modules below it. So imports have no cycles, and each module can
+//! be read without the modules above it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,8 @@ const DAEMON: [&str; 16] = [
     "run",
 ];
 
-/// Modules of the scheduler, from the lowest to the highest: components that know nothing of each other's decisions, then
-/// the state machine, then what needs more than one of them.
+/// Modules of the scheduler, from the lowest to the highest: components that do not depend on each other's decisions,
+/// then the state machine, then decisions that need several components.
 const SCHEDULER: [&str; 18] = [
     "encoding",
     "api",
@@ -65,7 +65,7 @@ fn code(source: &str) -> String {
     source.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
-/// The names right behind each `prefix`, also those of a list in braces.
+/// The names directly after each `prefix`, including names in braces.
 fn used(code: &str, prefix: &str) -> Vec<String> {
     let name = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
     let mut used = Vec::new();
@@ -93,7 +93,7 @@ fn used(code: &str, prefix: &str) -> Vec<String> {
     used
 }
 
-/// Uses of a layer above the one that a file is in. `prefix` is the path of the module that has the layers, with `::`.
+/// Uses of layers above a file's own layer. `prefix` is the path of the module that contains the layers, with `::`.
 fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut checked = 0;
@@ -107,7 +107,7 @@ fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
         let rank = |name: &str| layers.iter().position(|layer| *layer == name);
         let own = rank(layer).unwrap_or_else(|| panic!("{layer} is no layer: add it to the list"));
         let code = code(&fs::read_to_string(&file).expect("a source"));
-        // Other layers are named by their whole path, so that this test finds them.
+        // Uses of other layers have the full path, so that this test finds them.
         let is_root = path.components().count() == 1 || path == Path::new(layer).join("mod.rs");
         if code.contains("super::super::") || (is_root && code.contains("super::")) {
             wrong.push(format!("{} names another module by super::", path.display()));

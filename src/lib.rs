@@ -1,14 +1,16 @@
 //! nvshare: the scheduler daemon and its command line.
 //!
-//! - [`scheduler`]: who may run and whose memory is on the GPU: a state machine without I/O, the crate `nvshare-sched`.
-//! - [`daemon`]: the I/O around it: the clients' socket, D-Bus, systemd and NVML.
-//! - [`gpu_faults`]: which GPUs the driver reports errors of, for the daemon and the device plugin.
-//! - [`config`]: configuration and rules, for all programs; [`identity`]: who a process is.
+//! - [`scheduler`]: decides which programs run and whose memory is on the GPU: a state machine
+//!   without I/O, the crate `nvshare-sched`.
+//! - [`daemon`]: the scheduler's I/O: the clients' socket, D-Bus, systemd and NVML.
+//! - [`gpu_faults`]: errors of GPUs that the driver reports, for the daemon and the device plugin.
+//! - [`config`]: configuration and rules, for all programs; [`identity`]: the identity of a
+//!   process.
 //! - [`bus`]: the D-Bus interface as types, for the daemon and for `nvsharectl`.
 //! - [`recorder`]: the newest events and commands of the scheduler, for debug bundles.
-//! - [`simulate`]: what the scheduler would do with a described mix of programs, in virtual time.
+//! - [`simulate`]: simulates a described mix of programs under the scheduler, in virtual time.
 //! - `sys`: system calls: sockets, clocks, credentials.
-//! - [`ctl`]: what `nvsharectl` does, a file a command.
+//! - [`ctl`]: the commands of `nvsharectl`, one file each.
 pub mod bus;
 pub mod config;
 pub mod ctl;

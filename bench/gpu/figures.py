@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Figures for bench/results.json, in the form that bench/support/src/results.rs gives them, and what they are made of.
+"""Writes figures for bench/results.json, in the format of bench/support/src/results.rs, and computes them.
 
-  figures.py FROM INTO   puts the figures of one such file into another
+  figures.py FROM INTO   copies the figures of one file into another
 """
 
 import datetime
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def percentile(values, part):
-    """The smallest value that at least this part of them does not exceed."""
+    """The smallest value that at least this fraction of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
@@ -30,7 +30,7 @@ def summary(values):
 
 
 def add(file, figures, commit=None):
-    """Writes (name, value, unit, note) into the file; a figure that is there already is replaced."""
+    """Writes (name, value, unit, note) into the file. Replaces an existing figure of the same name."""
     common = {"hardware": hardware(), "commit": commit or checked_out(), "date": today()}
     fields = ("name", "value", "unit", "note")
     rows = [common | dict(zip(fields, figure)) for figure in figures]
@@ -51,7 +51,7 @@ def today():
 
 
 def checked_out():
-    """The commit, with "-dirty" where files that git tracks differ from it, the results aside; "unknown" without git."""
+    """The commit, with "-dirty" if tracked files other than the results differ from it; "unknown" without git."""
 
     def git(*words):
         return subprocess.run(["git", "-C", REPOSITORY, *words], capture_output=True, text=True)
@@ -76,7 +76,7 @@ def hardware():
 
 
 def measured_files(programs):
-    """Which binaries were measured: the first digits of their SHA-256."""
+    """The measured binaries: the first digits of their SHA-256."""
     said = {}
     for name in ("nvshare-scheduler", "libnvshare.so"):
         path = programs / name

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether programs of several frameworks go on as if nothing had happened when they sleep, also in the middle of their work.
+"""Checks that programs of several frameworks are unaffected by sleeping, even in the middle of their work.
 
   frameworks.py [--programs target/release] [--rounds 20] [--only graphs,compile,jax,cupy,textures,warp,pools,llama] [--limit 400] [--seed 1]
 
@@ -7,18 +7,19 @@
   compile  PyTorch: a step of training by torch.compile
   jax      JAX: a jitted step of training, with JAX's preallocation
   cupy     CuPy: products and sums, with its memory pool
-  textures CuPy: reads of a texture of 256 MiB, which is an array of the driver's, added up in ordinary memory
+  textures CuPy: reads of a texture of 256 MiB, which is a driver array, added up in ordinary memory
   warp     Warp: a step of a simulation of particles that was captured as a CUDA graph, with Warp's memory pool
   pools    PyTorch with backend:cudaMallocAsync
   llama    a Llama of 4 layers that continues a text, greedily
 
-Each is run twice natively first, and says a checksum after each piece of work; one whose runs differ is skipped. Then all run at once under one scheduler, and each is paused at a
-random moment of a piece of work, or between two, and resumed when it sleeps; where there are several GPUs, it changes GPUs in half of the
-rounds, asleep or awake. Every checksum has to be that of the native run.
+Each program first runs twice natively, and prints a checksum after each piece of work; a program whose runs differ is skipped. Then all
+programs run together under one scheduler. Each is paused at a random moment, during a piece of work or between two, and resumed when it
+sleeps. With several GPUs, it changes GPUs in half of the rounds, asleep or awake. Every checksum must equal the native run's.
 
-Prints a line of JSON for each program: how many rounds it went through, how many times it slept and changed GPUs, the seconds that took (median and slowest), the most
-memory that it had and that was pinned, in MiB, what it could not do and why, and wrong checksums. The exit status is 1 if a checksum is wrong or a program has ended. `nvshare-checkpoint` must be among
---programs. Needs the frameworks (those that are not there are skipped) and, as root, `setpriv`; see sleepers.py.
+Prints a line of JSON for each program: the number of rounds, of sleeps and of changes of GPUs, their durations in seconds (median and
+slowest), the peak of allocated and of pinned memory in MiB, failed operations with their reasons, and wrong checksums. The exit status is 1
+if a checksum is wrong or a program has ended. `nvshare-checkpoint` must be among --programs. Needs the frameworks (missing frameworks are
+skipped) and, as root, `setpriv`; see sleepers.py.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import sleepers
 import stage
 
 PATIENCE = 60
-# After so many seconds a reason why a program cannot sleep is not that it is busy.
+# Seconds after which a reason why a program cannot sleep is not just that it is busy.
 OBSTACLE = 5
 SETTINGS = 'time-quantum = 1\nsleep-after = "never"\n'
 
@@ -52,7 +53,7 @@ def torch_model():
 
 
 def torch_sum(torch, model):
-    # Integers, so that the order of a sum changes nothing.
+    # Integers, so that the order of a sum does not matter.
     return sum(int(parameter.detach().view(torch.int32).sum(dtype=torch.int64)) for parameter in model.parameters())
 
 
@@ -214,7 +215,7 @@ WORK = {
     "llama": (llama, 10),
 }
 ENVIRONMENT = {
-    # Which algorithm is the fastest changes from one run to the next, and with it the sums.
+    # The fastest algorithm, and with it the sums, would vary between runs.
     "jax": {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"},
     "llama": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     "pools": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
@@ -222,9 +223,9 @@ ENVIRONMENT = {
 
 
 def work(name):
-    """A child: does a piece of work for each line that it reads, and says the checksum."""
+    """A child: does a piece of work for each input line, and prints the checksum."""
     stage.end_with_parent()
-    # What frameworks say of themselves is no checksum.
+    # Messages of frameworks are not checksums.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     make, steps = WORK[name]
@@ -242,7 +243,8 @@ class Program:
         self.name = name
         own = directory / name
         own.mkdir(exist_ok=True)
-        # torch.compile and CuPy keep what they compile: natively first, under nvshare from there.
+        # torch.compile and CuPy cache compiled code: the native run fills the cache, and the run
+        # under nvshare uses it.
         caches = {"HOME": own, "TORCHINDUCTOR_CACHE_DIR": own, "TRITON_CACHE_DIR": own, "CUPY_CACHE_DIR": own, "WARP_CACHE_PATH": own}
         environment = environment | {key: str(path) for key, path in caches.items()} | ENVIRONMENT.get(name, {})
         self.log = own / "stderr"
@@ -274,7 +276,7 @@ def natively(name, rounds, directory):
 
 
 class Sleeper(threading.Thread):
-    """One program, which is sent to sleep in each round."""
+    """One program, which is put to sleep in each round."""
 
     def __init__(self, name, expected, seconds, stage_, dice, until):
         super().__init__()
@@ -291,7 +293,7 @@ class Sleeper(threading.Thread):
         return status["gpus"], (clients or [None])[0]
 
     def pause(self):
-        """Whether it has fallen asleep."""
+        """Pauses the program. True if it has fallen asleep."""
         begun = time.monotonic()
         self.stage.control("pause", str(self.program.child.pid))
         while time.monotonic() - begun < PATIENCE:

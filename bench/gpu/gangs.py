@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Two jobs of two ranks whose kernels wait for each other (NCCL all-reduce), arriving in opposite order on two GPUs, beside a
-program on each GPU that has nothing to do with them. Without gangs each job gets one GPU and waits for the other for ever.
-Prints, for each case, the seconds until each job is done, and whether every result is the one that it gives alone.
+"""Two jobs of two ranks whose kernels wait for each other (NCCL all-reduce) arrive in opposite order on two GPUs, beside an unrelated
+program on each GPU. Without gangs each job would get one GPU and wait for the other GPU forever. Prints, for each case, the seconds until
+each job is done, and whether every result equals that of a solo run.
 
   gangs.py [--programs target/release] [--cases CASE,...] [--iterations 300] [--memory 4] [--patience 200] [--json FILE] [--commit ID]
 
 Cases: `native` (without nvshare), and any of `on`, `auto` (the mode) with `-announced` (as torchrun starts ranks) or `-unknown`
-(`NVSHARE_GANG=0`); with `-scarce`, so much of both GPUs is taken by another program that not everybody's memory fits.
-With `--json`, and all of `native`, `on-announced` and `auto-announced` among the cases, the figure is put into that file, as
-`../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. Needs two GPUs and PyTorch.
+(`NVSHARE_GANG=0`); with `-scarce`, another program occupies so much of both GPUs that not all memory fits. With `--json`, and `native`,
+`on-announced` and `auto-announced` among the cases, the figure is written to that file, like in `../support/src/results.rs`; `--commit`
+names the commit of programs that were built elsewhere. Needs two GPUs and PyTorch.
 """
 
 import argparse
@@ -29,14 +29,14 @@ GIB = 2**30
 
 
 def memory(gib):
-    """So much of it, with something in it."""
+    """An allocation of this size, filled with a pattern."""
     import torch
 
     return torch.full((int(gib * GIB) // 4,), 3, dtype=torch.int32, device="cuda")
 
 
 def verdict(held, result):
-    """Of what a program computed, where what it held all the while is as it was."""
+    """The digest of a program's result, or "lost" if its held memory has changed."""
     intact = bool((held == 3).all())
     return {"digest": hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()[:16] if intact else "lost"}
 
@@ -94,7 +94,7 @@ def start(words, gpu, environment):
 
 
 def together(names, environment, announced, arguments, port):
-    """Starts them in that order, and says when each was done and with what."""
+    """Starts the programs in order. Returns when each was done, and its result."""
     children = {}
     began = time.time()
     for name in names:

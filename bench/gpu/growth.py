@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What memory costs a program to get under nvshare, alone on the GPU.
+"""The cost of allocating memory under nvshare, for a program alone on the GPU.
 
   growth.py [--programs target/release] [--only build|alloc] [--runs 5] [--layers 32] [--alloc-runs 3] [--count 2000] [--size 32]
             [--json bench/results.json]
@@ -68,7 +68,7 @@ class Plain:
 
 
 class Mapped:
-    """The same by the calls of virtual memory management."""
+    """The same with the calls of virtual memory management."""
 
     def __init__(self, driver, size):
         library = driver.library
@@ -106,7 +106,7 @@ def allocate(how, count, size):
         if failed:
             raise SystemExit(f"allocation {len(taken) + 1} failed with {failed}")
         taken.append(what)
-    # What was put off until memory is used: one byte of each allocation is set.
+    # Sets one byte of each allocation, for work that was deferred to the first use.
     begun = clock()
     for what in taken:
         at = what if how == "plain" else what[0]
@@ -127,7 +127,7 @@ def say(what):
 
 
 def child(words, environment):
-    """What it printed, and the seconds of the whole process."""
+    """The output, and the seconds of the whole process."""
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, __file__, "--child", *map(str, words)], env=os.environ | environment, stdout=subprocess.PIPE
@@ -139,7 +139,7 @@ def child(words, environment):
 
 
 def alternating(modes, runs):
-    """Each mode so often, forwards and backwards in turn, so that no mode is always the first."""
+    """Each mode `runs` times, alternately forwards and backwards, so that no mode is always first."""
     for run in range(runs):
         for mode in list(modes) if run % 2 == 0 else reversed(modes):
             yield run, mode

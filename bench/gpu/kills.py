@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Whether programs survive when others on a real GPU are killed at random moments, and the scheduler now and then.
+"""Checks that programs survive when other programs on a real GPU are killed at random moments, and the scheduler occasionally.
 
   kills.py [--programs target/release] [--kills 300] [--crowd 7] [--memory 600M] [--leave 7G] [--scheduler-every 40] [--limit 240]
 
-A crowd of programs of --memory each, which does not fit on what is left of the GPU beside their contexts, is killed one by one at random moments, up to the
-end of a program's life; another takes its place. Beside them, one after the other, witnesses run to their end and check their results.
-After every so many kills the scheduler is killed instead and started again.
+A crowd of programs of --memory each, which do not fit on the GPU together, is killed one by one at random moments up to a program's end;
+another program replaces each. Beside them, witnesses run to completion one after the other and check their results. After every
+--scheduler-every kills, the scheduler is killed instead and restarted.
 
-Prints a line of JSON: the kills, the witnesses, what any program said that was not right, and the GPU's free memory before and after.
-The exit status is 1 if anything was not right. `cuda-program` must be among --programs. Needs a GPU.
+Prints a line of JSON: the kills, the witnesses, errors of programs, and the GPU's free memory before and after. The exit status is 1 if
+there was an error. `cuda-program` must be among --programs. Needs a GPU.
 """
 
 import argparse
@@ -25,10 +25,11 @@ import stage
 
 GIB = 2**30
 SETTINGS = "time-quantum = 1\n"
-# The time quantum is short and what a program does is long enough that most kills meet somebody who waits or moves memory.
+# The time quantum is short enough, and programs are long enough, that most kills hit a program that waits or moves memory.
 VICTIM = ["mix", "--chunks", "3", "--reps", "20", "--rounds", "400"]
 WITNESS = ["mix", "--chunks", "3", "--reps", "20", "--rounds", "40"]
-# Seconds until the memory of killed programs has come back, and what the driver's own of this process may have grown by meanwhile.
+# Seconds until the memory of killed programs is free, and the bytes by which the driver's memory in this process may grow until
+# then.
 MEMORY_RETURNS = 5
 OWN = 16 << 20
 
@@ -101,7 +102,7 @@ def main():
         took = time.monotonic() - begun
         if stage.end(*(child for child, _ in crowd)):
             wrong.append("killed programs are not gone")
-        # Whoever was here all the while gets on once the others are gone.
+        # The last witness finishes once the other programs have ended.
         try:
             if witness[0].wait(60):
                 wrong.append(said(witness[1]))

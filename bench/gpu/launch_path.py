@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What nvshare adds to the launches and copies of PyTorch, measured within one process: the driver's functions that libcudart and other
-libraries keep for these are exchanged, again and again, for the driver's own and for nvshare's.
+"""The cost that nvshare adds to PyTorch's launches and copies, measured within one process: the function pointers that libcudart and other
+libraries keep are switched repeatedly between the driver's functions and nvshare's.
 
   launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE] [--commit ID]
 
   launches  additions to 64 numbers, which are bound by launching, in samples of 0.1 s
   decode    a Llama of 12.6 GiB that answers one request at a time, in samples of one answer of 16 tokens
 
-Two processes differ by several percent from each other, nvshare or not, since their memory lies elsewhere; samples of one process do
-not. They are taken in pairs that follow each other: one with nvshare's functions, one without, in both orders. Prints the median of the
-pairs' ratios and its 95 % interval (by ranks), in percent, and the same where both samples are without nvshare; the figures
-`launch-bound-slowdown` and `solo-slowdown-decode` are the upper ends. What the placement of memory by nvshare changes is not in it:
+Two processes differ by several percent from each other, nvshare or not, since their memory lies elsewhere; samples of one process do not.
+They are taken in pairs that follow each other: one with nvshare's functions, one without, in both orders. Prints the median of the pairs'
+ratios and its 95 % interval (by ranks), in percent, and the same where both samples are without nvshare; the figures
+`launch-bound-slowdown` and `solo-slowdown-decode` are the upper ends. The figures exclude effects of nvshare's placement of memory:
 `solo.py` compares processes. Needs a GPU, PyTorch and, for `decode`, transformers.
 """
 
@@ -31,7 +31,8 @@ import figures
 import solo
 import stage
 
-# What is called while a program works. Not what makes or frees anything: that has to be the same all the time.
+# The functions called during work. Functions that create or free objects are excluded, since these must not be
+# switched.
 FUNCTIONS = re.compile(r"cu(LaunchKernel|Memcpy.*Async|Memset.*Async|StreamSynchronize|StreamWaitEvent|StreamQuery|EventRecord|EventSynchronize)")
 # The figure, and the seconds of a sample.
 LOADS = {"launches": ("launch-bound-slowdown", 0.1), "decode": ("solo-slowdown-decode", 0)}
@@ -42,14 +43,14 @@ class DlInfo(ctypes.Structure):
 
 
 def symbols(path):
-    """The exported functions of a library and where they are in it."""
+    """The exported functions of a library, and their offsets."""
     said = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
     lines = (line.split() for line in said.splitlines())
     return {words[2].split("@")[0]: int(words[0], 16) for words in lines if len(words) == 3}
 
 
 def libraries():
-    """The libraries that are mapped, and where each begins."""
+    """The mapped libraries, and the beginning of each."""
     found = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         words = line.split(maxsplit=5)
@@ -59,7 +60,7 @@ def libraries():
 
 
 def writable(path):
-    """The parts of a library that stay writable, relative to its beginning: a table of 64-bit ELF program headers says so."""
+    """The parts of a library that stay writable, relative to its beginning, from the 64-bit ELF program headers."""
     load, relocated_only, may_write = 1, 0x6474E552, 2
     with open(path, "rb") as file:
         head = file.read(64)
@@ -76,8 +77,8 @@ def writable(path):
 
 
 class Switch:
-    """The places where libraries keep the address of one of the functions, with both addresses: libcudart, and those that contain a static
-    one, as cuBLAS does."""
+    """The places where libraries keep the address of one of the functions, with both addresses: libcudart, and libraries with a static
+    libcudart, such as cuBLAS."""
 
     def __init__(self):
         mapped = libraries()
@@ -101,7 +102,7 @@ class Switch:
 
 
 def work(load, pairs):
-    """The child: prints the ratios with nvshare, without, and how long a step takes."""
+    """The child: prints the ratios with and without nvshare, and the duration of a step."""
     stage.end_with_parent()
     import torch
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""PyTorch's allocator under `memory-max`: how much it is told there is, how much it gets until it is refused, and that it goes on
-after that; then the same while the limit is lowered and raised again.
+"""PyTorch's allocator under `memory-max`: the reported memory, the memory that it gets until an allocation is refused, and that it works
+afterwards; then the same while the limit is lowered and raised again.
 
   limits.py [--programs target/release] [--limit 20]
 
@@ -39,7 +39,7 @@ def told():
 
 
 def fill(step):
-    """Tensors of that many bytes, until there is no more."""
+    """Allocates tensors of this size until an allocation fails."""
     import torch
 
     held = []
@@ -51,7 +51,7 @@ def fill(step):
 
 
 def is_whole(held):
-    # In the host: there may be no memory left to check it in on the GPU.
+    # In the host, since the GPU may lack the memory for the check.
     return all(bool((tensor.cpu() == i).all()) for i, tensor in enumerate(held))
 
 

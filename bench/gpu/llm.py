@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Language-model servers that do not fit on the GPU together: whether they start when they are started at once, and how long the
-first token takes when the question goes to another server than before.
+"""Language-model servers that do not fit on the GPU together: whether they start concurrently, and the time to the first token after a
+switch to another server.
 
   llm.py [--programs target/release] [--free 19.5,15,16,26,14] [--servers 2] [--starts 5] [--limit 60] [--serial 1]
          [--switches 40] [--questions 2] [--contended 0] [--budget 540] [--out DIRECTORY] [--json bench/results.json]
@@ -9,20 +9,21 @@ Each server builds a Llama with 12.6 GiB of random weights on the GPU and answer
 process holds all of the GPU but --free GiB, for each value in turn ("all": no ballast), under a scheduler of its own.
 
 Prints JSON lines:
-  serial    seconds that the servers take one after another without nvshare, on a GPU with nothing else, and 1.3 times their sum
-  start     --starts times for each value: "ready" with the seconds until the last server was ready; "refused", if a server ended
-            with out of memory; "failed", if one ended otherwise; "stuck", if one was not ready after --limit seconds
-  switches  after the first start that succeeded: the number of answers, --questions from each server before the next is asked;
-            first-token times of questions to another server than before ("switched") and to the same one ("same"), the bytes that were mapped for each switch (as many leave), those copied by the
-            clients' own count, and the bound: moved / 47 GiB/s + 0.08 s for the median, + 0.18 s for the 99th percentile
-  contended with --contended SECONDS, after that: answers of the first server while nobody asks the others, then of all of them, each
-            asked without pause for so long: how many, the longest, and all together per second over those of the one
-  summary   what was done, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
+  serial    seconds until the servers are ready, one after another without nvshare on an empty GPU, and 1.3 times their sum
+  start     --starts times for each value: "ready" with the seconds until the last server was ready; "refused" if a server ended with
+            out of memory; "failed" if a server ended otherwise; "stuck" if a server was not ready after --limit seconds
+  switches  after the first successful start, with --questions to each server before the next: the number of answers; first-token times
+            of questions to another server than before ("switched") and to the same server ("same"); the bytes mapped for each switch (as
+            many leave), and the bytes copied by the clients' own count; and the bound: moved / 47 GiB/s + 0.08 s for the median,
+            + 0.18 s for the 99th percentile
+  contended with --contended SECONDS, after the switches: back-to-back questions for this time, first to one server alone, then to all:
+            the number of answers, the longest time, and the ratio of the throughputs
+  summary   a summary, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
             llm-contended-throughput
 
-Of each stuck start, the scheduler's status, record and log and what the servers' threads wait for go to a file in --out, and so does the
-record of what is contended. --budget:
-after so many seconds it stops and reports what it has; the values of --free share the time. Needs a GPU, PyTorch and transformers.
+For each stuck start, the scheduler's status, record and log, and the wait channels of the servers' threads go to a file in --out. The
+record of the contended part goes there, too. --budget: after this many seconds the script stops and reports its results; the values of
+--free share the time. Needs a GPU, PyTorch and transformers.
 """
 
 import argparse
@@ -115,7 +116,7 @@ class Server:
         self.lines.put((time.monotonic(), {"error": "ended", "out-of-memory": False, "message": ""}))
 
     def hear(self, until):
-        """When it said something, and what; None once that time has come."""
+        """The time of the next message, and the message; None after the deadline."""
         try:
             return self.lines.get(timeout=max(0, until - time.monotonic()))
         except queue.Empty:
@@ -130,7 +131,7 @@ class Server:
 
 
 class Ballast:
-    """A process that holds all but so much of the GPU's memory."""
+    """A process that holds the GPU's memory except a given amount."""
 
     def __init__(self):
         words = [sys.executable, __file__, "--ballast"]
@@ -164,7 +165,7 @@ def ballast():
 
 
 class Cast:
-    """The processes of one run, all of which are gone when it ends."""
+    """The processes of one run, which all end with it."""
 
     def __init__(self, arguments, directory):
         self.arguments, self.directory, self.number = arguments, directory, 0
@@ -187,7 +188,7 @@ class Cast:
 
 
 def outcomes(servers, begin, limit, deadline):
-    """How the start of each went, and after how many seconds that was known."""
+    """The outcome of each start, and the seconds after which it was known."""
     until, results = begin + limit, []
     for server in servers:
         heard = server.hear(min(until, deadline))
@@ -207,7 +208,7 @@ def outcomes(servers, begin, limit, deadline):
 
 
 def serial(cast, arguments, deadline):
-    # So that the first server does not read its libraries from the disk.
+    # Warms the page cache, so that the first server does not read its libraries from the disk.
     if not arguments.server:
         subprocess.run([sys.executable, "-c", "import torch; from transformers import LlamaForCausalLM"], check=False)
     seconds = []
@@ -225,7 +226,7 @@ def serial(cast, arguments, deadline):
 
 
 def mapped(record, windows):
-    """Bytes that a process had mapped in a time, for each process and its time, by the scheduler's record."""
+    """Bytes that each process mapped within its time, from the scheduler's record."""
     all_mapped = [event for event in stage.events(record) if event["what"] == "mapped"]
 
     def within(pid, since, until):
@@ -236,10 +237,10 @@ def mapped(record, windows):
 
 
 def switches(servers, arguments, directory, deadline):
-    """Asks the servers in turn, each as often as told. Also says whether an answer never came."""
+    """Sends questions to the servers in turn. Also returns whether an answer is missing."""
     switched, same, whole, asked = [], [], [], []
     metrics, stuck = directory / "metrics.sock", False
-    # The first switch of each server makes its host buffers; it is not measured here.
+    # The first switch of each server creates its host buffers and is not measured here.
     for server in servers:
         if not server.ask(time.monotonic() + arguments.limit):
             return None, True
@@ -274,7 +275,7 @@ def switches(servers, arguments, directory, deadline):
 
 
 def questions(server, seconds, limit):
-    """Asks it without pause for so long: how long each answer took, from the question on; None if one never came."""
+    """Sends back-to-back questions for this time. Returns the time of each answer; None if one is missing."""
     end, took = time.monotonic() + seconds, []
     while (began := time.monotonic()) < end:
         if server.ask(began + limit) is None:
@@ -284,8 +285,8 @@ def questions(server, seconds, limit):
 
 
 def contended(servers, arguments):
-    """All asked without pause, beside one asked without pause."""
-    # The first time that memory leaves has a figure of its own.
+    """Back-to-back questions to all servers, compared with one server."""
+    # The first eviction has its own figure.
     if not all(server.ask(time.monotonic() + arguments.limit) for server in [*servers, *servers, servers[0]]):
         return None
     alone = questions(servers[0], arguments.contended, arguments.limit)
@@ -304,17 +305,17 @@ def contended(servers, arguments):
         thread.join()
     if None in each:
         return None
-    # Answers that were under way when the time was over are counted, and so is their time.
+    # Answers in progress at the end count, and so does their time.
     rate = sum(map(len, each)) / (time.monotonic() - began)
     said = {"alone": figures.summary(alone), "each": [figures.summary(took) for took in each]}
     return said | {"longest": max(map(max, each)), "throughput": rate / (len(alone) / sum(alone))}
 
 
-# What is kept of a start that got stuck.
+# Data about a start that got stuck.
 
 
 def threads(pid):
-    """What each thread waits for, as far as the kernel says it."""
+    """The wait channel of each thread, as far as the kernel shows it."""
     said = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         thread = {"tid": int(task.name)}
@@ -397,7 +398,7 @@ class Run:
         return outcome
 
     def measure(self, free, deadline):
-        """All starts with so much free memory."""
+        """All starts with this much free memory."""
         for number in range(self.arguments.starts):
             if time.monotonic() + (self.longest or ASSUMED_START) > deadline:
                 break
@@ -525,7 +526,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-    # Whatever ends it, what it started is killed.
+    # Kills all started processes, however the run ends.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:

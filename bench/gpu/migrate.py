@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""How long a PyTorch program of 16 GiB stands still while it goes from one of two GPUs to the other, and how soon six are off a GPU.
+"""The pause of a PyTorch program of 16 GiB that is migrated between two GPUs, and the time to drain six programs off a GPU.
 
   migrate.py [--programs target/release] [--gib 16] [--moves 10] [--visible LIST] [--drained 6] [--each 2] [--json FILE] [--commit ID]
 
 A trainer is a small network that learns, beside integers that fill the rest of its memory, all of which every step changes. A running
-checksum has each step's loss and a part of the integers. It is told to go to the other GPU and back, --moves times in all. The pause is the
-longest time between the ends of two steps from one such order to the next. At the end, one alone and without nvshare, on the first GPU,
-makes as many steps, and its checksums must be the same. A copy of as many bytes in each direction, from and to registered host memory and
-without nvshare, is timed in the same run.
+checksum has each step's loss and a part of the integers. It is migrated to the other GPU and back, --moves times in all. The pause is the
+longest time between the ends of two steps, from one migration to the next. At the end, a trainer alone on the first GPU, without nvshare,
+makes as many steps, and its checksums must be the same. The same run also times a copy of as many bytes in each direction, between
+registered host memory and the GPU, without nvshare.
 
-Then so many trainers of --each GiB, all on the first GPU, are drained off it: the time is that from the order until NVML shows no more used
-there than before them. All have to go on after that, with the checksums of one alone.
+Then --drained trainers of --each GiB are drained off the first GPU. The time is measured from the command until NVML shows no more memory
+in use than before the trainers. Afterwards all must continue, with the checksums of a trainer alone.
 
 Prints lines of JSON. The exit status is 1 if a checksum is wrong, or a program has failed or does not leave. Needs two GPUs of the same
-kind, PyTorch, `nvshare-checkpoint` among --programs and, as root, `setpriv`: the scheduler gives up all capabilities, and can then take
-only programs of a user other than root off a GPU. Some drivers have hung hosts when a restored process was killed
-(NVIDIA/cuda-checkpoint#53); these end by themselves.
+kind, PyTorch, `nvshare-checkpoint` among --programs and, as root, `setpriv`: the scheduler drops all capabilities, and then can only take
+programs of users other than root off a GPU. Some drivers have hung hosts when a restored process was killed (NVIDIA/cuda-checkpoint#53), so
+these processes end by themselves.
 """
 
 import argparse
@@ -35,14 +35,15 @@ import stage
 
 SETTINGS = 'time-quantum = 2\nsleep-after = "never"\nplacement = "none"\n'
 GIB = 1 << 30
-# How long an order, a start or an end may take, and what NVML may show of a program that has left.
+# Timeouts of a command, a start and an end in seconds, and the bytes that NVML may still show of a
+# program that has left.
 PATIENCE, LEFT = 120, 16 << 20
-# Between two orders: some steps, and the turns of the others.
+# Seconds between two migrations: some steps, and the turns of the other programs.
 PAUSE = 1.5
 
 
 def trainer(gib, most):
-    """A child: makes so many steps, or with 0 steps until it reads a line."""
+    """A child: makes `most` steps; with 0, it runs until it reads a line."""
     import torch
 
     torch.manual_seed(1)
@@ -83,19 +84,19 @@ class Trainer:
         self.child = subprocess.Popen(words, env=environment, preexec_fn=stage.end_with_parent, **pipes)
 
     def begun(self):
-        """Waits until it has its memory, and returns it."""
+        """Waits until the trainer has its memory, and returns the trainer."""
         if self.child.stdout.readline() != '"ready"\n':
             raise SystemExit("a trainer has ended before it began")
         return self
 
     def end(self):
-        """What it says in the end; nothing if it has failed."""
+        """The trainer's final output; None if it has failed."""
         said, _ = self.child.communicate("\n", timeout=4 * PATIENCE)
         return json.loads(said) if self.child.returncode == 0 and said else None
 
 
 def is_right(said, gib, environment):
-    """Whether one alone comes to the same results in as many steps."""
+    """Whether a trainer alone gets the same results in as many steps."""
     if said is None:
         return False
     alone = Trainer(gib, environment, said["steps"]).begun().end()
@@ -103,7 +104,7 @@ def is_right(said, gib, environment):
 
 
 class Nvml(sleep.Nvml):
-    """The memory of each GPU, as NVML shows it, and its name."""
+    """NVML's used memory of each GPU, and its name."""
 
     def __init__(self):
         import ctypes
@@ -140,7 +141,7 @@ class Stage(sleep.Stage):
         self.environment = stage.under_nvshare(programs, directory)
 
     def until(self, what, is_so):
-        """Waits, and returns the seconds that it took."""
+        """Waits until the condition holds. Returns the seconds."""
         begun = time.monotonic()
         while not is_so():
             if time.monotonic() - begun > PATIENCE:
@@ -149,7 +150,7 @@ class Stage(sleep.Stage):
         return time.monotonic() - begun
 
     def migrate(self, one, to, before):
-        """Moves it; the seconds until NVML shows it on the other GPU alone, and the bytes that are left on the first."""
+        """Migrates the trainer. Returns the seconds until NVML shows it only on the other GPU, and the bytes left on the first GPU."""
         begun, there = time.monotonic(), 1 - to
         self.control("migrate", str(one.child.pid), "--to", self.nvml.names[to])
         self.until("it to leave", lambda: self.nvml.used(there) <= before[there] + LEFT)
@@ -171,7 +172,7 @@ def one_of(gib, moves, environment, stage_):
     said = one.end()
     ends = said["ends"] if said else []
     gaps = [(end, later - end) for end, later in zip(ends, ends[1:])]
-    # A step that has begun before the order ends after it.
+    # A step that began before the command ends after it.
     windows = zip(orders, [*orders[1:], float("inf")])
     pauses = [max((gap for end, gap in gaps if begin <= end + gap and end < until), default=PATIENCE) for begin, until in windows]
     steps = statistics.median(gap for _, gap in gaps) if gaps else None
@@ -181,7 +182,7 @@ def one_of(gib, moves, environment, stage_):
 
 def drain(count, gib, stage_):
     before = [stage_.nvml.used(gpu) for gpu in (0, 1)]
-    # All import PyTorch at the same time, which takes a dozen seconds.
+    # All trainers import PyTorch concurrently, which takes a dozen seconds.
     all_of = [one.begun() for one in [Trainer(gib, stage_.environment) for _ in range(count)]]
     time.sleep(2 * PAUSE)
     begun = time.monotonic()

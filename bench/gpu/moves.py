@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""What a process sees once it was restored from a checkpoint on another GPU: the driver's calls alone, without nvshare.
+"""The view of a process after it was restored from a checkpoint on another GPU, with the driver's calls only, without nvshare.
 
   moves.py [--library libcuda.so.1] [--mebibytes 256] [--registered 16]
 
 For each case a fresh process with contexts, memory, a stream and an event is locked, checkpointed, restored with pairs of GPUs, and
-unlocked. It then moves back. Cases: one that sees both GPUs and has a context on the first; one with a context on each, which change
-places; one that sees the first GPU alone (CUDA_VISIBLE_DEVICES), with the pairs of both GPUs and with its own alone; and those with one context once more with --registered
-GiB of host memory that is registered as the library does it, and as memory of one context that kernels cannot reach.
+unlocked. Then it moves back. Cases: a process that sees both GPUs and has a context on the first; a process with a context on each GPU,
+which are exchanged; a process that sees only the first GPU (CUDA_VISIBLE_DEVICES), with pairs of both GPUs and with only its own pair; and
+the cases with one context again, with --registered GiB of host memory, registered like in the library, and registered for one context
+without access by kernels.
 
-Prints a line of JSON for each case: each call's result and seconds, and what the process and nvidia-smi said before, after, and back.
-Needs two GPUs of the same kind, and permission to trace other processes. Some drivers have hung hosts when a restored process was killed
-(NVIDIA/cuda-checkpoint#53); these end by themselves, unless they stand still for a minute.
+Prints a line of JSON for each case: each call's result and seconds, and the output of the process and of nvidia-smi before the move, after
+it, and after the return. Needs two GPUs of the same kind, and permission to trace other processes. Some drivers have hung hosts when a
+restored process was killed (NVIDIA/cuda-checkpoint#53); these processes end by themselves, unless they hang for a minute.
 """
 
 import argparse
@@ -34,8 +35,8 @@ CASES = {
     "host memory, neither": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 0},
     "host memory, sees one": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 3, "visible": "0"},
 }
-CHUNK = 64 << 20  # that is registered at once
-# How long a lock may take, and after how many seconds a process that stands still is given up.
+CHUNK = 64 << 20  # registered in one call
+# The timeout of a lock, and the seconds after which a hung process is given up.
 LOCK_MS, PATIENCE = 5000, 60
 
 
@@ -52,7 +53,7 @@ class Driver:
             raise SystemExit(f"{name}: {code}")
 
     def get(self, kind, name, *arguments):
-        """What a call writes to where its first argument points."""
+        """The value that a call writes to its first argument."""
         value = kind()
         self.do(name, ctypes.byref(value), *arguments)
         return value.value
@@ -68,7 +69,7 @@ class Driver:
 
 
 class Part:
-    """What the process has on one of the GPUs that it sees."""
+    """The process's objects on one of its visible GPUs."""
 
     def __init__(self, driver, device, size):
         self.driver, self.size = driver, size
@@ -80,7 +81,7 @@ class Part:
         driver.do("cuMemsetD32_v2", self.memory, 7, ctypes.c_size_t(size // 4))
 
     def says(self):
-        """The device and free MiB of its context, the last word of its memory, and results of calls with what was made before."""
+        """The device and free MiB of the context, the last word of the memory, and results of calls with the earlier objects."""
         driver, free, total = self.driver, ctypes.c_size_t(), ctypes.c_size_t()
         driver.do("cuCtxSetCurrent", ctypes.c_void_p(self.context))
         driver.do("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
@@ -97,7 +98,7 @@ class Part:
 
 
 def register(driver, gibibytes, flags):
-    """Host memory of huge pages, as far as the kernel has them, registered in the current context."""
+    """Host memory, of huge pages if available, registered in the current context."""
     held = []
     for _ in range((gibibytes << 30) // CHUNK):
         memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -110,10 +111,10 @@ def register(driver, gibibytes, flags):
 
 
 def process(driver, devices, size, registered, flags):
-    """The one that is moved: at each line of its standard input it prints what it sees."""
+    """The moved process: prints its view for each line of standard input."""
     count = driver.gpus()
     parts = [Part(driver, device, size) for device in devices]
-    held = register(driver, registered, flags)  # for as long as it runs
+    held = register(driver, registered, flags)  # held while the process runs
     signal.alarm(PATIENCE)
     for _ in sys.stdin:
         signal.alarm(PATIENCE)
@@ -128,7 +129,7 @@ def process(driver, devices, size, registered, flags):
 
 
 def listed():
-    """The used MiB of each GPU, and the processes on them, as nvidia-smi tells them."""
+    """nvidia-smi's used MiB of each GPU, and the processes on it."""
     if not shutil.which("nvidia-smi"):
         return None
 
@@ -140,7 +141,8 @@ def listed():
 
 
 def move(driver, pid, pairs):
-    """Takes a process off its GPUs and puts it back, each first GPU of the pairs on the second. Results and seconds of the calls."""
+    """Takes a process off its GPUs and restores it, from the first to the second GPU of each pair. Returns the results and seconds of the
+    calls."""
     uuids = ctypes.create_string_buffer(b"".join(driver.uuid(gpu) for pair in pairs for gpu in pair))
     locks = (ctypes.c_uint32 * 16)(LOCK_MS)
     restores = (ctypes.c_uint64 * 8)(ctypes.addressof(uuids), len(pairs))
@@ -149,7 +151,7 @@ def move(driver, pid, pairs):
         begun = time.monotonic()
         code = driver.code(f"cuCheckpointProcess{name}", pid, arguments)
         done[name] = [code, round(time.monotonic() - begun, 3)]
-        if code and name == "Restore":  # so that it can go on where it was
+        if code and name == "Restore":  # so that the process can continue on its old GPU
             same = [(gpu, gpu) for gpu in range(driver.gpus())]
             uuids = ctypes.create_string_buffer(b"".join(driver.uuid(gpu) for pair in same for gpu in pair))
             restores = (ctypes.c_uint64 * 8)(ctypes.addressof(uuids), len(same))
@@ -158,7 +160,7 @@ def move(driver, pid, pairs):
 
 
 def show(driver, options, case, result):
-    """Adds to the result as it comes, so that what led to a failure is known."""
+    """Appends to the result immediately, so that the steps before a failure are known."""
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": case["visible"]} if "visible" in case else {})
     words = [sys.executable, __file__, "--library", options.library, "--mebibytes", str(options.mebibytes)]
     words += ["--contexts", ",".join(map(str, case["contexts"]))]

@@ -1,6 +1,6 @@
-"""A pytest plugin for `suites.py`: writes JSON lines to $OUTCOMES_FILE while tests run, so that a crash loses none of those before.
+"""A pytest plugin for `suites.py`: writes JSON lines to $OUTCOMES_FILE while tests run, so that a crash does not lose earlier outcomes.
 
-A test that the file has already is left out: a process that is started again after a crash goes on where the last one ended.
+Tests that the file already contains are skipped: a process that is restarted after a crash continues where the last one ended.
 $OUTCOMES_SHARE, "1/4": only the second of four parts, into which classes go as a whole. $OUTCOMES_TESTS: a file with the only tests to run.
 """
 
@@ -22,7 +22,7 @@ def write(what):
 
 @pytest.fixture(scope="class")
 def initialize_from_pytest_config(request):
-    """What numba-cuda's tests take from the conftest.py of its repository, which the package lacks."""
+    """The configuration from conftest.py in numba-cuda's repository, which its tests need and the package lacks."""
     request.cls._dump_failed_filechecks = False
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Two PyTorch loops at once on one GPU, whose memory fits together: without nvshare, in turns of the time quantum
-(`anti-thrash = on`), and under `auto`, which may let them run at the same moment. Prints, for each pair, the seconds until
-both are done, and whether every result is the one that the loop gives alone.
+"""Two concurrent PyTorch loops on one GPU, whose memory fits together: without nvshare, in turns of the time quantum (`anti-thrash = on`),
+and under `auto`, which may run them simultaneously. Prints, for each pair, the seconds until both are done, and whether every result equals
+that of a solo run.
 
   pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE]
            [--records DIRECTORY] [--measured FILE,…] [--json FILE] [--commit ID]
 
-All 15 pairs take about eight minutes. `--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--measured`: such
-files, whose pairs count without being measured again, for instance from several GPUs at once. `--records`: where the scheduler's
-record of each run is kept. `--json`: puts the figure into that file, as
-`../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
+All 15 pairs take about eight minutes. `--seconds`: the duration of a loop alone. `--keep`: a file for all measurements. `--measured`: such
+files, whose pairs are not measured again, for example from runs on several GPUs. `--records`: the directory for the scheduler's record of
+each run. `--json`: writes the figure to that file, like `../support/src/results.rs`; `--commit` names the commit of programs that were
+built elsewhere. `--programs`: the directory of nvshare-scheduler and libnvshare.so. Needs a GPU and PyTorch.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PAIRS = ["+".join(pair) for pair in itertools.combinations_with_replacement(LOOP
 
 
 def loop(name):
-    """The work of one iteration, and what it leaves behind."""
+    """The work of one iteration, and its result."""
     import torch
 
     torch.manual_seed(0)
@@ -68,13 +68,13 @@ def loop(name):
 
 
 def at_once(name):
-    """Iterations between looks at the clock; the number of iterations is a multiple of this."""
+    """Iterations between checks of the clock; the number of iterations is a multiple of this."""
     return 100 if name == "tiny" else 10
 
 
 def run():
-    """A child, which is told what to do once it has imported PyTorch: to run the loop so often, once the file `go` is there;
-    with no iterations, as often as fits into a second."""
+    """A child, which gets its task once it has imported PyTorch: runs the loop `iterations` times when the file `go` exists; with 0
+    iterations, for a second."""
     import torch
 
     name, iterations, ready, go = sys.stdin.readline().split()
@@ -97,7 +97,7 @@ def run():
 
 
 class Children:
-    """Processes that have imported PyTorch, or are about to: the next ones do while others run."""
+    """Processes that have imported PyTorch or are importing it: the next processes do so while others run."""
 
     def __init__(self):
         self.spare = []
@@ -122,7 +122,7 @@ class Children:
 
 
 def together(children, jobs, environment, directory):
-    """Has them begin at once, and gives what each said."""
+    """Starts the loops together, and returns their outputs."""
     go = directory / "go"
     go.unlink(missing_ok=True)
     running = []
@@ -143,7 +143,7 @@ def together(children, jobs, environment, directory):
 
 
 def measure(arguments):
-    """Prints a line for each pair, and gives the seconds of each pair in each mode."""
+    """Prints a line for each pair. Returns the seconds of each pair in each mode."""
     programs = arguments.programs.resolve()
     modes = {"native": None, "on": 'anti-thrash = "on"\n', "auto": 'anti-thrash = "auto"\n'}
     measured, children = [], Children()

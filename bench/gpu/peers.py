@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""nvshare beside what else shares a GPU: the same programs one after the other, without any sharing layer, under the original
+"""nvshare compared with other ways to share a GPU: the same programs one after the other, without any sharing layer, under the original
 nvshare, with the memory limits of HAMi-core, under MPS, and under nvshare; all in one run on one GPU.
 
   peers.py [--programs target/release] [--original DIR] [--hami libvgpu.so] [--setups serial,native,…] [--cases half-fits,…]
            [--work 10] [--limit 90] [--keep FILE] [--json FILE] [--commit ID]
 
---original: where the original's nvshare-scheduler and libnvshare.so are; it needs /var/run/nvshare (root). --hami: HAMi-core's
-library. Without these, and where MPS does not start, the table says so.
+--original: the directory of the original's nvshare-scheduler and libnvshare.so; it needs /var/run/nvshare (root). --hami: HAMi-core's
+library. If one of these is missing, or MPS does not start, the table says so.
 
   half-fits, most-fits  two programs of 7.2 GiB in 17 GiB that compute 50 or 90 % of the time: seconds until both are done
   half-big, most-big    the same with 15.3 GiB each, of which one fits
   servers               two Llamas of 12.6 GiB in 19.5 GiB, each asked 10 times without pause: seconds until all is answered
   notebooks             ten programs of 1 GiB in 17 GiB, each with a burst of work every 0.5 s: seconds of the 99th percentile
 
-The memory that others have is taken by a process that holds all but the room. The original makes all memory managed; more managed
-memory than is free can hang a card, so it does not run where the programs do not fit. HAMi-core gets the room divided by the
-programs as each one's limit. Every program checks its results. `cuda-program` must be among --programs. Needs a GPU, PyTorch and, for `servers`, transformers.
+Another process holds all of the GPU's memory but the room. The original makes all memory managed; more managed memory than is free can hang
+a card, so it does not run where the programs do not fit. Under HAMi-core, each program's limit is the room divided by the number of
+programs. Every program checks its results. `cuda-program` must be among --programs. Needs a GPU, PyTorch and, for `servers`, transformers.
 """
 
 import argparse
@@ -48,7 +48,8 @@ CASES = {
 SETUPS = ["serial", "native", "original", "hami", "mps", "nvshare"]
 
 
-# Children in Python. Each makes a file when its memory is ready, waits for another file, and prints a line of JSON when it is done.
+# Children in Python. Each creates a file when its memory is ready, waits for another file, and prints a line of JSON when it is
+# done.
 
 
 def bursts(gib, number):
@@ -74,7 +75,7 @@ def bursts(gib, number):
 
 
 def server(answers):
-    """Its answers differ from run to run natively, too, so only numbers that are none count as wrong."""
+    """Answers also differ between native runs, so only NaNs count as wrong."""
     import torch
 
     model = llama.build()
@@ -120,14 +121,14 @@ def ballast(room):
     stage.end_with_parent()
     import torch
 
-    # Its own context is there by then.
+    # Its own context exists by then.
     free = torch.cuda.mem_get_info()[0]
     held = torch.empty(max(0, int(free - float(room) * GIB)), dtype=torch.uint8, device="cuda")
     print(json.dumps({"free": torch.cuda.mem_get_info()[0] / GIB, "held": held.numel() / GIB}), flush=True)
     sys.stdin.read()
 
 
-# Setups: each gives the environment of the programs, or says why it cannot run.
+# Setups: each returns the environment of the programs, or the reason why it cannot run.
 
 
 class Unable(Exception):
@@ -211,7 +212,7 @@ def start(words, log, environment):
 
 
 def result(process, end, limit):
-    """What it said; it is killed at that time."""
+    """The child's output. The child is killed at the deadline."""
     try:
         out = process.communicate(timeout=max(0.1, end - time.monotonic()))[0]
     except subprocess.TimeoutExpired:
@@ -221,7 +222,7 @@ def result(process, end, limit):
 
 
 def mixes(words, number, environment, directory, arguments):
-    """So many programs of the driver API at once, as in `../mix.rs`; they count from their start to their end."""
+    """`number` concurrent programs of the driver API, as in `../mix.rs`, timed from their start to their end."""
     end, began = time.monotonic() + arguments.limit, time.time()
     words = [arguments.programs / "cuda-program", "mix", *words]
     environment = environment | {"CUDA_LOOKUP": "getproc"}  # as the CUDA runtime finds the driver
@@ -235,7 +236,7 @@ def mixes(words, number, environment, directory, arguments):
 
 
 def programs(job, number, environment, directory, arguments):
-    """Runs so many at once: what each said."""
+    """Runs `number` programs concurrently. Returns their outputs."""
     if job[0] == "mix":
         return mixes(job[1:], number, environment, directory, arguments)
     go = directory / "go"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Eight programs that do not choose a GPU, on a host with several: where each comes to run, and how long all of them take, by
-`placement`. With `none` every one of them takes the first GPU.
+"""Eight programs that do not choose a GPU, on a host with several GPUs: the GPU of each, and the time until all are done, by `placement`.
+With `none`, all of them take the first GPU.
 
   placement.py [--programs target/release] [--placements none,spread,pack] [--count 8] [--memory 12] [--iterations 2500]
 
-`--memory`: GiB that each says it will need (`nvsharectl run --memory`) and takes. Needs several GPUs and PyTorch.
+`--memory`: GiB that each requests (`nvsharectl run --memory`) and allocates. Needs several GPUs and PyTorch.
 """
 
 import argparse
@@ -23,14 +23,14 @@ GIB = 2**30
 
 
 def work(gib, iterations):
-    """A child: takes memory, computes, and says on which GPU it was and how many it could see."""
+    """A child: allocates memory, computes, and prints its GPU and the number of visible GPUs."""
     counted = None
     try:
         import pynvml
 
         pynvml.nvmlInit()
         counted = pynvml.nvmlDeviceGetCount()
-    except Exception as e:  # what NVML says is beside the point
+    except Exception as e:  # NVML's answer does not matter here
         counted = str(e)
     import torch
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Memory of pools that moves, on a GPU: what the driver says of pools, the cost of a pair of calls, and programs whose memory leaves.
+"""Movable memory of pools: the driver's answers about pools, the cost of a pair of calls, and programs whose memory is evicted.
 
   pools.py [--programs target/release] [--cases probe,rules,pairs,train,cupy] [--free 24] [--json FILE] [--commit ID]
 
-  probe   questions about pools and their memory, asked of the driver and of nvshare; prints all answers and those that differ
-  rules   cuda-program's `pool_rules` and `pools`: natively, under nvshare, and beside a program that has the memory of both leave
-  pairs   1,000,000 pairs of cuMemAllocAsync and cuMemFreeAsync of 1 MiB in one stream, natively and under nvshare in turn; the ratio
-          of the medians is the figure `pool-alloc-free-over-native`
-  train   PyTorch with backend:cudaMallocAsync trains: natively, under nvshare, and while its memory leaves each second. Prints the
-          checksums, which must be equal, what moved, and the most that was pinned
+  probe   queries about pools and their memory, natively and under nvshare; prints all answers and the differences
+  rules   cuda-program's `pool_rules` and `pools`: natively, under nvshare, and beside a program that causes the eviction of both
+  pairs   1,000,000 pairs of cuMemAllocAsync and cuMemFreeAsync of 1 MiB in one stream, alternating between native and nvshare; the ratio of
+          the medians is the figure `pool-alloc-free-over-native`
+  train   PyTorch trains with backend:cudaMallocAsync: natively, under nvshare, and while its memory is evicted every second. Prints the
+          checksums, which must be equal, the moved bytes, and the peak of pinned memory
   cupy    the same with CuPy's asynchronous pool
 
 A ballast holds all of the GPU but --free GiB. The exit status is 1 if a case failed.
@@ -40,11 +40,11 @@ PINNED_MOST = 64 * MIB
 CAPTURE_GLOBAL, CAPTURE_RELAXED = 0, 2
 
 
-# The roles of processes of their own.
+# The roles of child processes.
 
 
 class Pools:
-    """The driver's calls, each with the error that it returns."""
+    """The driver's calls, each returning its error."""
 
     def __init__(self):
         self.driver = stage.Driver()
@@ -55,7 +55,7 @@ class Pools:
         return function(*arguments) if function else -1
 
     def value(self, name, *arguments, kind=ctypes.c_uint64):
-        """An output that is the first argument."""
+        """The value that a call writes to its first argument."""
         place = kind()
         code = self.call(name, ctypes.byref(place), *arguments)
         return place.value if code == 0 else f"error {code}"
@@ -190,7 +190,7 @@ def numbered_stream(pools):
 
 
 def another_has_it(pools, pool):
-    """Whether cuMemAlloc gets what only a pool keeps: all that is free, and a part of that."""
+    """Whether cuMemAlloc gets memory that a pool only keeps: all free memory, and a part of it."""
     free = pools.driver.free()
     at = pools.value("cuMemAlloc_v2", ctypes.c_size_t(free + 32 * MIB))
     if isinstance(at, int):
@@ -199,7 +199,7 @@ def another_has_it(pools, pool):
 
 
 def train(seconds):
-    """A small network with buffers of many sizes; the same steps however long they take, at least for so many seconds."""
+    """A small network with buffers of many sizes: a fixed number of steps, for at least `seconds`."""
     stage.end_with_parent()
     import torch
 
@@ -260,7 +260,7 @@ class Run:
 
     @contextlib.contextmanager
     def nvshare(self, compete=False):
-        """A scheduler; with `compete`, beside a program that takes all memory for itself every second."""
+        """A scheduler; with `compete`, beside a program that takes all memory every second."""
         metrics = self.directory / "metrics.sock"
         metrics.unlink(missing_ok=True)
         settings = 'time-quantum = "1s"\n' if compete else ""
@@ -282,7 +282,7 @@ class Run:
         return json.loads(said.stdout) if said.returncode == 0 else {"clients": []}
 
     def child(self, words, environment):
-        """Runs a program; returns its answer and the most that it had pinned."""
+        """Runs a program. Returns its answer and its peak of pinned memory."""
         child = subprocess.Popen(list(map(str, words)), env=os.environ | environment, stdout=subprocess.PIPE, text=True)
         pinned = 0
         while child.poll() is None:

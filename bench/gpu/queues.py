@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What calls cost of which many come at once: launches behind work that waits, a stream for each piece of work, and memory that is mapped
-at many addresses. Natively and under nvshare, in turn.
+"""The cost of calls in large numbers: launches behind waiting work, a stream for each piece of work, and memory that is mapped at many
+addresses. Alternates between native and nvshare.
 
   queues.py [--programs target/release] [--runs 5] [--json bench/results.json] [--commit ID]
 
-queued    1,000 and 10,000 launches to each of 16 streams. As many of them wait behind a kernel that the host ends as the driver takes
-          natively without blocking, less a twentieth; that depth is found first. Figure: queued-launches-over-native, the larger of
-          the two ratios of the medians.
-cycles    40,000 streams, each made, given a memset, waited for, and destroyed. Figure: stream-cycle-over-native, the ratio of the medians
-          for the last eighth of them.
+queued    1,000 and 10,000 launches to each of 16 streams. The launches wait behind a kernel that the host ends, up to the depth at
+          which native launches block, less a twentieth. The script determines this depth first. Figure: queued-launches-over-native,
+          the larger of the two ratios of the medians.
+cycles    40,000 streams, each created, used for a memset, synchronized and destroyed. Figure: stream-cycle-over-native, the ratio of
+          the medians for the last eighth of them.
 aliases   a chunk of 2 MiB at 32,768 addresses. Figure: aliases-32768, the median under nvshare.
 
-Needs a GPU and `cuda-program`, and neither PyTorch nor root. On the simulated driver, whose threads do the work of a GPU beside the
-program, `--processor` compares the processor time of the calls instead.
+Needs a GPU and `cuda-program`, and neither PyTorch nor root. On the simulated driver, whose threads do the GPU's work beside the program,
+`--processor` compares the processor time of the calls instead.
 """
 
 import argparse
@@ -28,9 +28,9 @@ import stage
 
 SETTINGS = 'time-quantum = 5\nanti-thrash = "auto"\n'
 STREAMS = 16
-# A program whose launches block behind its own kernel never ends.
+# Timeout in seconds: a program whose launches block behind its own kernel never ends.
 PATIENCE = 4
-# The words, what is measured in what they print, and the same in processor time.
+# The arguments, the key of the measured value in the output, and the key of the processor time.
 CASES = {
     "queued-1000": (f"queued --streams {STREAMS} --each 1000 --held {{held}}", "queue_seconds", "launch_us"),
     "queued-10000": (f"queued --streams {STREAMS} --each 10000 --held {{held}}", "queue_seconds", "launch_us"),
@@ -70,7 +70,7 @@ def main():
 
 
 def depth(programs):
-    """Launches to each stream behind a kernel that waits which the driver takes without blocking, natively."""
+    """The number of launches per stream, behind a waiting kernel, that natively do not block."""
     least, most = 0, 1024
     while most - least > 8:
         tried = (least + most) // 2

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What registering host memory costs: memory of a GPU leaves for it and comes back, chunk by chunk, without nvshare.
+"""The cost of registering host memory: GPU memory is copied to host memory and back, chunk by chunk, without nvshare.
 
   registering.py [--gib 16] [--rounds 3]
 
-As the library does it, one thread maps chunks of 64 MiB and copies them, with eight copies in flight, to and from host memory of huge pages,
-and unmaps what has left. Timed are the calls that register and unregister all of that memory, by themselves; copies of memory that stays
-registered; copies where each chunk is registered right before it comes back, and unregistered once it has left; and copies of memory that
-is not registered at all.
+Like in the library, one thread maps chunks of 64 MiB and copies them, with eight copies in flight, to and from host memory of huge pages,
+and unmaps chunks that have left. The script times registering and unregistering all of that memory alone; copies with memory that stays
+registered; copies with each chunk registered right before it returns, and unregistered once it has left; and copies with memory that is not
+registered.
 
-Prints a line of JSON: the seconds of each, once a round.
+Prints a line of JSON: the seconds of each, for every round.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import mmap
 import time
 
 CHUNK, IN_FLIGHT, HUGE = 64 << 20, 8, 2 << 20
-# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP, as the library registers it.
+# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP, like in the library.
 FLAGS = 1 | 2
 LIBRARY = ctypes.CDLL("libcuda.so.1")
 SIZE = ctypes.c_size_t(CHUNK)

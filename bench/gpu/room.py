@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Memory for programs that do not use nvshare: how soon it is free when it is asked for, and whether it is free before one that grows
+"""Memory for programs that do not use nvshare: the time until requested memory is free, and whether memory is free before a growing program
 needs it.
 
   room.py [--programs target/release] [--only rooms|growth] [--rounds 30] [--clients 2] [--grow 16] [--growths 3]
           [--json bench/results.json]
 
-Clients under nvshare fill the GPU, with contents that have to be copied, and one after the other sets some of each 64 MiB, so that one
-holds the lock at any moment.
+Clients under nvshare fill the GPU with data that has to be copied, and take turns setting a part of each 64 MiB, so that one of them holds
+the lock at any moment.
 
 rooms   --rounds times `nvsharectl make-room 8G`: seconds from its start until its command has started, by when the memory is free.
         Between two rounds the clients get their memory back. Figure: make-room-8GiB, the median.
@@ -37,14 +37,14 @@ SPARED = 256 * MIB  # that a client leaves of its share
 
 
 def fill(size, ready, go):
-    """Under nvshare: has that many bytes, and works on them until it is killed."""
+    """Under nvshare: allocates this many bytes, and works on them until it is killed."""
     stage.end_with_parent()
     driver = stage.Driver()
     noise, at = os.urandom(CHUNK), []
     for n in range(size // CHUNK):
         pointer = ctypes.c_uint64()
         driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(CHUNK))
-        # No two chunks are alike, nor is one constant: what can be told without copying would not be copied.
+        # All chunks differ, and none is constant: nvshare would not copy memory that it can reproduce.
         driver.call("cuMemcpyHtoD_v2", pointer, noise, ctypes.c_size_t(CHUNK))
         driver.call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(n % 251), ctypes.c_size_t(4096))
         at.append(pointer)
@@ -58,7 +58,7 @@ def fill(size, ready, go):
 
 
 def grow(size):
-    """Without nvshare: grows at the rate, and says how many allocations failed and how late the last one was."""
+    """Without nvshare: grows at the rate. Prints the number of failed allocations and the delay of the last allocation."""
     stage.end_with_parent()
     driver = stage.Driver()
     begun, failures, late, taken = time.perf_counter(), 0, 0.0, []
@@ -83,7 +83,7 @@ class Control:
         self.words = [str(programs / "nvsharectl"), "--control", str(directory / "control.sock")]
 
     def status(self):
-        """Of the first GPU, once the scheduler knows it."""
+        """The status of the first GPU, once the scheduler knows it."""
         while True:
             done = subprocess.run([*self.words, "--json", "status"], stdout=subprocess.PIPE, check=True)
             if gpus := json.loads(done.stdout)["gpus"]:
@@ -91,7 +91,7 @@ class Control:
             time.sleep(0.05)
 
     def until(self, what, patience=120):
-        """Waits until that is so of the GPU."""
+        """Waits until the GPU satisfies the condition."""
         end = time.monotonic() + patience
         while not what(gpu := self.status()):
             if time.monotonic() > end:
@@ -99,7 +99,7 @@ class Control:
             time.sleep(0.05)
 
     def make_room(self, size):
-        """Seconds until so much is free. It is given back at once."""
+        """Seconds until this much memory is free. It is returned immediately."""
         begun = time.perf_counter()
         with subprocess.Popen([*self.words, "make-room", size, "--", "echo", "free"], stdout=subprocess.PIPE) as child:
             said = child.stdout.readline()
@@ -155,7 +155,7 @@ def main():
         daemon = stage.scheduler(programs, directory, arguments.settings)
         try:
             control = Control(programs, directory)
-            # A context of each is still to come.
+            # Each program still creates a context.
             size = (control.status()["capacity"] // arguments.clients - GIB - SPARED) // CHUNK * CHUNK
             words = [[sys.executable, __file__, "--child", "fill", size]] * arguments.clients
             children = stage.begin(words, stage.under_nvshare(programs, directory), directory)

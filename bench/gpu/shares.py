@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Shares of a GPU's time that rules give: PyTorch loops of two groups that never run out of work, in kernels of about 1 ms and of
-about 200 ms, and how much each had of the GPU over ten time periods; then how long an interactive program waits beside such a
-loop, by rule. Prints what was had in percent of what the loop does alone.
+"""Shares of GPU time by rules: measures the share of PyTorch loops of two groups that always have work, in kernels of about 1 ms and of
+about 200 ms, over ten time periods; then the wait of an interactive program beside such a loop, by rule. Prints shares in percent of the
+loop's throughput alone.
 
   shares.py [--programs target/release] [--rows 30+70,10+90] [--loops short,long] [--period 5] [--periods 10] [--latency]
             [--keep DIRECTORY] [--json FILE] [--commit ID]
 
-`--json`: puts the figure of the row 30+70 into that file, as `../support/src/results.rs` does; `--commit` says what was built if the
-programs come from elsewhere. `--programs`: where nvshare-scheduler, libnvshare.so and cuda-program are; readable for everybody. Needs a GPU, PyTorch, and root,
-to start programs with other groups.
+`--json`: writes the figure of the row 30+70 to that file, like `../support/src/results.rs`; `--commit` names the commit of programs that
+were built elsewhere. `--programs`: the directory of nvshare-scheduler, libnvshare.so and cuda-program; readable by all users. Needs a GPU,
+PyTorch, and root, to start programs with other groups.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from pathlib import Path
 import figures
 import stage
 
-# Rows of a square matrix whose product with another takes about that long on a large GPU of 2024, and how many to a batch.
+# Rows of square matrices whose product takes about that long on a large GPU of 2024, and products per batch.
 LOOPS = {"short": (8192, 32), "long": (43008, 1)}
-# They need no entry in a database.
+# The group IDs need no entry in a database.
 GROUPS = [61001, 61002]
 
 
 def run(name, seconds, ready, go):
-    """A child: says when each batch of its kernels was done."""
+    """A child: prints the time at which each batch of its kernels was done."""
     import torch
 
     size, batch = LOOPS[name]
@@ -46,7 +46,7 @@ def run(name, seconds, ready, go):
         mark = torch.cuda.Event()
         mark.record()
         ahead.append(mark)
-        # Two are under way at any time, so that it never runs out of work.
+        # Two batches are in flight at any time, so that the loop always has work.
         if len(ahead) > 2:
             ahead.pop(0).synchronize()
             done.append(time.time())
@@ -82,7 +82,7 @@ def shares(arguments, programs, directory):
             if arguments.keep:
                 (directory / "record.jsonl").rename(arguments.keep / f"{name}-{wanted[0]}.jsonl")
                 (arguments.keep / f"{name}-{wanted[0]}.json").write_text(json.dumps(all_done))
-            # After the first period, in which shares are not there yet.
+            # After the first period, in which shares are not settled yet.
             since = max(done[0] for done in all_done) + arguments.period
             until = since + arguments.period * arguments.periods
             for done, part in zip(all_done, wanted):

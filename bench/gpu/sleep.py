@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""How soon an idle PyTorch program of 16 GiB is off the GPU and back, and how much of a GPU eight idle notebooks leave free.
+"""The time to take an idle PyTorch program of 16 GiB off the GPU and back, and the memory that eight idle notebooks leave free.
 
   sleep.py [--programs target/release] [--rounds 10] [--wakes 100] [--seed 1] [--json FILE] [--commit ID]
 
-A notebook is a PyTorch program that holds random numbers. It is asked for a cell: a small kernel, then a checksum of all that it holds, in one
-piece of memory after the other. It is paused until neither the scheduler nor NVML knows anything of it on the GPU, then resumed and asked for a
-cell at once. A copy of as many bytes in each direction, from and to registered host memory and without nvshare, is timed in the same run.
+A notebook is a PyTorch program that holds random numbers. A *cell* is a small kernel, then a checksum of all its memory, piece by piece.
+The notebook is paused until neither the scheduler nor NVML shows any of it on the GPU, then resumed, and immediately runs a cell. The same
+run also times a copy of as many bytes in each direction, between registered host memory and the GPU, without nvshare.
 
-Eight notebooks of 4 GiB, together more than the 24 GiB that a ballast of plain memory leaves, are all paused; then one after the other in random
-order is resumed, asked for a cell, and paused again.
+Eight notebooks of 4 GiB, together more than the 24 GiB that a ballast of plain memory leaves, are all paused. Then, in random order, each
+is resumed, runs a cell, and is paused again.
 
-Prints lines of JSON. The exit status is 1 if a checksum is wrong or anything does not come back. Needs PyTorch, `nvshare-checkpoint` among
---programs and, as root, `setpriv`: the scheduler gives up all capabilities, and can then take only programs of a user other than root off
-the GPU.
+Prints lines of JSON. The exit status is 1 if a checksum is wrong or a notebook does not return. Needs PyTorch, `nvshare-checkpoint` among
+--programs and, as root, `setpriv`: the scheduler drops all capabilities, and then can only take programs of users other than root off the
+GPU.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CROWD, EACH, LEAVE = 8, 4, 24
 
 
 class Nvml:
-    """The memory of the first GPU, as NVML shows it."""
+    """NVML's used memory of the first GPU."""
 
     class Memory(ctypes.Structure):
         _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
@@ -55,7 +55,7 @@ class Nvml:
 
 
 def notebook(gib):
-    """A child: holds that much, and runs a cell for each line that it reads."""
+    """A child: holds this much memory, and runs a cell for each input line."""
     import torch
 
     cells = [torch.randint(-(1 << 62), 1 << 62, (GIB // 8,), device="cuda") for _ in range(gib)]
@@ -68,7 +68,7 @@ def notebook(gib):
 
 
 def ballast(leave):
-    """A child: takes all of the GPU but that many GiB, in plain device memory."""
+    """A child: holds all of the GPU but this many GiB, in plain device memory."""
     driver, taken = stage.Driver(), []
     while driver.free() > leave * GIB:
         piece = ctypes.c_uint64()
@@ -79,7 +79,7 @@ def ballast(leave):
 
 
 def copies(gib):
-    """A child: seconds for so many GiB to the GPU, and back, in chunks of 32 MiB."""
+    """A child: seconds of copying this many GiB to the GPU and back, in chunks of 32 MiB."""
     import torch
 
     host, chunk = torch.empty(GIB, dtype=torch.uint8).pin_memory(), 32 << 20
@@ -115,7 +115,7 @@ class Notebook:
 
 
 def as_nobody(into):
-    """Runs this script as a user that may write nothing, and puts its figures into a file. Returns its exit status."""
+    """Runs this script as a user without write access, and writes its figures to a file. Returns its exit status."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o777)
         file = Path(directory) / "results.json"
@@ -127,7 +127,7 @@ def as_nobody(into):
 
 
 class Stage:
-    """A scheduler, and what it says of programs."""
+    """A scheduler, and its view of programs."""
 
     def __init__(self, programs, directory, nvml):
         self.programs, self.directory, self.nvml = programs, directory, nvml
@@ -143,7 +143,7 @@ class Stage:
         return next(client for client in clients if client["pid"] == pid)
 
     def pause(self, one, least_used):
-        """Seconds until it sleeps and NVML shows no more used than `least_used`, and the bytes beyond that are left."""
+        """Seconds until the program sleeps and NVML shows at most `least_used` bytes in use, and the bytes left beyond that."""
         begun = time.monotonic()
         self.control("pause", str(one.child.pid))
         freed = None

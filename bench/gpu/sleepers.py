@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Whether programs on a real GPU survive being taken off it and put back, and whether killing them afterwards does harm.
+"""Checks that programs on a real GPU survive being taken off it and put back, and that killing them afterwards does no harm.
 
   sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200] [--seed 1]
 
-Each program of a crowd, which calls the driver all the time, is paused until nothing of it is on the GPU, and resumed. Then it is killed at
-a random moment: three in four once they are back, the others while they may still be on the way. Another takes its place. Where there are
-several GPUs, half of those that sleep change GPUs before they are resumed, and half of the others change GPUs instead. At the end a
-witness checks its results. Some drivers have hung hosts then (NVIDIA/cuda-checkpoint#53): let nothing of value run there.
+Each program of a crowd, which constantly calls the driver, is paused until none of it is on the GPU, and resumed. Then it is killed at a
+random moment: three in four after they are back, the others possibly during the wake. Another program replaces it. With several GPUs, half
+of the sleeping programs change GPUs before they are resumed, and half of the others change GPUs instead of sleeping. At the end a witness
+checks its results. Some drivers have hung hosts after such kills (NVIDIA/cuda-checkpoint#53): run this only on an expendable host.
 
-Prints a line of JSON: the kills, how many changed GPUs, seconds until programs slept, were back, and had changed GPUs (median and slowest),
-what went wrong, and MiB in use before and after. The exit status is 1 if anything was not right. `cuda-program` and `nvshare-checkpoint` must be among --programs. Needs a GPU, and
-as root `setpriv`: the scheduler gives up all capabilities, and can then take only programs of a user other than root off the GPU.
+Prints a line of JSON: the kills, the number of programs that changed GPUs, seconds to sleep, to wake and to change GPUs (median and
+slowest), errors, and MiB in use before and after. The exit status is 1 if there was an error. `cuda-program` and `nvshare-checkpoint` must
+be among --programs. Needs a GPU, and as root `setpriv`: the scheduler drops all capabilities, and then can only take programs of users
+other than root off the GPU.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from pathlib import Path
 import stage
 
 SETTINGS = 'time-quantum = 1\nsleep-after = "never"\n'
-# Seconds for a program to start, sleep and wake, and until the memory of killed ones has come back.
+# Timeouts in seconds for a program to start, sleep and wake, and for the memory of killed programs
+# to be free.
 PATIENCE = 40
 MEMORY_RETURNS = 5
 
@@ -82,7 +84,7 @@ def main():
             return subprocess.check_output(words, text=True, timeout=30)
 
         def move(program, client, gpus):
-            """Has it go to another GPU."""
+            """Migrates the program to another GPU."""
             others = [gpu["uuid"] for gpu in gpus if gpu["uuid"] != client["gpus"][0]["uuid"]]
             words = [programs / "nvsharectl", "--control", directory / "control.sock", "migrate", str(program.child.pid)]
             program.move = subprocess.Popen([*words, "--to", dice.choice(others)], stderr=subprocess.PIPE, text=True)

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""What a program alone on the GPU loses under nvshare: the same work natively and under nvshare, in pairs of samples that
-alternate.
+"""The slowdown of a program alone on the GPU under nvshare: the same work natively and under nvshare, in alternating pairs of samples.
 
   solo.py [--programs target/release] [--loads train,launches,decode] [--json FILE] [--commit ID]
 
@@ -8,14 +7,13 @@ alternate.
   launches  additions to 64 numbers, which are bound by launching
   decode    a Llama of 12.6 GiB that answers one request at a time
 
-For each load, groups of processes are started one after the other: one under nvshare, one natively, and, but for `decode`, whose
-model is large, another natively, which is the control. They are asked in turn for samples, in another order each time. The process
-that is not asked does nothing. Samples of launches are short and many: the speed of processors changes from second to second, and two
-samples that follow each other closely see the same one. Processes differ as well, by where their memory lies, so there are several.
-Prints the median of the ratios to the first native process with its 95 % interval (by ranks: nothing is assumed about their
-distribution), under nvshare and for the control; the figures are the upper ends. Where samples of several processes are taken, the
-values are the medians of each, so that the interval has the differences between processes in it. Needs a GPU, PyTorch and, for
-`decode`, transformers.
+For each load, groups of processes are started one after the other: one under nvshare, one natively, and, but for `decode`, whose model is
+large, another natively, which is the control. They are asked in turn for samples, in a different order each time. Processes that are not
+asked are idle. Samples of launches are short and numerous: the speed of processors changes from second to second, and two successive
+samples see the same speed. Processes also differ by the placement of their memory, so there are several. Prints the median of the ratios to
+the first native process with its 95 % interval (by ranks: nothing is assumed about their distribution), under nvshare and for the control;
+the figures are the upper ends. If samples come from several processes, the values are the medians of each process, so that the interval
+includes the differences between processes. Needs a GPU, PyTorch and, for `decode`, transformers.
 """
 
 import argparse
@@ -42,7 +40,7 @@ LOADS = {
 
 
 def step_of(load):
-    """The smallest piece of the work."""
+    """The smallest unit of work."""
     import torch
 
     torch.manual_seed(0)
@@ -83,7 +81,7 @@ def step_of(load):
 
 
 def work(load):
-    """A child: does the step as often as each line says, and answers with the seconds that it took."""
+    """A child: for each line, repeats the step as often as requested, and prints the seconds."""
     stage.end_with_parent()
     import torch
 

@@ -1,4 +1,4 @@
-"""What the scripts beside this one share: a scheduler of their own, and loops that begin at once."""
+"""Code shared by the scripts of this directory: their own scheduler, and loops that begin together."""
 
 import contextlib
 import ctypes
@@ -11,14 +11,14 @@ import time
 
 LIBC = ctypes.CDLL(None)
 
-# Events and commands of a record that are moves by another name.
+# Events and commands of a record that are moves under other names.
 EVENTS = {"requested": "request", "cancelled": "cancel", "released": "release", "held": "held", "detached": "detach"}
 EVENTS |= {"disconnected": "disconnect", "grant": "grant", "revoke": "revoke", "undrainable": "undrainable"}
 EVENTS |= {"eviction-blocked": "eviction-blocked", "prepare-sleep": "prepare-sleep", "awake": "awake"}
 
 
 def scheduler(programs, directory, settings):
-    """Starts one with these settings; what it says goes to a file."""
+    """Starts a scheduler with these settings. Its output goes to a file."""
     (directory / "scheduler.sock").unlink(missing_ok=True)
     (directory / "nvshare.toml").write_text(settings)
     words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
@@ -34,12 +34,12 @@ def scheduler(programs, directory, settings):
 
 
 def under_nvshare(programs, directory):
-    """The environment of a program that takes part."""
+    """The environment of a program under nvshare."""
     return {"LD_PRELOAD": f"{programs}/libnvshare.so", "NVSHARE_SOCKET": f"{directory}/scheduler.sock"}
 
 
 def swapped(metrics):
-    """Bytes that all programs have moved in and out since the scheduler started, which serves metrics at that socket."""
+    """Bytes that all programs have moved in and out since the scheduler started, from its metrics socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(metrics))
         connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -64,7 +64,7 @@ def events(record):
         if name == "connected":
             add(at, client, "resume" if processes.get(client, {}).get("resumed") else "connect")
         elif name == "attached":
-            if "engine" in content:  # the command of that name has none
+            if "engine" in content:  # the command of that name has no engine
                 memory[client, gpu] = [0, 0]
                 add(at, client, "attach", gpu)
         elif name == "memory":
@@ -87,7 +87,7 @@ def events(record):
                 add(at, client, EVENTS[name], each)
 
     for line in record.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the last line may be half written
+        with contextlib.suppress(json.JSONDecodeError):  # the last line may be incomplete
             line = json.loads(line)
             if line["kind"] == "client":
                 processes[line["client"]] = line
@@ -101,7 +101,7 @@ def events(record):
 
 
 def begin(commands, environment, directory, groups=None):
-    """Starts them, each with the path of a file that it makes when it is ready and of one that it then waits for."""
+    """Starts the programs, each with the path of a file that it creates when it is ready, and of a file that it then waits for."""
     go = directory / "go"
     go.unlink(missing_ok=True)
     children = []
@@ -129,7 +129,7 @@ def wait_to_begin(ready, go):
 
 
 def end_with_parent():
-    """In a child: the kernel kills it when the process that started it is gone, however that ended."""
+    """In a child: makes the kernel kill it when its parent ends for any reason."""
     parent, set_parent_death_signal = os.getppid(), 1
     LIBC.prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
@@ -137,7 +137,7 @@ def end_with_parent():
 
 
 def end(*children, patience=20):
-    """Kills them and waits until they are gone; returns those that are not gone after so many seconds."""
+    """Kills the processes and waits until they have ended. Returns the processes that have not ended after the timeout."""
     for child in children:
         child.kill()
     left, until = [], time.monotonic() + patience

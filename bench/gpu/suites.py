@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Other people's tests, natively, under nvshare, and under nvshare beside a program that forces swaps each second: whose outcome differs?
+"""Test suites of other projects, natively, under nvshare, and under nvshare beside a program that forces swaps every second: finds tests
+whose outcome differs.
 
   suites.py [--programs target/release] [--suites cupy,numba,kvcached,torch_memory_saver,torch_memory_saver-nvml,warp]
             [--modes native,nvshare,swapped] [--tests target/dev/suites] [--budget 330] [--free 24] [--processes 4]
             [--json bench/results.json] [--commit ID] [--out DIRECTORY]
 
-A ballast process holds all of the GPU but --free GiB in every mode, so that tests find the same GPU. Tests run in several processes at
-once. `native` runs as many as its time allows, and the other modes the same ones. In `swapped`, a program under the same scheduler takes
-all memory that it can have once a second, sets it and checks it, and then gives back as much as contexts of new processes take.
+A ballast process holds all of the GPU but --free GiB in every mode, so that tests find the same GPU. Tests run in several concurrent
+processes. `native` runs as many tests as its time allows, and the other modes run the same tests. In `swapped`, a program under the same
+scheduler allocates all available memory once a second, sets it and checks it, and then frees as much as contexts of new processes need.
 
-Tests whose outcome differs from `native` run once more in both modes: natively alike but not in the other mode, the test is "changed";
-natively not alike, it is "flaky"; in both as natively before, it differed "once". A test during which its process crashed or was silent
-for --patience seconds has the outcome "crashed" or "timed out"; the process is started again for those after it.
+Tests whose outcome differs from `native` run once more in both modes: if the native outcome is the same as before but the other mode's
+differs again, the test is "changed"; if the native outcome differs from before, it is "flaky"; if both are now the native outcome, it
+differed "once". A test during which its process crashed or was silent for --patience seconds has the outcome "crashed" or "timed out"; the
+process is restarted for the tests after it.
 
 Prints JSON lines:
   skipped  a suite that is not installed
@@ -20,8 +22,8 @@ Prints JSON lines:
   compared one suite in one mode: the number of tests compared, and those that differ, with both outcomes and the reason
   summary  the figure foreign-suites-outcomes-changed, and what was not run
 
-The suites are Python packages: numba-cuda and warp-lang have their tests in them; those of the others are in folders of --tests, named as
-the package. NAME=PATH in --suites runs the tests at PATH as well. All output of the tests is in --out/suites.tar.gz. Needs a GPU and pytest.
+The suites are Python packages: numba-cuda and warp-lang include their tests; the tests of the others are in folders of --tests, named like
+the package. NAME=PATH in --suites also runs the tests at PATH. All output of the tests is in --out/suites.tar.gz. Needs a GPU and pytest.
 """
 
 import argparse
@@ -56,14 +58,14 @@ NAMED = 40  # tests that a line names
 @dataclass
 class Suite:
     package: str  # must be there
-    files: list[str]  # in the order in which they run; those that this version lacks are left out
+    files: list[str]  # in order; files that this version lacks are left out
     inside: str = ""  # the package with the tests, if they are installed
-    processes: int = 0  # 0: as many as --processes says
+    processes: int = 0  # 0: the number of --processes
     weight: float = 1  # its part of the budget
     options: list[str] = field(default_factory=list)  # of pytest
 
 
-# Tests of torch_memory_saver that expect that nobody else allocates on the GPU meanwhile: they compare what NVML says.
+# Tests of torch_memory_saver that assume that no other program allocates on the GPU: they compare NVML's figures.
 MEASURING = "simple or cuda_graph or nested_region or training_engine"
 
 SUITES = {
@@ -94,7 +96,7 @@ SUITES = {
 }
 
 
-# Roles of processes of their own.
+# Roles of child processes.
 
 
 def ballast(free):
@@ -112,7 +114,7 @@ class Competitor:
         self.driver, self.spared, self.held = stage.Driver(), spared, []
 
     def fill(self):
-        """Takes what it is given."""
+        """Allocates all available memory."""
         for size in (256 * MIB, 16 * MIB, 2 * MIB):
             while True:
                 at = ctypes.c_uint64()
@@ -123,14 +125,14 @@ class Competitor:
     def set(self, value):
         for at, size in list(self.held):
             code = self.driver.library.cuMemsetD32_v2(at, ctypes.c_uint(value), ctypes.c_size_t(size // 4))
-            if code == OUT_OF_MEMORY:  # at the first use of what it was promised
+            if code == OUT_OF_MEMORY:  # at the first use of promised memory
                 self.free(at, size)
             elif code:
                 raise SystemExit(f"cuMemsetD32_v2 failed with {code}")
         self.driver.call("cuCtxSynchronize")
 
     def wrong(self, value):
-        """In how many allocations the first or the last word is not this."""
+        """The number of allocations whose first or last word differs from `value`."""
         word, wrong = ctypes.c_uint(), 0
         for at, size in self.held:
             seen = set()
@@ -182,7 +184,7 @@ def last_line(file):
 
 
 class Part:
-    """A process with a part of the tests, and those that are started in its place after crashes."""
+    """A process with a part of the tests, and its replacements after crashes."""
 
     def __init__(self, words, folder, environment, where, patience):
         self.words, self.folder, self.patience = words, folder, patience
@@ -203,7 +205,7 @@ class Part:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
     def running(self):
-        """The test that has begun and not ended."""
+        """The test in progress."""
         lines = [line for line in self.lines() if "began" in line or "test" in line]
         return lines[-1].get("began") if lines else None
 
@@ -264,7 +266,7 @@ class Run:
 
     @contextlib.contextmanager
     def mode(self, mode, case, processes):
-        """The environment of so many processes with tests in that mode."""
+        """The environment of `processes` test processes in a mode."""
         if mode == "native":
             yield {}
             return
@@ -279,7 +281,7 @@ class Run:
             time.sleep(MEASURED)
             rounds = self.directory / "rounds.jsonl"
             if mode == "swapped":
-                # Each process with tests may start one, as those of IPC do; one more is on its way out.
+                # Each test process may start another, as tests of IPC do; one more may still be ending.
                 spared = self.arguments.context * (2 * processes + 1)
                 with rounds.open("w") as file:
                     words = [sys.executable, __file__, "--compete", str(spared)]
@@ -301,7 +303,7 @@ class Run:
             (self.directory / "scheduler.log").rename(self.logs / f"{case['label']}-scheduler.log")
 
     def tests_of(self, name, suite):
-        """The folder from which its tests run and their files; none where it is not installed."""
+        """The folder in which the suite's tests run, and their files; none if the suite is not installed."""
         find = "import importlib.util as u; "
         find += f"print(u.find_spec({suite.package!r}) and u.find_spec({suite.inside or suite.package!r}).submodule_search_locations[0])"
         found = subprocess.run([sys.executable, "-c", find], capture_output=True, text=True).stdout.strip()
@@ -312,7 +314,7 @@ class Run:
         return folder, list(dict.fromkeys(files))
 
     def run(self, name, mode, seconds, only=None, again=""):
-        """Runs the tests of a suite, or only those, in so many seconds."""
+        """Runs the tests of a suite, or only the tests in `only`, for at most `seconds`."""
         suite, (folder, files) = self.suites[name], self.places[name]
         begun, label = time.monotonic(), f"{name}-{mode}{again}"
         case = {"kind": "run", "label": label}
@@ -353,7 +355,7 @@ class Run:
         return said
 
     def compare(self, name, mode, native, other, seconds):
-        """Tells apart the tests that differ. They may run longer than so many seconds, at the cost of later suites."""
+        """Classifies the tests that differ. They may run longer than `seconds`, at the cost of later suites."""
         tests = [test for test in {**native.tests, **other.tests} if test in other.tests or not other.cut]
         differing = [test for test in tests if native.of(test) != other.of(test)]
         self.compared[mode] += len(tests)
@@ -459,7 +461,7 @@ def main():
     known = {*SUITES, *MODES, *(text for text in arguments.suites if "=" in text)}
     if unknown := [text for text in arguments.suites + arguments.modes if text not in known]:
         parser.error(f"no suite or mode is called {unknown[0]}")
-    # Whatever ends it, what it started is killed.
+    # Kills all started processes, however the run ends.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:

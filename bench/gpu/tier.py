@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Programs that together have more memory than the GPU and the RAM that they may use: what does not fit is in swap files.
+"""Programs that together have more memory than their limits of GPU memory and RAM: the rest is in swap files.
 
   tier.py --directory DIR [--programs target/release] [--free 20] [--number 6] [--mem 12G] [--used 0.9] [--steps 3] [--ram 8G]
           [--limit 500]
 
-A ballast process holds all of the GPU but --free GiB. Each program sees a GPU of --mem, reserves three quarters of it in one allocation, as JAX does, writes the part --used of that in
---steps steps, and checks what it finds in the end. --ram is what all may have in host memory, and --directory, on a disk, is where
-the swap files are; the disk needs room for all of the programs' memory. Prints how many were refused memory or failed, the most that was in files and in host memory at one time, the least
-that the host had available, the seconds until all were done, and how fast the disk reads and writes: `dd` with O_DIRECT and blocks of
-8 MiB. Needs a GPU.
+A ballast process holds all of the GPU but --free GiB. Each program sees a GPU of --mem, reserves three quarters of it in one allocation,
+as JAX does, writes the part --used of that in --steps steps, and checks the contents at the end. --ram is the limit of host memory for all
+programs, and --directory, on a disk, has the swap files; the disk needs room for the memory of all programs. Prints the numbers of programs
+that were refused memory or failed, the peaks of memory in files and in host memory, the host's least available memory, the seconds until
+all were done, and the disk's read and write rates: `dd` with O_DIRECT and blocks of 8 MiB. Needs a GPU.
 """
 
 import argparse
@@ -31,12 +31,12 @@ DISK = 2 * GIB
 
 
 def available():
-    """Bytes that the host has available."""
+    """The host's available memory in bytes."""
     return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
 
 
 def disk(directory):
-    """GiB/s that it writes and reads."""
+    """The disk's write and read rates in GiB/s."""
     file, rates = directory / "dd", []
     for words in (["if=/dev/zero", f"of={file}", "oflag=direct"], [f"if={file}", "of=/dev/null", "iflag=direct"]):
         begun = time.perf_counter()
@@ -47,7 +47,7 @@ def disk(directory):
 
 
 def in_files(programs, directory):
-    """Bytes of all programs that are in files, and in host memory."""
+    """Bytes of all programs in files and in host memory."""
     words = [programs / "nvsharectl", "--control", directory / "control.sock", "status", "--json"]
     done = subprocess.run(words, capture_output=True, text=True)
     with contextlib.suppress(json.JSONDecodeError):

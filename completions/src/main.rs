@@ -1,5 +1,6 @@
-//! Writes what completes the command line of `nvsharectl` in bash, zsh and fish, from its definition in
-//! `src/ctl/arguments.rs`. A program of its own, so that nvsharectl does not carry it.
+//! Writes the completions of `nvsharectl`'s command line for bash, zsh and fish, from its
+//! definition in `src/ctl/arguments.rs`. This is a separate program, so that nvsharectl does not
+//! contain the generator.
 //!
 //! ```text
 //! nvshare-completions DIRECTORY
@@ -38,7 +39,7 @@ fn write(directory: &Path) -> std::io::Result<()> {
     bash.write_all(BASH.as_bytes())
 }
 
-/// What clap cannot know: units of this host, and commands with their own completion.
+/// Completions beyond clap: units of this host, and commands with their own completion.
 const BASH: &str = r#"
 _nvsharectl_of_this_host() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} at scope=--system

@@ -1,5 +1,4 @@
-//! What is written for each shell is taken by that shell, and offers what `nvsharectl` knows. A shell that is missing is not
-//! asked.
+//! Each shell accepts its completions, and they offer `nvsharectl`'s commands. Missing shells are skipped.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -7,7 +6,7 @@ use std::process::{Command, Output};
 use clap::CommandFactory;
 use nvshare::ctl::arguments::Arguments;
 
-/// The directory with what is written.
+/// A directory with the written completions.
 fn written() -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
     let status = Command::new(env!("CARGO_BIN_EXE_nvshare-completions")).arg(directory.path()).status();
@@ -15,7 +14,7 @@ fn written() -> tempfile::TempDir {
     directory
 }
 
-/// What a shell says when it runs that; `None` where there is no such shell.
+/// The output of a shell with these arguments; `None` if the shell is not installed.
 fn ask(shell: &str, arguments: &[&str], directory: &Path) -> Option<String> {
     let run = Command::new(shell).args(arguments).current_dir(directory).env("HOME", directory).output();
     let Ok(Output { status, stdout, stderr }) = run else {
@@ -37,7 +36,7 @@ fn subcommands() -> Vec<String> {
 fn bash_offers_subcommands_options_and_values() {
     let directory = written();
     let complete = |line: &str| {
-        // As bash calls it: the program, the word that is completed, and the one before it.
+        // The arguments that bash passes: the program, the word to complete, and the word before it.
         let script = "source ./nvsharectl.bash && COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)) && \
                       _nvsharectl \"$1\" \"${@: -1}\" \"${@: -2:1}\" && printf '%s\\n' \"${COMPREPLY[@]}\"";
         let words: Vec<&str> = ["--norc", "-c", script, "bash"].into_iter().chain(line.split(' ')).collect();
@@ -64,7 +63,7 @@ fn bash_offers_units_of_this_host_and_commands() {
     let directory = written();
     let programs = directory.path().join("bin");
     std::fs::create_dir(&programs).expect("a directory");
-    // As systemctl answers for that scope.
+    // Imitates systemctl's answer for each scope.
     let text = "#!/bin/sh\n[ $1 = --user ] && echo comfyui.service enabled || echo ollama.service enabled disabled\n";
     let systemctl = programs.join("systemctl");
     std::fs::write(&systemctl, text).expect("a script");

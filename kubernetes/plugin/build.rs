@@ -1,5 +1,5 @@
-//! Makes Rust of the protocols' descriptions, without a `protoc` on the machine. The descriptions of kubelet's own, compiled, are kept
-//! for tests that hold them against the published ones.
+//! Generates Rust from the protocols' descriptions, without `protoc`. Keeps the compiled descriptions of kubelet's protocols for tests
+//! that compare them with the published ones.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use prost::Message;
 
 /// kubelet's protocols: for device plugins, and for DRA drivers.
 const KUBELET: [&str; 4] = ["deviceplugin", "dra", "dra-health", "registration"];
-/// The plugin's own service, for its probe.
+/// The plugin's own service, used by its probe.
 const STATUS: &str = "status";
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("cargo:rerun-if-changed={source}");
         let files = protox::compile([source], ["proto"])?;
         std::fs::write(out.join(format!("{protocol}.bin")), files.encode_to_vec())?;
-        // The kubelet's side is for the probe and for tests.
+        // The probe and tests use the client side.
         tonic_prost_build::configure().build_client(true).build_server(true).compile_fds(files)?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! `nvsharectl`: does what its command line says.
+//! `nvsharectl`: dispatches the command line to the commands in `nvshare::ctl`.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -83,7 +83,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             return Ok(answer.exit_code);
         }
         Some(Verb::Simulate { policy, file, timeline, replay: None, .. }) => {
-            // clap requires one of the two.
+            // clap requires either a file or `--replay`.
             let file = file.unwrap_or_default();
             print(&simulate::simulate(&file, &policy, timeline.as_deref(), json)?)
         }
@@ -110,7 +110,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
 #[cfg(feature = "cdi")]
 fn containers(command: Cdi, target: &Target) -> Result<(), CtlError> {
     match command {
-        // Standard output is for the file, where that was asked for.
+        // Remarks go to standard error, since standard output may receive the file.
         Cdi::Generate(asked) => cdi::generate(target, &asked, |text| eprintln!("{text}")),
         Cdi::Install(asked) => cdi::install(&asked, |text| eprintln!("nvsharectl: {text}")),
         Cdi::MergePreload => cdi::on_create_container(std::io::stdin()),
@@ -137,7 +137,7 @@ fn show(target: &Target, json: bool) -> Result<(), CtlError> {
     print(&status::text(&status, &waits, Style::of_stdout()))
 }
 
-/// Prints; a reader that went away (`| head`) is no error.
+/// Prints `text`. A closed pipe (`| head`) is not an error.
 fn print(text: &str) -> Result<(), CtlError> {
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(CtlError::Failed(format!("cannot print: {e}"))),

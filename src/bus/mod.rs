@@ -1,8 +1,8 @@
 //! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The daemon serves them
 //! and `nvsharectl` reads them; `dbus/org.nvshare.Scheduler1.xml` documents them.
 //!
-//! A key that is added after version 0.1.0 is an `Option`: to `nvsharectl`, what is none must be there, and an older scheduler,
-//! which runs until it is restarted after an upgrade, does not send it.
+//! A key added after version 0.1.0 must be an `Option`: an older scheduler, which keeps running after an upgrade until it is
+//! restarted, does not send the key, and `nvsharectl` rejects a dictionary without a key of another type.
 
 use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
@@ -19,10 +19,10 @@ pub const PATH: &str = "/org/nvshare/Scheduler1";
 /// Holds a lock, or a place in its queue, until it is closed.
 pub use zbus::OwnedFd as LockFd;
 
-/// Keeps memory of a GPU free until it is closed, or its time is over; what is written to it renews that time.
+/// Keeps memory of a GPU free until it is closed or its time is over. Any write renews the time.
 pub use zbus::OwnedFd as RoomFd;
 
-/// A file in memory that has a debug bundle, or a timeline.
+/// An in-memory file with a debug bundle or a timeline.
 pub use zbus::OwnedFd as BundleFd;
 
 /// A GPU or a MIG slice.
@@ -47,7 +47,7 @@ pub struct Gpu {
     pub gone: bool,
     pub drained: bool,
     pub contexts: Option<u64>,
-    /// Seconds, by client.
+    /// Seconds until a turn ends, by client.
     pub turn_ends: Option<HashMap<u64, f64>>,
     pub expected_starts: Option<HashMap<u64, f64>>,
     pub swapped_in_bytes: Option<u64>,
@@ -57,7 +57,7 @@ pub struct Gpu {
     pub rooms: Option<Vec<Room>>,
 }
 
-/// Memory of a GPU that is kept free for programs that do not use nvshare. An older scheduler has none.
+/// Memory of a GPU that is kept free for programs that do not use nvshare. An older scheduler has no rooms.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Room {
@@ -66,12 +66,12 @@ pub struct Room {
     pub uid: u32,
     pub bytes: u64,
     pub ready: bool,
-    /// Seconds.
+    /// Seconds until the room ends.
     pub ends_in: f64,
 }
 
-/// For how long a group of clients was kept from a GPU: as percentages of the last 10, 60 and 300 seconds, and in seconds since the
-/// scheduler knows the group.
+/// The time for which a group of clients was kept from a GPU: in percent of the last 10, 60 and 300 seconds, and in seconds since
+/// the scheduler first saw the group.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Pressure {
@@ -87,8 +87,8 @@ pub struct Pressure {
     pub full_total: f64,
 }
 
-/// What was used, of what the question tells apart: of the hour or day that begins at that time and lasts for so many seconds, of a
-/// GPU, by a tenant, a unit, a container. Sums over all else.
+/// GPU usage. The optional fields are the query's grouping: the hour or day, given by its beginning and its length in seconds, the
+/// GPU, the tenant, the unit and the container. The figures are sums over everything else.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Usage {
@@ -143,7 +143,7 @@ pub struct Client {
     pub moving: String,
     pub sleep_obstacle: String,
     pub woken_by: String,
-    /// Seconds that its last wake took.
+    /// Duration of the client's last wake, in seconds.
     pub wake_time: Option<f64>,
     pub gpus: Vec<GpuUse>,
 }
@@ -157,9 +157,9 @@ pub struct Pod {
     pub name: String,
     /// The name of each container, by its id.
     pub containers: HashMap<String, String>,
-    /// Keys of a rule that count for this pod where no other rule does; may be empty.
+    /// Keys of the rule that applies to this pod if no other rule does; may be empty.
     pub rule: HashMap<String, OwnedVariant>,
-    /// Those of them that the pod does not ask for, since they are from the agent's configuration. `None`: of an older agent.
+    /// The keys of `rule` that come from the agent's configuration rather than from the pod. `None`: sent by an older agent.
     pub defaults: Option<Vec<String>>,
 }
 
@@ -170,7 +170,7 @@ pub struct Claim {
     pub uid: String,
     pub namespace: String,
     pub name: String,
-    /// Keys of a rule that count for the claim's programs where no other rule does.
+    /// Keys of the rule that applies to the claim's programs if no other rule does.
     pub rule: HashMap<String, OwnedVariant>,
 }
 
@@ -186,7 +186,7 @@ pub struct GpuUse {
     pub demand: u64,
     pub resident: u64,
     pub swapped: u64,
-    /// `None`: nothing is in a file.
+    /// Bytes in swap files; `None` if there are none.
     pub in_file: Option<u64>,
     pub pinned: u64,
     pub allowance: u64,
@@ -205,7 +205,7 @@ pub struct GpuUse {
     pub share_due: Option<u32>,
 }
 
-/// The scheduler, for a program that talks to it.
+/// The client side of the interface.
 #[zbus::proxy(
     interface = "org.nvshare.Scheduler1",
     default_service = "org.nvshare.Scheduler1",
@@ -274,11 +274,11 @@ pub trait Scheduler {
     fn version(&self) -> zbus::Result<String>;
 }
 
-/// The errors for which D-Bus has no name, as `org.nvshare.Scheduler1.Error.*`. All others are `org.freedesktop.DBus.Error.*`.
+/// Errors without a standard D-Bus name, as `org.nvshare.Scheduler1.Error.*`. All other errors are `org.freedesktop.DBus.Error.*`.
 #[derive(Debug, zbus::DBusError)]
 #[zbus(prefix = "org.nvshare.Scheduler1.Error")]
 pub enum Error {
-    /// The configuration file is wrong; what was in effect stays so.
+    /// The configuration file is invalid. The previous configuration stays in effect.
     InvalidConfiguration(String),
     /// The scheduler is stopping.
     Stopping(String),
@@ -286,7 +286,7 @@ pub enum Error {
 
 /// The beginning of the sentence of `Explain` that estimates when a waiting program runs.
 pub const EXPECTED: &str = "It is expected to run ";
-/// The whole sentence where there is no estimate.
+/// The sentence of `Explain` without an estimate.
 pub const UNKNOWN_START: &str = "Its start cannot be estimated.";
 
 /// The name of a GPU as `nvidia-smi -L` writes it.
@@ -312,7 +312,7 @@ pub fn engine_name(engine: Engine) -> &'static str {
     }
 }
 
-/// Why a client's memory has its engine.
+/// The reason for the engine of a client's memory.
 pub fn engine_reason(reason: EngineReason) -> &'static str {
     match reason {
         EngineReason::Best => "the default",
@@ -324,7 +324,7 @@ pub fn engine_reason(reason: EngineReason) -> &'static str {
     }
 }
 
-/// The name of a client's state on a GPU. Before it is attached, that is "attaching".
+/// The name of a client's state on a GPU: "attaching" until the client is attached.
 pub fn state_name(state: LockState, attached: bool) -> &'static str {
     match state {
         LockState::Idle if !attached => "attaching",
@@ -338,7 +338,7 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
     }
 }
 
-/// Why none of a client's memory can leave a GPU.
+/// The reason why none of a client's memory can leave a GPU.
 pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     match block {
         EvictionBlock::HostFull => "host memory is full",
@@ -351,7 +351,7 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     }
 }
 
-/// The name of how far a client has got on its way off its GPUs, or back.
+/// The name of a client's step in falling asleep or waking.
 pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
     match phase {
         SleepPhase::Awake => "awake",
@@ -365,7 +365,7 @@ pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
     }
 }
 
-/// Why a client cannot sleep.
+/// The reason why a client cannot sleep.
 pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
     match obstacle {
         SleepObstacle::Busy => "it has work, or threads that may be inside the driver",
@@ -386,7 +386,7 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
     }
 }
 
-/// Why a client is not moved to another GPU.
+/// The reason why a client is not moved to another GPU.
 pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
     match obstacle {
         MoveObstacle::NotThere => "it does not use that GPU any more",
@@ -401,7 +401,7 @@ pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
     }
 }
 
-/// What woke a client.
+/// The reason why a client was woken.
 pub fn wake_reason_name(reason: WakeReason) -> &'static str {
     match reason {
         WakeReason::Call => "call",
@@ -409,9 +409,9 @@ pub fn wake_reason_name(reason: WakeReason) -> &'static str {
     }
 }
 
-/// Pods of one node: ten times the most that a node is known to have had.
+/// The limit of pods per node: ten times the largest number known from any node.
 pub const MAX_PODS: usize = 5_000;
-/// Claims of one node. Each takes a socket of the scheduler.
+/// The limit of claims per node. Each claim takes a socket of the scheduler.
 pub const MAX_CLAIMS: usize = 5_000;
 /// The longest name that Kubernetes allows.
 const MAX_POD_NAME: usize = 253;

@@ -8,7 +8,7 @@ use zbus::{OwnedVariant, Variant};
 /// The rule in a dictionary.
 ///
 /// # Errors
-/// A sentence if a value has a type that no key of a rule has.
+/// A sentence: a value has a type that no key of a rule has.
 pub fn table(rule: &HashMap<String, OwnedVariant>) -> Result<Table, String> {
     rule.iter().map(|(key, value)| Ok((key.clone(), plain(key, value)?))).collect()
 }
@@ -40,7 +40,7 @@ pub fn present(keys: Table, origin: String) -> HashMap<String, OwnedVariant> {
             let texts: Vec<String> = all.iter().filter_map(|value| value.as_str().map(str::to_owned)).collect();
             Some(texts.into())
         }
-        _ => None, // rules have no others
+        _ => None, // rules have no values of other types
     };
     let origin = ("origin".to_owned(), Value::from(origin));
     let all = keys.into_iter().chain([origin]).filter_map(|(key, given)| Some((key, value(given)?)));

@@ -55,7 +55,7 @@ pub struct Driver {
 
 impl Driver {
     /// # Errors
-    /// The driver's error, or 0 if there is no driver or one without these calls.
+    /// The driver's error, or 0 if the driver is missing or lacks these calls.
     pub fn load() -> Result<Self, Code> {
         // SAFETY: any program may load the driver's library.
         let library = unsafe { Library::new("libcuda.so.1") }.map_err(|_| SUCCESS)?;

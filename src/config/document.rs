@@ -35,20 +35,20 @@ pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, Conf
     })
 }
 
-/// Whether there should be a value at that byte of a file, and the line ends.
+/// Whether a value is missing at byte `at`: the line ends after `=`.
 fn lacks_value(text: &str, at: usize) -> bool {
     let (before, after) = text.split_at_checked(at).unwrap_or((text, ""));
     let is_end = |rest: &str| rest.is_empty() || rest.starts_with(['\n', '\r', '#']);
     before.trim_end_matches([' ', '\t']).ends_with('=') && is_end(after.trim_start_matches([' ', '\t']))
 }
 
-/// An error about that byte of a file.
+/// An error about the mistake at byte `at` of a file.
 pub fn wrong(text: &str, path: &Path, at: usize, reason: String) -> ConfigError {
     let (line, column) = position(text, at);
     ConfigError::Invalid { path: path.into(), line, column, reason }
 }
 
-/// Line and column of a byte, both from 1, columns in characters.
+/// The line and the column of a byte, both counted from 1. Columns count characters.
 pub fn position(text: &str, at: usize) -> (usize, usize) {
     let before = text.get(..at).unwrap_or(text);
     let line = before.matches('\n').count() + 1;

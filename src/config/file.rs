@@ -19,30 +19,30 @@ use super::settings::{
 use super::swap::{SwapMax, SwapSection};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 
-/// The whole configuration, with the default of everything in one place.
+/// The whole configuration. `Default` has every default.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub settings: Settings,
-    /// `sleep-after` is not the default, which holds for some drivers alone.
+    /// The files set `sleep-after`. The default applies only with some drivers.
     pub sets_sleep_after: bool,
-    /// Connections of one user; root has no limit.
+    /// The most connections of one tenant; root has no limit.
     pub max_clients_per_tenant: u32,
     pub log_level: LogLevel,
-    /// Host memory that all programs together may use for swapped memory.
+    /// The limit of host memory that all programs together use for swapped memory.
     pub swap_max: SwapMax,
-    /// Host memory that programs may allocate for memory that is still on a GPU.
+    /// The limit of host memory that programs allocate ahead, for memory that is still on a GPU.
     pub swap_ahead: SwapMax,
-    /// The directory of the files for swapped memory that host memory has no room for.
+    /// The directory of swap files, for swapped memory that does not fit in host memory.
     pub swap_file: Option<PathBuf>,
-    /// What all of them together may have of the file system.
+    /// The limit of all swap files together.
     pub swap_file_max: SwapMax,
-    /// Where metrics are served, beside what systemd passes.
+    /// The address for metrics, in addition to sockets passed by systemd.
     pub metrics: Listen,
-    /// Metrics of each program are served as well.
+    /// Whether the metrics of single programs are served, too.
     pub metrics_of_programs: bool,
-    /// For how long it is recorded what programs have used.
+    /// How long usage records are kept.
     pub keep_usage: Duration,
-    /// Limits and shares of programs, by unit, slice, control group, user and so on.
+    /// Limits and shares of programs by unit, slice, container, user and so on.
     pub rules: Rules,
 }
 
@@ -53,15 +53,14 @@ impl Default for Config {
             sets_sleep_after: false,
             max_clients_per_tenant: 512,
             log_level: LogLevel::Info,
-            // Swapped memory is locked in RAM: what the host itself needs must not be.
+            // Swapped memory is locked in RAM, so the host's own needs must stay outside the limit.
             swap_max: SwapMax::Percent(80),
             swap_ahead: SwapMax::Percent(25),
             swap_file: None,
             swap_file_max: SwapMax::Percent(50),
-            // It takes a privilege.
             metrics: Listen::Nowhere,
             metrics_of_programs: false,
-            // A year can be compared with the one before, a month at a time.
+            // Long enough to compare any month with the same month of the year before.
             keep_usage: Duration::from_secs(400 * 24 * 3600),
             rules: Rules::default(),
         }
@@ -82,8 +81,9 @@ impl Config {
         Self::read([(path, text)], Unknown::Mistake)
     }
 
-    /// Reads the texts of files, the main one first. Of a setting, the last occurrence counts. Rules of drop-ins are
-    /// tried before those of the main file, so that a drop-in can override them.
+    /// Parses the texts of files, the main file first. The last occurrence of a setting counts.
+    /// Rules of drop-ins are tried before the main file's rules, so that a drop-in can override
+    /// them.
     fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>, unknown: Unknown) -> Result<Self, ConfigError> {
         let mut all = File::default();
         let mut rules: Vec<Vec<Rule>> = Vec::new();
@@ -141,10 +141,11 @@ struct Source {
 }
 
 impl Sources {
-    /// Reads `explicit`, or the default file, which may be missing; then the files of the directory beside it, by name.
+    /// Reads `explicit`, or the default file, which may be missing; then the drop-ins beside it, by
+    /// name.
     ///
     /// # Errors
-    /// If a file cannot be read.
+    /// A file cannot be read.
     pub fn read(explicit: Option<&Path>) -> Result<Self, ConfigError> {
         let path = explicit.unwrap_or(Path::new(CONFIGURATION));
         let unreadable =
@@ -153,7 +154,7 @@ impl Sources {
         match std::fs::read_to_string(path) {
             Ok(text) => file.push(Source { path: path.to_owned(), text }),
             Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => {
-                // `config` takes the first text as the main file's.
+                // `config` treats the first text as the main file.
                 file.push(Source { path: path.to_owned(), text: String::new() });
             }
             Err(e) => return Err(unreadable(path, &e)),
@@ -174,8 +175,9 @@ impl Sources {
         self.read_with(Unknown::Mistake)
     }
 
-    /// The configuration of texts that had no mistake once. Accounts that they name may be gone since, or their directory service
-    /// may not answer yet: that must not cost the other rules.
+    /// The configuration from texts that were valid earlier. Accounts in them may have been deleted
+    /// since, or the directory service may not answer yet. Such an account must not invalidate the
+    /// other rules.
     ///
     /// # Errors
     /// The first mistake in the texts.
@@ -193,14 +195,14 @@ impl Sources {
     }
 }
 
-/// Where the drop-ins of a configuration file are.
+/// The directory of a configuration file's drop-ins.
 pub fn drop_ins(path: &Path) -> PathBuf {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
     directory.into()
 }
 
-/// The drop-ins there, in the order of their names. Other files, and hidden ones, are left alone.
+/// The drop-ins in a directory, by name. Hidden files, and files of other kinds, are ignored.
 fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -214,7 +216,7 @@ fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// A file as it is written. Every key can be left out.
+/// The contents of one file. Every key is optional.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct File {
@@ -250,7 +252,7 @@ struct File {
 }
 
 impl File {
-    /// The settings of this file, and of `before` where this file has none.
+    /// The settings of this file; keys that it omits have the values of `before`.
     fn over(self, before: Self) -> Self {
         Self {
             time_quantum: self.time_quantum.or(before.time_quantum),
@@ -308,7 +310,7 @@ mod tests {
     fn the_installed_file_says_the_defaults() {
         let text = include_str!("../../etc/nvshare.toml");
         assert_eq!(Config::parse(text, Path::new("etc/nvshare.toml")), Ok(Config::default()));
-        // Its commented settings are the defaults as well, so that uncommenting one changes nothing.
+        // The file's commented settings are the defaults, so uncommenting one changes nothing.
         let uncommented: String = text
             .lines()
             .map(|line| match line.strip_prefix('#') {

@@ -1,4 +1,4 @@
-//! `[metrics]`: where metrics are served.
+//! `[metrics]`: the address for metrics.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -20,7 +20,7 @@ pub struct MetricsSection {
     pub programs: Option<bool>,
 }
 
-/// Where the configuration has metrics served.
+/// The address at which the configuration serves metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Listen {
     #[default]

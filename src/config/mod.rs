@@ -1,12 +1,12 @@
-//! Configuration and rules: what the daemon, `nvsharectl`, the simulator and the Kubernetes programs share. It imports none of
+//! Configuration and rules, shared by the daemon, `nvsharectl`, the simulator and the Kubernetes programs. Imports none of
 //! them.
 //!
 //! - [`file`]: the configuration file and its drop-ins, with every default.
-//! - [`settings`], [`swap`], [`metrics`], [`log_level`]: the values of its sections; [`names`]: names of values.
-//! - [`rules`]: what programs may have, by where they belong.
-//! - [`document`]: TOML documents and their errors; [`scalar`]: values that may be a number or a text; [`units`]: sizes and
+//! - [`settings`], [`swap`], [`metrics`], [`log_level`]: the values of the file's sections; [`names`]: names of values.
+//! - [`rules`]: limits of programs by unit, container, user and so on.
+//! - [`document`]: TOML documents and their errors; [`scalar`]: values that are a number or a text; [`units`]: sizes and
 //!   durations.
-//! - [`paths`]: paths that several programs have to agree on.
+//! - [`paths`]: paths that several programs share.
 
 pub mod document;
 pub mod file;

@@ -12,7 +12,7 @@ pub fn anti_thrash_name(mode: AntiThrash) -> &'static str {
 
 pub const ANTI_THRASH: [AntiThrash; 3] = [AntiThrash::Auto, AntiThrash::On, AntiThrash::Off];
 
-/// Reads what [`anti_thrash_name`] writes.
+/// Parses a name from [`anti_thrash_name`].
 pub fn parse_anti_thrash(text: &str) -> Result<AntiThrash, String> {
     let mode = ANTI_THRASH.into_iter().find(|mode| anti_thrash_name(*mode) == text);
     mode.ok_or_else(|| format!("anti-thrash cannot be {text:?}: \"auto\", \"on\" or \"off\" are allowed"))
@@ -27,7 +27,7 @@ pub fn policy_name(policy: PolicyName) -> &'static str {
 
 pub const POLICY_NAMES: [PolicyName; 2] = [PolicyName::Fcfs, PolicyName::Adaptive];
 
-/// Reads what [`policy_name`] writes.
+/// Parses a name from [`policy_name`].
 pub fn parse_policy(text: &str) -> Result<PolicyName, String> {
     let policy = POLICY_NAMES.into_iter().find(|policy| policy_name(*policy) == text);
     policy.ok_or_else(|| format!("the policy cannot be {text:?}: \"fcfs\" or \"adaptive\" is allowed"))

@@ -1,4 +1,4 @@
-//! Settings of the scheduler as people write them: allowed values, and the readers of each key.
+//! The syntax of the scheduler's settings: valid values, and the parser of each key.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -11,25 +11,26 @@ use super::scalar::Scalar;
 use super::units;
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 
-/// Valid time quanta in whole seconds. The original's default is 30 s as well.
+/// Valid time quanta in whole seconds. The original's default is 30 s, too.
 pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// Valid longest waits in whole seconds; 0 stands for no bound.
+/// Valid longest waits in whole seconds; 0 means no bound.
 pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
 
-/// Over how many whole seconds parts of the time of a GPU can be counted.
+/// Valid periods, in whole seconds, over which shares of GPU time are counted.
 pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// After how many whole seconds idle programs can be put to sleep.
+/// Valid idle times, in whole seconds, after which programs are put to sleep.
 pub const SLEEP_AFTER_SECONDS: RangeInclusive<u64> = 1..=86_400;
 
-/// For how many whole seconds it can be recorded what programs have used: from a day to ten years.
+/// Valid retention times of usage records, in whole seconds: from a day to ten years.
 pub const KEEP_SECONDS: RangeInclusive<u64> = 86_400..=3_660 * 86_400;
 
-/// For how many whole seconds the driver can be released.
+/// Valid times, in whole seconds, for which the driver is released.
 pub const RELEASE_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// For how many whole seconds a room can be kept before it has to be renewed, and for how long it is kept unless somebody says so.
+/// Valid times, in whole seconds, for which a room is kept before it must be renewed, and the
+/// default time.
 pub const ROOM_SECONDS: RangeInclusive<u64> = 1..=86_400;
 pub const DEFAULT_ROOM: Duration = Duration::from_secs(3600);
 
@@ -37,12 +38,13 @@ pub const DEFAULT_ROOM: Duration = Duration::from_secs(3600);
 pub fn defaults() -> Settings {
     Settings {
         time_quantum: Duration::from_secs(30),
-        // Three that need each other's memory wait no longer than two do with the default quantum.
+        // With this bound, three programs that displace each other's memory wait no longer than two
+        // do with the default quantum.
         max_wait: Duration::from_secs(60),
         anti_thrash: AntiThrash::Auto,
         policy: PolicyName::Fcfs,
         reserve: 512 << 20,
-        // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
+        // A bare context takes about 527 MiB on an H200; loaded libraries add to it.
         context: 600 << 20,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
@@ -50,7 +52,7 @@ pub fn defaults() -> Settings {
     }
 }
 
-/// The scheduler's settings as far as a file sets them. The others have their defaults.
+/// The scheduler's settings in a file. `None`: not set.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SchedulerSettings {
     pub time_quantum: Option<Duration>,
@@ -79,22 +81,22 @@ impl SchedulerSettings {
     }
 }
 
-/// The time quantum, or a sentence about what it may be.
+/// The time quantum, or a sentence with its valid values.
 pub fn time_quantum(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time quantum", TIME_QUANTUM_SECONDS)
 }
 
-/// The longest wait, or a sentence about what it may be.
+/// The longest wait, or a sentence with its valid values.
 pub fn max_wait(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
 }
 
-/// The time for which the driver is released, or a sentence about what it may be.
+/// The time for which the driver is released, or a sentence with its valid values.
 pub fn release(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time of a release", RELEASE_SECONDS)
 }
 
-/// The time for which a room is kept, or a sentence about what it may be.
+/// The time for which a room is kept, or a sentence with its valid values.
 pub fn room(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time of a room", ROOM_SECONDS)
 }
@@ -123,7 +125,7 @@ pub struct MemorySection {
     pub context: Option<u64>,
 }
 
-/// `[accounting]`: the records of what programs have used.
+/// `[accounting]`: records of the programs' GPU usage.
 #[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct AccountingSection {
@@ -228,7 +230,7 @@ pub(super) fn read_context<'de, D: Deserializer<'de>>(from: D) -> Result<Option<
     read_size(from, "memory.context")
 }
 
-/// More than any GPU has; a larger number is a slip of the unit.
+/// More than the memory of any GPU; a larger number has the wrong unit.
 pub const MAX_MEMORY: u64 = 1 << 40;
 
 fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<u64>, D::Error> {

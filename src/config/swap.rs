@@ -9,12 +9,12 @@ use serde::de::{self, Deserializer};
 use super::scalar::Scalar;
 use super::units;
 
-/// The most that all programs together may have swapped out.
+/// The limit of swapped-out memory for all programs together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SwapMax {
     None,
     Bytes(u64),
-    /// Of the host's memory.
+    /// A percentage of the host's memory or, for swap files, of the file system.
     Percent(u8),
 }
 
@@ -32,7 +32,7 @@ impl SwapMax {
         }
     }
 
-    /// The limit in bytes on a host with `total` bytes of memory; `u64::MAX` without one.
+    /// The limit in bytes on a host with `total` bytes of memory; `u64::MAX` without a limit.
     pub fn bytes(self, total: u64) -> u64 {
         match self {
             Self::None => u64::MAX,
@@ -59,7 +59,7 @@ pub struct SwapSection {
     pub max: Option<SwapMax>,
     #[serde(default, deserialize_with = "read_ahead")]
     pub ahead: Option<SwapMax>,
-    /// `Some(None)`: there are no files.
+    /// `Some(None)`: no swap files.
     #[serde(default, deserialize_with = "read_file")]
     pub file: Option<Option<PathBuf>>,
     #[serde(default, deserialize_with = "read_file_max")]
@@ -77,7 +77,7 @@ fn read_file<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<PathBuf
     }
 }
 
-/// Of the file system, not of the host's memory.
+/// Percentages are of the file system, not of the host's memory.
 fn read_file_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
     read(from, "swap.file-max")
 }
@@ -86,7 +86,7 @@ fn read_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Er
     read(from, "swap.max")
 }
 
-/// "none" is no memory here, not no limit.
+/// Here, "none" means no memory rather than no limit.
 fn read_ahead<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
     let ahead = read(from, "swap.ahead")?;
     Ok(ahead.map(|most| if most == SwapMax::None { SwapMax::Bytes(0) } else { most }))

@@ -1,5 +1,5 @@
-//! Sizes and durations as people write and read them: the one parser and the one formatter of each, for the
-//! configuration file, the command line and what `nvsharectl` prints.
+//! Sizes and durations in text: the only parser and formatter of each, for the configuration file, the command
+//! line and the output of `nvsharectl`.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -22,7 +22,8 @@ const DURATIONS: [(&str, u64); 10] = [
     ("d", 24 * 3600 * SECOND),
 ];
 
-/// Reads `512M`, `1.5G`, `2 GiB` or a plain number of bytes; every unit is a power of 1024, as in systemd's files.
+/// Parses `512M`, `1.5G`, `2 GiB` or a plain number of bytes; every unit is a power of 1024, as in systemd's
+/// files.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let wrong = || format!("\"{text}\" is not a size: write a number and K, M, G or T, like \"512M\"");
     let (number, unit) = split(text.trim()).ok_or_else(wrong)?;
@@ -31,7 +32,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     scale(number, *factor).ok_or_else(wrong)
 }
 
-/// Reads `30s`, `2min`, `1min 30s`, `500ms`, `20us`, `1h` or a plain number of seconds.
+/// Parses `30s`, `2min`, `1min 30s`, `500ms`, `20us`, `1h` or a plain number of seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("\"{text}\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"");
     let mut rest = text.trim();
@@ -50,14 +51,15 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A number and what follows it, without the blanks between.
+/// A number and the text after it, without the blanks between them.
 fn split(text: &str) -> Option<(&str, &str)> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, rest) = text.split_at(end);
     (!number.is_empty()).then(|| (number, rest.trim_start()))
 }
 
-/// `number`, which may have a fraction, times `factor`; `None` where it is no number or does not fit.
+/// `number`, which may have a fraction, times `factor`. `None` if `number` is not a number or the product does not
+/// fit.
 fn scale(number: &str, factor: u64) -> Option<u64> {
     if let Ok(whole) = number.parse::<u64>() {
         return whole.checked_mul(factor);
@@ -66,7 +68,7 @@ fn scale(number: &str, factor: u64) -> Option<u64> {
     (product.is_finite() && product < u64::MAX as f64).then_some(product.round() as u64)
 }
 
-/// `14.5 GiB`: three digits that count, and never more than the number has.
+/// `14.5 GiB`: three significant digits, but no more than the number has.
 pub fn size(bytes: u64) -> String {
     let names = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;
@@ -94,7 +96,7 @@ pub fn duration(duration: Duration) -> String {
     text
 }
 
-/// The same, with milliseconds below a second: `23ms`, `0.4ms`.
+/// Like [`duration`], with milliseconds below a second: `23ms`, `0.4ms`.
 pub fn fine_duration(value: Duration) -> String {
     match value.as_micros() {
         0..10_000 => format!("{:.1}ms", value.as_secs_f64() * 1e3),

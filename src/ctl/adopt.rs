@@ -144,7 +144,7 @@ struct Undo<'a> {
     ready: &'a Ready,
     scheduler: &'a SchedulerProxy<'static>,
     rule: Option<&'a str>,
-    /// What was there before.
+    /// The text of the earlier drop-in, if any; `None` until the new one is written.
     drop_in: Option<Option<String>>,
 }
 

@@ -1,4 +1,4 @@
-//! The commands of `nvsharectl`, a file each.
+//! The commands of `nvsharectl`, one file each.
 //!
 //! - [`arguments`]: the command line.
 //! - [`status`]: GPUs and programs as a table.
@@ -6,8 +6,8 @@
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`driver`]: making the scheduler release the driver.
-//! - [`pressure`]: the part of the time in which programs were kept from GPUs.
-//! - [`why`]: the reasons for which a program waits.
+//! - [`pressure`]: the fraction of time in which programs were kept from GPUs.
+//! - [`why`]: the reasons why a program waits.
 //! - [`report`]: GPU usage of users, units and containers.
 //! - [`pause`]: pausing and resuming programs; [`moves`]: moving them to other GPUs.
 //! - [`lock`]: running a command while holding a GPU's lock.

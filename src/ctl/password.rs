@@ -64,12 +64,13 @@ fn needs_password(error: &zbus::Error) -> bool {
 
 static ASKS: AtomicBool = AtomicBool::new(false);
 
-/// Whether polkit may be asking for a password on the terminal: then no progress line is written over its question.
+/// Whether polkit may be asking for a password on the terminal: a progress line would overwrite its
+/// prompt.
 pub(super) fn asks() -> bool {
     ASKS.load(Ordering::Relaxed)
 }
 
-/// The terminal is polkit's until this value is dropped.
+/// While this value lives, polkit may be using the terminal.
 struct Question;
 
 impl Question {

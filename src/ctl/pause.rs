@@ -6,13 +6,13 @@ use crate::bus::{Client, SchedulerProxy};
 /// Pauses programs until they are resumed.
 ///
 /// # Errors
-/// If there is no such program, or the scheduler refuses.
+/// The program does not exist, or the scheduler refuses.
 pub fn pause(target: &Target, program: &str) -> Result<(), CtlError> {
     call(target, program, "Pause")
 }
 
 /// # Errors
-/// If there is no such program, or the scheduler refuses.
+/// The program does not exist, or the scheduler refuses.
 pub fn resume(target: &Target, program: &str) -> Result<(), CtlError> {
     call(target, program, "Resume")
 }
@@ -27,10 +27,10 @@ fn call(target: &Target, program: &str, method: &str) -> Result<(), CtlError> {
     })
 }
 
-/// The processes that are meant: one by its number, or those of a unit, a container or a pod.
+/// The selected processes: the process with that pid, or all processes of a unit, a container or a pod.
 ///
 /// # Errors
-/// If there are none.
+/// No process matches.
 pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Result<Vec<u32>, CtlError> {
     let pids = match program.parse() {
         Ok(pid) => vec![pid],
@@ -40,8 +40,8 @@ pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Resul
     (!pids.is_empty()).then_some(pids).ok_or_else(none)
 }
 
-/// The processes of the programs of a unit, a container or a pod. A container may be named by the beginning of its id, of which
-/// [`Client`] has 12 digits, or by all of it; a pod as `namespace/name`.
+/// The processes of the programs in a unit, a container or a pod. A container is named by its whole id or a prefix; [`Client`]
+/// has 12 digits of the id. A pod is named as `namespace/name`.
 fn pids_of(clients: &[Client], program: &str) -> Vec<u32> {
     let is_container = |container: &str| {
         program.len() >= 4

@@ -127,7 +127,7 @@ fn jobs(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// Columns of which the first is aligned left, all others right.
+/// Columns: the first is left-aligned, all others right-aligned.
 fn columns<'a>(names: &[&'a str]) -> Vec<(&'a str, Align)> {
     let align = |at| if at == 0 { Align::Left } else { Align::Right };
     names.iter().enumerate().map(|(at, name)| (*name, align(at))).collect()

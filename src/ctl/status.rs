@@ -377,7 +377,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// Whether the engine deserves a sentence below the table.
+/// Whether the engine is unusual enough for a sentence below the table.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())

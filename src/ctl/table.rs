@@ -3,7 +3,7 @@
 /// Between columns.
 const GAP: &str = "  ";
 
-/// Which side of a column its cells stand at.
+/// The alignment of a column's cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Align {
     Left,
@@ -29,7 +29,8 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// Removes columns, in the order of their names here, until lines leave so many characters of `width` for the last one.
+    /// Removes columns in the order of `order`, until a line of `width` characters leaves `least` characters for the last
+    /// column.
     pub fn fit(&mut self, width: usize, order: &[&str], least: usize) {
         for name in order {
             let widths = self.widths();
@@ -52,7 +53,7 @@ impl Table {
         (0..self.align.len()).map(width).collect()
     }
 
-    /// The lines, headings first, two blanks between columns and none at the end.
+    /// The lines, headings first, with two blanks between columns and no trailing blanks.
     pub fn lines(&self) -> Vec<String> {
         let widths = self.widths();
         let line = |row: &Vec<String>| {
@@ -66,7 +67,7 @@ impl Table {
     }
 }
 
-/// Lines of at most that many characters, broken between words where that is possible.
+/// Lines of at most `width` characters, broken between words if possible.
 pub fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {

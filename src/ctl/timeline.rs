@@ -75,8 +75,7 @@ pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, for
     Ok(String::new())
 }
 
-/// The width and colours of standard output. Without a terminal, lines are as long as on a wide
-/// one.
+/// The width and colours of standard output. Without a terminal, lines are 100 characters long.
 fn paint() -> text::Paint {
     let Style { colour, width } = Style::of_stdout();
     let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());

@@ -1,17 +1,16 @@
-//! Faults of GPUs, by the driver's events and answers: when a GPU becomes unhealthy, and when it is healthy again. For the scheduler's
-//! daemon and the device plugin. Pure; `nvml` provides the data.
+//! Faults of GPUs: derives from the driver's events and answers when a GPU becomes unhealthy, and when it is healthy again. Used by
+//! the scheduler's daemon and the device plugin. Pure; `nvml` provides the data.
 
 pub mod nvml;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// XIDs that programs cause by their own mistakes, and that are no faults of the GPU: graphics engine exception, MMU
-/// fault, channel stopped because of another error, preemptive cleanup, video processor exception, context switch
-/// timeout.
+/// XIDs that programs cause by their own mistakes and that do not indicate a fault of the GPU: graphics engine exception, MMU fault,
+/// channel stopped because of another error, preemptive cleanup, video processor exception, context switch timeout.
 pub const PROGRAMS_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
 
-/// For how long after an event the driver's word that nothing is to be done is not taken for an answer to it.
+/// Time after an event during which the recommendation "no action" is ignored: it may predate the event.
 pub const SETTLING: Duration = Duration::from_secs(2);
 
 /// An event of the driver.
@@ -34,11 +33,11 @@ pub enum Advice {
 /// The result of a query of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// It answers.
+    /// The GPU answers.
     There(Advice),
-    /// It does not, for that reason.
+    /// The GPU does not answer, with the reason.
     Silent(String),
-    /// It is not there any more, or no driver is.
+    /// The GPU or the driver is gone, with the reason.
     Lost(String),
 }
 
@@ -48,7 +47,7 @@ struct Fault {
     since: Instant,
 }
 
-/// All that is held against GPUs, by UUID. Slices have what their GPU has.
+/// The faults of GPUs, by UUID. MIG slices share the faults of their GPU.
 #[derive(Debug, Default)]
 pub struct Faults {
     faults: BTreeMap<String, Fault>,
@@ -56,7 +55,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Takes an event; returns whether it makes its GPU unhealthy.
+    /// Handles an event. True if it makes its GPU unhealthy.
     pub fn happened(&mut self, gpu: &str, event: Event, ignored: &BTreeSet<u64>, now: Instant) -> bool {
         let what = match event {
             Event::Xid(xid) if PROGRAMS_XIDS.contains(&xid) || ignored.contains(&xid) => return false,
@@ -67,7 +66,7 @@ impl Faults {
         true
     }
 
-    /// Of all GPUs with faults only those are there: the others have to come back first.
+    /// Marks GPUs with faults as lost if they are not in `gpus`. They must answer again before their faults are cleared.
     pub fn only_there(&mut self, gpus: &BTreeSet<String>) {
         self.lost.extend(self.faults.keys().filter(|gpu| !gpus.contains(*gpu)).cloned());
     }
@@ -136,7 +135,7 @@ mod tests {
         for (event, said) in [(Event::Xid(79), "XID 79"), (Event::DoubleBitEcc, "ECC error of two bits")] {
             assert!(faults.happened(GPU, event, &BTreeSet::new(), now));
             assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some_and(|why| why.contains(said)));
-            // What it says at once may be from before.
+            // An immediate recommendation may predate the event.
             assert!(faults.answered(GPU, &there(Advice::Nothing), now).is_some());
             let asks = faults.answered(GPU, &there(Advice::Action(1)), now + SETTLING);
             assert_eq!(asks.as_deref(), Some("the driver says that it needs a reset"));

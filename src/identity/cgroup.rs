@@ -10,28 +10,29 @@ use super::printable;
 /// A control group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cgroup {
-    /// From the root of the hierarchy, beginning with `/`; empty where it is not known. Of a daemon that is in a control
-    /// group namespace itself, from the innermost control group that both are in.
+    /// The path from the root of the hierarchy, beginning with `/`; empty if unknown. If the daemon is in a control group
+    /// namespace, the path starts at the innermost control group that contains both.
     pub path: String,
 }
 
-/// The part of a path that one manager owns, from the root of the hierarchy.
+/// The part of a path that one manager owns. Paths are from the root of the hierarchy.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Owned<'a> {
-    /// From the outermost in.
+    /// The slices, outermost first.
     pub slices: Vec<&'a str>,
     pub unit: Option<&'a str>,
-    /// The outermost container, and its whole id.
+    /// The outermost container: its path and its whole id.
     pub container: Option<(&'a str, &'a str)>,
-    /// The outermost pod, and its UID in Kubernetes' form. A control group inside a container is no pod.
+    /// The outermost pod: its path and its UID in Kubernetes' form. A control group inside a container does not count as a
+    /// pod.
     pub pod: Option<(&'a str, String)>,
 }
 
 impl Cgroup {
-    /// Reads `/proc/PID/cgroup`: version 2 has one line `0::/path`, version 1 has systemd's own hierarchy by name.
+    /// Parses `/proc/PID/cgroup`: version 2 has one line `0::/path`, version 1 has a line for systemd's own hierarchy.
     pub fn read(text: &str) -> Self {
         let hierarchies = || text.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
-        // On a host with both, units are in systemd's, if that is in use.
+        // On a host with both versions, units are in systemd's hierarchy, if that is in use.
         let of = |wanted: &str| hierarchies().find(|(controllers, _)| *controllers == wanted);
         let (named, unified) = (of("name=systemd"), of(""));
         let path = named.filter(|(_, path)| *path != "/" || unified.is_none()).or(unified);
@@ -39,7 +40,7 @@ impl Cgroup {
         Self { path: printable(path) }
     }
 
-    /// The innermost unit, whoever owns it: what people know the process by.
+    /// The innermost unit, by which people know the process. Any user may own it.
     pub fn unit(&self) -> &str {
         self.names().rfind(|name| is_unit(name)).unwrap_or("")
     }
@@ -48,8 +49,8 @@ impl Cgroup {
         self.names().rfind(|name| is_slice(name)).unwrap_or("")
     }
 
-    /// The id of the outermost container, shortened as container tools show it: what is inside it can be called anything by
-    /// its root. A user's container is shown if it is in none of the host's.
+    /// The id of the outermost container, shortened like in container tools. The outermost counts because a container's
+    /// root can give any name to control groups inside it. A user's container counts only outside of the host's containers.
     pub fn container(&self) -> &str {
         let of_user = || self.names().find_map(container);
         let id = self.of_system().container.map(|(_, id)| id).or_else(of_user);
@@ -61,14 +62,14 @@ impl Cgroup {
         self.owned(0)
     }
 
-    /// The same, without the container that `own` is in as well.
+    /// The same part, below the container that `own` is also in.
     pub fn of_system_below(&self, own: &Self) -> Owned<'_> {
         let shared = own.of_system().container.map_or("", |(path, _)| path);
         let is_within = self.path.strip_prefix(shared).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         self.owned(if is_within { shared.len() } else { 0 })
     }
 
-    /// The user in whose slice it is.
+    /// The user whose slice contains the control group.
     pub fn user_slice(&self) -> Option<u32> {
         self.of_system().slices.into_iter().find_map(|path| slice_owner(name(path)))
     }
@@ -79,7 +80,7 @@ impl Cgroup {
         Some((manager(name(unit))?, self.owned(unit.len())))
     }
 
-    /// This control group and those that it is in, from the outermost, each by its path.
+    /// The paths of this control group and its ancestors, outermost first.
     pub fn within(&self) -> impl DoubleEndedIterator<Item = &str> {
         let ends = self.path.match_indices('/').map(|(at, _)| at).filter(|at| *at > 0).chain([self.path.len()]);
         ends.filter_map(|end| self.path.get(..end)).filter(|path| path.len() > 1).collect::<Vec<_>>().into_iter()
@@ -89,11 +90,11 @@ impl Cgroup {
         self.path.split('/').filter(|name| !name.is_empty())
     }
 
-    /// The part of the manager whose root has that length.
+    /// The part below a manager's root, whose path has `root` bytes.
     fn owned(&self, root: usize) -> Owned<'_> {
         let mut owned = Owned::default();
         let mut above = true;
-        // Containers below a user's slice are that user's.
+        // Containers below a user's slice belong to the user.
         let mut of_a_user = false;
         for path in self.within().filter(|path| path.len() > root) {
             let name = name(path);
@@ -121,7 +122,7 @@ impl Cgroup {
     }
 }
 
-/// A path without the `/..` that a control group namespace puts before what is outside of it.
+/// A path without leading `/..`, which a control group namespace puts before paths outside of it.
 fn outside(mut path: &str) -> &str {
     while let Some(rest) = path.strip_prefix("/..").filter(|rest| rest.is_empty() || rest.starts_with('/')) {
         path = rest;
@@ -129,7 +130,7 @@ fn outside(mut path: &str) -> &str {
     if path.is_empty() { "/" } else { path }
 }
 
-/// The last part of a path.
+/// The last component of a path.
 pub fn name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
@@ -142,12 +143,12 @@ pub fn is_slice(name: &str) -> bool {
     name.ends_with(".slice")
 }
 
-/// Whose slice that is.
+/// The user that a slice belongs to.
 fn slice_owner(slice: &str) -> Option<u32> {
     slice.strip_prefix("user-")?.strip_suffix(".slice")?.parse().ok()
 }
 
-/// Whose manager runs in that unit.
+/// The user whose manager runs in a unit.
 fn manager(unit: &str) -> Option<u32> {
     unit.strip_prefix("user@")?.strip_suffix(".service")?.parse().ok()
 }
@@ -159,8 +160,8 @@ fn container(name: &str) -> Option<&str> {
     (id.len() == 64 && id.bytes().all(|b| b.is_ascii_hexdigit())).then_some(id)
 }
 
-/// The pod's UID in a name: `kubepods-burstable-pod<uid>.slice`, whose dashes systemd needs for itself, or `pod<uid>`. Pods
-/// that a node has by itself have a number without dashes.
+/// The pod's UID in a name: `pod<uid>`, or `kubepods-burstable-pod<uid>.slice`, where underscores replace dashes because
+/// systemd uses dashes itself. Static pods have a UID without dashes.
 fn pod(name: &str) -> Option<String> {
     let uid = match name.strip_suffix(".slice") {
         Some(slice) => slice.rsplit_once("-pod")?.1.replace('_', "-"),
@@ -239,7 +240,7 @@ mod tests {
                 "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{systemd}.slice/cri-containerd-{ID}.scope"
             ),
             format!("/kubepods/besteffort/pod{uid}/{ID}"),
-            // What a scheduler in another pod reads.
+            // The path as a scheduler in another pod reads it.
             format!("/../../kubepods-pod{systemd}.slice/crio-{ID}.scope/inner.slice"),
             format!("/../pod{uid}/{ID}/kubepods/podffffffffffffffffffffffffffffffff"),
         ];

@@ -1,5 +1,5 @@
-//! The identity of a process: its user and groups, control group, systemd unit, container and pod, and its tenant. Rules
-//! match on it, and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
+//! The identity of a process: its user and groups, control group, systemd unit, container and pod, and its tenant. Rules match on
+//! the identity, and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
 
 mod cgroup;
 mod printable;
@@ -14,10 +14,10 @@ pub use user_name::{user_in_words, user_name};
 /// A process that connected.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Identity {
-    /// 0 where the process is in a PID namespace that we cannot see into.
+    /// 0 if the process is in a PID namespace that is not visible to the scheduler.
     pub pid: i32,
     pub uid: u32,
-    /// Whose account it is on.
+    /// The tenant that the process is charged to.
     pub tenant: Tenant,
     /// The short name (`comm`), which every user may see; empty if unknown.
     pub name: String,
@@ -25,46 +25,46 @@ pub struct Identity {
     pub command: String,
     /// The reason given for a lock over D-Bus.
     pub why: String,
-    /// The systemd unit, like `session-2.scope` or `jupyter.service`; empty where there is none.
+    /// The systemd unit, like `session-2.scope` or `jupyter.service`; empty without a unit.
     pub unit: String,
     pub slice: String,
-    /// The id of its container, shortened as container tools show it; empty where there is none.
+    /// The id of its container, shortened like in container tools; empty without a container.
     pub container: String,
-    /// The pod of Kubernetes that it is in, as far as that is known.
+    /// The Kubernetes pod of the process, as far as it is known.
     pub pod: Pod,
-    /// The ResourceClaim of Kubernetes through whose socket it connected.
+    /// The Kubernetes ResourceClaim whose socket the process connected to.
     pub claim: Claim,
-    /// All its groups, as the kernel recorded them when it connected. `/proc` would show those of a later moment,
-    /// perhaps of another process, and nothing of a process in another PID namespace.
+    /// All groups of the process, as the kernel recorded them at the connection. `/proc` would show later groups, perhaps of
+    /// another process, and nothing for a process in another PID namespace.
     pub groups: Vec<u32>,
     pub cgroup: Cgroup,
-    /// The kernel showed its control group: then an empty container means that it is in none.
+    /// Whether the kernel showed the control group. If so, an empty `container` means that the process is in no container.
     pub placed: bool,
 }
 
 /// A pod, and the container in it. The UID comes from the kernel, the names from the agent that queries Kubernetes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pod {
-    /// Empty where there is no pod.
+    /// Empty without a pod.
     pub uid: String,
     pub namespace: String,
     pub name: String,
     pub container: String,
 }
 
-/// A ResourceClaim. Containers have the socket of a claim only if Kubernetes gave it to them, so the UID is as trustworthy as what
-/// comes from the kernel. The names are from the device plugin.
+/// A ResourceClaim. Only containers to which Kubernetes gave a claim have its socket, so the UID is as trustworthy as data from
+/// the kernel. The names come from the device plugin.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Claim {
-    /// Empty where there is no claim.
+    /// Empty without a claim.
     pub uid: String,
     pub namespace: String,
     pub name: String,
 }
 
 impl Identity {
-    /// True if one of the two may open memory that the other exports: both belong to the same tenant. The container of a
-    /// process that is not visible is unknown, so such a process shares with none.
+    /// True if either process may open memory that the other exports: both belong to the same tenant. If a process is not visible,
+    /// its container is unknown, so it cannot share memory with any process.
     pub fn may_share_with(&self, other: &Self) -> bool {
         self.placed && other.placed && self.tenant == other.tenant
     }

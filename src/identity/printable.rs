@@ -1,7 +1,7 @@
-//! Text that others chose, such as names of programs, units and GPUs, for terminals, logs and pictures.
+//! Makes untrusted text, such as names of programs, units and GPUs, safe for terminals, logs and pictures.
 
-/// The text with `?` in place of what a terminal could take as a command, and of what would change the direction of the text beside
-/// it or cannot be seen.
+/// Replaces with `?` all characters that a terminal could interpret as a command, that change the direction of nearby text, or that
+/// are invisible.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if is_printable(c) { c } else { '?' }).collect()
 }

@@ -1,25 +1,25 @@
-//! Tenants: whose programs trust each other, and whose account they are on.
+//! Tenants: the unit of trust and of accounting. Programs of one tenant trust each other.
 //!
-//! A tenant is the outermost container or pod of a process, otherwise its user. It is the one key for budgets, turns, the
-//! belief in what programs report, shared memory and the limits of the log. Two users of one container are one tenant,
-//! since root in there can become either; one user in two containers is two.
+//! The tenant of a process is its outermost container or pod, otherwise its user. It is the only key for budgets, turns,
+//! trust in programs' reports, shared memory and the limits of the log. Two users of one container are one tenant, since the
+//! container's root can become either; one user in two containers is two tenants.
 //!
-//! Names of control groups make tenants only where root made them. Below a user's slice, and in whatever is delegated to a
-//! user, that user may call a control group anything: everything in there is on that user's account, whichever of the user's
-//! subordinate ids it runs with. Inside a container its root may do the same, so the outermost one counts. A container that
-//! the scheduler itself is in tells nobody apart and does not count.
+//! The name of a control group determines a tenant only if root created the control group. Below a user's slice, and in
+//! every control group delegated to a user, that user may choose any name: all processes there are charged to the user, even
+//! with the user's subordinate ids. Inside a container its root may do the same, so the outermost container counts. The
+//! scheduler's own container does not distinguish tenants and does not count.
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::Cgroup;
 
-/// Whose programs trust each other, and whose account they are on.
+/// A unit of trust and of accounting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tenant {
-    /// root of the host, in no container and no PID namespace of its own.
+    /// The host's root, in no container and in the scheduler's PID namespace.
     Root,
-    /// A user. User 0 is a root that is not known to be the host's.
+    /// A user. User 0 is a root user that may not be the host's.
     User(u32),
     /// A container, by its whole id.
     Container(String),
@@ -27,7 +27,7 @@ pub enum Tenant {
     Pod(String),
 }
 
-/// What the kernel says about the place of a process.
+/// The place of a process, according to the kernel.
 #[derive(Debug, Clone, Copy)]
 pub struct Place<'a> {
     pub cgroup: &'a Cgroup,
@@ -38,11 +38,11 @@ pub struct Place<'a> {
 }
 
 impl Tenant {
-    /// The tenant of a process. `own` is the scheduler's control group, and `owner` finds the owner of one, where the
-    /// scheduler can see it.
+    /// The tenant of a process. `own` is the scheduler's control group, and `owner` returns the owner of a control group
+    /// that the scheduler can see.
     pub fn of(uid: u32, place: Place<'_>, own: &Cgroup, owner: impl Fn(&str) -> Option<u32>) -> Self {
         let Place { cgroup, on_host, own_ids } = place;
-        // Who owns a control group may make others below it.
+        // The owner of a control group may create others below it.
         let maker = |path: &str| {
             let above = cgroup.within().filter(|other| other.len() < path.len());
             above.filter_map(&owner).find(|owner| *owner != 0)
@@ -59,8 +59,8 @@ impl Tenant {
         if uid == 0 && on_host { Self::Root } else { Self::User(uid) }
     }
 
-    /// A number by which the state machine knows this tenant. It is the same whenever the tenant comes back, so that who
-    /// disconnects does not lose what counts against it.
+    /// The tenant's number in the state machine. It is the same after a reconnect, so that a tenant cannot clear its record
+    /// by disconnecting.
     pub fn number(&self) -> u64 {
         const NAMED: u64 = 1 << 63;
         match self {
@@ -138,7 +138,7 @@ mod tests {
             assert_eq!(of(1000, &path, false, false), Tenant::User(1000), "{path}");
             assert_eq!(of(100_999, &path, false, false), Tenant::User(1000), "a subordinate id: {path}");
         }
-        // Another user by `su`, and root by `sudo`, in the same session.
+        // Another user through `su`, and root through `sudo`, in the same session.
         let session = format!("{slice}/session-2.scope");
         assert_eq!(host(1001, &session), Tenant::User(1001));
         assert_eq!(host(0, &session), Tenant::Root);

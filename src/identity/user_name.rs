@@ -1,7 +1,6 @@
 //! Names of users.
 
-/// A user's name on this host. Reads only /etc/passwd: a static program cannot use other name services, and those may take their
-/// time.
+/// A user's name on this host. Reads only /etc/passwd: a static program cannot use other name services, and they may be slow.
 pub fn user_name(uid: u32) -> Option<String> {
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     accounts.lines().find_map(|line| {
@@ -11,7 +10,7 @@ pub fn user_name(uid: u32) -> Option<String> {
     })
 }
 
-/// A user in messages: `user bob`, or the number where no name is known.
+/// A user in messages: `user bob`, or the number without a known name.
 pub fn user_in_words(uid: u32) -> String {
     format!("user {}", user_name(uid).unwrap_or_else(|| uid.to_string()))
 }

@@ -1,22 +1,22 @@
-//! A recording as JSON Lines: a debug bundle, which also has what is needed to understand it, or a running record, which
-//! `nvshare-scheduler --record` appends to as events happen. Each line is an object with its `kind`:
+//! A recording as JSON Lines: either a debug bundle, which includes the context needed to understand it, or a running
+//! record, which `nvshare-scheduler --record` appends to as events happen. Each line is an object with a `kind`:
 //!
-//! | kind | how many | what |
+//! | kind | number | contents |
 //! |---|---|---|
-//! | `nvshare-bundle` or `nvshare-record` | first | versions, and when it was made |
-//! | `configuration` | one | settings and rules that are in effect, with the keys of the configuration file |
-//! | `status` | one | what `nvsharectl status --json` prints |
+//! | `nvshare-bundle` or `nvshare-record` | first | versions, and the time of creation |
+//! | `configuration` | one | settings and rules in effect, with the keys of the configuration file |
+//! | `status` | one | the output of `nvsharectl status --json` |
 //! | `nvml` | one | the newest measurement of each GPU |
 //! | `client` | any | a client's process: its id, its unit and its name |
 //! | `checkpoint` | one | the machine's state before the first entry |
-//! | `entry` | any | an event, when it came, and the commands that it led to |
-//! | `end` | last | the number of entries: a bundle without it is cut off |
+//! | `entry` | any | an event, its time, and the resulting commands |
+//! | `end` | last | the number of entries: a bundle without this line is truncated |
 //!
 //! A running record has no `configuration`, `status`, `nvml` and `end`, and its last line may be incomplete. Its `client`
 //! lines come before the clients' `connected` events.
 //!
-//! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event names the clients whose figures differ from
-//! those of the last such event of its GPU, and `gone` the clients that it does not name any more.
+//! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event lists the clients whose figures have changed
+//! since the last such event of its GPU, and `gone` lists the clients that are no longer measured.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -31,43 +31,43 @@ use super::samples::Samples;
 use super::{Entry, Recording};
 use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 
-/// Of the form that is described above. A change that older programs cannot read counts it up.
+/// The version of the format described above. Incremented by each change that older programs cannot read.
 pub const FORMAT: u32 = 1;
 
 const BUNDLE: &str = "nvshare-bundle";
 const RECORD: &str = "nvshare-record";
 
-/// Versions of what the scheduler runs with.
+/// Versions of the scheduler and its environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Header {
     pub format: u32,
-    /// Of nvshare-scheduler.
+    /// The version of nvshare-scheduler.
     pub version: String,
-    /// The versions of the protocol that it speaks with programs.
+    /// The oldest and the newest supported version of the clients' protocol.
     pub protocol: (u16, u16),
-    /// The name of the host, and its kernel.
+    /// The host's name and kernel.
     pub host: String,
     pub kernel: String,
-    /// Of the NVIDIA driver and of NVML, where they are known.
+    /// The versions of the NVIDIA driver and of NVML, if known.
     pub driver: Option<String>,
     pub nvml: Option<String>,
     /// Microseconds since 1970.
     pub made: u64,
     /// The time of entries at that moment.
     pub now_ns: u64,
-    /// The bundle has names and command lines of programs.
+    /// Whether the bundle has names and command lines of programs.
     pub command_lines: bool,
 }
 
 impl Header {
-    /// The time since 1970 at which the times of entries are 0.
+    /// The time, since 1970, at which the entries' clock was 0.
     pub fn epoch(&self) -> Duration {
         Duration::from_micros(self.made).saturating_sub(Duration::from_nanos(self.now_ns))
     }
 }
 
-/// A client's process, for tables and pictures. What is unknown or left out is 0 or empty.
+/// A client's process, for tables and pictures. Unknown or omitted fields are 0 or empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Process {
@@ -76,12 +76,12 @@ pub struct Process {
     pub name: String,
     pub unit: String,
     pub container: String,
-    /// The client continues from an earlier scheduler.
+    /// Whether the client was connected to an earlier scheduler.
     pub resumed: bool,
 }
 
 impl Process {
-    /// Its name, or the next best thing, and its process id.
+    /// The name, or a substitute, and the process id.
     pub fn label(&self) -> String {
         let Self { client, pid, name, unit, container, .. } = self;
         let named = [name, unit, container].into_iter().find(|text| !text.is_empty());
@@ -90,11 +90,11 @@ impl Process {
     }
 }
 
-/// The content of a bundle besides the recording.
+/// The contents of a bundle besides the recording.
 #[derive(Debug, Clone)]
 pub struct Circumstances {
     pub header: Header,
-    /// Clients that are connected, and those that have ended not long ago.
+    /// Connected clients, and clients that have recently ended.
     pub clients: Vec<Process>,
     pub configuration: Value,
     pub status: Value,
@@ -108,7 +108,7 @@ struct Line<T> {
     content: T,
 }
 
-/// `Line` would copy a state to put it into another object.
+/// `Line` would copy the state into another object.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CheckpointOut<'a> {
@@ -192,12 +192,12 @@ fn line(to: &mut impl Write, content: &impl Serialize) -> io::Result<()> {
 pub struct RecordFile {
     file: File,
     line: Vec<u8>,
-    /// Its own: those of the recorder begin anew with each span.
+    /// The record's own samples: the recorder's samples restart with each span.
     samples: Samples,
 }
 
 impl RecordFile {
-    /// Writes the beginning: entries from the number `first` on will follow.
+    /// Writes the beginning. The first entry to follow has the number `first`.
     pub fn begin(file: File, header: &Header, machine: &Machine, first: u64) -> io::Result<Self> {
         let mut record = Self { file, line: Vec::new(), samples: Samples::default() };
         record.append(&Line { kind: RECORD, content: header })?;
@@ -215,7 +215,7 @@ impl RecordFile {
         self.append(&EntryOut { kind: "entry", number, at_ns: nanos(at), event, gone: &gone, commands })
     }
 
-    /// One write for each line, so that a reader who follows the file sees whole lines.
+    /// One write per line, so that a reader that follows the file sees whole lines.
     fn append(&mut self, content: &impl Serialize) -> io::Result<()> {
         self.line.clear();
         line(&mut self.line, content)?;
@@ -223,7 +223,7 @@ impl RecordFile {
     }
 }
 
-/// A bundle or a record that is being read, as far as a replay needs it.
+/// The parts of a bundle or record that a replay needs.
 #[derive(Debug)]
 pub struct Bundle<R> {
     pub header: Header,
@@ -233,20 +233,20 @@ pub struct Bundle<R> {
     pub entries: Entries<R>,
 }
 
-/// The entries of a bundle, read one after the other.
+/// The entries of a bundle, read one by one.
 #[derive(Debug)]
 pub struct Entries<R> {
     lines: Lines<R>,
     version: String,
     samples: Samples,
-    /// The clients that have been named so far, by their ids.
+    /// The clients named so far, by id.
     pub clients: BTreeMap<u64, Process>,
-    /// The line of the first one, once that has been read.
+    /// The line of the first entry, once it has been read.
     first_line: usize,
-    /// For each `client` line behind the first entry, the number of entries before it.
+    /// For each `client` line after the first entry, the number of entries before it.
     between: Vec<u64>,
     count: u64,
-    /// The number of the last one.
+    /// The number of the last entry.
     last: u64,
     is_over: bool,
 }
@@ -266,7 +266,7 @@ impl fmt::Display for ReadError {
 
 impl std::error::Error for ReadError {}
 
-/// Reads what [`write`] or a [`RecordFile`] writes, as far as the checkpoint.
+/// Reads a file of [`write`] or of a [`RecordFile`], up to the checkpoint.
 pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
     let mut lines = Lines { from, number: 0, text: String::new(), is_record: false };
     let header: Header = match lines.next()?.as_deref() {
@@ -304,7 +304,7 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
                 return Ok(Bundle { header, status, checkpoint, entries });
             }
             Some("entry" | "end") => return Err(lines.wrong("a line of the kind checkpoint must come before this one")),
-            // For people, or of a later version.
+            // Lines for people, and lines of later versions.
             Some(_) => {}
             None => return Err(lines.cut_off()),
         }
@@ -312,12 +312,12 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
 }
 
 impl<R: BufRead> Entries<R> {
-    /// The line of the entry at that place, from 0.
+    /// The line of the entry at the index `at`.
     pub fn line(&self, at: usize) -> usize {
         self.first_line + at + self.between.iter().filter(|before| **before <= at as u64).count()
     }
 
-    /// Reads the next entry; `None` after the line that ends a bundle, and at the end of a record.
+    /// Reads the next entry. `None` after a bundle's last line, and at the end of a record.
     fn read(&mut self) -> Result<Option<Entry>, ReadError> {
         loop {
             match self.lines.next()?.as_deref() {
@@ -375,8 +375,8 @@ struct Lines<R> {
 }
 
 impl<R: BufRead> Lines<R> {
-    /// Reads the next line and returns its kind; `None` at the end of the file. The scheduler may still be writing the last
-    /// line of a record, or the disk was full.
+    /// Reads the next line and returns its kind; `None` at the end of the file. A record's last line may be incomplete: the
+    /// scheduler may still be writing it, or the disk was full.
     fn next(&mut self) -> Result<Option<String>, ReadError> {
         self.text.clear();
         self.number += 1;
@@ -438,7 +438,7 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
-/// serde_json counts lines, too, and each of ours is its first.
+/// serde_json adds its own line number, which is always 1 here.
 fn cause(error: &serde_json::Error) -> String {
     error.to_string().replace(" at line 1 column ", ", at column ")
 }

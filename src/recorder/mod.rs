@@ -1,16 +1,16 @@
-//! The flight recorder: the newest events that the machine was given, with the commands that it returned, and the state
-//! in which it was before them. Given the same events again, the machine returns the same commands.
+//! The flight recorder: the newest events of the state machine, its commands, and its state before the first of these
+//! events. The machine returns the same commands for the same events.
 //!
-//! - this file: the [`Recorder`], which the daemon gives every event to.
-//! - `samples`: measurements name all clients of a GPU; only the differences from the one before are stored.
-//! - [`bundle`]: a recording as a file, for bug reports, or as it happens.
-//! - [`replay`]: what a recording shows, and whether the machine still does the same; `movement`: when memory moved.
+//! - this file: the [`Recorder`], which receives every event from the daemon.
+//! - `samples`: stores only the differences between successive measurements, which list all clients of a GPU.
+//! - [`bundle`]: a recording as a file, for a bug report or continuously.
+//! - [`replay`]: figures from a recording, and a check that the machine still makes the same decisions; `movement`: the
+//!   times at which memory moved.
 //!
-//! The recording is a sequence of spans, each a checkpoint of the machine followed by the entries since. Whole spans are
-//! dropped from its front, so it always begins with a checkpoint. Entries are appended to one buffer in a compact
-//! encoding: recording one allocates nothing most of the time. Taking a [`Recording`] copies the newest span and
-//! shares the others; decoding it is left to another thread. With `nvshare-scheduler --record`, everything is written to a
-//! file, too.
+//! The recording is a sequence of spans. Each span is a checkpoint of the machine and the entries after it. Whole spans are
+//! dropped from the front, so a recording always begins with a checkpoint. Entries are appended to one buffer in a compact
+//! encoding, usually without an allocation. Taking a [`Recording`] copies the newest span and shares the others; another
+//! thread decodes it. With `nvshare-scheduler --record`, everything is written to a file, too.
 
 pub mod bundle;
 mod movement;
@@ -30,18 +30,18 @@ use tracing::warn;
 use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 use samples::Samples;
 
-/// So many entries are kept at least, unless they need more than [`MOST_BYTES`].
+/// The least number of entries kept, unless they need more than [`MOST_BYTES`].
 pub const ENTRIES: u64 = 10_000;
 /// A span ends, and a checkpoint is taken, after this many entries or bytes.
 const SPAN_ENTRIES: u64 = 5_000;
 const SPAN_BYTES: usize = 4 << 20;
-/// The recording takes no more memory, checkpoints included, beyond one entry. Most entries take some 100 bytes; one that
-/// changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes for each client on each GPU.
+/// The memory limit of the recording with its checkpoints; one entry may exceed it. Most entries take about 100 bytes; an
+/// entry that changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes per client and GPU.
 const MOST_BYTES: usize = 16 << 20;
-/// The buffer grows by this much, rather than by doubling.
+/// The buffer grows by this size instead of doubling.
 const GROWTH: usize = 256 << 10;
 
-/// An event and what it led to.
+/// An event and the resulting commands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// Counts up from 1 since the machine was created.
@@ -87,26 +87,26 @@ struct Stored {
 }
 
 impl Recorder {
-    /// Starts with the state in which that machine is.
+    /// Starts with the current state of `machine`.
     pub fn new(machine: &Machine) -> Self {
         Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default(), file: None }
     }
 
-    /// Writes everything from now on to that file, too.
+    /// From now on, also writes all entries to `file`.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// The file cannot be written.
     pub fn write_to(&mut self, file: File, header: &Header, machine: &Machine) -> io::Result<()> {
         self.file = Some(RecordFile::begin(file, header, machine, self.open.first + self.open.count)?);
         Ok(())
     }
 
-    /// Writes to the file, if there is one, whose process a client is.
+    /// Writes a client's process to the file, if there is a file.
     pub fn name(&mut self, process: impl FnOnce() -> Process) {
         self.append(|file| file.client(&process()));
     }
 
-    /// Gives the machine an event, and records both sides.
+    /// Passes an event to the machine, and records the event and the commands.
     pub fn handle(&mut self, machine: &mut Machine, now: Time, event: Event) -> Vec<Command> {
         if self.open.is_full() {
             self.close(machine);
@@ -135,17 +135,17 @@ impl Recorder {
         }
     }
 
-    /// A copy of the recording, to be decoded elsewhere.
+    /// A copy of the recording, for decoding in another thread.
     pub fn recording(&self) -> Recording {
         Recording { spans: self.closed.iter().cloned().chain([Arc::new(self.open.clone())]).collect() }
     }
 
-    /// The memory that the recording takes.
+    /// The recording's size in memory.
     pub fn bytes(&self) -> usize {
         self.closed.iter().map(|span| span.bytes()).sum::<usize>() + self.open.bytes()
     }
 
-    /// Begins another span, and drops the oldest ones that are not needed or have no room.
+    /// Begins a new span, and drops the oldest spans that are not needed or exceed the memory limit.
     fn close(&mut self, machine: &Machine) {
         let next = Span::new(machine, self.open.first + self.open.count);
         let mut full = std::mem::replace(&mut self.open, next);
@@ -183,7 +183,7 @@ impl Span {
     }
 }
 
-/// The recording up to a moment.
+/// The recording up to some moment.
 #[derive(Debug, Clone)]
 pub struct Recording {
     spans: Vec<Arc<Span>>,
@@ -201,7 +201,8 @@ impl Recording {
         postcard::from_bytes(&oldest.checkpoint).map_err(unreadable)
     }
 
-    /// All entries. One is decoded at a time: with all clients that its measurements name, it is much larger than stored.
+    /// All entries, decoded one at a time: a decoded entry, with all clients of its measurement, is much larger than the
+    /// stored one.
     pub fn entries(&self) -> impl Iterator<Item = Result<Entry, String>> {
         self.spans.iter().flat_map(|span| {
             let (mut samples, mut rest) = (Samples::default(), &*span.entries);
@@ -221,7 +222,7 @@ fn unreadable(error: postcard::Error) -> String {
 
 /// Appends a value.
 fn encode(value: &(impl Serialize + ?Sized), to: &mut Vec<u8>) {
-    // Fails only for sequences whose length is not known beforehand, of which there are none.
+    // Fails only for sequences of unknown length, which do not occur here.
     let written = postcard::serialize_with_flavor(value, Append(to));
     debug_assert!(written.is_ok(), "{written:?}");
 }

@@ -1,4 +1,4 @@
-//! When a client's memory left a GPU and came back, from its reports: these say how much there is, not what moves.
+//! Infers the times at which a client's memory left a GPU and returned. The client's reports contain amounts, not moves.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub enum Direction {
     ToGpu,
 }
 
-/// A move as far as reports have shown it.
+/// A move, as inferred from the reports so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Move {
     pub direction: Direction,
@@ -29,7 +29,7 @@ pub struct Movement {
     mapped: u64,
     swapped: u64,
     reported: Option<Time>,
-    /// Since when it has more on the GPU than it may.
+    /// The time since which the client has exceeded its allowance.
     evicts: Option<Time>,
     /// The newest grant or raised allowance since memory last left: the cause of memory that returns.
     admitted: Option<Time>,
@@ -41,12 +41,12 @@ impl Movement {
         Self { allowance, mapped, swapped, ..Self::default() }
     }
 
-    /// The recording begins, perhaps in the middle of an eviction.
+    /// Starts at the beginning of the recording, perhaps in the middle of an eviction.
     pub fn begin(&mut self, at: Time) {
         self.check(at);
     }
 
-    /// A new allowance. Returns the bytes that have to leave because of it.
+    /// Sets a new allowance. Returns the bytes that must leave because of it.
     pub fn allow(&mut self, at: Time, bytes: u64) -> u64 {
         let before = std::mem::replace(&mut self.allowance, bytes);
         if bytes > before {
@@ -60,8 +60,8 @@ impl Movement {
         self.admitted = Some(at);
     }
 
-    /// The move that a report shows, and whether it continues the newest one. Memory that leaves without an eviction is told
-    /// from memory that is freed by the host memory that it takes; memory that returns is told likewise from memory that is new.
+    /// The move in a report, and whether it continues the newest move. The host memory in use distinguishes memory that leaves
+    /// without an eviction from freed memory, and returning memory from new memory.
     pub fn report(&mut self, at: Time, report: &MemoryReport) -> Option<(Move, bool)> {
         let (mapped, swapped) = (self.mapped, self.swapped);
         let dropped = mapped.saturating_sub(report.mapped);
@@ -72,7 +72,7 @@ impl Movement {
         let recent = self.reported.replace(at).filter(is_recent);
         let (direction, bytes) = if left > 0 { (Direction::ToHost, left) } else { (Direction::ToGpu, returned) };
         let newest = self.newest.filter(|newest| newest.direction == direction);
-        // One eviction is one move, however long its pauses are.
+        // One eviction is one move, even with long pauses.
         let continues =
             |newest: &Move| is_recent(&newest.until) || self.evicts.is_some_and(|since| since < newest.until);
         let shown = (bytes > 0).then(|| match newest.filter(continues) {

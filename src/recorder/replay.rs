@@ -1,5 +1,5 @@
-//! Replays a recording: the moves of locks and memory, the time that clients waited for GPUs and held them, and a
-//! check that the machine returns the same commands for the same events.
+//! Replays a recording: collects the moves of locks and memory, and the times for which clients waited for GPUs
+//! and held them. Checks that the machine returns the same commands for the same events.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,28 +11,28 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, Release
 #[derive(Debug)]
 pub struct Replay {
     pub entries: usize,
-    /// The time of the first entry and of the last.
+    /// The times of the first and the last entry.
     pub span: Option<(Time, Time)>,
     pub difference: Option<Difference>,
     pub moments: Vec<Moment>,
-    /// Who waits for a GPU or holds it when the recording ends.
+    /// The waits and turns in progress at the end of the recording.
     pub unfinished: Vec<Moment>,
     pub clients: Tallies,
-    /// Of all clients that were connected at some time of it.
+    /// The tenants of all clients in the recording.
     pub tenants: BTreeMap<ClientId, TenantId>,
 }
 
-/// By client and GPU.
+/// Figures by client and GPU.
 pub type Tallies = BTreeMap<(ClientId, GpuId), Tally>;
 
-/// The first entry whose commands are not the recorded ones.
+/// The first entry whose commands differ from the recorded commands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// Its place among the entries, from 0.
+    /// The index of the entry.
     pub at: usize,
     pub number: u64,
     pub event: Event,
-    /// The place of the first command that differs, and that command on both sides.
+    /// The index of the first command that differs, and both versions of that command.
     pub command: usize,
     pub recorded: Option<Command>,
     pub replayed: Option<Command>,
@@ -50,20 +50,20 @@ pub struct Moment {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// It had waited for so long.
+    /// With the waiting time.
     Granted(Duration),
     Revoked,
-    /// It had held the GPU for so long.
+    /// With the time for which the client had held the GPU.
     Released(ReleaseReason, Duration),
-    /// The client was told to move that many bytes to the host.
+    /// The bytes that the client must move to the host.
     Evicted(u64),
-    /// So many bytes left the GPU, within so long.
+    /// Bytes that left the GPU, and the time that this took.
     MemoryLeft(u64, Duration),
-    /// So many bytes came back from the host, within so long.
+    /// Bytes that returned from the host, and the time that this took.
     MemoryReturned(u64, Duration),
-    /// So many bytes were refused.
+    /// The bytes of a refused allocation.
     Denied(u64),
-    /// It detached or ended, after it had waited, or held the GPU, for so long.
+    /// The client detached or ended, after it had waited for the GPU or held it for this time.
     Left {
         waited: Option<Duration>,
         held: Option<Duration>,
@@ -85,7 +85,7 @@ pub struct Tally {
     pub denials: u64,
 }
 
-/// Gives the machine all events again, and collects what was recorded.
+/// Replays all events, and collects figures from the recorded commands.
 pub fn replay<E>(mut machine: Machine, entries: impl IntoIterator<Item = Result<Entry, E>>) -> Result<Replay, E> {
     let (mut observer, mut difference) = (Observer::new(&machine), None);
     let mut tenants = machine.tenants();
@@ -124,7 +124,7 @@ fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference>
     })
 }
 
-/// Follows what was recorded.
+/// Follows the recorded events and commands.
 struct Observer {
     attachments: BTreeMap<(ClientId, GpuId), Attachment>,
     tallies: Tallies,
@@ -136,7 +136,7 @@ struct Attachment {
     waits_since: Option<Time>,
     holds_since: Option<Time>,
     memory: Movement,
-    /// The place of its newest moment of moved memory.
+    /// The index of the newest moment at which memory moved.
     moved: usize,
 }
 
@@ -164,7 +164,7 @@ impl Observer {
         }
     }
 
-    /// Counts times from that moment on, also those of clients that wait or hold already.
+    /// Counts times from `at` on, also for clients that already wait or hold a GPU.
     fn begin(&mut self, at: Time) {
         for attachment in self.attachments.values_mut() {
             attachment.waits_since = attachment.waits_since.map(|_| at);
@@ -184,7 +184,7 @@ impl Observer {
                 attachment.stop_waiting(tally, at);
                 None
             }),
-            // Granted by the scheduler before this one.
+            // The previous scheduler granted these locks.
             Event::Held { client, gpus } => self.each(*client, gpus, |attachment, _| {
                 attachment.holds_since.get_or_insert(at);
                 None
@@ -292,7 +292,7 @@ impl Observer {
         }
     }
 
-    /// `None` if it neither waited nor held the GPU.
+    /// `None` if the client neither waited for the GPU nor held it.
     fn leave(&mut self, client: ClientId, gpu: GpuId, entry: u64, at: Time) -> Option<Moment> {
         let mut attachment = self.attachments.remove(&(client, gpu))?;
         let tally = self.tallies.entry((client, gpu)).or_default();
@@ -302,12 +302,12 @@ impl Observer {
         (waited.is_some() || held.is_some()).then_some(Moment { entry, at, client, gpu, what })
     }
 
-    /// Waits and turns that go on are counted until then.
+    /// Counts waits and turns in progress until `at`.
     fn end(mut self, at: Time) -> (Vec<Moment>, Vec<Moment>, Tallies) {
         let keys: Vec<(ClientId, GpuId)> = self.attachments.keys().copied().collect();
         let last = self.moments.iter().map(|moment| moment.entry).max().unwrap_or(0);
         let unfinished = keys.into_iter().filter_map(|(client, gpu)| self.leave(client, gpu, last, at)).collect();
-        // A move of memory has the place of its beginning.
+        // A move of memory is sorted by its beginning.
         self.moments.sort_by_key(|moment| moment.entry);
         (self.moments, unfinished, self.tallies)
     }

@@ -1,5 +1,5 @@
-//! Measurements of GPUs ([`Event::Measured`], [`Event::ContextSizes`]) name every client, several times a second, and most of
-//! the figures are those of the measurement before: only those that changed are stored.
+//! Measurements of GPUs ([`Event::Measured`], [`Event::ContextSizes`]) list every client several times a second, and most
+//! figures stay the same. Only figures that have changed are stored.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,8 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// The event with the figures that changed, and the clients that are no longer named. `None`: it is stored as it is.
+    /// The event with only the changed figures, and the clients that are no longer listed. `None`: the event is stored
+    /// unchanged.
     pub fn reduce(&mut self, event: &Event) -> (Option<Event>, Vec<ClientId>) {
         match *event {
             Event::Measured { gpu, begun, free, ref found } => {
@@ -30,7 +31,7 @@ impl Samples {
         }
     }
 
-    /// The event as it was before [`Self::reduce`].
+    /// Reverts [`Self::reduce`].
     pub fn restore(&mut self, event: Event, gone: &[ClientId]) -> Event {
         match event {
             Event::Measured { gpu, begun, free, found } => {

@@ -1,10 +1,10 @@
-//! Simulation of a described mix of programs: the scheduler's own state machine (`nvshare::scheduler::Machine`), and
-//! programs whose clients (`nvshare_simulated_client::Client`) answer it as `libnvshare.so` does, in virtual time. There
-//! is no GPU, daemon or clock: the same file gives the same figures.
+//! Simulates a described mix of programs in virtual time, with the scheduler's own state machine
+//! (`nvshare::scheduler::Machine`) and programs whose clients (`nvshare_simulated_client::Client`) answer it like
+//! `libnvshare.so`. It uses no GPU, daemon or clock, so the same file always gives the same figures.
 //!
 //! - [`scenario`]: the simulated GPUs, settings and jobs; `schema`: the file format.
 //! - `plans`: the arrival time and the GPUs of each program.
-//! - `parts`: independent parts of a scenario, each of which is a separate world.
+//! - `parts`: independent parts of a scenario, each simulated in a separate world.
 //! - [`policies`]: the compared policies.
 //! - `world`: the machine, the programs and the time; `queue`: coming events.
 //! - `program`: one program and its client. `engines`: the work of GPUs; `link`: copies between them and the host.

@@ -18,8 +18,8 @@ pub struct Plan {
     pub gpus: Vec<usize>,
 }
 
-/// All programs, in the order of arrival. Each is placed on those of its allowed GPUs that the
-/// fewest earlier programs use.
+/// All programs, in the order of arrival. Each is placed on its allowed GPUs with the fewest
+/// earlier programs.
 pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     let mut tenants: BTreeMap<&str, TenantId> = BTreeMap::new();
     let mut plans = Vec::new();

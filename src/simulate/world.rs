@@ -38,7 +38,7 @@ pub struct World {
 }
 
 impl World {
-    /// `gpus`: the GPUs of the scenario to which the plans refer.
+    /// `gpus`: the scenario's GPUs that the plans use.
     pub fn new(scenario: &Scenario, gpus: &[Gpu], plans: &[Plan], policy: &Policy) -> Self {
         let groups = scenario.jobs.iter().zip(1..).map(|(job, number)| {
             let limits = job.rule.filter(|_| policy.rules)?;

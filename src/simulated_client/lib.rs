@@ -4,9 +4,9 @@
 //! memory to its allowance, and reports memory and utilization.
 //!
 //! `nvsharectl simulate` runs programs on it, and so do the random worlds of the scheduler's tests. Each world delivers
-//! messages, calls back at the times that the client names, and decides how long work and copies take, whether mapping
-//! memory fails, and what misbehaves. Every function takes the time and returns the [`Effect`]s, which the world carries
-//! out in their order.
+//! messages, calls back at the client's requested times, and decides how long work and copies take, whether mapping
+//! memory fails, and which misbehaviour occurs. Every function takes the time and returns the [`Effect`]s, which the
+//! world carries out in their order.
 //!
 //! - `client`: requests, turns and allocations. `memory`: the memory on one GPU. `utilization`: how busy it keeps a GPU.
 
@@ -62,7 +62,7 @@ pub enum Effect {
     Run,
     /// The program's work is interrupted.
     Halt,
-    /// An allocation on this GPU is refused: the program ends, or [makes do](Client::make_do) with what it has.
+    /// An allocation on this GPU is refused: the program ends, or [makes do](Client::make_do) with less memory.
     Denied(GpuId),
 }
 

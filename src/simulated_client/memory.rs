@@ -184,7 +184,7 @@ impl Memory {
         self.moving
     }
 
-    /// Ends a move of which `bytes` have succeeded. True if the client reports it. The scheduler
+    /// Ends a move after `bytes` have been moved. True if the client reports it. The scheduler
     /// counts returning memory from the allowance on, so the client reports only the end of its
     /// return.
     pub(crate) fn moved(&mut self, bytes: u64) -> bool {

@@ -1,5 +1,5 @@
-//! Whether another user may open a file, from its mode and its access control list. The kernel answers that only for the process
-//! that asks.
+//! Checks whether another user may open a file, by its mode and its access control list. The kernel can only check the access of
+//! the calling process.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -8,10 +8,10 @@ use std::path::Path;
 /// Read and write.
 const BOTH: u32 = 6;
 
-/// True if a process of that user and these groups may open a file to read and write it.
+/// True if a process with this user and these groups may open a file for reading and writing.
 ///
 /// # Errors
-/// If the file cannot be examined.
+/// The file cannot be examined.
 pub fn may_read_and_write(path: &Path, uid: u32, groups: &[u32]) -> io::Result<bool> {
     let file = std::fs::metadata(path)?;
     if uid == 0 {
@@ -22,7 +22,7 @@ pub fn may_read_and_write(path: &Path, uid: u32, groups: &[u32]) -> io::Result<b
     if uid == file.uid() {
         return Ok(of_class(6));
     }
-    // Where there is a list, the mode's group class is its mask.
+    // With an access control list, the mode's group class is the list's mask.
     match xattr::get(path, "system.posix_acl_access") {
         Ok(Some(list)) => Ok(by_list(&list, file.gid(), uid, groups)),
         Ok(None) => Ok(of_class(if groups.contains(&file.gid()) { 3 } else { 0 })),
@@ -33,8 +33,8 @@ pub fn may_read_and_write(path: &Path, uid: u32, groups: &[u32]) -> io::Result<b
     }
 }
 
-/// What acl(5) calls the access check algorithm, for who is not the owner. The list is in the form of the extended attribute: four
-/// bytes of version, then entries of a tag and a permission of two bytes each and an id of four.
+/// The access check algorithm of acl(5), for users other than the owner. The list has the format of the extended attribute: four
+/// bytes of version, then entries of a two-byte tag, a two-byte permission and a four-byte id.
 fn by_list(list: &[u8], owner: u32, uid: u32, groups: &[u32]) -> bool {
     const USER: u16 = 0x02;
     const GROUP_OF_FILE: u16 = 0x04;

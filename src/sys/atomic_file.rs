@@ -1,4 +1,4 @@
-//! Replacing a file as a whole, so that it is complete whenever the power fails.
+//! Atomic replacement of a file: after a power failure, either the old or the new content is complete.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
         file.sync_all()
     });
     if let Err(e) = written.and_then(|()| std::fs::rename(&beside, path)) {
-        // On a full disk, half a file takes room that others lack.
+        // On a full disk, a partial file wastes space.
         let _ = std::fs::remove_file(&beside);
         return Err(e);
     }

@@ -29,21 +29,21 @@ pub fn utc(seconds: u64) -> String {
     format!("{year}{month:02}{:02}T{:02}{:02}{:02}Z", date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec)
 }
 
-/// A moment in the time zone of this process.
+/// A local time, in the time zone of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Local {
     pub year: i64,
-    /// From 1.
+    /// Counted from 1.
     pub month: u32,
     pub day: u32,
     pub hour: u32,
     pub minute: u32,
     pub second: u32,
-    /// Seconds by which it is ahead of UTC.
+    /// Seconds ahead of UTC.
     pub offset: i32,
 }
 
-/// The local time, so many seconds after 1970.
+/// The local time `seconds` after 1970 (UTC).
 pub fn local(seconds: u64) -> Local {
     // SAFETY: a `tm` is numbers and a pointer, for which zero is valid.
     let mut date: libc::tm = unsafe { std::mem::zeroed() };
@@ -68,7 +68,7 @@ pub struct Timer(AsyncFd<OwnedFd>);
 
 impl Timer {
     /// # Errors
-    /// If the process has no file descriptors left.
+    /// The process has no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let fd = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
         descriptors::watch(fd).map(Self)
@@ -89,7 +89,7 @@ impl Timer {
     /// Waits until the timer expires.
     ///
     /// # Errors
-    /// If the runtime is shutting down.
+    /// The runtime is shutting down.
     pub async fn expired(&self) -> io::Result<()> {
         loop {
             let mut ready = self.0.readable().await?;

@@ -1,6 +1,6 @@
 //! The identity of a socket's peer, as the kernel recorded it when the peer connected.
 //!
-//! This is on libc: rustix's `UCred` cannot hold the process id 0 of a peer in another PID namespace, and rustix has
+//! This uses libc: rustix's `UCred` cannot hold the process id 0 of a peer in another PID namespace, and rustix has
 //! neither `SO_PEERGROUPS` nor `SO_PEERPIDFD`.
 
 use std::io;
@@ -50,7 +50,7 @@ pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
     }
 }
 
-/// `SO_PEERPIDFD`, Linux 6.5; not in every libc crate yet.
+/// `SO_PEERPIDFD`, since Linux 6.5. Some versions of the libc crate lack it.
 const SO_PEERPIDFD: libc::c_int = 77;
 
 /// A descriptor of the peer's process, which becomes readable when the process ends. `None` if the process has ended or
@@ -68,7 +68,7 @@ pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
     pidfd_of(pid)
 }
 
-/// A descriptor of the process that has that number now. `None` if there is none.
+/// A descriptor of the process that now has this pid. `None` if the process does not exist.
 ///
 /// # Errors
 /// If no descriptors are left.

@@ -1,4 +1,5 @@
-//! File descriptors: their limit, a spare one for the time when none are left, and the runtime's view of them.
+//! File descriptors: their limit, a spare descriptor for when the limit is reached, and their registration
+//! with the runtime.
 
 use std::fs::File;
 use std::io;
@@ -13,11 +14,11 @@ use super::socket;
 
 /// Registers a non-blocking descriptor with the runtime of this thread.
 pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd is open and refers to the same file for as long as it lives.
+    // SAFETY: an `OwnedFd` stays open and refers to the same file until it is dropped.
     unsafe { AsyncFd::register(fd) }.map_err(|e| e.into_parts().1)
 }
 
-/// Makes a descriptor of another process's making non-blocking and close-on-exec.
+/// Makes a descriptor that another process created non-blocking and close-on-exec.
 pub fn prepare(fd: BorrowedFd<'_>) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(fd)?;
     rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
@@ -31,7 +32,7 @@ pub fn raise_limit() -> io::Result<()> {
     Ok(setrlimit(Resource::Nofile, limit)?)
 }
 
-/// A descriptor kept in reserve, to be able to accept and refuse a connection when no others are left.
+/// A reserved descriptor, for accepting and refusing a connection when no others are left.
 #[derive(Debug)]
 pub struct Spare(Option<OwnedFd>);
 

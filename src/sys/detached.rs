@@ -1,33 +1,34 @@
-//! Work in a process that nobody waits for: neither a child of this one, nor of a program that takes its place.
+//! Runs work in a detached process: it is not a child of this process, nor of a program that this process executes.
 
 use std::io;
 
-/// Runs it in a process of its own, which has of this one's descriptors only standard error. Returns once that process is no child any
-/// more. It ends with the work.
+/// Runs `work` in a new process that inherits only standard error. Returns once the new process is no longer a child. The new process
+/// ends with the work.
 ///
 /// # Errors
-/// If there can be no process; also if this one has other threads, whose locks nobody would release in a copy.
+/// The process cannot be created, or this process has other threads: their locks would stay locked in the copy.
 pub fn run(work: impl FnOnce()) -> io::Result<()> {
     if std::fs::read_dir("/proc/self/task")?.count() != 1 {
         return Err(io::Error::other("there are other threads"));
     }
-    // SAFETY: this is the only thread, so the copy finds everything in order.
+    // SAFETY: this is the only thread, so no other thread's lock or half-done change is copied.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
-            // SAFETY: as above. The process in between ends at once, so that whoever adopts orphans is the other's parent.
+            // SAFETY: this process is a copy with one thread. It exits immediately, so that init or a subreaper becomes the parent of
+            // the new process.
             if unsafe { libc::fork() } == 0 {
                 let is_quiet = leave_descriptors();
                 if is_quiet.is_ok() {
                     work();
                 }
             }
-            // SAFETY: ends this process, without what the one that it was copied from does at its end.
+            // SAFETY: `_exit` takes no pointers. It skips the exit handlers, which belong to the original process.
             unsafe { libc::_exit(0) }
         }
         child => {
             let mut status = 0;
-            // SAFETY: `status` is there until the call returns.
+            // SAFETY: `status` outlives the call.
             while unsafe { libc::waitpid(child, &raw mut status, 0) } == -1 {
                 let e = io::Error::last_os_error();
                 if e.kind() != io::ErrorKind::Interrupted {
@@ -39,9 +40,10 @@ pub fn run(work: impl FnOnce()) -> io::Result<()> {
     }
 }
 
-/// Whoever reads what the program writes must see its end, and its locks on files must end with it.
+/// Closes all descriptors but standard error, so that readers of the program's output see its end, and the program's file locks end
+/// with it.
 fn leave_descriptors() -> io::Result<()> {
-    // SAFETY: plain system calls; nothing that is used from here on has one of these descriptors.
+    // SAFETY: these are plain system calls, and `work` uses none of the closed descriptors.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
         if null < 0 || libc::dup2(null, 0) < 0 || libc::dup2(null, 1) < 0 {

@@ -1,4 +1,4 @@
-//! A listening socket that only one process can own: it holds a lock file beside the socket, and removes both at the end.
+//! A listening socket with a single owner: the owner holds a lock file beside the socket, and removes both at the end.
 
 use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -15,7 +15,7 @@ use super::socket::{self, Kind};
 /// The kernel limits the backlog to `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
-/// Why a socket cannot be bound, with a remedy where there is one.
+/// The reason why a socket cannot be bound, with a remedy if there is one.
 #[derive(Debug)]
 pub enum BindError {
     /// Another daemon holds the lock file.
@@ -66,9 +66,9 @@ impl std::error::Error for BindError {}
 pub struct Bound {
     path: PathBuf,
     lock_path: PathBuf,
-    /// Locked for as long as the socket exists.
+    /// Locked while the socket exists.
     _lock: File,
-    /// Removed as well, unless something else is in it.
+    /// Removed, too, if it is empty.
     created_directory: Option<PathBuf>,
 }
 
@@ -85,10 +85,10 @@ impl Drop for Bound {
 
 /// Binds `path` with the file mode `mode`, and listens. Replaces the socket of a daemon that has died.
 ///
-/// Changes the umask of the process for a moment: call it before there are other threads.
+/// Temporarily changes the umask of the process, so it must be called before other threads exist.
 ///
 /// # Errors
-/// If another process serves the socket, if `path` is not a socket, or if a system call fails.
+/// Another process serves the socket, `path` is not a socket, or a system call fails.
 pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), BindError> {
     let os = |what, error| BindError::Os { what, path: path.into(), error };
     let created_directory = create_directory(path).map_err(|e| os("create the directory of", e))?;
@@ -112,7 +112,7 @@ pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), Bi
     }
     let socket = socket::create(kind).map_err(|e| os("create a socket for", e))?;
     let address = socket::address(path).map_err(|e| os("bind", e))?;
-    // The umask gives the file its mode at bind, so that the mode is never wider than it should be.
+    // The umask sets the file's mode at `bind`, so that the mode is never too wide.
     let before = umask(Mode::from_bits_truncate(!mode & 0o777));
     let bound = rustix::net::bind(&socket, &address);
     umask(before);
@@ -122,8 +122,8 @@ pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), Bi
     Ok((socket, bound))
 }
 
-/// Binds `path` in a directory that only this user can write to, for all users to connect, and listens. Replaces what a process
-/// left there that has died. Unlike [`listen`], it can be called while there are other threads.
+/// Binds `path` in a directory that only this user can write to, and listens for connections of all users. Replaces the socket
+/// of a process that has died. Unlike [`listen`], it can be called while other threads exist.
 ///
 /// # Errors
 /// If a system call fails.
@@ -140,7 +140,7 @@ pub fn listen_within(path: &Path) -> Result<OwnedFd, BindError> {
     let socket = socket::create(Kind::Packets).map_err(|e| os("create a socket for", e))?;
     let address = socket::address(path).map_err(|e| os("bind", e))?;
     rustix::net::bind(&socket, &address).map_err(|e| os("bind", e.into()))?;
-    // Nobody can connect before it listens.
+    // Clients cannot connect before `listen`, so the mode may be changed after `bind`.
     let everybody = std::fs::Permissions::from_mode(0o666);
     std::fs::set_permissions(path, everybody).map_err(|e| os("set the mode of", e))?;
     rustix::net::listen(&socket, BACKLOG).map_err(|e| os("listen on", e.into()))?;
@@ -153,8 +153,8 @@ fn create_directory(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(Some(directory.into()))
 }
 
-/// Takes the lock file. Its holder removes the file at the end, so a lock counts only if the file of that name is still
-/// the one that was locked.
+/// Takes the lock file. Its holder removes the file at the end, so the lock counts only if the path still names the locked
+/// file.
 fn take_lock(lock_path: &Path, path: &Path) -> Result<File, BindError> {
     let os = |error| BindError::Os { what: "open", path: lock_path.into(), error };
     loop {

@@ -1,14 +1,14 @@
-//! System calls as the programs need them, on rustix wherever it has them. Nothing here knows about GPUs or the protocol.
+//! System calls for the programs, by rustix if it has them. Nothing here knows about GPUs or the protocol.
 //!
-//! - [`access`]: whether another user may open a file.
-//! - [`atomic_file`]: replacing a file as a whole.
+//! - [`access`]: another user's permission to open a file.
+//! - [`atomic_file`]: atomic replacement of a file.
 //! - [`clock`]: the monotonic clock, a timer on it, and dates.
 //! - [`credentials`]: the identity of a socket's peer.
-//! - [`detached`]: a process that is no child of this one.
-//! - [`descriptors`]: file descriptors: their limit, a spare one, the runtime's view of them.
-//! - [`listen`]: a listening socket that only one process can own.
+//! - [`detached`]: work in a process that is not a child of this one.
+//! - [`descriptors`]: file descriptors: their limit, a spare descriptor, their registration with the runtime.
+//! - [`listen`]: a listening socket with a single owner.
 //! - [`privileges`]: dropping capabilities.
-//! - [`socket`]: connections, packets and the descriptors that they carry.
+//! - [`socket`]: connections, packets and the descriptors in them.
 pub mod access;
 pub mod atomic_file;
 pub mod clock;

@@ -3,10 +3,11 @@
 use caps::{CapSet, Capability};
 use tracing::debug;
 
-/// Drops all capabilities from every set of the calling thread, and so from the threads that it starts.
+/// Drops all capabilities from every set of the calling thread. Threads that it starts inherit the
+/// empty sets.
 ///
 /// # Errors
-/// If a capability remains.
+/// A capability remains.
 pub fn drop_all() -> Result<(), String> {
     for set in [CapSet::Ambient, CapSet::Effective, CapSet::Permitted, CapSet::Inheritable] {
         let done = caps::clear(None, set);

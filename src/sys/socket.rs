@@ -1,4 +1,4 @@
-//! Connections over Unix sockets: packets, and the file descriptors that they carry.
+//! Connections over Unix sockets: packets, and the file descriptors in them.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,9 +13,9 @@ use rustix::net::{
     SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 
-/// Sockets never block, and are never passed on to another program by accident.
+/// Sockets never block, and are never inherited by accident.
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
-/// Bytes of the path in `struct sockaddr_un`, without the final NUL.
+/// The size of the path in `struct sockaddr_un`, without the final NUL.
 const MAX_PATH: usize = 107;
 
 /// The use of a socket.
@@ -45,7 +45,7 @@ pub fn connect(path: &Path, kind: Kind) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// A Unix socket that is not connected.
+/// Creates an unconnected Unix socket.
 pub(super) fn create(kind: Kind) -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, kind.socket_type(), FLAGS, None)?)
 }
@@ -70,18 +70,18 @@ pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::net::accept_with(listener, FLAGS)?)
 }
 
-/// Shuts a connection down for every process that shares it: both sides read its end.
+/// Shuts down a connection for every process that shares it: both sides read end of file.
 pub fn shut_down(socket: BorrowedFd<'_>) {
-    // A connection that the peer has closed already is fine.
+    // The peer may have closed the connection already.
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
 }
 
-/// Has the peer's sending fail. What it has sent already can still be received.
+/// Makes the peer's sends fail. Packets that were already sent can still be received.
 pub fn stop_receiving(socket: BorrowedFd<'_>) {
     let _ = rustix::net::shutdown(socket, Shutdown::Read);
 }
 
-/// True if a socket that another process created listens and is of that kind.
+/// True if a socket that another process created is listening and of this kind.
 pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
     sockopt::socket_acceptconn(socket) == Ok(true)
         && sockopt::socket_type(socket) == Ok(kind.socket_type())
@@ -97,10 +97,10 @@ fn is_tcp(socket: BorrowedFd<'_>) -> bool {
     matches!(sockopt::socket_domain(socket), Ok(AddressFamily::INET | AddressFamily::INET6))
 }
 
-/// Receives one packet, and appends the descriptors that came with it. Returns the length of the packet, which is more than
-/// the length of the buffer if the packet was cut off; 0 is the end of the connection.
+/// Receives one packet, and appends its descriptors. Returns the packet's length, which exceeds the
+/// buffer's length if the packet was truncated; 0 is the end of the connection.
 pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    // The kernel closes descriptors for which there is no room.
+    // The kernel closes descriptors that do not fit.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;

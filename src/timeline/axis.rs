@@ -1,4 +1,4 @@
-//! The axis of a timeline: round times of the host's clock, or times since the beginning where there is no clock.
+//! The axis of a timeline: round times of the host's clock, or times since the beginning if the clock is unknown.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub fn ticks(timeline: &Timeline, most: f64) -> Vec<Tick> {
     let (begin, end) = timeline.span.unwrap_or_default();
     let length = end.saturating_sub(begin).as_secs_f64().max(1e-6);
     let step = round_step(length / most);
-    // A step divides the day, so that it begins anew at midnight.
+    // Every step divides a day, so that ticks restart at midnight.
     let phase = match timeline.host {
         Some(_) => (begin.as_secs_f64() + f64::from(clock::local(begin.as_secs()).offset)).rem_euclid(step),
         None => 0.0,
@@ -41,7 +41,7 @@ pub fn ticks(timeline: &Timeline, most: f64) -> Vec<Tick> {
     after.map(tick).collect()
 }
 
-/// Whose clock, the day, from when to when: `lab3, 2026-11-27 12:30:01 to 12:31:02 UTC+01:00`.
+/// The host, the date and the period: `lab3, 2026-11-27 12:30:01 to 12:31:02 UTC+01:00`.
 pub fn period(timeline: &Timeline) -> Option<String> {
     let (begin, end) = timeline.span?;
     let host = timeline.host.as_ref()?;
@@ -59,7 +59,7 @@ pub fn period(timeline: &Timeline) -> Option<String> {
     Some(format!("{host}, {} {} to {until} {zone}", day(&first), time(&first)))
 }
 
-/// As exact as the step is; midnight is the day that begins.
+/// The time with the precision of the step. Midnight is shown as the new date.
 fn time_of_day(at: Duration, step: f64) -> String {
     // Rounded, since a sum of steps may be just below a whole second.
     let digits: usize = if step < 1.0 { (-step.log10()).ceil().clamp(1.0, 6.0) as usize } else { 0 };
@@ -80,8 +80,8 @@ fn time_of_day(at: Duration, step: f64) -> String {
     }
 }
 
-/// A round number of seconds, and no fewer than that: up to 20 s and from 12 h on one, two or five times a power of ten of seconds or
-/// days, else a part of an hour or of a day.
+/// The smallest round number of seconds that is at least `least`. Up to 20 s and from 12 h on, it is one, two or five times a power
+/// of ten, in seconds or days; in between, a fraction of an hour or of a day.
 fn round_step(least: f64) -> f64 {
     let parts = [1.0, 2.0, 5.0, 10.0, 30.0].map(|minutes| minutes * MINUTE).into_iter();
     let mut parts = parts.chain([1.0, 2.0, 6.0, 12.0].map(|hours| hours * HOUR)).filter(|step| *step >= least);
@@ -92,7 +92,7 @@ fn round_step(least: f64) -> f64 {
     }
 }
 
-/// One, two or five times a power of ten, and no less than that.
+/// The smallest number that is at least `least` and is one, two or five times a power of ten.
 fn decimal_step(least: f64) -> f64 {
     let power = 10f64.powf(least.max(1e-6).log10().floor());
     [1.0, 2.0, 5.0].into_iter().map(|times| times * power).find(|step| *step >= least).unwrap_or(10.0 * power)
@@ -102,7 +102,7 @@ fn decimal_step(least: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// A timeline whose times begin at a day's beginning in local time, wherever this runs.
+    /// A timeline whose times start at local midnight, in any time zone.
     fn timeline(from: f64, to: f64) -> Timeline {
         let noon = 1_795_780_800; // 2026-11-27, 12:00 UTC
         let Local { hour, minute, second, .. } = clock::local(noon);

@@ -1,4 +1,4 @@
-//! Timelines as JSON: what the scheduler gives to `nvsharectl`, on D-Bus.
+//! Timelines as JSON, which the scheduler sends to `nvsharectl` over D-Bus.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Activity, Lane, Span, Timeline};
 
-/// A change that older programs cannot read counts it up.
+/// Incremented by each change that older programs cannot read.
 const FORMAT: u32 = 1;
 
-/// Times are seconds: since 1970 by the clock of `host`, or since the beginning where there is none.
+/// Times are in seconds: since 1970 by the clock of `host`, or since the beginning without a host.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document {
     format: u32,
@@ -22,7 +22,7 @@ struct Document {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Gpu {
-    /// Without prefix.
+    /// The UUID without its prefix.
     uuid: String,
     name: String,
     lanes: Vec<Lanes>,
@@ -43,10 +43,10 @@ enum Doing {
     Returns,
 }
 
-/// The timeline, with a name for each GPU that has one.
+/// The timeline, with the known names of GPUs.
 ///
 /// # Errors
-/// If it cannot be written as JSON, for instance because memory lacks.
+/// The timeline cannot be written as JSON, for example for lack of memory.
 pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Vec<u8>, String> {
     let (begins, ends) = timeline.span.unwrap_or_default();
     let span = |span: &Span| {
@@ -69,10 +69,10 @@ pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Ve
     serde_json::to_vec(&document).map_err(|e| e.to_string())
 }
 
-/// Reads what [`write`] wrote. Lanes are numbered from 1 on.
+/// Reads the output of [`write`]. Lanes are numbered from 1.
 ///
 /// # Errors
-/// A sentence about what is wrong with it.
+/// A sentence about the mistake.
 pub fn read(text: &[u8]) -> Result<(Timeline, BTreeMap<String, String>), String> {
     let document: Document = serde_json::from_slice(text).map_err(|e| e.to_string())?;
     if document.format != FORMAT {

@@ -1,7 +1,8 @@
-//! Timelines: who held a GPU when, who waited for it, and when memory moved, as a picture.
+//! Timelines: pictures of the holders, waiters and moved memory of each GPU over time.
 //!
-//! - `recording`: from what the flight recorder has.
-//! - `svg` and `text`: draw it; `axis`: the times below. `json`: writes and reads it.
+//! - `recording`: creates timelines from the flight recorder.
+//! - `svg` and `text`: draw timelines; `axis`: the times below them. `json`: writes and reads
+//!   timelines.
 
 mod axis;
 pub mod json;
@@ -14,31 +15,32 @@ pub use recording::from_recording;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What a program did on a GPU for a while.
+/// A program's activity on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Activity {
-    /// It waited for the lock.
+    /// The program waits for the lock.
     Waits,
-    /// It held the lock.
+    /// The program holds the lock.
     Holds,
-    /// Its memory went to the host.
+    /// The program's memory moves to the host.
     Leaves,
-    /// Its memory came from the host.
+    /// The program's memory returns from the host.
     Returns,
 }
 
-/// From when to when, in the timeline's time.
+/// A period of an activity. Times are the timeline's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub activity: Activity,
     pub from: Duration,
     pub to: Duration,
-    /// What moved; 0 where nothing did.
+    /// The moved bytes; 0 if no memory moved.
     pub bytes: u64,
 }
 
 impl Span {
-    /// A span that took no time and moved nothing is not: a grant without a wait, for instance.
+    /// Whether the span is visible. A grant without a wait, for example, takes no time and moves
+    /// nothing.
     fn is_seen(&self) -> bool {
         self.to > self.from || self.bytes > 0
     }
@@ -48,17 +50,18 @@ impl Span {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Lane {
     pub label: String,
-    /// In the order of their ends.
+    /// The spans, ordered by their ends.
     pub spans: Vec<Span>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Timeline {
-    /// The host whose clock the times are of, since 1970. `None`: they are since the beginning.
+    /// The host whose clock gave the times, which are since 1970. `None`: times are since the
+    /// beginning.
     pub host: Option<String>,
-    /// The first moment and the last.
+    /// The first and the last moment.
     pub span: Option<(Duration, Duration)>,
-    /// By the GPU's UUID, and the number of the client.
+    /// The lanes by the GPU's UUID and the client's number.
     pub lanes: BTreeMap<String, BTreeMap<u64, Lane>>,
 }
 
@@ -73,7 +76,8 @@ impl Timeline {
         lanes.entry(client).or_insert_with(|| Lane { label: label(), spans: Vec::new() })
     }
 
-    /// Adds the lanes of another timeline, which may be of another time: its GPUs are to be named by `name` of their names.
+    /// Adds the lanes of another timeline, whose times may differ. `name` returns the new name of
+    /// each of its GPUs.
     pub fn append(&mut self, other: Self, name: impl Fn(&str) -> String) {
         let (first, last) = other.span.unwrap_or_default();
         self.reach(first);
@@ -81,7 +85,7 @@ impl Timeline {
         self.lanes.extend(other.lanes.into_iter().map(|(gpu, lanes)| (name(&gpu), lanes)));
     }
 
-    /// Begins with the first span.
+    /// Moves the timeline's beginning to the first span.
     pub fn cut_blank_beginning(&mut self) {
         let spans = self.lanes.values().flat_map(BTreeMap::values).flat_map(|lane| &lane.spans);
         if let (Some((begin, _)), Some(first)) = (&mut self.span, spans.map(|span| span.from).min()) {
@@ -89,7 +93,7 @@ impl Timeline {
         }
     }
 
-    /// Leaves only what happened within `last` before the end. A span that began earlier is cut.
+    /// Keeps only the last `last` of the timeline. Spans that began earlier are cut.
     pub fn keep_last(&mut self, last: Duration) {
         let Some((first, end)) = self.span else { return };
         let begin = end.saturating_sub(last).max(first);
@@ -101,7 +105,8 @@ impl Timeline {
         self.lanes.values_mut().for_each(|lanes| lanes.retain(|_, lane| !lane.spans.is_empty()));
     }
 
-    /// Leaves only this GPU, named by its UUID with or without the prefix, or by the beginning of one. `false` if there is none.
+    /// Keeps only this GPU, given by its UUID or a beginning of it, with or without the UUID's
+    /// prefix. False if the GPU does not exist.
     pub fn keep_gpu(&mut self, name: &str) -> bool {
         let plain = |name: &str| name.trim_start_matches("GPU-").trim_start_matches("MIG-").to_ascii_lowercase();
         let wanted = plain(name);
@@ -110,7 +115,8 @@ impl Timeline {
     }
 }
 
-/// The lanes of the programs that held or moved for the longest time, in their own order.
+/// The `most` lanes whose programs held the GPU or moved memory for the longest time, in their
+/// original order.
 fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>, most: usize) -> Vec<&'a Lane> {
     let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
     if all.len() > most {

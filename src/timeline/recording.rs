@@ -1,4 +1,4 @@
-//! Timelines of a recording of the flight recorder.
+//! Creates a timeline from a recording of the flight recorder.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use super::{Activity, Span, Timeline};
 use crate::recorder::bundle::Header;
 use crate::recorder::replay::{Moment, Replay, What};
 
-/// The timeline of a replayed recording, in the time of the host's clock when the recording was made; `labels` has a text for each
-/// client that is known by more than its number.
+/// The timeline of a replayed recording. Times are of the host's clock at the time of the recording. `labels` has the texts of
+/// clients that are known by more than their number.
 pub fn from_recording(replay: &Replay, labels: &BTreeMap<u64, String>, header: &Header) -> Timeline {
     let epoch = header.epoch();
     let span = replay.span.map(|(first, last)| (epoch + first, epoch + last));

@@ -1,7 +1,8 @@
-//! Timelines as SVG: a picture that stands alone, without scripts, fonts or anything from elsewhere.
+//! Timelines as SVG: a self-contained picture, without scripts, fonts or external resources.
 //!
-//! Its size is bounded: short spans that are closer than a pixel are drawn as one, as opaque as the share of time that they take, and
-//! of each GPU no more than [`MOST_LANES`] programs are drawn, those that did most.
+//! The picture's size is bounded. Short spans that are closer than a pixel are drawn as one piece,
+//! whose opacity is the fraction of time that they take. At most [`MOST_LANES`] programs per GPU
+//! are drawn: the most active ones.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,26 +13,27 @@ use super::{Activity, Lane, Span, Timeline};
 use crate::config::units;
 use crate::identity::printable;
 
-/// The most programs of a GPU that are drawn.
+/// The limit of programs drawn per GPU.
 pub const MOST_LANES: usize = 200;
 
 // All lengths are pixels.
 const WIDTH: f64 = 1200.0;
 const LEFT: f64 = 250.0;
-/// Half of the last time below fits.
+/// Leaves space for half of the last time below.
 const RIGHT: f64 = 44.0;
 const ROW: f64 = 24.0;
 const HEADING: f64 = 30.0;
 const TOP: f64 = 64.0;
 const BAR: f64 = 10.0;
 const STRIP: f64 = 4.0;
-/// Spans that are this close are drawn as one, and none is narrower.
+/// Spans that are closer than this are drawn as one. Also the least width.
 const FINEST: f64 = 0.75;
-/// Spans that are this wide are drawn alone, and no more than so much of the others is drawn as one.
+/// Spans of at least this width are drawn separately. Also the maximum width of several spans drawn
+/// as one.
 const COLUMN: f64 = 6.0;
-/// The least opacity, so that a rare span is seen.
+/// The least opacity, so that a rare span is visible.
 const FAINTEST: f64 = 0.1;
-/// From where the name of a program begins.
+/// The indentation of programs' names.
 const INDENT: f64 = 20.0;
 const TICKS: f64 = 10.0;
 
@@ -40,9 +42,9 @@ const STYLE: &str = "text{font:12px sans-serif;fill:#222}.gpu{font-weight:bold}.
 
 struct Look {
     class: &'static str,
-    /// In the legend.
+    /// The name in the legend.
     name: &'static str,
-    /// From the top of the row.
+    /// The distance from the top of the row.
     top: f64,
     height: f64,
 }
@@ -57,10 +59,10 @@ const fn look(activity: Activity) -> Look {
     Look { class, name, top, height }
 }
 
-/// In the order in which they are drawn, the last on top.
+/// The drawing order; later activities are on top.
 const ACTIVITIES: [Activity; 4] = [Activity::Waits, Activity::Holds, Activity::Leaves, Activity::Returns];
 
-/// Several spans that are drawn as one.
+/// One or several spans that are drawn as one.
 #[derive(Debug, PartialEq)]
 struct Piece {
     left: f64,
@@ -73,14 +75,14 @@ struct Piece {
 }
 
 impl Piece {
-    /// The share of its time that its spans take, unless it is one.
+    /// The fraction of the piece's time that its spans take; 1 for a single span.
     fn opacity(&self) -> f64 {
         let all = self.to.saturating_sub(self.from).as_secs_f64();
         if self.count == 1 || all <= 0.0 { 1.0 } else { (self.time.as_secs_f64() / all).clamp(FAINTEST, 1.0) }
     }
 }
 
-/// Draws it; `title` is the heading. `names` gives a GPU's name.
+/// Draws a timeline. `title` is the heading; `names` returns a GPU's name.
 pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) -> String {
     let (begin, end) = timeline.span.unwrap_or_default();
     let length = end.saturating_sub(begin).as_secs_f64().max(1e-6);
@@ -132,7 +134,7 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
     out + &body + "</svg>\n"
 }
 
-/// Names the activities that are drawn.
+/// Draws the names of the activities that occur.
 fn draw_legend(out: &mut String, timeline: &Timeline) {
     let all = || timeline.lanes.values().flat_map(BTreeMap::values).flat_map(|lane| &lane.spans);
     let mut left = 8.0;
@@ -150,7 +152,7 @@ fn draw_legend(out: &mut String, timeline: &Timeline) {
     }
 }
 
-/// Lines at round times within the lanes of each GPU, and these times.
+/// Draws lines at round times through the lanes of each GPU, and the times.
 fn draw_axis(out: &mut String, timeline: &Timeline, blocks: &[(f64, f64)], bottom: f64, x: &impl Fn(Duration) -> f64) {
     for Tick { at, text } in axis::ticks(timeline, TICKS) {
         let at = x(at);
@@ -212,7 +214,7 @@ fn pieces(spans: &[Span], activity: Activity, x: &impl Fn(Duration) -> f64) -> V
     pieces
 }
 
-/// The width of a text as sans-serif fonts have it, rather too much than too little.
+/// An upper estimate of a text's width in a sans-serif font.
 fn width(text: &str) -> f64 {
     let letter = |c: char| match c {
         'i' | 'j' | 'l' | 'I' | '.' | ',' | ':' | ';' | '|' | '!' | '\'' | ' ' => 4.0,
@@ -224,7 +226,7 @@ fn width(text: &str) -> f64 {
     text.chars().map(letter).sum()
 }
 
-/// As much of the text as there is room for.
+/// The text, shortened to fit.
 fn shortened(text: &str, room: f64) -> String {
     if width(text) <= room {
         return text.to_owned();
@@ -239,7 +241,7 @@ fn shortened(text: &str, room: f64) -> String {
     kept + "…"
 }
 
-/// Text as XML has it, which forbids control characters.
+/// Text escaped for XML, without control characters, which XML forbids.
 fn escaped(text: &str) -> String {
     printable(text).chars().fold(String::new(), |mut out, c| {
         match c {

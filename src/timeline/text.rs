@@ -1,4 +1,4 @@
-//! Timelines as text: a line a program, for terminals.
+//! Timelines as text for terminals: one line per program.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,14 +8,14 @@ use super::axis::{self, Tick};
 use super::{Activity, Lane, Timeline};
 use crate::identity::printable;
 
-/// The most programs of a GPU that are drawn.
+/// The limit of programs drawn per GPU.
 const MOST_LANES: usize = 20;
-/// The fewest and the most characters of a lane.
+/// The valid widths of a lane, in characters.
 const CELLS: std::ops::RangeInclusive<usize> = 20..=400;
-/// Characters for a time below the lanes, and a blank.
+/// The width of a time below the lanes, with a blank.
 const TICK: f64 = 14.0;
 
-/// What the terminal can show.
+/// The terminal's capabilities.
 #[derive(Debug, Clone, Copy)]
 pub struct Paint {
     pub width: usize,
@@ -23,23 +23,23 @@ pub struct Paint {
     pub unicode: bool,
 }
 
-/// What a character says.
+/// The meaning of a character.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cell {
     Idle,
     Waits,
     Holds,
-    /// Holds the GPU for less than half of the character's time.
+    /// The program holds the GPU for less than half of the character's time.
     HoldsShortly,
     Leaves,
     Returns,
 }
 
-/// In the order of the legend.
+/// The order of the legend.
 const SEEN: [Cell; 5] = [Cell::Holds, Cell::HoldsShortly, Cell::Waits, Cell::Leaves, Cell::Returns];
 
 impl Cell {
-    /// The character, the one for terminals without Unicode, the colour, and the legend.
+    /// The character, its substitute without Unicode, the colour, and the legend.
     const fn look(self) -> (char, char, &'static str, &'static str) {
         match self {
             Self::Idle => (' ', ' ', "", ""),
@@ -58,7 +58,7 @@ impl Cell {
     }
 }
 
-/// Draws it, with the axis below. `names` gives a GPU's name.
+/// Draws a timeline, with the axis below. `names` returns a GPU's name.
 pub fn draw(timeline: &Timeline, names: impl Fn(&str) -> String, paint: Paint) -> String {
     if timeline.lanes.is_empty() {
         return "No program used a GPU.\n".into();
@@ -100,7 +100,8 @@ pub fn draw(timeline: &Timeline, names: impl Fn(&str) -> String, paint: Paint) -
     out
 }
 
-/// What the characters of a lane say: what takes most of their time, moves before turns.
+/// The characters of a lane. Each shows the activity that takes most of its time; moves take
+/// precedence over turns.
 fn cells(lane: &Lane, begin: Duration, step: f64, count: usize) -> Vec<Cell> {
     #[derive(Clone, Copy, Default)]
     struct Shares {
@@ -108,7 +109,7 @@ fn cells(lane: &Lane, begin: Duration, step: f64, count: usize) -> Vec<Cell> {
         holds: f64,
         leaves: f64,
         returns: f64,
-        /// Turns that begin and end here.
+        /// Turns that begin and end within the character's time.
         turns: u32,
     }
     let mut shares = vec![Shares::default(); count];
@@ -139,7 +140,7 @@ fn cells(lane: &Lane, begin: Duration, step: f64, count: usize) -> Vec<Cell> {
         _ => Cell::Idle,
     };
     let mut cells: Vec<Cell> = shares.iter().map(turn).collect();
-    // A short move is shown where there are few, and none hides all of a turn.
+    // Short moves are shown if there are few moves; no move hides a whole turn.
     let least = if moves * 2 <= count { 0.0 } else { 0.5 };
     let is_held = |cells: &[Cell], at: usize| matches!(cells.get(at), Some(Cell::Holds | Cell::HoldsShortly));
     for (at, shares) in shares.iter().enumerate() {
@@ -171,10 +172,10 @@ mod tests {
 
     const PLAIN: Paint = Paint { width: 60, colour: false, unicode: true };
 
-    /// An activity, from when to when in milliseconds.
+    /// An activity with its beginning and end in milliseconds.
     type Part = (Activity, u64, u64);
 
-    /// Lanes of a minute on one GPU.
+    /// A timeline of one minute with these lanes on one GPU.
     fn timeline(lanes: &[(&str, &[Part])]) -> Timeline {
         let mut timeline = Timeline { span: Some((Duration::ZERO, Duration::from_secs(60))), ..Timeline::default() };
         for (number, (label, spans)) in (1..).zip(lanes) {
@@ -205,7 +206,7 @@ mod tests {
     #[test]
     fn moves_do_not_hide_a_turn() {
         use Activity::{Holds, Leaves, Returns, Waits};
-        // A character is a second and a quarter.
+        // A character covers 1.25 s.
         let spans = [(Waits, 0, 30_000), (Returns, 30_000, 32_400), (Holds, 30_000, 32_500), (Leaves, 32_300, 35_000)];
         let drawn = draw(&timeline(&[("A", &spans)]), str::to_owned, PLAIN);
         let lane = drawn.lines().nth(1).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The agent as a process: its parts are started, signals are heeded, and all of it ends.
+//! The agent as a process: starts its parts, handles signals, and ends.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::links::Link;
 use crate::probe::Socket;
 use crate::{kubernetes, node, scheduler};
 
-/// Changes that wait to be looked at; more wait at the API server.
+/// The limit of queued changes. Further changes wait at the API server.
 const QUEUE: usize = 64;
 
-/// Time for threads that look up names to end.
+/// The time for threads that look up names to end.
 const END: Duration = Duration::from_millis(200);
 
 /// The command line.
@@ -32,7 +32,7 @@ pub struct Options {
     pub kubeconfig: Option<PathBuf>,
     /// The scheduler's control socket.
     pub control: PathBuf,
-    /// The agent's own.
+    /// The agent's own socket.
     pub socket: PathBuf,
     pub log_level: LogLevel,
 }
@@ -40,7 +40,7 @@ pub struct Options {
 /// Runs until a signal ends it.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
-    // kube and what it uses log each request that fails: what matters of them is logged once, by `kubernetes`.
+    // kube and its dependencies log every failed request. `kubernetes` logs the relevant failures once.
     let libraries = if options.log_level == LogLevel::Trace { LevelFilter::WARN } else { LevelFilter::OFF };
     log::start(options.log_level, libraries);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

@@ -10,19 +10,20 @@ use crate::permissions::{KEYS, Permissions};
 /// The prefix of annotations for nvshare.
 pub const PREFIX: &str = "nvshare.com/";
 
-/// No value that means something is longer: a list of all slices of eight GPUs, by their UUIDs, has 2300 bytes.
+/// The length limit of a value, in bytes. The longest useful value, a list of all slices of eight GPUs by UUID,
+/// has 2300 bytes.
 const LONGEST: usize = 4096;
 
-/// The rule that a pod requests, and a sentence for each annotation that is left out.
+/// The rule that a pod requests, and a sentence about each ignored annotation.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PodRule {
     pub keys: BTreeMap<&'static str, Value>,
-    /// Keys that are not the pod's, but the default of its namespace.
+    /// Keys that come from the namespace's defaults rather than from the pod.
     pub defaults: Vec<&'static str>,
     pub left_out: Vec<String>,
 }
 
-/// Reads the annotations of a pod, by their names without [`PREFIX`].
+/// Reads a pod's annotations, whose names are without [`PREFIX`].
 pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions: &Permissions) -> PodRule {
     let mut rule = PodRule::default();
     for (name, text) in annotations {
@@ -62,13 +63,13 @@ fn read_one(
     Ok((key, value))
 }
 
-/// The value as in a rule. An invalid one stays a text, for which the scheduler has an error message.
+/// The value for a rule. An invalid value stays a text, about which the scheduler reports an error.
 fn value(namespace: &str, key: &str, text: &str) -> Value {
     match key {
         "weight" | "priority" => text.parse::<i64>().map_or_else(|_| text.into(), Value::Integer),
         "interactive" | "gang" => text.parse::<bool>().map_or_else(|_| text.into(), Value::Boolean),
         "allowed-gpus" => text.split(',').map(str::trim).filter(|gpu| !gpu.is_empty()).collect::<Vec<_>>().into(),
-        // Labels belong to a namespace: a pod cannot get beside another namespace's pods, or into their way, by
+        // Labels belong to a namespace, so that a pod cannot join or obstruct another namespace's pods by
         // guessing labels.
         "affinity" | "anti-affinity" | "exclusion" if !text.is_empty() => format!("{namespace}/{text}").into(),
         _ => text.into(),

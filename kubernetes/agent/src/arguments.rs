@@ -7,7 +7,7 @@ use nvshare::bus::is_pod_name;
 use nvshare::config::LogLevel;
 use nvshare::config::paths::CONTROL_SOCKET;
 
-/// Where the agent that runs answers `--probe`.
+/// The socket on which the running agent answers `--probe`.
 pub const PROBE_SOCKET: &str = "/run/nvshare-agent/agent.sock";
 
 /// Tells nvshare's scheduler which pods are on this node, and what they rule for themselves.
@@ -48,7 +48,7 @@ pub struct Arguments {
     pub log_level: LogLevel,
 }
 
-/// It becomes a part of a selector, where a comma would mean something.
+/// The name becomes part of a selector, in which a comma has a meaning.
 fn read_node(text: &str) -> Result<String, String> {
     match is_pod_name(text) {
         true => Ok(text.to_owned()),

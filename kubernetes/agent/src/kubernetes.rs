@@ -1,8 +1,8 @@
-//! Reads the pods of a node from the API server: a list, and then changes.
+//! Reads the pods of a node from the API server: first a list, then changes.
 //!
-//! This uses kube's requests rather than its watcher, which does not report when a failed watch works again: on a
-//! quiet node the agent could not tell whether it is connected. A watch continues where the last one ended; if that
-//! is too long ago, all pods are listed again.
+//! This uses kube's requests rather than its watcher, which does not report when a failed watch works again: on a quiet
+//! node the agent would not know whether it is connected. A watch continues where the previous watch ended; if that is
+//! too long ago, all pods are listed again.
 
 use std::time::Duration;
 
@@ -29,32 +29,32 @@ const GONE: u16 = 410;
 const UNAUTHORIZED: u16 = 401;
 const FORBIDDEN: u16 = 403;
 
-/// Time for the beginning of an answer.
+/// Timeout for the beginning of an answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// For how many seconds a watch is asked for. The API server marks a quiet one with a bookmark about every minute, so one
-/// of which nothing was heard for so long is dead.
+/// The requested duration of a watch, in seconds. On a quiet watch the API server sends a bookmark about every minute, so
+/// a watch that is silent for the whole time is dead.
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
 /// The longest pause before another attempt.
 const RETRY: Duration = Duration::from_secs(30);
 
-/// A watch that has lasted for so long has worked, though nothing came.
+/// A watch that has lasted this long has worked, even without a change.
 const LASTING: Duration = Duration::from_secs(10);
 
-/// Why a list counts no longer.
+/// The reason why a list is no longer valid.
 #[derive(Debug)]
 enum Over {
-    /// It is to be read again.
+    /// The list must be read again.
     Stale,
-    /// The API server cannot be asked, or does not answer what was asked.
+    /// The API server cannot be reached, or its answer is invalid.
     Failed(String),
-    /// The receiver is gone.
+    /// The receiver was dropped.
     Unwanted,
 }
 
-/// Reads the pods of that node until the receiver is gone.
+/// Reads the pods of a node until the receiver is dropped.
 pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, mut link: Link) {
     let selector = format!("spec.nodeName={node}");
     let mut reader = Reader { client, selector, changes, version: String::new(), count: 0 };
@@ -69,19 +69,19 @@ pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, m
     }
 }
 
-/// Reads the pods of a node.
+/// A reader of a node's pods.
 struct Reader {
     client: Client,
     selector: String,
     changes: mpsc::Sender<Change>,
-    /// The resource version that was read last.
+    /// The newest resource version.
     version: String,
     /// The number of events.
     count: u64,
 }
 
 impl Reader {
-    /// Reads a list, and what becomes of it.
+    /// Reads a list, and follows its changes.
     async fn read(&mut self, link: &mut Link, retry: &mut Retry) -> Over {
         if let Err(over) = self.list().await {
             return over;
@@ -101,7 +101,7 @@ impl Reader {
     }
 
     async fn list(&mut self) -> Result<(), Over> {
-        // The API server's cache is enough: the watch brings newer changes.
+        // The API server's cache suffices: the watch brings newer changes.
         let params = ListParams::default().fields(&self.selector).match_any();
         let request = Request::new(PODS).list(&params).map_err(|e| Over::Failed(causes(&e)))?;
         let list: ObjectList<Pod> = match timeout(ANSWER, self.client.request(request)).await {
@@ -113,7 +113,7 @@ impl Reader {
         self.pass_on(Change::Listed(list.items)).await
     }
 
-    /// Watches from the last version on, until the watch ends, which it does after a while.
+    /// Watches from the newest version on, until the API server ends the watch.
     async fn watch(&mut self, link: &mut Link) -> Result<(), Over> {
         let params = WatchParams::default().fields(&self.selector).timeout(WATCH_SECONDS);
         let request = Request::new(PODS).watch(&params, &self.version).map_err(|e| Over::Failed(causes(&e)))?;
@@ -128,7 +128,7 @@ impl Reader {
                 Ok(Ok(Some(event))) => event,
                 Ok(Ok(None)) => return Ok(()),
                 Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
-                // It would come again from the same version.
+                // A new watch from the same version would return the same invalid object.
                 Ok(Err(Error::SerdeError(e))) => {
                     return Err(Over::Failed(format!("the API server's answer is not understood: {e}")));
                 }
@@ -179,7 +179,7 @@ fn failed(what: &str, error: &Error) -> Over {
     }
 }
 
-/// The API server has answered that it does not.
+/// Interprets the API server's error status.
 fn refused(what: &str, status: &Status) -> Over {
     let message = message(status);
     match status.code {

@@ -6,7 +6,7 @@
 //! - [`kubernetes`]: reads pods from the API server. [`scheduler`]: sends them to the scheduler.
 //! - [`links`]: the state of both connections, for the log and for [`probe`]; [`retry`]: pauses between attempts.
 //! - [`pod_warnings`]: logs each warning about a pod once.
-//! - [`agent`]: all of it as one process.
+//! - [`agent`]: the whole agent as one process.
 
 pub mod agent;
 pub mod annotations;

@@ -1,4 +1,4 @@
-//! The state of a connection that the agent needs: its changes are logged, and the probe reports it.
+//! The state of a connection that the agent needs. Changes are logged, and the probe reports the state.
 
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -6,7 +6,7 @@ use tracing::{info, warn};
 /// The reason why a connection is down; `None` if it is up.
 pub type Trouble = Option<String>;
 
-/// The connection to one of them.
+/// The connection to the API server or the scheduler.
 #[derive(Debug)]
 pub struct Link {
     /// The name of the other end, as in "the scheduler".
@@ -23,7 +23,7 @@ enum Said {
 }
 
 impl Link {
-    /// A connection that is not up yet. The receiver follows its state.
+    /// Creates a connection that is down. The receiver follows its state.
     pub fn new(whom: &'static str) -> (Self, watch::Receiver<Trouble>) {
         let (state, followed) = watch::channel(Some(format!("{whom} has not answered yet")));
         (Self { whom, state, said: Said::Nothing }, followed)

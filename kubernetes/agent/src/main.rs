@@ -1,4 +1,4 @@
-//! `nvshare-agent`: which of the things that its command line can ask is done.
+//! `nvshare-agent`: dispatches the command line.
 
 use std::process::ExitCode;
 
@@ -18,7 +18,7 @@ fn main() -> ExitCode {
         probe(&arguments.socket)
     } else {
         agent::run(Options {
-            // clap requires it.
+            // clap requires the node's name here.
             node: arguments.node.unwrap_or_default(),
             config: arguments.config,
             kubeconfig: arguments.kubeconfig,

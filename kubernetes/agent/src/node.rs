@@ -1,4 +1,4 @@
-//! All pods of the node as they come and go, and the message to the scheduler.
+//! The current pods of the node, and the message to the scheduler.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::config::Config;
 use crate::pod::{KnownPod, Pod};
 use crate::pod_warnings::PodWarnings;
 
-/// Changes within this time are sent together: a pod that starts changes several times.
+/// Changes within this time are sent together, because a starting pod changes several times.
 const GATHER: Duration = Duration::from_millis(100);
 
 /// A change reported by Kubernetes.
 #[derive(Debug)]
 pub enum Change {
-    /// These there are, and no others.
+    /// All pods of the node.
     Listed(Vec<Pod>),
     Applied(Pod),
     Deleted(Pod),
@@ -29,7 +29,7 @@ pub enum Change {
 /// The pods for the scheduler; `None` until Kubernetes has listed them.
 pub type Told = Option<Arc<Vec<bus::Pod>>>;
 
-/// The pods, by the UIDs that they have in Kubernetes.
+/// The pods, by their UIDs in Kubernetes.
 #[derive(Debug, Default)]
 pub struct Node {
     pods: Option<BTreeMap<String, KnownPod>>,
@@ -48,7 +48,7 @@ impl Node {
             }
             (Change::Applied(pod), Some(pods)) => (known(pod), pods),
             (Change::Deleted(pod), Some(pods)) => ((pod.metadata.uid, None), pods),
-            // No change comes before the first list.
+            // Changes before the first list do not occur.
             (_, None) => return,
         };
         match pods {
@@ -57,11 +57,12 @@ impl Node {
         }
     }
 
-    /// The pods for the scheduler. Wrong annotations are logged, each once.
+    /// The pods for the scheduler. Logs each invalid annotation once.
     pub fn told(&mut self, config: &Config) -> Told {
         let pods = self.pods.as_ref()?;
         let mut all: Vec<&KnownPod> = pods.values().collect();
-        // Two pods have the same UID only if one of them falsely claims to be a static pod: the older one is right.
+        // Two pods have the same UID only if one falsely claims to be a static pod. The older pod is the genuine
+        // one.
         all.sort_by(|a, b| (&a.uid, &a.created, a.full_name()).cmp(&(&b.uid, &b.created, b.full_name())));
         all.dedup_by(|later, first| later.uid == first.uid);
         let is_crowded = all.len() > MAX_PODS;
@@ -96,7 +97,7 @@ impl Node {
     }
 }
 
-/// Follows changes, and sends the pods to the scheduler, until the sender of changes is gone.
+/// Follows changes, and sends the pods to the scheduler, until the sender of changes is dropped.
 pub async fn keep(
     mut changes: mpsc::Receiver<Change>,
     mut config: watch::Receiver<Arc<Config>>,

@@ -1,4 +1,4 @@
-//! A pod in Kubernetes' form, reduced to the fields that the agent needs.
+//! The parts of a Kubernetes pod that the agent needs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,12 +7,12 @@ use serde::Deserialize;
 
 use crate::annotations::PREFIX;
 
-/// kubelet's annotation on mirror pods, by which it shows the node's static pods: the pod's UID in control groups,
-/// while the mirror pod has a UID of its own.
+/// kubelet's annotation on mirror pods, which represent the node's static pods: the static pod's UID, which its control
+/// groups have. The mirror pod has another UID.
 const MIRROR: &str = "kubernetes.io/config.mirror";
 const HASH: &str = "kubernetes.io/config.hash";
 
-/// A pod in the API server's words.
+/// A pod in the API server's format.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct Pod {
     #[serde(default)]
@@ -45,28 +45,28 @@ pub struct Status {
 #[serde(default)]
 pub struct Container {
     pub name: String,
-    /// The runtime's name and the id: `containerd://0123...`; missing until the container has started.
+    /// The runtime's name and the container's id: `containerd://0123...`; missing until the container has started.
     #[serde(rename = "containerID")]
     pub id: Option<String>,
 }
 
-/// The fields of a pod that can have programs.
+/// A pod that can have programs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownPod {
-    /// As control groups have it.
+    /// The UID in control groups.
     pub uid: String,
     pub namespace: String,
     pub name: String,
-    /// When it was made, as Kubernetes writes it: such texts can be compared.
+    /// The creation time in Kubernetes' notation, which can be compared as text.
     pub created: String,
     /// The name of each container, by its id.
     pub containers: HashMap<String, String>,
-    /// Those that are meant for nvshare, by their names without the prefix.
+    /// The annotations for nvshare, by their names without the prefix.
     pub annotations: BTreeMap<String, String>,
 }
 
 impl KnownPod {
-    /// Nothing of a pod that has ended, or of something that can be no pod.
+    /// `None` for a pod that has ended, and for an invalid object.
     pub fn read(pod: Pod) -> Option<Self> {
         let Pod { metadata, status } = pod;
         let status = status.unwrap_or_default();
@@ -98,14 +98,13 @@ impl KnownPod {
         })
     }
 
-    /// As people call it.
+    /// `namespace/name`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 }
 
-/// The UID of a pod that the node has by itself. Anybody may write annotations: what looks like another pod's UID, with
-/// dashes, is none of these.
+/// The UID of a static pod. Any user may write annotations, so a UID with dashes, which other pods have, is rejected.
 fn of_node_itself(annotations: &BTreeMap<String, String>) -> Option<String> {
     let hash = annotations.get(HASH).filter(|hash| annotations.get(MIRROR) == Some(hash))?;
     (hash.len() == 32 && hash.bytes().all(|b| b.is_ascii_hexdigit())).then(|| hash.clone())

@@ -1,13 +1,13 @@
-//! Warnings about pods, each logged once, and only a few for each pod: annotations must not be able to fill the log.
+//! Warnings about pods. Each is logged once, and only a few per pod, so that annotations cannot fill the log.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tracing::warn;
 
-/// Warnings about one pod.
+/// The limit of warnings per pod.
 const MOST: usize = 10;
 
-/// A line is cut off there.
+/// The length limit of a line.
 const LONGEST: usize = 400;
 
 /// The warnings about each pod, by its UID.
@@ -40,7 +40,7 @@ impl PodWarnings {
     }
 }
 
-/// One line without anything that a terminal would obey, and not too long.
+/// The text as one line without control characters, cut to the length limit.
 fn plain(text: &str) -> String {
     let mut line: String = text.chars().map(|c| if c.is_control() { '?' } else { c }).take(LONGEST).collect();
     if text.chars().nth(LONGEST).is_some() {

@@ -16,10 +16,10 @@ use crate::links::Trouble;
 /// Less than kubelet's default timeout of a second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
-/// The answer where all is well.
+/// The answer if both connections are up.
 const WELL: &str = "connected\n";
 
-/// No answer is longer.
+/// The length limit of an answer.
 const LONGEST: u64 = 4096;
 
 /// The socket on which an agent answers probes. Dropping it removes the file.
@@ -30,7 +30,7 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Binds the socket, in place of one that no process listens on any more.
+    /// Binds the socket. Replaces a socket that no process listens on any more.
     pub fn bind(path: &Path) -> Result<Self, String> {
         if UnixStream::connect(path).is_ok() {
             return Err(format!("another agent answers at {}: end it first, or name another --socket", path.display()));
@@ -44,7 +44,7 @@ impl Socket {
         Ok(Self { path: path.to_owned(), listener })
     }
 
-    /// Answers every connection with the reason why one of the agent's connections is down, if any is.
+    /// Answers each probe with the reason why one of the agent's connections is down, if any is.
     pub async fn serve(&self, links: [watch::Receiver<Trouble>; 2]) {
         loop {
             let mut stream = match self.listener.accept().await {
@@ -57,7 +57,7 @@ impl Socket {
             };
             let trouble: Vec<String> = links.iter().filter_map(|link| link.borrow().clone()).collect();
             let answer = if trouble.is_empty() { WELL.to_owned() } else { trouble.join("; ") + "\n" };
-            // One that does not read has all the same: so little fits without that.
+            // The answer fits in the socket's buffer even if the peer does not read.
             let _ = timeout(PATIENCE, stream.write_all(answer.as_bytes())).await;
         }
     }
@@ -69,10 +69,10 @@ impl Drop for Socket {
     }
 }
 
-/// Asks the agent that listens there.
+/// Queries the agent that listens on this socket.
 ///
 /// # Errors
-/// If no agent answers, or one of its connections is down.
+/// No agent answers, or one of its connections is down.
 pub fn probe(path: &Path) -> Result<(), String> {
     let silent = |e: io::Error| format!("no agent answers at {}: {e}", path.display());
     let stream = UnixStream::connect(path).map_err(silent)?;

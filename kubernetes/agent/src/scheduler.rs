@@ -1,5 +1,5 @@
-//! Telling the scheduler which pods there are, on its control socket: all of them at once, when something has changed, and
-//! when it is another scheduler, which knows nothing.
+//! Sends the node's pods to the scheduler over its control socket: the whole list after each change, and to each new
+//! scheduler, which knows no pods.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -18,17 +18,17 @@ use crate::node::Told;
 use crate::pod_warnings::PodWarnings;
 use crate::retry::Retry;
 
-/// Time for the scheduler to accept a connection and a message. A restart takes it two seconds at most.
+/// Timeout for the scheduler to accept a connection and a message. A restart takes at most two seconds.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Pause between attempts, which are cheap; programs have no names until one succeeds.
+/// Pause between attempts. It is short because attempts are cheap, and pods have no names until one succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// At most one part in this many of the time is spent on sending, however fast pods come and go.
+/// At most one part in this many of the time is spent on sending, even if pods change constantly.
 const SHARE: u32 = 10;
 
-/// Tells it whatever is new, until nothing can be any more.
+/// Sends each new list, until the sender of lists is dropped.
 pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: Link) {
     let (mut retry, mut warnings) = (Retry::up_to(RETRY), PodWarnings::default());
     loop {
@@ -40,8 +40,8 @@ pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: L
     }
 }
 
-/// Sends the pods to one scheduler for as long as it is connected. An error says why it is not; without one, there
-/// will be no more changes.
+/// Sends the pods to one scheduler while it is connected. Returns an error at the end of the connection, or `Ok` after the
+/// last change.
 async fn serve(
     control: &Path,
     told: &mut watch::Receiver<Told>,

@@ -1,4 +1,5 @@
-//! The agent beside the real scheduler: pods that come, change and go, and what the scheduler then knows.
+//! The agent with the real scheduler: pods are added, changed and removed, and the scheduler learns of
+//! them.
 
 use crate::support::api::{container, pod, uid};
 use crate::support::containers::{Inmate, stay_connected};
@@ -66,7 +67,7 @@ fn a_program_is_known_by_its_pod_and_has_its_wish() {
     let another = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1));
     scheduler.log.wait("of pod team-a/pod-1, container main, connected");
     drop(another);
-    // That it has ended, or disconnected.
+    // The client has ended or disconnected.
     scheduler.log.wait_for("of pod team-a/pod-1, container main, ", 2);
 
     node.api.remove(&uid(1));
@@ -181,7 +182,7 @@ fn the_scheduler_is_told_no_more_often_than_needed() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     agent.log.wait("1 pods told within");
-    // Its status changes, and nothing in it that the scheduler is to know.
+    // Only the pod's status changes, which the scheduler does not need.
     for ready in ["False", "True", "False"] {
         node.api.put(with(pod(1, &[]), "/status/conditions/0/status", json!(ready)));
     }

@@ -1,4 +1,4 @@
-//! What the man page says there is, against what there is.
+//! Compares the man page with the program's options and configuration keys.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn the_page_has_every_flag() {
 
 #[test]
 fn the_page_has_every_setting() {
-    // An unknown key is answered with those that there are.
+    // The error about an unknown key lists the valid keys.
     let error = Config::parse("[[namespaces]]\nno-such-key = 1", "x".as_ref()).expect_err("there is no such key");
     let text = error.to_string();
     let names: Vec<&str> = text.split_once("expected").expect("it says what there is").1.split('`').collect();

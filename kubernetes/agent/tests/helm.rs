@@ -1,5 +1,5 @@
-//! The Helm chart: it installs what `kubernetes/base` has, as its values say. Where `helm` is missing, only what can be seen without it is
-//! checked.
+//! The Helm chart installs the objects of `kubernetes/base`, changed by its values. Without `helm`, only the checks that do not need it
+//! run.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -35,7 +35,7 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
     let chart: Value = serde_saphyr::from_str(&read("Chart.yaml")).expect("YAML");
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!((&chart["version"], &chart["appVersion"]), (&json!(version), &json!(version)));
-    // Whatever can be set is used, and no other.
+    // The template uses exactly the values that can be set.
     let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
     let template = read("templates/nvshare.yaml");
     for key in values.as_object().expect("values").keys() {
@@ -50,7 +50,7 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
     }
 }
 
-/// A misspelt value is refused, and each value of `values.yaml` is not.
+/// A misspelt value is refused, and every value of `values.yaml` is accepted.
 #[test]
 fn the_schema_has_the_chart_s_values_and_no_others() {
     fn compare(path: &str, values: &Value, schema: &Value) {
@@ -92,13 +92,13 @@ fn is_hook(object: &Value) -> bool {
     object.pointer("/metadata/annotations").is_some_and(|all| all.get("helm.sh/hook").is_some())
 }
 
-/// What the chart installs with these values.
+/// The objects that the chart installs with these values.
 fn rendered_list(values: &Value) -> Vec<Value> {
     let all = rendered_with_hooks(values).into_iter();
     all.filter(|object| !is_hook(object)).collect()
 }
 
-/// What the chart makes of these values.
+/// The chart rendered with these values, including hooks.
 fn rendered_with_hooks(values: &Value) -> Vec<Value> {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("values");
@@ -111,13 +111,13 @@ fn rendered_with_hooks(values: &Value) -> Vec<Value> {
     all.into_iter().filter(|object| !object.is_null()).collect()
 }
 
-/// The same by kind.
+/// The rendered objects by kind.
 fn rendered(values: &Value) -> BTreeMap<String, Value> {
     let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
     rendered_list(values).into_iter().map(by_kind).collect()
 }
 
-/// Without what the chart adds to each object, with settings as they are read, and containers and volumes in the order of their names.
+/// The object without the chart's own additions, with parsed settings, and with containers and volumes sorted by name.
 fn plain(mut object: Value) -> Value {
     for key in ["labels", "namespace"] {
         object["metadata"].as_object_mut().expect("metadata").remove(key);
@@ -155,7 +155,7 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
     let mut count = 0;
     for (_, object) in base {
         let kind = object["kind"].as_str().expect("a kind").to_owned();
-        // Helm makes the namespace itself.
+        // Helm creates the namespace itself.
         if ["Namespace", "Kustomization"].contains(&&*kind) {
             continue;
         }
@@ -191,13 +191,13 @@ fn claims_are_looked_for_before_it_is_removed() {
         (&container["image"], &pod["imagePullSecrets"][0]["name"]),
         (&json!("registry/nvshare:1"), &json!("pull"))
     );
-    // The DaemonSet must not take the Job's pod for one of its own.
+    // The DaemonSet's selector must not match the Job's pod.
     assert_eq!(job.pointer("/spec/template/metadata/labels"), None);
     let account = rendered(&json!({"dra": {"enabled": true}}))["ServiceAccount"]["metadata"]["name"].clone();
     assert_eq!(pod["serviceAccountName"], account);
 }
 
-/// A cluster in which these objects are installed, by their paths.
+/// A cluster with these installed objects, by their paths.
 #[derive(Debug)]
 struct Installed {
     objects: BTreeMap<&'static str, Value>,
@@ -255,7 +255,7 @@ impl World for Installed {
     }
 }
 
-/// What an upgrade of these objects to these values has, or why it is refused.
+/// The result of an upgrade from these objects to these values, or the reason why it is refused.
 fn upgraded(objects: &[(&'static str, Value)], values: &Value) -> Result<String, String> {
     let own = |(path, object): &(&'static str, Value)| {
         let mut object = object.clone();

@@ -1,4 +1,4 @@
-//! What whoever may write annotations, or an API server that talks nonsense, can do to the agent: nothing.
+//! Hostile annotations and nonsense from the API server do not harm the agent.
 
 use crate::support::Node;
 use crate::support::api::{pod, uid};

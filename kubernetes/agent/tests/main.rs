@@ -1,4 +1,4 @@
-//! Tests of the agent, of its page, of the manifests and of the Helm chart.
+//! Tests of the agent, its man page, the manifests and the Helm chart.
 
 mod agent;
 mod documentation;

@@ -1,5 +1,5 @@
-//! The manifests are what Kubernetes' published schemas say (by types that are generated from them): each field is
-//! known, and of the type that is wanted. And they ask for no more than the manual says.
+//! The manifests conform to Kubernetes' published schemas, by types generated from them: each field is known and has
+//! the right type. They also request no more privileges than the manual documents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ pub fn kubernetes() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Every document of the manifests, with its file.
+/// All documents of the manifests, with their files.
 pub fn documents() -> Vec<(PathBuf, Value)> {
     let mut all = Vec::new();
     for directory in ["base", "mounts", "dra", "sleep", "examples", "examples/dra", "examples/volume-mounts"] {
@@ -38,13 +38,13 @@ pub fn documents() -> Vec<(PathBuf, Value)> {
     all
 }
 
-/// What the schema knows of a document. Whatever is written and not in there is unknown to Kubernetes.
+/// The part of a document that the schema knows. Kubernetes does not know the other fields.
 fn known<T: DeserializeOwned + Serialize>(document: &Value) -> Result<Value, String> {
     let typed: T = serde_json::from_value(document.clone()).map_err(|e| e.to_string())?;
     serde_json::to_value(typed).map_err(|e| e.to_string())
 }
 
-/// What is in the one and not, or otherwise, in the other.
+/// Collects the fields of `written` that are missing or different in `known`.
 fn unknown(written: &Value, known: &Value, at: &str, found: &mut Vec<String>) {
     match (written, known) {
         (Value::Object(written), Value::Object(known)) => {
@@ -61,7 +61,7 @@ fn unknown(written: &Value, known: &Value, at: &str, found: &mut Vec<String>) {
             }
         }
         (written, known) if written == known => {}
-        // Quantities and the like may be numbers in YAML, and are texts.
+        // Quantities and similar values are texts, but may be numbers in YAML.
         (Value::Number(number), Value::String(text)) if number.to_string() == *text => {}
         _ => found.push(format!("{at}: {written} is read as {known}")),
     }
@@ -86,7 +86,7 @@ fn every_field_is_one_that_kubernetes_knows() {
             "ResourceClaimTemplate" => known::<ResourceClaimTemplate>(&document),
             "ValidatingAdmissionPolicy" => known::<ValidatingAdmissionPolicy>(&document),
             "ValidatingAdmissionPolicyBinding" => known::<ValidatingAdmissionPolicyBinding>(&document),
-            // kubectl's own, and of no API; and of Prometheus' operator.
+            // Kinds of kubectl, which belong to no API, and of Prometheus' operator.
             "Kustomization" | "Component" | "PodMonitor" => continue,
             other => panic!("{path:?}: {other:?} is checked by nothing here"),
         };
@@ -117,7 +117,7 @@ fn no_container_has_a_privilege() {
         assert_eq!(context.read_only_root_filesystem, Some(true), "{}", container.name);
         let capabilities = context.capabilities.as_ref().expect(&container.name);
         assert_eq!(capabilities.drop.as_deref(), Some(&["ALL".to_owned()][..]), "{}", container.name);
-        // Of what is given away at the start, root alone can be the giver.
+        // `prepare` gives directories to the scheduler's user, and only root with CHOWN can do that.
         let added = (container.name == "prepare").then(|| vec!["CHOWN".to_owned()]);
         assert_eq!(capabilities.add, added, "{}", container.name);
     }
@@ -125,7 +125,7 @@ fn no_container_has_a_privilege() {
     assert_eq!((pod.host_network, pod.host_ipc), (None, None));
 }
 
-/// The component alone adds a container with capabilities, and gives it nothing else.
+/// Only the component adds a container with capabilities, and the container has no other privilege.
 #[test]
 fn what_takes_programs_off_their_gpus_has_what_the_driver_needs_and_is_reached_by_the_scheduler_alone() {
     let of_sleep = |(path, _): &(PathBuf, Value)| path.ends_with("sleep/daemonset.yaml");
@@ -160,7 +160,7 @@ fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
     let user = group.expect("the group of the control socket")[0];
     for container in &pod.containers {
         let context = container.security_context.as_ref().expect(&container.name);
-        // The others use directories of the node that belong to root.
+        // The other containers use directories of the node that belong to root.
         let expected = match &*container.name {
             "scheduler" | "agent" => (Some(user), Some(user), Some(true)),
             _ => (Some(0), None, None),
@@ -216,7 +216,7 @@ fn a_container_is_ready_only_when_it_does_its_work() {
     };
     assert_eq!(probe("device-plugin").1, ["/usr/bin/nvshare-device-plugin", "--ready"]);
     assert_eq!(probe("agent").1, ["/usr/bin/nvshare-agent", "--probe"]);
-    // It compares the file with what the container would write.
+    // The probe compares the file with the content that the container would write.
     let (command, check) = probe("cdi");
     let without = |all: &[String], flag: &str| -> Vec<String> { all.iter().filter(|a| *a != flag).cloned().collect() };
     assert_eq!(without(&command, "--watch"), without(&check, "--check"));
@@ -240,7 +240,7 @@ fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it
     assert_eq!(driver["rules"], rules);
 }
 
-/// What claims and classes of the examples say to the driver.
+/// The driver accepts the configurations of the examples' claims and classes.
 #[test]
 fn the_configurations_of_claims_are_right() {
     let mut count = 0;
@@ -275,7 +275,7 @@ fn the_configurations_of_claims_are_right() {
 fn the_settings_in_the_config_map_are_right() {
     let map = documents().into_iter().find(|(_, document)| document["kind"] == "ConfigMap").expect("a ConfigMap").1;
     let text = |file: &str| map["data"][file].as_str().unwrap_or_else(|| panic!("{file}")).to_owned();
-    // With the examples that are written there in comments as well.
+    // The text with its commented examples enabled.
     let with_examples = |text: String| -> String {
         let uncommented =
             text.lines().map(|line| line.strip_prefix("# ").filter(|line| line.contains(['=', '['])).unwrap_or(line));
@@ -291,7 +291,7 @@ fn the_settings_in_the_config_map_are_right() {
         .expect("device-plugin.toml");
 }
 
-/// What `kubectl apply -k` would apply.
+/// The objects that `kubectl apply -k` would apply.
 fn built_from(directory: &Path) -> Vec<Value> {
     let output = Command::new("kubectl").arg("kustomize").arg(directory).output().expect("kubectl");
     assert!(output.status.success(), "{directory:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -299,7 +299,7 @@ fn built_from(directory: &Path) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{directory:?}: {e}"))
 }
 
-/// What it would apply with the component for sleep in the base of that directory, as the README has it.
+/// The objects with the component for sleep in the base of this directory, as described in the README.
 pub fn built_with_sleep(directory: &str) -> Vec<Value> {
     let copy = tempfile::tempdir().expect("a directory");
     for part in ["base", "mounts", "dra", "sleep"] {
@@ -319,13 +319,14 @@ pub fn built_list(directory: &str) -> Vec<Value> {
     built_from(&kubernetes().join(directory))
 }
 
-/// The same by kind.
+/// The objects by kind.
 fn built(directory: &str) -> BTreeMap<String, Value> {
     let by_kind = |object: Value| (object["kind"].as_str().unwrap_or_default().to_owned(), object);
     built_list(directory).into_iter().map(by_kind).collect()
 }
 
-/// What `dra` has besides the base: two flags, mounts, and the name of the node. `helm.rs` asks the same of the chart.
+/// Checks the additions of `dra` to the base: two flags, mounts, and the node's name. `helm.rs` checks the same for
+/// the chart.
 pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value>) {
     let pod = &dra["DaemonSet"]["spec"]["template"]["spec"];
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();

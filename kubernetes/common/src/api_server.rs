@@ -1,4 +1,4 @@
-//! Finding the API server, and its errors in words.
+//! Finds the API server, and describes its errors.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,16 +7,16 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::Status;
 use kube::{Client, Config};
 
-/// Time to connect.
+/// Timeout of connecting.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// A message of the API server is cut off there.
+/// The length limit of the API server's messages.
 const LONGEST: usize = 400;
 
-/// Finds the API server: by that file, or as pods do.
+/// Finds the API server: by `kubeconfig`, or by the environment of a pod.
 ///
 /// # Errors
-/// A sentence: the file cannot be used, or this is no pod.
+/// A sentence: the file cannot be used, or this process is not in a pod.
 pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
     let mut config = match kubeconfig {
         Some(path) => {
@@ -30,12 +30,12 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
         })?,
     };
     config.connect_timeout = Some(CONNECT);
-    // Callers try again, and say so.
+    // Callers retry, and log that.
     config.default_retry = false;
     Client::try_from(config).map_err(|e| format!("the API server cannot be asked: {}", causes(&e)))
 }
 
-/// What the API server says, as one line: it may quote what it was sent.
+/// The API server's message as one line: it may quote a request.
 pub fn message(status: &Status) -> String {
     status.message.chars().map(|c| if c.is_control() { '?' } else { c }).take(LONGEST).collect()
 }

@@ -1,10 +1,10 @@
-//! Code shared by `nvshare-agent` and `nvshare-device-plugin`, which run in containers on a node of Kubernetes.
+//! Code shared by `nvshare-agent` and `nvshare-device-plugin`, which run in containers on a Kubernetes node.
 //!
-//! - [`api_server`]: finding the API server, and its errors in words.
+//! - [`api_server`]: finding the API server, and describing its errors.
 //! - [`command`]: the end of `main`, and `--check-config`.
 //! - [`config`]: a configuration file that may be missing, and reloading it.
 //! - [`log`]: the log, which goes to stderr.
-//! - [`permissions`]: what pods may set by themselves.
+//! - [`permissions`]: the keys that pods may set.
 //! - [`retry`]: pauses between attempts.
 //! - [`scheduler`]: connecting to the scheduler's control socket.
 //! - [`signals`]: the signals that end a program or make it reload.

@@ -7,7 +7,8 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Starts logging: nvshare's own lines at `level`, those of libraries up to `libraries`. Call it once.
+/// Starts logging: nvshare's own lines up to `level`, lines of libraries up to `libraries`. Must be
+/// called only once.
 pub fn start(level: LogLevel, libraries: LevelFilter) {
     let own = match level {
         LogLevel::Error => Level::ERROR,

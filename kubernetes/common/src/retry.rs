@@ -1,12 +1,13 @@
-//! When to try again what failed: ever later, and not at the same moment as the agents of all other nodes.
+//! Pauses between attempts: they grow exponentially, and are random, so that the agents of all nodes do
+//! not retry at the same moment.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
-/// The first wait.
+/// The first pause.
 const FIRST: Duration = Duration::from_millis(250);
 
-/// Ever longer waits.
+/// Growing pauses.
 #[derive(Debug)]
 pub struct Retry {
     longest: Duration,
@@ -18,17 +19,17 @@ impl Retry {
         Self { longest, last: None }
     }
 
-    /// The next pause: between half of the current maximum and all of it.
+    /// The next pause: between half of the current maximum and the maximum.
     pub fn wait(&mut self) -> Duration {
         let wait = self.last.map_or(FIRST, |last| last * 2).min(self.longest);
         self.last = Some(wait);
         let half = wait / 2;
-        // Each of these hashes with keys of its own.
+        // Each `RandomState` has random keys.
         let random = RandomState::new().hash_one(()) % (half.as_millis() as u64 + 1);
         half + Duration::from_millis(random)
     }
 
-    /// It has worked.
+    /// Starts again with the first pause, after a success.
     pub fn reset(&mut self) {
         self.last = None;
     }

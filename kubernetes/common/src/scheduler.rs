@@ -25,7 +25,7 @@ pub async fn connect(control: &Path) -> Result<(Connection, SchedulerProxy<'stat
     proxy.await.map_err(|e: zbus::Error| format!("the scheduler at {} hangs up: {e}", control.display()))
 }
 
-/// The keys of a rule as D-Bus has them.
+/// The keys of a rule as D-Bus variants.
 pub fn variants(keys: &BTreeMap<impl AsRef<str>, Value>) -> HashMap<String, OwnedVariant> {
     let variant = |value: &Value| match value {
         Value::Integer(number) => Some(Variant::I64(*number)),
@@ -34,7 +34,7 @@ pub fn variants(keys: &BTreeMap<impl AsRef<str>, Value>) -> HashMap<String, Owne
         Value::Array(all) => {
             Some(Variant::from(all.iter().filter_map(Value::as_str).map(str::to_owned).collect::<Vec<String>>()))
         }
-        _ => None, // wishes have no others
+        _ => None, // rules of pods have no values of other types
     };
     let owned = |value: &Value| OwnedVariant::try_from(variant(value)?).ok();
     keys.iter().filter_map(|(key, value)| Some((key.as_ref().to_owned(), owned(value)?))).collect()

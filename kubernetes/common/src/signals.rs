@@ -2,7 +2,7 @@
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Ends the program.
+/// The signals that end the program.
 #[derive(Debug)]
 pub struct Termination {
     terminate: Signal,
@@ -19,7 +19,7 @@ impl Termination {
     }
 }
 
-/// Begins to listen: to what ends the program, and to SIGHUP, which makes it reload.
+/// Starts to listen for the signals that end the program, and for SIGHUP, which makes it reload.
 ///
 /// # Errors
 /// The process cannot listen for signals.

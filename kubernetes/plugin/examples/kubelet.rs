@@ -1,15 +1,15 @@
-//! A kubelet for hosts that have none, to see what the plugin says of real GPUs: takes one registration, prints the list of
-//! devices, and what a container with one slot of the first GPU would get.
+//! A stand-in for kubelet, to try the plugin with real GPUs on hosts without kubelet. Accepts one registration, then prints
+//! the list of devices and the answer for a container with one slot of the first GPU.
 //!
 //!   cargo run -p nvshare-device-plugin --example kubelet -- DIRECTORY
 //!
-//! DIRECTORY is what `nvshare-device-plugin --kubelet` is told.
+//! DIRECTORY is the argument of `nvshare-device-plugin --kubelet`.
 
 #[path = "../tests/support/kubelet.rs"]
 #[allow(dead_code)]
 mod kubelet;
 
-/// What the stand-in waits at most.
+/// The stand-in's timeout.
 pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);
 
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! Which slots a container should get, where kubelet lets the plugin choose: different GPUs as far as there are, by how many
-//! slots each has free, and on one NUMA node where that is equal. Pure, and the same answer to the same question.
+//! Chooses the slots of a container, if kubelet lets the plugin choose: on different GPUs if possible, ordered by their free
+//! slots, and among equal GPUs on one NUMA node. Pure and deterministic.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,12 +11,12 @@ use crate::names::quoted;
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
     pub available: &'a [String],
-    /// Those that the container has already.
+    /// The slots that the container already has.
     pub must_include: &'a [String],
     pub size: i32,
 }
 
-/// The answer, or a sentence about what is wrong with the question.
+/// The answer, or a sentence about the mistake in the question.
 pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) -> Result<Vec<String>, String> {
     let size = usize::try_from(asked.size)
         .map_err(|_| format!("{} devices were asked for: none or more are allowed", asked.size))?;
@@ -32,7 +32,7 @@ pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) ->
         *choice.taken.entry(at).or_default() += 1;
         picked.push((*id).clone());
     }
-    // kubelet's list can be older than ours: what is not there any more, or ails, is left out.
+    // kubelet's list can be older than ours, so missing and unhealthy GPUs are left out.
     for id in asked.available.iter().filter(|id| !must.contains(id)) {
         if let Some((at, slot)) = devices.find(id)
             && devices.gpu(at).is_some_and(|gpu| gpu.problem.is_none())
@@ -49,7 +49,7 @@ pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) ->
     Ok(picked)
 }
 
-/// The slots that are free and those that are chosen, by the position of the GPU.
+/// The free slots, and the number of chosen slots, by the position of the GPU.
 struct Choice<'a> {
     devices: &'a Devices,
     allocation: Allocation,
@@ -69,7 +69,7 @@ impl Choice<'_> {
         Some(self.devices.gpu(best)?.id(slot))
     }
 
-    /// GPUs of which less was picked come first, then those that the allocation prefers.
+    /// The order of GPUs: first by the number of picked slots, then by the allocation's preference.
     fn rank(&self, at: usize) -> (usize, usize) {
         let free = self.free.get(&at).map_or(0, BTreeSet::len);
         let preferred = match self.allocation {
@@ -79,7 +79,8 @@ impl Choice<'_> {
         (self.taken.get(&at).copied().unwrap_or(0), preferred)
     }
 
-    /// 0 beside what was picked; before anything was, less the more GPUs that are as good are beside it.
+    /// The NUMA distance: 0 on the node of a picked GPU, else 1. Before the first pick, it is smaller the more GPUs of equal
+    /// rank are on the same node.
     fn strangeness(&self, at: usize) -> usize {
         let node = |at: usize| self.devices.gpu(at).and_then(|gpu| gpu.numa);
         let (mine, rank) = (node(at), self.rank(at));
@@ -98,7 +99,7 @@ mod tests {
     use crate::devices::Gpu;
     use proptest::prelude::*;
 
-    /// GPUs with that many slots, each on a node.
+    /// GPUs, each with a number of slots and a NUMA node.
     fn devices(gpus: &[(u32, Option<u32>)]) -> Devices {
         let gpu = |(at, (slots, numa)): (usize, &(u32, Option<u32>))| Gpu {
             uuid: format!("GPU-{}", char::from(b'a' + at as u8)),
@@ -148,7 +149,7 @@ mod tests {
     fn equals_are_taken_on_one_node() {
         let four = devices(&[(2, Some(0)), (2, Some(1)), (2, Some(0)), (2, Some(1))]);
         assert_eq!(ask(&four, Allocation::Spread, &[], &[], 2), ["GPU-a::0", "GPU-c::0"]);
-        // Three are as good, and two of them are together.
+        // Three GPUs are equally good, and two of them are on one node.
         assert_eq!(ask(&four, Allocation::Spread, &["GPU-a::0"], &[], 2), ["GPU-b::0", "GPU-d::0"]);
         assert_eq!(ask(&four, Allocation::Spread, &[], &["GPU-b::1"], 2), ["GPU-b::1", "GPU-d::0"]);
     }

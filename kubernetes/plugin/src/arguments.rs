@@ -7,17 +7,17 @@ use nvshare::config::LogLevel;
 use nvshare::config::paths::CONTROL_SOCKET;
 use nvshare::ctl::cdi::specs;
 
-/// Where kubelet keeps the sockets of plugins, unless its own directory is moved.
+/// kubelet's default directory for the sockets of device plugins.
 pub const KUBELET_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
 
-/// Where kubelet keeps what plugins of other kinds have, and where it finds them.
+/// kubelet's directory for the files of other plugins, and the directory in which it finds them.
 pub const PLUGINS: &str = "/var/lib/kubelet/plugins";
 pub const REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 
-/// Where the scheduler has the sockets of claims.
+/// The scheduler's directory for the sockets of claims.
 pub const CLAIMS: &str = "/run/nvshare-claims";
 
-/// Where containerd's packages have its settings.
+/// The path of containerd's settings in its packages.
 pub const CONTAINERD: &str = "/etc/containerd/config.toml";
 
 /// Offers slots of the GPUs that nvshare shares to Kubernetes.

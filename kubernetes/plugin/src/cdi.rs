@@ -1,5 +1,5 @@
-//! Whether containers would get what the plugin promises by CDI: the devices that CDI files on the node name, and whether
-//! containerd heeds them. What cannot be found out counts as well: other runtimes, and settings that cannot be read.
+//! Checks whether containers would get the CDI devices that the plugin promises: a CDI file on the node must name each
+//! device, and containerd must heed the files. Unknown cases count as heeded: other runtimes, and unreadable settings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -13,10 +13,10 @@ use tracing::warn;
 use crate::health::Report;
 use crate::{containerd, names::quoted};
 
-/// Period of looks. Files change a few times a year, and pods wait for them.
+/// Period of checks. Files change a few times a year, and pods wait for them.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Where to look.
+/// The paths to check.
 #[derive(Debug, Clone)]
 pub struct Paths {
     /// The directories of CDI files.
@@ -25,14 +25,14 @@ pub struct Paths {
     pub containerd: PathBuf,
 }
 
-/// What was found.
+/// The result of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CdiView {
     /// The names of devices, by their kind.
     devices: BTreeMap<String, BTreeSet<String>>,
     /// The directories that were searched, for messages.
     searched: String,
-    /// Why the runtime does not heed the files.
+    /// The reason why the runtime ignores the files.
     ignored: Option<String>,
 }
 
@@ -41,7 +41,7 @@ impl CdiView {
     pub fn read(paths: &Paths) -> Self {
         let mut devices: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for file in paths.directories.iter().flat_map(|directory| specs::files(directory)) {
-            // A runtime skips such a file, too.
+            // Runtimes also skip invalid files.
             let Ok(spec) = specs::parse(&file) else { continue };
             let names = specs::devices(&spec).map(str::to_owned);
             devices.entry(specs::kind(&spec).to_owned()).or_default().extend(names);
@@ -60,7 +60,7 @@ impl CdiView {
         self.ignored.clone().or_else(|| self.unnamed(kind, uuid))
     }
 
-    /// The reason if it is only that no CDI file names the device.
+    /// The reason, if the only problem is that no CDI file names the device.
     pub fn unnamed(&self, kind: &str, uuid: &str) -> Option<String> {
         let device = || quoted(&format!("{kind}={uuid}"));
         (!self.names(kind, uuid)).then(|| {
@@ -74,7 +74,7 @@ impl CdiView {
     }
 }
 
-/// Looks until the receiver is gone.
+/// Checks until the receiver is dropped.
 pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
     let mut before = None;
     loop {
@@ -92,7 +92,7 @@ pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
     }
 }
 
-/// When the files were changed, by which it shows that they must be read again.
+/// The sizes and modification times of the files, which show whether the files must be read again.
 #[derive(Debug, PartialEq)]
 struct Stamps(Vec<(PathBuf, Option<(u64, SystemTime)>)>);
 

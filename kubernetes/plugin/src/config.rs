@@ -1,5 +1,5 @@
-//! The configuration file `/etc/nvshare/device-plugin.toml`: keys, defaults, and errors that name the place of a
-//! mistake. The command line is in `main`; settings are described where they are used.
+//! The configuration file `/etc/nvshare/device-plugin.toml`: keys, defaults, and errors that name the place of a mistake.
+//! The command line is in `main`; settings are documented where they are used.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -17,17 +17,17 @@ use crate::names::{self, GpuName};
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/device-plugin.toml";
 
-/// Slots of a GPU. kubelet accepts lists of up to 4 MiB, gRPC's default: as much as 8 GPUs in 7 slices each need with
-/// 1000 slots a slice.
+/// Valid numbers of slots per GPU. kubelet accepts lists of up to 4 MiB, gRPC's default, which is enough for 8 GPUs of 7
+/// slices with 1000 slots each.
 pub const SLOTS: RangeInclusive<u64> = 1..=1000;
 
-/// For how many whole seconds the scheduler may be silent. A restart takes it two at most.
+/// Valid times, in whole seconds, for which the scheduler may be silent. A restart takes at most two.
 const SCHEDULER_TIMEOUT_SECONDS: RangeInclusive<u64> = 1..=600;
 
-/// Every how many whole seconds GPUs are queried.
+/// Valid intervals between queries of GPUs, in whole seconds.
 const QUERY_INTERVAL_SECONDS: RangeInclusive<u64> = 1..=600;
 
-/// The whole configuration, with the default of everything in one place.
+/// The whole configuration. `Default` has every default.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// The resource's name in Kubernetes.
@@ -36,38 +36,39 @@ pub struct Config {
     pub slots: u32,
     pub allocation: Allocation,
     pub inject: Inject,
-    /// By which API GPUs without an entry in `gpus` are offered.
+    /// The API for GPUs without an entry in `gpus`.
     pub offer: Offer,
     /// The kind of the CDI devices.
     pub cdi_kind: String,
-    /// Settings of some GPUs; the first entry that denotes a GPU applies.
+    /// Settings of some GPUs; the first entry that matches a GPU applies.
     pub gpus: Vec<GpuSlots>,
     pub mounts: Mounts,
     pub health: HealthSettings,
 }
 
-/// Which GPU is next where a container wants one.
+/// The order in which containers get GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Allocation {
-    /// The one with the most free slots.
+    /// The GPU with the most free slots first.
     Spread,
-    /// The one with the fewest.
+    /// The GPU with the fewest free slots first.
     Pack,
 }
 
-/// The API of kubelet by which a GPU is offered. It is one of them, or two containers could be promised the same part of it.
+/// The kubelet API that offers a GPU. Each GPU is offered by only one API; otherwise two containers could be promised the
+/// same part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Offer {
     /// Slots are an extended resource.
     #[default]
     DevicePlugin,
-    /// A device of a ResourceSlice, from which ResourceClaims get parts.
+    /// The GPU is a device of a ResourceSlice, and ResourceClaims get parts of it.
     Dra,
 }
 
-/// The way in which a container gets its GPUs.
+/// The way to give GPUs to a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inject {
@@ -95,27 +96,27 @@ pub struct Mounts {
     /// The library.
     #[serde(deserialize_with = "read_path")]
     pub library: PathBuf,
-    /// The loader's list, which is `/etc/ld.so.preload` in containers, and names the library as it is found there.
+    /// The loader's list, mounted as `/etc/ld.so.preload` in containers. It names the library's path in containers.
     #[serde(deserialize_with = "read_path")]
     pub preload: PathBuf,
-    /// The directory of the clients' socket, which is `/run/nvshare` in containers.
+    /// The directory of the clients' socket, mounted as `/run/nvshare` in containers.
     #[serde(deserialize_with = "read_path")]
     pub sockets: PathBuf,
-    /// The driver's device files are passed as well, for runtimes other than NVIDIA's.
+    /// Whether to pass the driver's device files, too, for runtimes other than NVIDIA's.
     pub device_nodes: bool,
 }
 
-/// When GPUs are unhealthy.
+/// Settings of the health checks.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct HealthSettings {
-    /// Time for which the scheduler may be silent.
+    /// The time for which the scheduler may be silent.
     #[serde(deserialize_with = "read_scheduler_timeout")]
     pub scheduler_timeout: Duration,
     /// Period of queries of each GPU.
     #[serde(deserialize_with = "read_query_interval")]
     pub query_interval: Duration,
-    /// XIDs that are ignored besides those that programs cause.
+    /// XIDs to ignore, in addition to the XIDs that programs cause.
     pub ignored_xids: BTreeSet<u64>,
 }
 
@@ -138,7 +139,7 @@ impl Default for Config {
 impl Default for Mounts {
     fn default() -> Self {
         Self {
-            // Where Debian's package puts it.
+            // The path in Debian's package.
             library: format!("/usr/lib/{}-linux-gnu/libnvshare.so", std::env::consts::ARCH).into(),
             preload: PRELOAD_LIST.into(),
             sockets: "/run/nvshare".into(),
@@ -163,7 +164,7 @@ impl Config {
         nvshare_kubernetes::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
-    /// Reads the text of a file; `path` is for messages only.
+    /// Parses the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let file: File = document::parse(text, path)?;
         let default = Self::default();
@@ -186,25 +187,25 @@ impl Config {
         Ok(config)
     }
 
-    /// Whether GPUs can be offered by that API.
+    /// Whether any GPU can be offered by this API.
     pub fn offers_by(&self, offer: Offer) -> bool {
         self.offer == offer || self.gpus.iter().any(|entry| entry.offer == Some(offer))
     }
 
-    /// The API by which that GPU is offered.
+    /// The API that offers this GPU.
     pub fn offer_of(&self, uuid: &str, index: Option<u32>, name: &str) -> Offer {
         let entry = self.gpus.iter().find(|entry| entry.gpu.is(uuid, index, name));
         entry.and_then(|entry| entry.offer).unwrap_or(self.offer)
     }
 
-    /// The number of slots of that GPU.
+    /// The number of slots of this GPU.
     pub fn slots_of(&self, uuid: &str, index: Option<u32>, name: &str) -> u32 {
         let entry = self.gpus.iter().find(|entry| entry.gpu.is(uuid, index, name));
         entry.map_or(self.slots, |entry| entry.slots)
     }
 }
 
-/// A file as it is written. Every key can be left out.
+/// The contents of the file. Every key is optional.
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct File {

@@ -1,28 +1,28 @@
-//! containerd's own settings: whether it heeds CDI devices. containerd 1.7 does so only with `enable_cdi`; later ones do
-//! unless it is false. Their files differ by `version`: 3 is for containerd 2 only.
+//! containerd's settings: whether it heeds CDI devices. containerd 1.7 does so only with `enable_cdi`; later versions do
+//! unless it is false. Their files differ by `version`: version 3 is for containerd 2 only.
 
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
-/// The sections of the plugin that makes containers for kubelet, from the oldest version of the settings on.
+/// The sections of containerd's plugin for kubelet, from the oldest version of the settings to the newest.
 const SECTIONS: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// The version of the settings whose default is to heed CDI devices.
+/// The first version of the settings in which CDI devices are enabled by default.
 const ENABLED_SINCE: i64 = 3;
 
-/// The reason why containerd ignores CDI devices, as far as its settings tell. Without any, other runtimes and
-/// containerd with its defaults look the same.
+/// The reason why containerd ignores CDI devices, according to its settings. Without settings, containerd with its
+/// defaults cannot be distinguished from other runtimes.
 pub fn ignores_cdi(path: &Path) -> Option<String> {
     let main = read(path).ok()??;
     let disabled = main.get("disabled_plugins").and_then(Value::as_array).into_iter().flatten();
-    // As Docker's packages have it: then containerd makes no containers for kubelet.
+    // The setting of Docker's packages: containerd creates no containers for kubelet.
     if disabled.filter_map(Value::as_str).any(|plugin| SECTIONS.contains(&plugin)) {
         return None;
     }
     let mut enabled = enable_cdi(&main);
     for file in imports(path, &main) {
-        // What cannot be read might enable it.
+        // An unreadable file might enable it.
         enabled = enable_cdi(&read(&file).ok()??).or(enabled);
     }
     let version = main.get("version").and_then(Value::as_integer).unwrap_or(1);
@@ -40,7 +40,7 @@ pub fn ignores_cdi(path: &Path) -> Option<String> {
     ))
 }
 
-/// The reason why the settings are there and cannot be read.
+/// The reason why existing settings cannot be read.
 pub fn unreadable(path: &Path) -> Option<String> {
     files(path).find_map(|file| read(&file).err())
 }
@@ -57,7 +57,7 @@ fn enable_cdi(settings: &Table) -> Option<bool> {
     all.next()
 }
 
-/// Other files, by patterns whose paths can be relative. A later one goes before an earlier one.
+/// The imported files. Patterns may be relative paths. Later files take precedence.
 fn imports(path: &Path, settings: &Table) -> Vec<PathBuf> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     let patterns = settings.get("imports").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
@@ -65,7 +65,7 @@ fn imports(path: &Path, settings: &Table) -> Vec<PathBuf> {
     paths.flat_map(|pattern| glob::glob(&pattern).into_iter().flatten().flatten()).collect()
 }
 
-/// `None`: there is no such file.
+/// `None`: the file does not exist.
 fn read(path: &Path) -> Result<Option<Table>, String> {
     let wrong = |why: String| format!("{}: {why}", path.display());
     match std::fs::read_to_string(path) {
@@ -95,7 +95,7 @@ mod tests {
             ("version = 3\n".to_owned(), ""),
             (format!("version = 3\n{runtime}enable_cdi = false\n"), "sets enable_cdi = false"),
             (format!("version = 3\n{runtime}enable_cdi = true\n"), ""),
-            // Another runtime uses this one.
+            // Another program uses containerd.
             ("version = 2\ndisabled_plugins = [\"cri\"]\n".to_owned(), ""),
             ("version = 2\nimports = [\"conf.d/*.toml\"]\n".to_owned(), ""),
             (
@@ -106,7 +106,7 @@ mod tests {
                 "",
             ),
             ("version = 2\nimports = [\"none/*.toml\"]\n".to_owned(), "does not set"),
-            // Nothing is known then.
+            // Invalid settings reveal nothing.
             ("version = ".to_owned(), ""),
         ] {
             std::fs::write(directory.join("conf.d/99-nvidia.toml"), format!("version = 2\n{cri}enable_cdi = true\n"))

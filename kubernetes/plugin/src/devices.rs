@@ -1,5 +1,5 @@
-//! The devices for kubelet: slots of each GPU, from the reports of NVML and the scheduler and the configuration.
-//! Pure.
+//! The devices for kubelet: the slots of each GPU, computed from the configuration and the reports of NVML and the
+//! scheduler. Pure.
 
 use crate::cdi::CdiView;
 use crate::config::{Config, Inject, Offer};
@@ -9,27 +9,28 @@ use crate::config::{Config, Inject, Offer};
 pub struct NvmlGpu {
     pub uuid: String,
     pub name: String,
-    /// NVML's number; a slice has its GPU's.
+    /// NVML's index. A slice has its GPU's index.
     pub index: u32,
-    /// The number of its device file; a slice has its GPU's.
+    /// The number of the device file. A slice has its GPU's number.
     pub minor: Option<u32>,
-    /// The host's NUMA node that it is at, where the host has several.
+    /// The GPU's NUMA node, if the host has several.
     pub numa: Option<u32>,
     pub properties: Properties,
-    /// Why nothing new should run on it.
+    /// The reason why no new program should run on the GPU.
     pub trouble: Option<String>,
 }
 
-/// Properties that claims select a GPU by, as far as NVML knows them, with the names and texts of NVIDIA's DRA driver.
+/// Properties for selecting a GPU in claims, as far as NVML knows them, with the names and texts of NVIDIA's DRA
+/// driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {
     pub architecture: Option<&'static str>,
     pub brand: Option<&'static str>,
-    /// Versions have three numbers, as Kubernetes compares them.
+    /// Versions have three numbers, for Kubernetes' comparisons.
     pub compute_capability: Option<String>,
     pub driver_version: Option<String>,
     pub cuda_driver_version: Option<String>,
-    /// The GPU's address as Linux writes it: `0000:65:00.0`.
+    /// The GPU's address in Linux's notation: `0000:65:00.0`.
     pub pci_bus_id: Option<String>,
     /// The root of its PCIe hierarchy: `pci0000:64`.
     pub pcie_root: Option<String>,
@@ -38,7 +39,7 @@ pub struct Properties {
     pub profile: Option<String>,
 }
 
-/// A GPU or MIG slice that the scheduler hands out.
+/// A GPU or MIG slice that the scheduler serves.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SchedulerGpu {
     pub uuid: String,
@@ -46,24 +47,24 @@ pub struct SchedulerGpu {
     pub index: Option<u32>,
     /// Bytes of memory.
     pub total: u64,
-    /// An administrator has emptied it.
+    /// Whether an administrator has drained the GPU.
     pub drained: bool,
 }
 
 /// The scheduler's report.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SchedulerView {
-    /// The GPUs that it listed last.
+    /// The scheduler's newest list of GPUs.
     pub gpus: Vec<SchedulerGpu>,
-    /// Why it has not been heard for too long.
+    /// The reason why the scheduler has been silent for too long.
     pub silence: Option<String>,
 }
 
-/// A GPU or MIG slice that containers can have slots of.
+/// A GPU or MIG slice with slots for containers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Gpu {
     pub uuid: String,
-    /// The name of its model.
+    /// The model's name.
     pub model: String,
     pub index: Option<u32>,
     pub minor: Option<u32>,
@@ -71,15 +72,15 @@ pub struct Gpu {
     pub properties: Properties,
     pub slots: u32,
     pub offer: Offer,
-    /// Bytes of memory; `None` until the scheduler has listed it.
+    /// Bytes of memory; `None` until the scheduler has listed the GPU.
     pub memory: Option<u64>,
     pub drained: bool,
-    /// Why it is unhealthy.
+    /// The reason why the GPU is unhealthy.
     pub problem: Option<String>,
 }
 
 impl Gpu {
-    /// Its devices' names: the same over restarts, and fewer than the 63 characters that are allowed.
+    /// The names of its devices: stable over restarts, and shorter than the limit of 63 characters.
     pub fn ids(&self) -> impl Iterator<Item = String> {
         (0..self.slots).map(|slot| self.id(slot))
     }
@@ -91,14 +92,14 @@ impl Gpu {
 
 const SEPARATOR: &str = "::";
 
-/// All of them, by number and UUID.
+/// All GPUs, sorted by number and UUID.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Devices {
     pub gpus: Vec<Gpu>,
 }
 
 impl Devices {
-    /// Puts together what is known. Without NVML the scheduler's word is all there is.
+    /// Combines the reports. Without NVML, only the scheduler's report counts.
     pub fn new(config: &Config, nvml: Option<&[NvmlGpu]>, scheduler: &SchedulerView, cdi: &CdiView) -> Self {
         let listed = |uuid: &str| scheduler.gpus.iter().find(|gpu| gpu.uuid == uuid);
         let unserved = |uuid: &str| match &scheduler.silence {
@@ -106,7 +107,7 @@ impl Devices {
             None if listed(uuid).is_none() => Some("the scheduler does not list it".to_owned()),
             None => None,
         };
-        // Said last: where there is no scheduler, there is no CDI file either.
+        // The least important reason: without a scheduler, the CDI file is missing, too.
         let unreachable = |uuid: &str| match config.inject {
             Inject::Cdi => cdi.problem(&config.cdi_kind, uuid),
             Inject::Mounts => None,
@@ -151,17 +152,17 @@ impl Devices {
         Self { gpus }
     }
 
-    /// Those of them that are offered by that API.
+    /// The GPUs that this API offers.
     pub fn offered_by(&self, offer: Offer) -> Self {
         Self { gpus: self.gpus.iter().filter(|gpu| gpu.offer == offer).cloned().collect() }
     }
 
-    /// The position of a device's GPU, and the number of the slot.
+    /// The position of a device's GPU, and the slot's number.
     pub fn find(&self, id: &str) -> Option<(usize, u32)> {
         let (uuid, slot) = id.rsplit_once(SEPARATOR)?;
         let (at, gpu) = self.gpus.iter().enumerate().find(|(_, gpu)| gpu.uuid == uuid)?;
         let number = slot.parse().ok().filter(|number| *number < gpu.slots)?;
-        // Only what `id` writes is one of ours: no `+1`, no `01`.
+        // Only the output of `id` is valid: no `+1`, no `01`.
         (gpu.id(number) == id).then_some((at, number))
     }
 
@@ -192,7 +193,7 @@ mod tests {
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
-    /// Of what CDI names, nothing is missing.
+    /// Devices are mounted, so no CDI name can be missing.
     fn mounted() -> Config {
         Config { inject: Inject::Mounts, ..Config::default() }
     }

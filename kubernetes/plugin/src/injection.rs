@@ -1,5 +1,5 @@
 //! The answer for a container with slots: names of CDI devices, or mounts, environment and device files. kubelet
-//! decides which slots it has; the CDI specification is written by `nvsharectl`.
+//! decides the container's slots; `nvsharectl` writes the CDI file.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -12,10 +12,10 @@ use crate::devices::{Devices, Gpu};
 use crate::names::quoted;
 use crate::protocol::{CdiDevice, ContainerAllocateResponse, DeviceSpec, Mount};
 
-/// The variable by which NVIDIA's container runtime selects GPUs.
+/// The variable that selects GPUs in NVIDIA's container runtime.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
-/// The driver's files that are no GPU's own.
+/// The driver's device files that do not belong to one GPU.
 const COMMON_NODES: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
 
 /// The answer for a container with these slots.
@@ -77,7 +77,7 @@ fn mounted(mounts: &Mounts, gpus: &[&Gpu]) -> Result<ContainerAllocateResponse, 
 fn nodes(gpus: &[&Gpu]) -> Result<Vec<DeviceSpec>, Status> {
     let mut paths: Vec<String> = COMMON_NODES.map(str::to_owned).to_vec();
     for gpu in gpus {
-        // A slice needs files of its instances besides, whose numbers only the driver's own tools know.
+        // A slice also needs the files of its instances, whose numbers only the driver's own tools know.
         let minor = gpu.minor.filter(|_| gpu.uuid.starts_with("GPU-")).ok_or_else(|| {
             Status::failed_precondition(format!(
                 "the device files of {} are not known: device-nodes is for whole GPUs that NVML shows; take inject = \"cdi\"",

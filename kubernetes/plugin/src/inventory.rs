@@ -1,5 +1,5 @@
-//! The list of devices as it changes: reports of NVML, the scheduler and CDI and the configuration, combined by `devices`
-//! and published when it differs. Changes of a GPU's health are logged here.
+//! The current list of devices. `devices` computes it from the configuration and the reports of NVML, the scheduler and CDI; this
+//! module publishes each change, and logs changes of a GPU's health.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,21 +15,22 @@ use crate::config::{Config, Offer};
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
-/// Time that the first list waits for both: a driver that must wake its GPUs takes seconds for each.
+/// The time for which the first list waits for missing reports: a driver that must wake its GPUs takes seconds per GPU.
 const START: Duration = Duration::from_secs(30);
 
-/// Time that CDI files may lack a new GPU. The container `cdi` learns of a GPU when the plugin does and writes its file a second
-/// or two later, so without this each start of a node begins with a warning, a taint and an unhealthy device.
+/// The time for which CDI files may lack a new GPU. The container `cdi` learns of a GPU at the same time as the plugin, and writes
+/// its file a second or two later. Without this time, each start of a node would begin with a warning, a taint and an unhealthy
+/// device.
 const NAMING: Duration = Duration::from_secs(10);
 
-/// Where the list is published. It is one list, so no GPU is in both parts.
+/// The receivers of the list's two parts. Both come from one list, so no GPU is in both.
 #[derive(Debug)]
 pub struct Offered {
     pub by_plugin: watch::Sender<Arc<Devices>>,
     pub by_dra: watch::Sender<Arc<Devices>>,
 }
 
-/// Keeps the list until no sender of reports remains. `complete` is notified of the first list.
+/// Keeps the list up to date until no sender of reports remains. `complete` is notified of the first list.
 pub async fn keep(
     mut reports: UnboundedReceiver<Report>,
     mut config: watch::Receiver<Arc<Config>>,
@@ -64,7 +65,7 @@ pub async fn keep(
     }
 }
 
-/// The newest reports, if there are any.
+/// The newest reports, if any.
 #[derive(Debug, Default)]
 struct Known {
     nvml: Option<Option<Vec<NvmlGpu>>>,
@@ -72,11 +73,11 @@ struct Known {
     cdi: Option<CdiView>,
     /// The list published last.
     published: Devices,
-    /// GPUs that a CDI file has named before: their absence is a fault.
+    /// GPUs that a CDI file has named earlier: their absence is a fault.
     named: BTreeSet<String>,
-    /// Since when nothing but their name in a CDI file is missing of other GPUs.
+    /// Other GPUs that lack only their name in a CDI file, with the time since which they do.
     unnamed: BTreeMap<String, Instant>,
-    /// The end of the earliest wait for such a name.
+    /// The end of the earliest wait for a name.
     unnamed_until: Option<Instant>,
 }
 
@@ -99,7 +100,7 @@ impl Known {
         });
     }
 
-    /// The list to publish; `None` before the first report of each. A GPU that still may get its name in a CDI file stays as it was
+    /// The list to publish; `None` until each kind of report has arrived. A GPU that may still get its name in a CDI file stays as
     /// published.
     fn devices(&mut self, config: &Config, now: Instant) -> Option<Devices> {
         let (nvml, scheduler, cdi) = (self.nvml.as_ref()?, self.scheduler.as_ref()?, self.cdi.as_ref()?);
@@ -141,7 +142,7 @@ impl Known {
     }
 }
 
-/// Logs what is different.
+/// Logs the differences.
 fn tell(old: &Devices, new: &Devices) {
     let by_uuid = |devices: &Devices| -> BTreeMap<String, (u32, Option<String>)> {
         let entry = |gpu: &Gpu| (gpu.uuid.clone(), (gpu.slots, gpu.problem.clone()));
@@ -172,7 +173,7 @@ mod tests {
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
-    /// A node whose CDI file can name other GPUs.
+    /// A node whose CDI file may name other GPUs.
     struct Node {
         paths: Paths,
         known: Known,

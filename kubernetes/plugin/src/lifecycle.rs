@@ -1,5 +1,5 @@
-//! Being there for kubelet: the socket is made, served and registered, and all of that again whenever kubelet restarts, which
-//! it shows by removing the socket and making its own anew.
+//! The plugin's life with kubelet: creates, serves and registers the socket, and repeats this whenever kubelet restarts. A
+//! restarting kubelet removes the socket and creates its own again.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,17 +14,17 @@ use crate::registration::register;
 use crate::server::{Facts, Serving};
 use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, State};
 
-/// Period of checks of the directory without a notice.
+/// Period of checks of the directory in the absence of notices.
 const LOOK: Duration = Duration::from_secs(15);
 
-/// For how long a kubelet that has registered the plugin may not watch its list at first.
+/// The initial time within which a kubelet that has registered the plugin must watch its list.
 const UNWATCHED: Duration = Duration::from_secs(10);
 
-/// The first wait before what failed is tried again, and the longest.
+/// The first and the longest pause between attempts.
 const RETRY_FIRST: Duration = Duration::from_millis(250);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 
-/// Serves kubelet until it is stopped. An error: another plugin has the socket.
+/// Serves kubelet until `stopped`. Fails if another plugin has the socket.
 pub async fn live(
     directory: &Path,
     resource: &str,
@@ -44,7 +44,7 @@ pub async fn live(
             state = stay_registered(directory, resource, &socket, &serving, &mut notices, &mut trouble) => Some(state),
             _ = end.wait_for(|stopped| *stopped) => None,
         };
-        // New connections are refused from now on, rather than accepted and closed.
+        // From now on, new connections are refused rather than accepted and closed.
         drop(socket);
         serving.stop().await;
         match why {
@@ -55,7 +55,7 @@ pub async fn live(
     }
 }
 
-/// Makes the socket, once that is possible.
+/// Creates the socket as soon as possible.
 async fn bind(
     directory: &Path,
     notices: &mut Notices,
@@ -74,7 +74,7 @@ async fn bind(
     }
 }
 
-/// Keeps the plugin registered with kubelet while the socket exists. Returns the socket's fate.
+/// Keeps the plugin registered with kubelet while the socket exists. Returns what happened to the socket.
 async fn stay_registered(
     directory: &Path,
     resource: &str,
@@ -136,11 +136,11 @@ async fn stay_registered(
 #[derive(Debug)]
 struct Attention {
     watchers: watch::Receiver<usize>,
-    /// Since when it does not.
+    /// The time since which kubelet does not watch.
     idle: Option<Instant>,
-    /// It did since it registered the plugin.
+    /// Whether kubelet has watched since it registered the plugin.
     was_watched: bool,
-    /// In how many registrations in a row it never did.
+    /// The number of consecutive registrations without a watch.
     ignored: u32,
 }
 
@@ -149,7 +149,7 @@ impl Attention {
         Self { watchers, idle: None, was_watched: false, ignored: 0 }
     }
 
-    /// The plugin is registered now.
+    /// Starts after a registration.
     fn begin(&mut self) {
         (self.idle, self.was_watched) = (Some(Instant::now()), false);
         self.look();
@@ -163,7 +163,7 @@ impl Attention {
         }
     }
 
-    /// If it has not watched for too long, what to say of that, once.
+    /// `None` while kubelet watches or still has time. Afterwards a message, which is `None` if it repeats.
     fn is_over(&mut self) -> Option<Option<&'static str>> {
         self.look();
         if self.idle?.elapsed() < unwatched(self.ignored) {
@@ -179,7 +179,7 @@ impl Attention {
         ))
     }
 
-    /// Returns when there may be something to see.
+    /// Returns when the state may have changed.
     async fn changed(&mut self) {
         let ended = async |watchers: &mut watch::Receiver<usize>| {
             if watchers.changed().await.is_err() {
@@ -196,13 +196,13 @@ impl Attention {
     }
 }
 
-/// For how long a kubelet that has registered the plugin may not watch its list, if it has never done so in this many
-/// registrations before.
+/// The time within which a kubelet that has registered the plugin must watch its list, after `ignored` registrations without
+/// a watch.
 fn unwatched(ignored: u32) -> Duration {
     UNWATCHED * 2u32.pow(ignored.min(5))
 }
 
-/// Ever longer waits.
+/// Exponentially growing pauses.
 #[derive(Debug, Default)]
 struct Retry(Option<Duration>);
 
@@ -214,7 +214,7 @@ impl Retry {
     }
 }
 
-/// The current problem, logged once until it is over or another one follows.
+/// The current problem. It is logged once, until it is over or another problem follows.
 #[derive(Debug, Default)]
 pub struct Trouble(Option<String>);
 

@@ -1,4 +1,4 @@
-//! `nvshare-device-plugin`: which of the things that its command line can ask is done.
+//! `nvshare-device-plugin`: dispatches the command line.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     exit_code("nvshare-device-plugin", done)
 }
 
-/// The sockets that the plugin which runs has, by its configuration.
+/// The sockets of the running plugin, according to its configuration.
 fn sockets(arguments: &Arguments) -> Result<Vec<PathBuf>, String> {
     let config = Config::load(arguments.config.as_deref()).map_err(|e| e.to_string())?;
     let all =
@@ -38,7 +38,7 @@ fn sockets(arguments: &Arguments) -> Result<Vec<PathBuf>, String> {
 }
 
 fn options(arguments: Arguments) -> Options {
-    // Runtimes heed what is in the last one.
+    // The last directory takes precedence in runtimes.
     let for_claims = arguments.cdi.last().cloned().unwrap_or_default();
     let dra = arguments.node.map(|node| dra::driver::Options {
         node,

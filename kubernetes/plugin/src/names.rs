@@ -1,18 +1,18 @@
-//! Names: of the resource in Kubernetes, of CDI devices, and of GPUs in the configuration.
+//! Names of the resource in Kubernetes, of CDI devices, and of GPUs in the configuration.
 
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
-/// Characters of a domain name and of a name in it, by Kubernetes' limits.
+/// Kubernetes' length limits of a domain name and of a name in it, in characters.
 const DOMAIN_MAX: usize = 253;
 const LABEL_MAX: usize = 63;
 
-/// Characters of a device's name.
+/// The length limit of a device's name, in characters.
 pub const ID_MAX: usize = 63;
 
-/// Something that kubelet named, for a sentence: whatever it is, no more of it than the name of a device may have.
+/// A text from kubelet, quoted for a sentence and cut to the length of a device's name.
 pub fn quoted(text: &str) -> String {
     match text.char_indices().nth(ID_MAX) {
         Some((end, _)) => format!("{:?} and so on", text.get(..end).unwrap_or_default()),
@@ -21,7 +21,7 @@ pub fn quoted(text: &str) -> String {
 }
 
 /// # Errors
-/// If the text is not a valid name of an extended resource in Kubernetes.
+/// The text is not a valid name of an extended resource in Kubernetes.
 pub fn check_resource(text: &str) -> Result<(), String> {
     let is_right = |domain: &str, name: &str| {
         let is_label = |label: &str| {
@@ -44,7 +44,7 @@ pub fn check_resource(text: &str) -> Result<(), String> {
 }
 
 /// # Errors
-/// If the text is not a valid kind in CDI.
+/// The text is not a valid kind in CDI.
 pub fn check_cdi_kind(text: &str) -> Result<(), String> {
     let is_part = |part: &str| {
         is_framed(part, |b| b.is_ascii_alphanumeric(), |b| b"-_.".contains(&b))
@@ -56,7 +56,7 @@ pub fn check_cdi_kind(text: &str) -> Result<(), String> {
     Err(format!("{text:?} is no kind of CDI devices: write a vendor, /, and a class, like \"nvshare.com/gpu\""))
 }
 
-/// True if a text begins and ends with an `edge`, and has those and `inner` between.
+/// True if the text begins and ends with an `edge` byte, and has only `edge` and `inner` bytes between.
 fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) -> bool {
     let bytes = text.as_bytes();
     bytes.first().is_some_and(|b| edge(*b))
@@ -64,12 +64,12 @@ fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) 
         && bytes.iter().all(|b| edge(*b) || inner(*b))
 }
 
-/// Which GPUs an entry of the configuration means.
+/// The GPUs that an entry of the configuration selects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuName {
-    /// NVML's number, which the slices of a GPU have too.
+    /// NVML's index, which selects a GPU's slices, too.
     Number(u32),
-    /// Its UUID, in lower case but for the kind, or the name of its model: with `*`, `?` and `[…]`, every one that matches.
+    /// A pattern, with `*`, `?` and `[…]`, of a UUID in lower case except for its kind, or of a model's name.
     Text(glob::Pattern),
 }
 

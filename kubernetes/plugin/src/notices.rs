@@ -10,10 +10,10 @@ use tokio::io::unix::AsyncFd;
 use tokio::time::sleep;
 use tracing::debug;
 
-/// Time to wait without inotify, for instance because the directory does not exist yet.
+/// Waiting time without inotify, for example because the directory does not exist yet.
 const UNHEARD: Duration = Duration::from_secs(1);
 
-/// Room for many events; of one, the name has at most 255 bytes.
+/// Room for many events. The name in an event has at most 255 bytes.
 const BUFFER: usize = 4096;
 
 /// Changes of one directory.
@@ -24,7 +24,7 @@ pub struct Notices {
 }
 
 impl Notices {
-    /// Notices begin now.
+    /// Begins to record changes immediately.
     pub fn new(directory: &Path) -> Self {
         let mut notices = Self { directory: directory.to_owned(), inotify: None };
         notices.begin();
@@ -43,7 +43,8 @@ impl Notices {
             inotify::add_watch(&fd, &self.directory, wanted)?;
             Ok(fd)
         });
-        // SAFETY: the descriptor is owned by what is made of it, and stays open and the same until that is dropped.
+        // SAFETY: the `AsyncFd` owns the descriptor, which stays open and refers to the same file until the
+        // `AsyncFd` is dropped.
         let register = |fd: OwnedFd| unsafe { AsyncFd::register(fd) }.map_err(|e| e.into_parts().1);
         self.inotify = match begun.map_err(std::io::Error::from).and_then(register) {
             Ok(fd) => Some(fd),
@@ -54,7 +55,7 @@ impl Notices {
         };
     }
 
-    /// Returns when something may have changed. Can be dropped and called again without missing anything.
+    /// Returns when something may have changed. Can be dropped and called again without missing a change.
     pub async fn changed(&mut self) {
         let Some(inotify) = &self.inotify else {
             sleep(UNHEARD).await;
@@ -68,7 +69,7 @@ impl Notices {
         let mut reader = inotify::Reader::new(inotify.get_ref(), &mut buffer);
         let mut is_over = false;
         while let Ok(event) = reader.next() {
-            // The directory itself is another one now, or none.
+            // The directory itself was removed or replaced.
             is_over |= event.events().intersects(ReadFlags::IGNORED | ReadFlags::MOVE_SELF | ReadFlags::UNMOUNT);
         }
         ready.clear_ready();

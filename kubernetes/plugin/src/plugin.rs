@@ -1,4 +1,4 @@
-//! The plugin as a process: its parts are started, signals are heeded, and all of it ends.
+//! The plugin as a process: starts its parts, handles signals, and ends.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub struct Options {
     /// The scheduler's control socket.
     pub control: PathBuf,
     pub cdi: cdi::Paths,
-    /// Of the DRA driver, where the node's name is known.
+    /// The options of the DRA driver, if the node's name is known.
     pub dra: Option<dra::driver::Options>,
     pub log_level: LogLevel,
 }
@@ -118,8 +118,8 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
     }
 }
 
-/// Reads the configuration again. The resource's name stays: kubelet knows the plugin by it. An API that the plugin was not started for
-/// takes a restart, which kubelet does when its probe finds that API missing.
+/// Reads the configuration again. The resource's name stays unchanged, because kubelet knows the plugin by this name. A newly
+/// configured API requires a restart: kubelet restarts the plugin when its probe finds the API missing.
 fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>, offers: [bool; 2]) {
     let read = Config::load(path).map_err(|e| e.to_string()).and_then(|new| {
         let is_missing = [Offer::DevicePlugin, Offer::Dra]

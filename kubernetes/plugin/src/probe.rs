@@ -1,6 +1,6 @@
-//! `nvshare-device-plugin --probe`: whether the plugin that runs answers, and kubelet knows of it. It is gRPC's own health
-//! protocol on the plugin's socket, so that other tools can ask as well. `--ready`: whether containers can get slots, too,
-//! and why not, which that protocol has no words for; and whether the scheduler has problems.
+//! `nvshare-device-plugin --probe`: checks whether the running plugin answers and kubelet has registered it. Uses gRPC's health
+//! protocol on the plugin's socket, so that other tools can query it, too. `--ready` also checks whether containers can get slots,
+//! with the reasons, which that protocol cannot express, and whether the scheduler has problems.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,10 +21,10 @@ use crate::status::status_client::StatusClient;
 /// Less than kubelet's default timeout of a second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
-/// Asks the plugin that has these sockets: for the device plugin API, for DRA, or both.
+/// Queries the plugin on these sockets: of the device plugin API, of DRA, or both.
 ///
 /// # Errors
-/// If no plugin answers on one of them, or it is not registered.
+/// No plugin answers on one of the sockets, or it is not registered.
 pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     sockets.iter().try_for_each(|socket| {
         ask(socket, async |channel| {
@@ -37,18 +37,18 @@ pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     })
 }
 
-/// Asks that plugin whether containers can get any GPU, and the scheduler at `control` for its problems.
+/// Queries the plugin whether containers can get any GPU, and the scheduler at `control` for its problems.
 ///
 /// # Errors
-/// If no plugin answers, it is not registered, GPUs are not offered, or there is none, or none that is healthy: then with the reasons,
-/// each once. If the scheduler has problems.
+/// No plugin answers or it is not registered; it offers no GPUs, or no healthy GPU, with each reason once; or the scheduler has
+/// problems.
 pub fn ready(sockets: &[PathBuf], control: &Path) -> Result<(), String> {
     gives_gpus(sockets)?;
     let asking = async {
         let (_connection, scheduler) = connect(control).await.ok()?;
         scheduler.problems().await.ok()
     };
-    // The plugin says of a scheduler that does not answer that its GPUs are unhealthy.
+    // If the scheduler does not answer, the plugin already reports its GPUs as unhealthy.
     let problems = block_on(async { Ok(timeout(PATIENCE, asking).await.ok().flatten()) })?.unwrap_or_default();
     if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
 }

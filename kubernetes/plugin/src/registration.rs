@@ -1,4 +1,4 @@
-//! Making the plugin known to kubelet.
+//! Registers the plugin with kubelet.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,13 +10,13 @@ use crate::protocol::{RegisterRequest, VERSION};
 use crate::server::OPTIONS;
 use crate::sockets::{KUBELET, PLUGIN};
 
-/// kubelet answers at once; one that hangs is tried again.
+/// kubelet answers immediately. After this timeout, the registration is tried again.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Registers with the kubelet of that directory.
+/// Registers with the kubelet whose socket is in `directory`.
 ///
 /// # Errors
-/// A sentence if that fails.
+/// A sentence with the reason.
 pub async fn register(directory: &Path, resource: &str) -> Result<(), String> {
     let kubelet = directory.join(KUBELET);
     let calling = async {
@@ -42,7 +42,7 @@ pub async fn register(directory: &Path, resource: &str) -> Result<(), String> {
     }
 }
 
-/// The whole of an error whose text is only its outermost part.
+/// The texts of an error and of all its causes.
 pub fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut inner = error.source();

@@ -28,10 +28,10 @@ use crate::protocol::{
 use crate::status::status_server::{Status as StatusService, StatusServer};
 use crate::status::{GpuStatus, StatusRequest, StatusResponse};
 
-/// Time for pending requests when the server is stopped.
+/// The time for pending requests when the server stops.
 pub const GRACE: Duration = Duration::from_millis(500);
 
-/// The name for all of the server in gRPC's health protocol.
+/// The name of the whole server in gRPC's health protocol.
 pub const WHOLE_SERVER: &str = "";
 
 /// The plugin's options, for registration and for kubelet's call.
@@ -56,7 +56,7 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Starts the server. Probes are told that the plugin is not registered yet.
+    /// Starts the server. Until `set_registered`, probes get the answer that the plugin is not registered.
     pub async fn start(listener: UnixListener, facts: Facts) -> Self {
         let (stop, stopped) = watch::channel(false);
         let (count, watchers) = watch::channel(0);
@@ -92,7 +92,7 @@ impl Serving {
         self.task.is_finished()
     }
 
-    /// Ends every stream, and waits a moment for what else is being answered.
+    /// Ends every stream, and waits briefly for pending requests.
     pub async fn stop(mut self) {
         let _ = self.stop.send(true);
         if tokio::time::timeout(GRACE, &mut self.task).await.is_err() {
@@ -102,7 +102,7 @@ impl Serving {
 }
 
 async fn until_stopped(mut stopped: watch::Receiver<bool>) {
-    // An error means that the server was dropped, which is an end too.
+    // An error means that the server was dropped, which also stops it.
     let _ = stopped.wait_for(|stopped| *stopped).await;
 }
 
@@ -137,7 +137,7 @@ impl DevicePlugin for Plugin {
     }
 
     async fn list_and_watch(&self, _: Request<Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
-        // One list at a time: a reader that is slow gets the newest next.
+        // One list at a time, so that a slow reader gets the newest list next.
         let (to, stream) = mpsc::channel(1);
         let (mut devices, stopped, watcher) =
             (self.facts.devices.clone(), self.stopped.clone(), Watcher::new(&self.count));
@@ -198,7 +198,7 @@ impl DevicePlugin for Plugin {
     }
 }
 
-/// How the plugin is, for its probe.
+/// The plugin's status, for its probe.
 struct Described {
     devices: watch::Receiver<Arc<Devices>>,
     is_registered: watch::Receiver<bool>,
@@ -215,7 +215,7 @@ impl StatusService for Described {
     }
 }
 
-/// The whole list, as kubelet reads it.
+/// The whole list in kubelet's form.
 fn list(devices: &Devices) -> ListAndWatchResponse {
     let of_gpu = |gpu: &Gpu| {
         let health = if gpu.problem.is_none() { "Healthy" } else { "Unhealthy" };
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn the_longest_list_is_one_that_kubelet_takes() {
-        /// What gRPC receives at most unless told otherwise.
+        /// gRPC's default limit of received messages, in bytes.
         const MESSAGE_MAX: usize = 4 << 20;
         let slots = u32::try_from(*crate::config::SLOTS.end()).expect("it fits");
         let slice = |n: usize| {

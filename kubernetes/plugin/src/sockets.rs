@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::UnixListener;
 
-/// The plugin's socket, by which kubelet calls it back.
+/// The plugin's socket, which kubelet calls.
 pub const PLUGIN: &str = "nvshare.sock";
 
-/// Where kubelet takes registrations.
+/// kubelet's socket for registrations.
 pub const KUBELET: &str = "kubelet.sock";
 
-/// Which file it is: what is made anew under the same name is another one. Numbers of files are used again, so the time
-/// of its last change counts too.
+/// Identifies a file, so that a re-created file of the same name is recognized. Inode numbers are reused, so the time
+/// of the last change is included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     device: u64,
@@ -30,13 +30,13 @@ impl Identity {
         Some(Self { device: metadata.dev(), inode: metadata.ino(), changed })
     }
 
-    /// A bound socket keeps its number for itself, and may have its mode changed.
+    /// True if both are the same inode. The inode number of a bound socket is not reused, and its mode may change.
     fn is_file(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 }
 
-/// Why the plugin's socket cannot be bound.
+/// The reason why the plugin's socket cannot be bound.
 #[derive(Debug)]
 pub enum BindError {
     /// Another process answers on it.
@@ -75,10 +75,10 @@ pub struct PluginSocket {
 }
 
 impl PluginSocket {
-    /// Binds the socket, in place of one that no process listens on any more.
+    /// Binds the socket. Replaces a socket that no process listens on any more.
     ///
     /// # Errors
-    /// Another process answers there, or a system call fails.
+    /// Another process answers on the socket, or a system call fails.
     pub fn bind(path: &Path) -> Result<(UnixListener, Self), BindError> {
         let path = path.to_owned();
         if UnixStream::connect(&path).is_ok() {

@@ -1,4 +1,4 @@
-//! What the man page says there is, against what there is.
+//! Compares the man page with the program's options and configuration keys.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ fn the_page_has_every_flag() {
 
 #[test]
 fn the_page_has_every_setting() {
-    // An unknown key is answered with those that there are.
+    // The error about an unknown key lists the valid keys.
     let known = |section: &str| {
         let error =
             Config::parse(&format!("{section}\nno-such-key = 1"), "x".as_ref()).expect_err("there is no such key");

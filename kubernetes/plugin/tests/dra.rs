@@ -1,4 +1,4 @@
-//! The DRA driver with stand-ins for the API server and kubelet, and the real scheduler: what is offered, and what becomes of claims.
+//! The DRA driver with stand-ins for the API server and kubelet, and the real scheduler: the offered devices, and the life of claims.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ fn node(gpus: usize) -> (Node, Api) {
     (node, api)
 }
 
-/// The same, on which everything runs.
+/// The same node with everything running.
 async fn running(gpus: usize) -> (Node, Api, Process, Process, Driver) {
     let (node, api) = node(gpus);
     let (scheduler, process) = (node.scheduler(), node.plugin());
@@ -40,7 +40,7 @@ fn device(node: &Node, gpu: usize) -> String {
     gpu_uuid(&node.machine(), gpu).to_lowercase()
 }
 
-/// What kubelet says of a claim.
+/// A claim in kubelet's requests.
 fn named(number: u32) -> Claim {
     Claim { namespace: "team-a".into(), uid: uid(number), name: format!("claim-{number}") }
 }
@@ -63,7 +63,7 @@ async fn clients(node: &Node) -> Vec<Client> {
     ask(node, async |scheduler| scheduler.list_clients().await).await
 }
 
-/// Waits until it is so.
+/// Waits until the condition holds.
 async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !is_so().await {
@@ -72,14 +72,14 @@ async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     }
 }
 
-/// A container that has the devices of these claims, in this order.
+/// A container with the devices of these claims, in this order.
 fn container(node: &Node, claims: &[&[Device]]) -> Container {
     let devices = claims.iter().copied().flatten();
     let ids: Vec<String> = devices.flat_map(|device| device.cdi_device_ids.clone()).collect();
     Container::new(&node.cdi(), &ids)
 }
 
-/// What a container with these devices finds at `/run/nvshare/scheduler.sock`.
+/// The socket at `/run/nvshare/scheduler.sock` in a container with these devices.
 fn socket(node: &Node, devices: &[Device]) -> PathBuf {
     container(node, &[devices]).sockets.expect("a socket's directory").join("scheduler.sock")
 }
@@ -128,7 +128,7 @@ async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
     until("it is ready", async || ready(&node).await.is_empty()).await;
     assert!(node.ask_plugin("--probe").status.success());
     driver.health().await.until(&[HealthStatus::Healthy, HealthStatus::Healthy]).await;
-    // The device plugin's part of it offers nothing, and is not even there.
+    // The device plugin API offers nothing, so its socket does not even exist.
     assert!(!node.socket().exists());
 }
 
@@ -147,7 +147,7 @@ async fn a_gpu_is_offered_by_one_api_and_never_by_both() {
         health(devices).into_iter().map(|(uuid, _)| uuid.to_lowercase()).collect()
     };
     assert_eq!((offered(&plugin.last), &*api.devices()[0].name), (vec![device(&node, 0)], &*device(&node, 1)));
-    // Both, when the configuration is another.
+    // With another configuration, both APIs offer GPUs.
     node.configure(&format!("[[gpu]]\ngpu = 0\nslots = 3\noffer = \"dra\"\n{QUICK}"));
     process.signal(libc::SIGHUP);
     api.until("the first", |devices| devices.len() == 1 && devices[0].name == device(&node, 0));
@@ -182,7 +182,7 @@ async fn nothing_is_offered_where_the_api_server_drops_what_it_would_mean() {
     api.set_consumable_capacity(true);
     api.until("the GPU", |devices| devices.len() == 1);
     until("it is ready", async || ready(&node).await.is_empty()).await;
-    // An API server that is started again without the gate drops it at the next change.
+    // An API server that was restarted without the feature gate drops the field at the next change.
     api.set_consumable_capacity(false);
     ask(&node, async |scheduler| scheduler.drain("0").await).await;
     api.until("nothing", |devices| devices.is_empty());
@@ -204,7 +204,7 @@ async fn an_api_server_that_cannot_be_used_is_said_so_and_tried_again() {
     api.forbid(false);
     api.until("the GPU", |devices| devices.len() == 1);
     process.log.wait("GPUs are offered by ResourceSlice node-1-gpu.nvshare.com");
-    // As kubelet does when it starts.
+    // A starting kubelet does the same.
     api.delete_slices();
     api.until("it again", |devices| devices.len() == 1);
 }
@@ -232,7 +232,7 @@ async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
     ask(&node, async |scheduler| scheduler.drain("0").await).await;
     api.until("another", |devices| taints(devices) == [vec!["gpu.nvshare.com/drained".to_owned()], unhealthy.clone()]);
     assert!(before.is_some() && since(&api) == before, "a taint keeps its time when another is added");
-    // An API server without taints would have them claimed.
+    // Without taints, the API server would allow claims of these GPUs.
     api.set_taints(false);
     api.delete_slices();
     ask(&node, async |scheduler| scheduler.undrain("0").await).await;
@@ -259,7 +259,7 @@ async fn a_claim_becomes_a_rule_of_the_programs_that_have_it() {
     assert_eq!(rule["on-memory-full"].as_str(), Some("wait"));
     assert_eq!(rule["allowed-gpus"].as_array().map(Vec::len), Some(1));
 
-    // Two containers, or two pods, of the claim; and a program that has none.
+    // Two containers, or two pods, of the claim, and a program without a claim.
     let socket = socket(&node, &devices);
     assert_eq!(socket, node.claims().join(uid(1)).join("scheduler.sock"));
     let _programs = [&socket, &socket, &node.clients()].map(|socket| Program::connect_soon(socket));
@@ -312,7 +312,7 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
     assert_eq!(names(rules(&node).await), ["team-a/claim-1", "team-a/claim-2"]);
     let sockets = [1, 2].map(|number| socket(&node, answers[&uid(number)].as_ref().expect("it is prepared")));
     let _programs = sockets.map(|socket| Program::connect_soon(&socket));
-    // Without a scheduler, programs of both would take turns by the same files.
+    // Without a scheduler, programs of both claims would take turns by the same files.
     let turn = |number: u32| {
         let name = format!("nvshare-{}.turn", gpu_uuid(&node.machine(), 1).trim_start_matches("GPU-"));
         node.claims().join(uid(number)).join(name).metadata().expect("a lock file").ino()
@@ -360,7 +360,7 @@ async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     let devices = driver.prepare_one(&named(1)).await.expect("it is right");
     let socket = socket(&node, &devices);
     let names = async || rules(&node).await.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
-    // The scheduler: the socket is there before the driver has come, and the rule as soon as it has.
+    // The scheduler restarts: the socket exists before the driver connects, and the rule as soon as it has.
     scheduler.kill();
     process.signal(libc::SIGSTOP);
     let scheduler = node.scheduler();
@@ -369,7 +369,7 @@ async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     until("its rule", async || names().await == ["team-a/claim-1"]).await;
     until("the program has it", async || clients(&node).await.iter().all(|client| client.rule == "team-a/claim-1"))
         .await;
-    // The driver, while there is no API server.
+    // The driver restarts without an API server.
     process.signal(libc::SIGTERM);
     assert!(process.wait().success());
     assert!(node.registry().read_dir().expect("the directory").next().is_none(), "kubelet sees that it is gone");
@@ -382,7 +382,7 @@ async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     let mut driver = Driver::find(&node.registry()).await;
     until("its rule", async || names().await == ["team-a/claim-1"]).await;
     until("its CDI device", async || cdi.exists()).await;
-    // kubelet asks again after it has started, and gets the same.
+    // A restarted kubelet asks again, and gets the same answer.
     assert_eq!(driver.prepare_one(&named(1)).await.expect("it is known"), devices);
     process.log.wait("1 claims are prepared");
     driver.unprepare(&named(1)).await;
@@ -403,7 +403,7 @@ async fn a_claim_is_not_prepared_without_a_scheduler() {
     })
     .await;
     assert_eq!(rules(&node).await.len(), 1);
-    // A socket that somebody removes is made again, and kubelet finds it again.
+    // A removed socket is created again, and kubelet finds it again.
     std::fs::remove_file(&driver.info.endpoint).expect("it is there");
     process.log.wait("a socket of the driver is gone");
     let mut driver = Driver::find(&node.registry()).await;

@@ -1,11 +1,12 @@
-//! What makes GPUs unhealthy, and healthy again: the driver's events and answers, and the scheduler's state.
+//! GPUs become unhealthy, and healthy again, by the driver's events and answers and by the scheduler's
+//! state.
 
 use crate::support::kubelet::{Kubelet, Plugin, health};
 use crate::support::{Node, PATIENCE, Process};
 use cuda_sim_gpus::config::gpu_uuid;
 use cuda_sim_gpus::trouble::{self, DOUBLE_BIT_ECC, Event, XID};
 
-/// The plugin on a node whose scheduler runs.
+/// The plugin on a node with a running scheduler.
 async fn watched(node: &Node) -> (Process, Kubelet, Plugin) {
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
@@ -24,7 +25,7 @@ async fn an_event_makes_a_gpu_unhealthy_until_the_driver_says_that_it_is_well() 
     let (process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[true, true]).await;
     process.log.wait("watched by the driver's events");
-    // A program's own fault, then one that is not.
+    // An XID of a program's own mistake, then an XID of the GPU.
     happens(&node, 0, XID, 31);
     happens(&node, 1, XID, 79);
     plugin.until_healthy(&[true, false]).await;
@@ -64,7 +65,7 @@ async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
     plugin.until_healthy(&[true, true]).await;
     process.log.wait("watched by the driver's events");
     let gpus = health(&plugin.last);
-    // The driver gives no advice here, so only the reset ends what the event began.
+    // This driver has no recommendations, so only the reset ends the fault.
     happens(&node, 0, XID, 79);
     plugin.until_healthy(&[false, true]).await;
     trouble::lose(&node.machine(), 0, true).expect("it is written");
@@ -72,7 +73,7 @@ async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
     trouble::lose(&node.machine(), 0, false).expect("it is written");
     plugin.until_healthy(&[true, true]).await;
     assert_eq!(health(&plugin.last), gpus);
-    // Its events are heard again.
+    // The GPU's events are received again.
     happens(&node, 0, XID, 79);
     plugin.until_healthy(&[false, true]).await;
 }
@@ -99,7 +100,7 @@ async fn a_driver_that_comes_later_is_found() {
     trouble::unload(&node.machine(), true).expect("it is written");
     let (process, _kubelet, mut plugin) = watched(&node).await;
     process.log.wait("NVML cannot be used");
-    // The scheduler found it in time, and its word is enough.
+    // The scheduler found the GPU in time, and its report is sufficient.
     plugin.until_healthy(&[true]).await;
     trouble::unload(&node.machine(), false).expect("it is written");
     process.log.wait("watched by the driver's events");
@@ -167,7 +168,7 @@ async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
     process.log.wait("watched by the driver's events");
-    // Later than the first reports, sooner than the file counts as missing.
+    // Later than the first reports, and earlier than the file counts as missing.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     node.inject(&uuids);
     let mut plugin = kubelet.plugin().await;
@@ -176,7 +177,7 @@ async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
     assert_eq!(process.log.count("is unhealthy"), 0);
 }
 
-/// Asks the probe until it says so, and returns what it says.
+/// Runs the probe until it has the expected result, and returns its output.
 async fn until_ready(node: &Node, expected: bool) -> String {
     let deadline = std::time::Instant::now() + PATIENCE;
     loop {
@@ -220,7 +221,7 @@ async fn gpus_of_a_scheduler_that_is_not_there_yet_are_unhealthy() {
 #[tokio::test]
 async fn a_gpu_that_the_scheduler_does_not_list_is_unhealthy() {
     let node = Node::with_gpus(2);
-    // It started before the driver was there, and so knows no GPU.
+    // The scheduler started before the driver was loaded, so it knows no GPU.
     trouble::unload(&node.machine(), true).expect("it is written");
     let _scheduler = node.scheduler();
     trouble::unload(&node.machine(), false).expect("it is written");

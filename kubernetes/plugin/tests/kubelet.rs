@@ -1,4 +1,4 @@
-//! The plugin with a kubelet that comes and goes: registration, the list, the answers for containers, restarts of either.
+//! The plugin with a kubelet that restarts: registration, the list, the answers for containers, restarts of both.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::support::{Node, PATIENCE, Process, QUICK};
 use nvshare_device_plugin::protocol::Device;
 use tonic::{Code, Status};
 
-/// A node on which everything runs.
+/// A node with everything running.
 async fn running(node: &Node) -> (Process, Process, Kubelet, Plugin) {
     let scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
@@ -46,7 +46,7 @@ async fn a_plugin_that_restarts_offers_the_same_devices() {
     let process = node.plugin();
     let mut plugin = kubelet.plugin().await;
     assert_eq!(plugin.next().await, Some(&before[..]));
-    // A socket that is left over is in nobody's way.
+    // A leftover socket is replaced.
     process.kill();
     assert!(node.socket().exists());
     let _process = node.plugin();
@@ -79,7 +79,7 @@ async fn a_kubelet_that_is_not_there_yet_is_waited_for() {
     std::fs::create_dir(node.kubelet_directory()).expect("a directory");
     process.log.wait("there is no kubelet at");
     assert_eq!(node.ask_plugin("--probe").status.code(), Some(1));
-    // One that was left by a kubelet that is gone.
+    // A socket left by a kubelet that has ended.
     drop(std::os::unix::net::UnixListener::bind(node.kubelet_directory().join("kubelet.sock")));
     process.log.wait("kubelet cannot be reached");
     let mut kubelet = Kubelet::appear(&node.kubelet_directory());
@@ -121,13 +121,13 @@ async fn a_kubelet_that_never_asks_is_said_to_be_too_old_once() {
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
-    // As kubelets before 1.26 do, whose calls are no HTTP/2.
+    // A kubelet before 1.26 registers the plugin, but its calls are not valid HTTP/2.
     kubelet.asked().await;
     kubelet.asked().await;
     process.log.wait("kubelet 1.26 is the least version");
     assert_eq!(process.log.count("kubelet 1.26"), 1);
     assert_eq!(process.log.count("kubelet has registered nvshare.com/gpu"), 1, "it is said once");
-    // One that is new enough may be started later.
+    // A newer kubelet may start later.
     drop(kubelet);
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     kubelet.plugin().await.next().await.expect("a list");
@@ -232,7 +232,7 @@ async fn kubelet_is_advised_to_take_different_gpus() {
     let picked = plugin.prefer(&all, &[&all[0]], 3).await.expect("there are enough");
     assert_eq!(picked.iter().map(gpu).collect::<std::collections::BTreeSet<_>>().len(), 3, "{picked:?}");
     assert_eq!(picked[0], all[0]);
-    // The third has the most left.
+    // The third GPU has the most free slots.
     let left = [&all[9..10], &all[15..]].concat();
     assert_eq!(plugin.prefer(&left, &[], 1).await.expect("there are enough"), [all[20].clone()]);
     for (size, must) in [(-1, &[][..]), (40, &[]), (1, &["GPU-none::0"]), (0, &[all[0].as_str()])] {

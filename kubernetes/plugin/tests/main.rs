@@ -1,4 +1,4 @@
-//! Tests of the device plugin, of its page and of its protocol.
+//! Tests of the device plugin, its man page and its protocol.
 
 mod documentation;
 mod dra;

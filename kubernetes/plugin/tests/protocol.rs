@@ -1,6 +1,6 @@
-//! kubelet's protocols are the published ones: each message, field, number and type of ours against lists that were made from
+//! Compares our copies of kubelet's protocols with the published protocols: each message, field, number and type with lists made from
 //! k8s.io/kubelet/pkg/apis: deviceplugin/v1beta1 (kubernetes 0619cbbff1ff), dra/v1 (53eddfd35a50), dra-health/v1alpha1 (c4b5de207d1f) and
-//! pluginregistration/v1 (56e225f4b8de); and bytes that were written by hand.
+//! pluginregistration/v1 (56e225f4b8de). Also compares encodings with hand-written bytes.
 
 use std::collections::BTreeSet;
 
@@ -106,10 +106,10 @@ const REGISTRATION_METHODS: [&str; 2] = [
     "Registration.NotifyRegistrationStatus RegistrationStatus RegistrationStatusResponse",
 ];
 
-/// A published protocol: its package, its fields, its messages without any, its methods.
+/// A published protocol: its package, its fields, its messages without fields, its methods.
 type Published = (&'static str, &'static [&'static str], &'static [&'static str], &'static [&'static str]);
 
-/// Each of ours, and what is published.
+/// Each of our protocols with its published counterpart.
 fn all() -> [(FileDescriptorSet, Published); 4] {
     let read = |compiled: &[u8]| FileDescriptorSet::decode(compiled).expect("a description");
     [

@@ -1,4 +1,5 @@
-//! A stand-in for the API server: HTTP, streams of watches, and its ways to break. What it knows and answers is a [`World`].
+//! A stand-in for the API server: HTTP, streams of watches, and failures. A [`World`] has its data
+//! and answers.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -19,16 +20,16 @@ pub use hyper::Method;
 
 pub type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
 
-/// What an API server knows.
+/// The data of an API server.
 pub trait World: Send + 'static {
-    /// What it says to a request: its method, its path with the query, and its body.
+    /// The answer to a request. `uri` is the path with the query.
     fn answer(&mut self, method: &Method, uri: &str, body: &[u8]) -> Answer;
 
-    /// Those who watch what happens.
+    /// The watchers of events.
     fn watchers(&mut self) -> &mut Watchers;
 }
 
-/// The API server. Its answers come in the order of the requests.
+/// The API server. It answers requests in order.
 #[derive(Debug)]
 pub struct ApiServer<W: World> {
     address: SocketAddr,
@@ -50,7 +51,7 @@ impl<W: World> ApiServer<W> {
         server
     }
 
-    /// At the same address, with what it knows.
+    /// Restarts the server at the same address, with its data.
     pub fn start_again(&mut self) {
         let listener = TcpListener::bind(self.address).expect("the address is free");
         self.address = listener.local_addr().expect("an address");
@@ -69,7 +70,7 @@ impl<W: World> ApiServer<W> {
         self.running = Some((stop, thread));
     }
 
-    /// All connections end, and nobody answers any more.
+    /// Closes all connections, and answers no more.
     pub fn stop(&mut self) {
         if let Some((stop, thread)) = self.running.take() {
             drop(stop);
@@ -78,7 +79,7 @@ impl<W: World> ApiServer<W> {
         self.with(|world| world.watchers().end());
     }
 
-    /// How to reach it, as a kubeconfig.
+    /// A kubeconfig for this server.
     pub fn kubeconfig(&self) -> String {
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: test\nclusters:\n- name: test\n  cluster: {{server: \"http://{}\"}}\n\
@@ -87,12 +88,12 @@ impl<W: World> ApiServer<W> {
         )
     }
 
-    /// Looks at what it knows, or changes it.
+    /// Reads or changes the data.
     pub fn with<T>(&self, look: impl FnOnce(&mut W) -> T) -> T {
         look(&mut self.known().world)
     }
 
-    /// What was asked so far that has this text in it: `GET /api/v1/pods?…`.
+    /// The requests so far that contain `text`, such as `GET /api/v1/pods?…`.
     pub fn requests(&self, text: &str) -> Vec<String> {
         self.known().requests.iter().filter(|request| request.contains(text)).cloned().collect()
     }
@@ -132,30 +133,31 @@ fn response(status: u16, body: UnsyncBoxBody<Bytes, io::Error>) -> Answer {
     response.body(body).expect("a response")
 }
 
-/// An answer that is all there.
+/// A complete answer.
 pub fn whole(status: u16, body: &Value) -> Answer {
     response(status, Full::new(Bytes::from(body.to_string())).map_err(|never| match never {}).boxed_unsync())
 }
 
-/// An answer that says why not.
+/// A refusal with its reason.
 pub fn refused(code: u16, reason: &str, message: &str) -> Answer {
     let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message,
         "reason": reason, "code": code});
     whole(code, &status)
 }
 
-/// Whether a watch is asked for, and from which version on; 0 if it does not say.
+/// The version from which a watch is requested, 0 if it names none; `None` if the request is not a
+/// watch.
 pub fn watches_from(uri: &str) -> Option<u64> {
     let from = |uri: &str| uri.split("resourceVersion=").nth(1)?.split('&').next()?.parse().ok();
     uri.contains("watch=true").then(|| from(uri).unwrap_or(0))
 }
 
-/// Those who watch what happens, each by an answer that goes on.
+/// The watchers of events. Each has a streaming answer.
 #[derive(Debug, Default)]
 pub struct Watchers(Vec<UnboundedSender<Result<Frame<Bytes>, io::Error>>>);
 
 impl Watchers {
-    /// The answer to one who watches: what has happened, and, if it goes on, what happens.
+    /// The answer to a watcher: past events and, if `goes_on`, future events.
     pub fn begin(&mut self, past: impl IntoIterator<Item = String>, goes_on: bool) -> Answer {
         let (sender, chunks) = unbounded_channel();
         for line in past {
@@ -167,7 +169,7 @@ impl Watchers {
         response(200, StreamBody::new(UnboundedReceiverStream::new(chunks)).boxed_unsync())
     }
 
-    /// Something happens, or a line comes that says something else.
+    /// Sends a line to all watchers: an event, or anything else.
     pub fn say(&mut self, line: &str) {
         self.0.retain(|watcher| watcher.send(Ok(frame(line))).is_ok());
     }
@@ -176,7 +178,7 @@ impl Watchers {
         self.0.clear();
     }
 
-    /// Streams end in the middle of a line.
+    /// Ends all streams in the middle of a line.
     pub fn tear(&mut self) {
         for watcher in self.0.drain(..) {
             let _ = watcher.send(Ok(Frame::data(Bytes::from_static(b"{\"type\": \"ADDED\", \"object\": {\"metad"))));

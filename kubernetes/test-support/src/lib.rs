@@ -1,4 +1,4 @@
-//! What tests of the programs on a node of Kubernetes have around these.
+//! Support for tests of the programs on a Kubernetes node.
 
 pub mod api_server;
 pub mod processes;
@@ -14,7 +14,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// The name of the node.
 pub const NODE: &str = "node-1";
 
-/// Waits until a question has an answer, and returns it.
+/// Waits until `question` has an answer, and returns it.
 #[track_caller]
 pub fn until<T>(what: &str, question: impl Fn() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
@@ -27,7 +27,7 @@ pub fn until<T>(what: &str, question: impl Fn() -> Option<T>) -> T {
     }
 }
 
-/// A UID that is like no other's.
+/// A unique UID.
 pub fn uid(number: u32) -> String {
     format!("{number:08x}-89ab-cdef-0123-456789abcdef")
 }

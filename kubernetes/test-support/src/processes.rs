@@ -1,4 +1,4 @@
-//! Processes that tests start, and what they log.
+//! Processes that tests start, and their logs.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::PATIENCE;
 
-/// What a process writes to stderr, as it comes.
+/// The lines that a process has written to stderr so far.
 #[derive(Debug, Clone, Default)]
 pub struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -20,13 +20,13 @@ impl Log {
         self.lines().iter().filter(|line| line.contains(text)).count()
     }
 
-    /// Waits for a line with that text in it.
+    /// Waits for a line that contains the text.
     #[track_caller]
     pub fn wait(&self, text: &str) {
         self.wait_for(text, 1);
     }
 
-    /// Waits for so many of them.
+    /// Waits for `count` such lines.
     #[track_caller]
     pub fn wait_for(&self, text: &str, count: usize) {
         let deadline = Instant::now() + PATIENCE;
@@ -37,7 +37,7 @@ impl Log {
     }
 }
 
-/// A process that ends with the test. Its log is shown when the test fails.
+/// A process that ends with the test. Its log is shown if the test fails.
 #[derive(Debug)]
 pub struct Process {
     name: &'static str,
@@ -59,11 +59,12 @@ impl Process {
     }
 
     pub fn signal(&self, signal: i32) {
-        // SAFETY: a plain call; the process is a child of this one that was not waited for.
+        // SAFETY: the call takes no pointers. The process is a child that has not been reaped, so
+        // its pid is not reused.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the process.
     #[track_caller]
     pub fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;

@@ -1,4 +1,4 @@
-//! A program of the scheduler's that does nothing.
+//! A client of the scheduler that does nothing.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -8,12 +8,12 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 
 use crate::until;
 
-/// It stays until it is dropped.
+/// The client stays connected until it is dropped.
 #[derive(Debug)]
 pub struct Program(OwnedFd);
 
 impl Program {
-    /// Connects by that socket, if a scheduler serves it, and is welcomed.
+    /// Connects to the socket and waits for the welcome. `None` if no scheduler serves the socket.
     pub fn connect(socket: &Path) -> Option<Self> {
         let flags = SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
@@ -27,13 +27,13 @@ impl Program {
         Some(program)
     }
 
-    /// Connects as soon as that is possible.
+    /// Connects as soon as possible.
     #[track_caller]
     pub fn connect_soon(socket: &Path) -> Self {
         until(&format!("a scheduler at {}", socket.display()), || Self::connect(socket))
     }
 
-    /// Listens until the scheduler hangs up.
+    /// Reads until the scheduler closes the connection.
     pub fn stay(&self) {
         while self.receive().is_some() {}
     }

@@ -94,7 +94,7 @@ impl Drop for Sleeper {
     }
 }
 
-/// Starts the process on a simulated GPU of 128 MiB, of which a context takes 16. The environment
+/// Starts the process on a simulated GPU of 128 MiB; a context takes 16 MiB of it. The environment
 /// selects the GPU and is read once per process, so each test re-runs in a process of its own.
 /// Returns `None` in the outer process.
 fn start(test: &str) -> Option<Sleeper> {

@@ -1,5 +1,6 @@
-//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. Invalid values, and
-//! those that are not tighter than its rule, have no effect, and a remark says why.
+//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. A
+//! value that is invalid or no tighter than the program's rule has no effect, and a remark gives
+//! the reason.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -51,7 +52,7 @@ impl EnvLimits {
         self.0.values().filter_map(|limit| limit.value.as_ref().ok())
     }
 
-    /// As the machine knows it.
+    /// The limits in the state machine's form.
     pub fn limits(&self) -> scheduler::EnvLimits {
         let mut limits = scheduler::EnvLimits::default();
         for value in self.values() {
@@ -118,7 +119,7 @@ impl Value {
         })
     }
 
-    /// The limit that `limits` sets already, if the value is not tighter.
+    /// The limit in `limits`, if this value is no tighter.
     fn no_tighter_than(&self, limits: RuleLimits) -> Option<String> {
         let share = limits.share.unwrap_or_default();
         let (is_no_tighter, has) = match self {
@@ -126,7 +127,7 @@ impl Value {
                 (is_as_much(*value, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
             }
             Self::Weight(value) => (*value >= share.weight, Self::Weight(share.weight).to_string()),
-            // Which GPUs these are depends on who asks.
+            // The GPUs that a name denotes depend on the program.
             Self::AllowedGpus(_) => (false, String::new()),
         };
         is_no_tighter.then_some(has)
@@ -162,7 +163,7 @@ fn is_as_much(one: Amount, other: Amount) -> bool {
     }
 }
 
-/// Reads a value as that of a rule, where a number may be written with or without quotes.
+/// Parses a value by the syntax of rules, in which numbers may be written with or without quotes.
 fn parse<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, String> {
     let read = |text: &str| match text.parse() {
         Ok(number) => T::deserialize(I64Deserializer::<Error>::new(number)),
@@ -171,7 +172,7 @@ fn parse<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, String> {
     read(text).or_else(|_| read(&shortened(text))).map_err(|e| e.to_string())
 }
 
-/// The text for remarks. A cut is marked by a character that no valid value has.
+/// The text for remarks. The character that marks a cut occurs in no valid value.
 fn shortened(text: &str) -> String {
     match text.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
@@ -263,7 +264,7 @@ mod tests {
             assert_eq!(limits.remark(limit, Some(&rule)), Some(expected), "{text}");
             assert_eq!(limits.in_words(Some(&rule)), "");
         }
-        // What cannot be compared without a GPU may be tighter.
+        // Values that can only be compared for a known GPU may be tighter.
         for (limit, text) in [(LimitName::MemoryMax, "7G"), (LimitName::MemoryMax, "99%"), (LimitName::Weight, "idle")]
         {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");

@@ -1,5 +1,4 @@
-//! `gpu-hours`: the GPU time that programs which count together may use in a day, week or month, before they have to let all others
-//! go first.
+//! `gpu-hours`: the GPU time that a group of programs may use in a day, week or month. Afterwards all other programs go first.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,7 +8,7 @@ use serde::de::{self, Deserializer};
 
 use crate::config::units;
 
-/// The window that ends now.
+/// A window of time that ends now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Window {
     Day,
@@ -19,7 +18,7 @@ pub enum Window {
 
 impl Window {
     const ALL: [Self; 3] = [Self::Day, Self::Week, Self::Month];
-    /// The longest.
+    /// The longest window.
     pub const LONGEST: Duration = Self::Month.time();
 
     fn name(self) -> &'static str {
@@ -40,7 +39,7 @@ impl Window {
     }
 }
 
-/// So much GPU time, of all GPUs together, in each window.
+/// GPU time, summed over all GPUs, in each window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuHours {
     /// Whole seconds.
@@ -48,11 +47,11 @@ pub struct GpuHours {
     pub window: Window,
 }
 
-/// The most: a thousand GPUs for a month.
+/// The largest valid time: a thousand GPUs for a month.
 const MOST: Duration = Duration::from_secs(1000 * 30 * 24 * 3600);
 
 impl fmt::Display for GpuHours {
-    /// As it is written: `20h/week`.
+    /// The syntax of the configuration: `20h/week`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = self.time.as_secs();
         let (number, unit) = match (seconds % 3600, seconds % 60) {

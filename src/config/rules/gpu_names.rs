@@ -1,22 +1,22 @@
-//! Names of GPUs in rules and in `CUDA_VISIBLE_DEVICES`: a UUID as `nvidia-smi` prints it, a unique prefix of one, or
-//! an index.
+//! Names of GPUs in rules and in `CUDA_VISIBLE_DEVICES`: a UUID as `nvidia-smi` prints it, a prefix of a UUID, or an
+//! index.
 
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer, SeqAccess, Visitor};
 
-/// Prefixes of UUIDs.
+/// The beginnings of UUIDs.
 const KINDS: [&str; 2] = ["GPU-", "MIG-"];
 const ALLOWED: &str =
     "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
 
-/// A GPU, or several slices of one, by name.
+/// The name of a GPU, or of several slices of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuName {
-    /// NVML's.
+    /// NVML's index.
     Number(u32),
-    /// In lower case, but for its kind.
+    /// In lower case, except for the beginning.
     Uuid(String),
 }
 
@@ -40,7 +40,7 @@ impl GpuName {
         }
     }
 
-    /// True if both names can denote the same GPU, as far as is certain without a list of GPUs.
+    /// True unless the names denote different GPUs on every host.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Number(one), Self::Number(other)) => one == other,
@@ -59,7 +59,7 @@ impl fmt::Display for GpuName {
     }
 }
 
-/// A list of them in a rule.
+/// A list of GPU names in a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuNames(pub Vec<GpuName>);
 
@@ -98,7 +98,7 @@ pub(super) fn read(text: &str) -> Result<GpuName, String> {
     NameVisitor.visit_str(text).map_err(|e: de::value::Error| e.to_string())
 }
 
-/// One as it is written.
+/// A name in the configuration.
 struct Written(GpuName);
 
 impl<'de> Deserialize<'de> for Written {

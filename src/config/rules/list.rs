@@ -5,8 +5,7 @@ use std::sync::Arc;
 use super::rule::{Origin, Rule, Subject};
 use super::runtime::Added;
 
-/// All rules, in the order in which they are tried: those set at run time, those of files, those of claims, those of pods.
-/// A copy shares them.
+/// All rules, in the order in which they are tried: rules set at run time, of files, of claims, of pods. Cloning shares them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     added: Arc<[Rule]>,
@@ -24,18 +23,21 @@ impl Rules {
         self.all().nth(at)
     }
 
-    /// From now on these come before those of files.
+    /// Replaces the rules set at run time, which come before the rules of files.
     pub fn put_first(&mut self, added: &Added) {
         self.added = added.rules().cloned().collect();
     }
 
-    /// Replaces the rules of claims and of pods, which come last: an administrator's rules take precedence, and what a claim was
-    /// allocated over what a pod asks for by itself.
+    /// Replaces the rules of claims and of pods, which come last. An administrator's rules take precedence over them, and the
+    /// allocation of a claim takes precedence over a pod's own requests.
     pub fn put_last(&mut self, claimed: Vec<Rule>, wished: Vec<Rule>) {
         (self.claimed, self.wished) = (claimed.into(), wished.into());
     }
 
-    /// Those rules come first, then the others. A rule that can never match is an error, as its place and a sentence.
+    /// Creates the list from the rules of files.
+    ///
+    /// # Errors
+    /// A rule can never match, or contradicts another rule: its origin and a sentence.
     pub fn new(all: Vec<Rule>) -> Result<Self, (Origin, String)> {
         for (at, rule) in all.iter().enumerate() {
             let before = all.iter().take(at).find(|other| other.subject.covers(&rule.subject));
@@ -52,7 +54,7 @@ impl Rules {
         Ok(Self { written: all.into(), ..Self::default() })
     }
 
-    /// Why a rule cannot be set at run time, in the place of one of that name, if it cannot.
+    /// The reason why a rule cannot be set at run time. A rule of the same name is ignored, since the rule replaces it.
     pub fn contradicted(&self, rule: &Rule) -> Option<String> {
         let added = self.added.iter().filter(|other| other.name != rule.name);
         added.chain(&*self.written).find_map(|other| rule.contradicts(other))

@@ -31,7 +31,7 @@ impl Instance {
         Self { rule, ..self }
     }
 
-    /// The same programs in words that stay the same, whatever the order of the rules: `unit=/system.slice/a.service`.
+    /// The same programs in words that do not depend on the order of the rules: `unit=/system.slice/a.service`.
     pub fn programs(&self) -> String {
         let user = self.user.map(|uid| uid.to_string());
         let parts = [
@@ -46,7 +46,7 @@ impl Instance {
         parts.collect::<Vec<_>>().join(" ")
     }
 
-    /// The path of the innermost control group that contains all of them, if there is one besides the root.
+    /// The path of the innermost control group that contains all of the programs, unless that is the root.
     pub fn place(&self) -> Option<&str> {
         [&self.container, &self.pod, &self.unit, &self.slice]
             .into_iter()
@@ -114,7 +114,7 @@ impl Subject {
 }
 
 impl Glob {
-    /// True if the text is the namespace and name of a pod or claim, or its UID. One whose name is unknown matches by UID only.
+    /// True if the pattern matches the namespace and name of a pod or claim, or its UID. Without a known name, only the UID can match.
     fn is_of(&self, uid: &str, namespace: &str, name: &str) -> bool {
         if !self.0.as_str().contains('/') {
             return self.0.matches(uid);
@@ -303,7 +303,7 @@ mod tests {
         assert!(!together("unit = \"*.service\"", &a, &b), "each unit");
         assert!(together("unit = \"*.service\"", &a, &who(2, "/system.slice/a.service/x")), "whoever is in it");
         assert!(together("slice = \"system.slice\"", &a, &b));
-        // Slurm's jobs, which are in one unit.
+        // All of Slurm's jobs are in one unit.
         let job =
             |job: u32, task: u32| who(1, &format!("/system.slice/slurmstepd.scope/job_{job}/step_0/user/task_{task}"));
         assert!(together("unit = \"slurm*\"", &job(1, 0), &job(2, 0)));

@@ -1,12 +1,12 @@
-//! Rules: what programs may have, by where they belong. The first rule that matches a program applies.
+//! Rules: limits and shares of programs by unit, container, user and so on. The first rule that matches a program applies.
 //!
-//! - `rule`: one rule; `list`: all of them, in order.
-//! - `parse`: `[[rule]]` of the configuration, with errors for each mistake.
+//! - `rule`: one rule; `list`: all rules, in order.
+//! - `parse`: `[[rule]]` of the configuration, with an error for each kind of mistake.
 //! - `runtime`: rules that were set while the daemon runs.
-//! - `values`: the values that a rule's keys take, and `gpu_hours`; `gpu_names`: how people name GPUs; `patterns`: patterns of names and paths.
-//! - `matching`: which rule a program has, and which programs count together under it.
-//! - `env_limits`: tighter limits that programs set themselves by their environment.
-//! - `places`: on which GPUs programs may be, and beside whom.
+//! - `values`: the values of a rule's keys, and `gpu_hours`; `gpu_names`: names of GPUs; `patterns`: patterns of names and paths.
+//! - `matching`: the rule of a program, and the programs that count together under it.
+//! - `env_limits`: tighter limits that programs set for themselves in their environment.
+//! - `places`: the GPUs that programs may use, and the programs that they may share them with.
 
 mod env_limits;
 mod gpu_hours;

@@ -55,22 +55,22 @@ enum Account {
     Number(u32),
 }
 
-/// What becomes of a rule for an account that this host does not know.
+/// The treatment of a rule for an account that this host does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unknown {
-    /// It is a mistake.
+    /// The rule is a mistake.
     Mistake,
     /// The rule matches no program.
     Nobody,
 }
 
-/// The number that no user and no group has: system calls take it for "unchanged".
+/// The ID that no user and no group has: system calls interpret it as "unchanged".
 const NOBODY: u32 = u32::MAX;
 
 /// The position and the description of a mistake.
 pub type Mistake = (Range<usize>, String);
 
-/// Reads the rules of one file. `line_of` gives the line of a byte in the file.
+/// Checks the rules of one file. `line_of` returns the line of a byte in the file.
 pub fn read(
     raw: Vec<Spanned<RawRule>>,
     file: &Path,

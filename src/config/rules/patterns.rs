@@ -1,4 +1,4 @@
-//! Patterns of names and paths, and which of them can match nothing.
+//! Patterns of names and paths, with checks for patterns that can match nothing.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::identity;
 pub(super) const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
                         for any number of directories";
 
-/// Reads a pattern, and sees to it that it can match something.
+/// Parses a pattern, and refuses one that can match nothing.
 pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>), Mistake> {
     let span = text.span();
     let text = text.into_inner();
@@ -49,7 +49,7 @@ pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>),
     }
 }
 
-/// A unit that is named by its path is in no other slices than those of the path.
+/// Refuses a rule whose unit is given by its path and is outside the rule's slice.
 pub fn contradiction(unit: Option<&(Glob, Range<usize>)>, slice: Option<&(Glob, Range<usize>)>) -> Result<(), Mistake> {
     let (Some((unit, _)), Some((slice, span))) = (unit, slice) else { return Ok(()) };
     let (unit, slice) = (unit.0.as_str(), slice.0.as_str());

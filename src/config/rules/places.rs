@@ -1,4 +1,4 @@
-//! On which GPUs a rule's programs may be, and beside whom.
+//! The GPUs that a rule's programs may use, and the programs that they may share them with.
 
 use toml::Value;
 
@@ -10,13 +10,13 @@ const LONGEST_LABEL: usize = 64;
 /// A rule's settings for placement.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Whereabouts {
-    /// `None`: all.
+    /// The GPUs that programs may use; `None`: all GPUs.
     pub allowed: Option<Vec<GpuName>>,
     pub labels: Labels,
 }
 
 impl Whereabouts {
-    /// As it could be written.
+    /// The keys and values in the syntax of the configuration.
     pub(super) fn pairs(&self) -> impl Iterator<Item = (&'static str, Option<Value>)> {
         let allowed =
             self.allowed.as_ref().map(|names| names.iter().map(GpuName::to_string).collect::<Vec<_>>().into());
@@ -32,7 +32,7 @@ impl Whereabouts {
     }
 }
 
-/// Reads a label.
+/// Checks a label.
 pub(super) fn label(key: &str, text: &str) -> Result<String, String> {
     let is_allowed = (1..=LONGEST_LABEL).contains(&text.len()) && !text.chars().any(char::is_control);
     let wrong = || format!("{key} cannot be {text:?}: one line of text of 1 to {LONGEST_LABEL} bytes is allowed");

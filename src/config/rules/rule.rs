@@ -1,4 +1,4 @@
-//! One rule: the programs that it matches and what they may have.
+//! One rule: the programs that it matches, and their limits.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::places::Whereabouts;
 use super::values::idle_time;
 use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share};
 
-/// Where a rule is written; without a line where it is not in a file.
+/// The place of a rule: a file and a line. The line is 0 for a rule that is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
     pub file: PathBuf,
@@ -25,11 +25,11 @@ impl fmt::Display for Origin {
     }
 }
 
-/// The conditions for a program, all of which must hold, and the limits that apply then.
+/// The conditions for a program, and the limits that apply if all of them hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     pub origin: Origin,
-    /// For people; may be empty.
+    /// A name for messages; may be empty.
     pub name: String,
     pub subject: Subject,
     pub limits: RuleLimits,
@@ -48,7 +48,7 @@ impl fmt::Display for Rule {
 }
 
 impl Rule {
-    /// As it could be written.
+    /// The rule in the syntax of the configuration.
     pub fn to_table(&self) -> toml::Table {
         let Subject { unit, slice, container, pod, claim, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
@@ -106,20 +106,20 @@ pub struct Subject {
     pub unit: Option<Glob>,
     pub slice: Option<Glob>,
     pub container: Option<Glob>,
-    /// Of its namespace and name, or without a `/` of its UID.
+    /// A pattern of the pod's namespace and name or, without a `/`, of its UID.
     pub pod: Option<Glob>,
-    /// Likewise, of a ResourceClaim.
+    /// The same for a ResourceClaim.
     pub claim: Option<Glob>,
     pub user: Option<u32>,
     pub group: Option<u32>,
 }
 
-/// A pattern of a name, or of a whole path where there is a `/` in it.
+/// A pattern of a name or, with a `/` in it, of a whole path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Glob(pub(super) glob::Pattern);
 
 impl Subject {
-    /// True if every program that `other` applies to matches this one as well: it has all of this one's conditions.
+    /// True if every program that matches `other` also matches this: `other` has all conditions of this.
     pub(super) fn covers(&self, other: &Self) -> bool {
         fn same<T: PartialEq>(mine: &Option<T>, theirs: &Option<T>) -> bool {
             mine.is_none() || mine == theirs
@@ -135,8 +135,8 @@ impl Subject {
 }
 
 impl Rule {
-    /// The reason why programs of this rule could never share a GPU with those of the other, although both request
-    /// it.
+    /// The reason why programs of this rule can never share a GPU with programs of `other`, although both rules
+    /// request it.
     pub fn contradicts(&self, other: &Self) -> Option<String> {
         let (mine, theirs) = (&self.places, &other.places);
         let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;

@@ -1,5 +1,5 @@
-//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each has a name. The newest rule comes first, before those of
-//! files.
+//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each has a name. The newest rule comes first, and all of them
+//! come before the rules of files.
 
 use toml::Table;
 
@@ -57,7 +57,7 @@ impl Added {
     /// Sets a rule, which replaces a rule of the same name at its position, or removes it.
     ///
     /// # Errors
-    /// A sentence, if there is no rule to remove or there are too many.
+    /// A sentence: the rule to remove does not exist, or there are too many rules.
     pub fn set(&mut self, Addition { name, rule }: Addition) -> Result<(), String> {
         let Some(rule) = rule else {
             let before = self.0.len();
@@ -75,7 +75,7 @@ impl Added {
         Ok(())
     }
 
-    /// Reads the rules of a file that [`Self::text`] wrote. Returns a sentence about each that is no longer valid.
+    /// Reads the rules of a file that [`Self::text`] wrote. Returns a sentence about each rule that is no longer valid.
     pub fn read(tables: Vec<Table>) -> (Self, Vec<String>) {
         let (mut all, mut wrong) = (Self::default(), Vec::new());
         for mut table in tables.into_iter().rev() {

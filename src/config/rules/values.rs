@@ -8,7 +8,8 @@ use serde::de::{self, Deserializer, Visitor};
 use crate::config::{settings, units};
 use crate::scheduler::{Amount, SleepAfter};
 
-/// The smallest limit, which is the granularity of GPU memory, and the largest, which is that of all sizes in the file; bytes.
+/// The smallest limit, which is the granularity of GPU memory, and the largest, which applies to
+/// all sizes in the file; in bytes.
 const LEAST: u64 = 2 << 20;
 const MOST: u64 = 1 << 40;
 
@@ -41,7 +42,7 @@ impl<'de> Deserialize<'de> for IdleTime {
     }
 }
 
-/// As it is written.
+/// The idle time in the syntax of the configuration.
 pub fn idle_time(after: SleepAfter) -> String {
     after.time().map_or_else(|| "never".into(), |time| format!("{}s", time.as_secs()))
 }
@@ -50,11 +51,11 @@ pub fn idle_time(after: SleepAfter) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Weight(pub u16);
 
-/// A part of GPU time, in percent.
+/// A fraction of GPU time, in percent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Percent(pub u8);
 
-/// Priority: higher ones run first.
+/// The priority. Programs with higher priorities run first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Priority(pub i8);
 
@@ -70,7 +71,7 @@ impl SwapMax {
     const KEY: &'static str = "swap-max";
 }
 
-/// Reads an amount of memory: a size, `infinity`, and where allowed a percentage of a GPU.
+/// Parses an amount of memory: a size, `infinity` or, if allowed, a percentage of a GPU.
 struct Memory {
     key: &'static str,
     of_a_gpu: bool,
@@ -143,7 +144,7 @@ impl Visitor<'_> for Memory {
     }
 }
 
-/// Reads a number within bounds, or a text that stands for one.
+/// Parses a number within bounds, or a text that stands for a number.
 struct Small {
     key: &'static str,
     allowed: &'static str,

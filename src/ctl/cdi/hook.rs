@@ -165,7 +165,7 @@ impl Found {
         self.mount(&text, &mounted).map_err(|e| format!("no file with both can be mounted: {e}"))
     }
 
-    /// Mounts a read-only file with this text over the one that is mounted.
+    /// Mounts a read-only file with this text over the mounted file.
     fn mount(&self, text: &[u8], over: &File) -> std::io::Result<()> {
         // A separate tmpfs, which ends with the container: no existing file system is writable in
         // every container.

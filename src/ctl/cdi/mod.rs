@@ -1,11 +1,11 @@
-//! `nvsharectl cdi`: a file by which container runtimes bring GPUs and nvshare into containers (the Container Device
+//! `nvsharectl cdi`: writes a file that tells container runtimes how to give GPUs and nvshare to containers (the Container Device
 //! Interface, CDI).
 //!
-//! - `edits`: what a runtime changes of a container.
-//! - `nvidia`: the file that NVIDIA's tools write, which knows what a GPU needs in a container. `nodes`: its device nodes,
-//!   where there is no such file.
-//! - `spec`: the file itself. [`specs`]: files as they are found on a host.
-//! - `hook`: what runtimes call for each container that it names.
+//! - `edits`: a runtime's changes to a container.
+//! - `nvidia`: the file of NVIDIA's tools, which lists everything that a GPU needs in a container. `nodes`: a GPU's device nodes,
+//!   for hosts without that file.
+//! - `spec`: nvshare's file. [`specs`]: the CDI files of a host.
+//! - `hook`: the OCI hook that the file names.
 
 mod edits;
 mod hook;
@@ -36,7 +36,7 @@ use nvidia::Nvidia;
 pub use spec::{CLAIM_KIND, of_claim};
 use spec::{FromHost, Spec};
 
-/// The directory of runtimes for files of the administrator.
+/// In the runtimes' directory for the administrator's CDI files.
 const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
 
 #[derive(Debug, Args)]

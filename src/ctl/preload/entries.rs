@@ -18,7 +18,7 @@ pub enum Refusal {
     Comments,
 }
 
-/// The ranges of the entries, in their order.
+/// The ranges of the entries, in order.
 pub fn entries(text: &[u8]) -> Vec<Range<usize>> {
     let seen = without_comments(text);
     // The loader stops at a NUL. Entries after it count here, so that they are removed too.

@@ -1,9 +1,10 @@
-//! `nvsharectl top`: GPUs and programs on the whole terminal, updated each second, with keys that
-//! act on them. Without a terminal, or on one that cannot move its cursor, it prints the same as
-//! text.
+//! `nvsharectl top`: GPUs and programs on the whole terminal, updated every second, with keys that
+//! act on them. Without a terminal, or on a terminal that cannot move its cursor, it prints the
+//! same as text.
 //!
-//! All of it comes from the scheduler over D-Bus or the control socket, and is asked for in tasks of their own, so that keys are answered
-//! also while the scheduler is not. `model` makes of that what is shown, `screen` draws it.
+//! All data comes from the scheduler over D-Bus or the control socket. Separate tasks query it, so
+//! that keys work even if the scheduler does not respond. `model` computes the displayed data,
+//! `screen` draws it.
 
 mod model;
 mod screen;
@@ -98,7 +99,7 @@ async fn print(scheduler: &SchedulerProxy<'_>, first: Snapshot, iterations: u32)
     Ok(())
 }
 
-/// What came of something that was asked of the scheduler.
+/// The result of a request to the scheduler.
 enum Reply {
     Snapshot(Box<Result<(SchedulerProxy<'static>, Snapshot), CtlError>>),
     Done(String),

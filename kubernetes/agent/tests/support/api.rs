@@ -1,5 +1,5 @@
-//! A stand-in for the API server: pods are listed and watched as there, with versions, bookmarks, streams that break and versions that are
-//! too old.
+//! A stand-in for the API server: lists and watches pods like the real one, with versions, bookmarks, broken streams and outdated
+//! versions.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -16,10 +16,10 @@ pub struct Api(ApiServer<Pods>);
 #[derive(Debug)]
 pub struct Pods {
     version: u64,
-    /// A watch from before this one is too old.
+    /// A watch from an earlier version is too old.
     oldest: u64,
     pods: BTreeMap<String, Value>,
-    /// What happened, by the version that it made.
+    /// The events by version.
     history: Vec<(u64, String)>,
     watchers: Watchers,
     forbids: bool,
@@ -46,7 +46,7 @@ impl Api {
         Self(ApiServer::start(Pods { version: 100, oldest: 100, pods, history, watchers, forbids: false }))
     }
 
-    /// A pod comes, or is another now.
+    /// Adds or replaces a pod.
     pub fn put(&self, pod: Value) {
         let uid = pod["metadata"]["uid"].as_str().expect("a UID").to_owned();
         self.with(|world| {
@@ -63,7 +63,7 @@ impl Api {
         });
     }
 
-    /// Time has passed in which nothing happened to these pods.
+    /// Sends a bookmark, as after a time without changes.
     pub fn bookmark(&self) -> u64 {
         self.with(|world| {
             world.version += 10;
@@ -75,7 +75,7 @@ impl Api {
         })
     }
 
-    /// What happened until now is forgotten; who watches hears so, or hears nothing but the end.
+    /// Forgets all earlier events, and ends the watches. Watchers are told the reason only if `says_so`.
     pub fn forget(&self, says_so: bool) {
         self.with(|world| {
             world.version += 1;
@@ -88,12 +88,12 @@ impl Api {
         });
     }
 
-    /// Streams end in the middle of a line.
+    /// Ends all streams in the middle of a line.
     pub fn break_streams(&self) {
         self.with(|world| world.watchers.tear());
     }
 
-    /// Sends who watches something else.
+    /// Sends an arbitrary line to all watchers.
     pub fn babble(&self, line: &str) {
         self.with(|world| world.watchers.say(line));
     }
@@ -168,7 +168,7 @@ fn gone() -> String {
     event.to_string()
 }
 
-/// The id of the container of a pod.
+/// The id of a pod's container.
 pub fn container(number: u32) -> String {
     format!("{number:064x}")
 }

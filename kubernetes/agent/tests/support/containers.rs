@@ -1,18 +1,18 @@
-//! Programs in the control groups of pods: a client of the scheduler that does nothing. It needs root and control groups of
-//! version 2, which are mounted in a mount namespace of their own.
+//! Programs in the control groups of pods: clients of the scheduler that do nothing. This requires root and control groups
+//! of version 2, which are mounted in a separate mount namespace.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use kubernetes_test_support::program::Program;
 
-/// Mounts control groups at `$1`, goes into `$2` there, and becomes the rest.
+/// Mounts control groups at `$1`, enters `$2` there, and executes the remaining arguments.
 const ENTER: &str =
     r#"mount -t cgroup2 none "$1" && mkdir -p "$1/$2" && echo $$ > "$1/$2/cgroup.procs" && shift 2 && exec "$@""#;
-/// Removes those directories again, from the innermost.
+/// Removes the directories again, innermost first.
 const LEAVE: &str = r#"mount -t cgroup2 none "$1" && cd "$1" && rmdir -p "$2""#;
 
-/// A client in a container of a pod. It goes away with the test.
+/// A client in a container of a pod. It ends with the test.
 #[derive(Debug)]
 pub struct Inmate {
     child: Child,
@@ -21,7 +21,7 @@ pub struct Inmate {
 }
 
 impl Inmate {
-    /// Starts one, unless this machine does not let us; then a line says so.
+    /// Starts a client. Returns `None` and prints a line if this machine does not permit it.
     pub fn start(directory: &Path, socket: &Path, uid: &str, container: &str) -> Option<Self> {
         let mount = directory.join("cgroup");
         std::fs::create_dir_all(&mount).expect("a directory");
@@ -55,7 +55,7 @@ impl Drop for Inmate {
     }
 }
 
-/// What such a client does: it says hello, and stays until it is killed.
+/// The client's work: connects to the scheduler, and stays until it is killed.
 pub fn stay_connected() {
     let path = PathBuf::from(std::env::var_os("NVSHARE_TEST_SOCKET").expect("run by a test, not by hand"));
     Program::connect(&path).expect("a scheduler").stay();

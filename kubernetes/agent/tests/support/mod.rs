@@ -1,4 +1,5 @@
-//! A node in a directory of its own: the real scheduler, the agent, and a stand-in for the API server.
+//! A node in a separate directory: the real scheduler, the agent, and a stand-in for the API
+//! server.
 
 pub mod api;
 pub mod containers;
@@ -18,14 +19,14 @@ use kubernetes_test_support::{NODE, Process};
 
 const AGENT: &str = env!("CARGO_BIN_EXE_nvshare-agent");
 
-/// The node. It goes away with the test.
+/// The node. It ends with the test.
 #[derive(Debug)]
 pub struct Node {
     directory: TempDir,
     pub api: Api,
 }
 
-/// A rule as the scheduler lists it.
+/// A rule in the scheduler's list.
 pub type Rule = HashMap<String, OwnedVariant>;
 
 impl Node {
@@ -47,12 +48,12 @@ impl Node {
         self.path("run/scheduler.sock")
     }
 
-    /// What the agent reads.
+    /// Writes the agent's configuration.
     pub fn configure(&self, text: &str) {
         std::fs::write(self.path("agent.toml"), text).expect("a file");
     }
 
-    /// What the scheduler reads.
+    /// Writes the scheduler's configuration.
     pub fn rule(&self, text: &str) {
         std::fs::write(self.path("nvshare.toml"), format!("[[rule]]\n{text}\n")).expect("a file");
     }
@@ -87,12 +88,12 @@ impl Node {
         Process::start("agent", command)
     }
 
-    /// The agent asked something that it answers and ends.
+    /// Runs the agent with a flag that it answers before it exits.
     pub fn ask_agent(&self, flag: &str) -> Output {
         self.agent_command().arg(flag).output().expect("the agent starts")
     }
 
-    /// What is wrong, as the probe says; empty where nothing is.
+    /// The probe's complaint; empty if there is none.
     pub fn probe(&self) -> String {
         let output = self.ask_agent("--probe");
         let said = String::from_utf8(output.stderr).expect("UTF-8");
@@ -100,7 +101,7 @@ impl Node {
         said
     }
 
-    /// Asks the scheduler, which may have to be waited for.
+    /// Queries the scheduler. `None` if it does not answer yet.
     fn ask<T>(&self, question: impl AsyncFn(&SchedulerProxy<'_>) -> zbus::Result<T>) -> Option<T> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let stream = UnixStream::connect(self.control()).ok()?;
@@ -111,7 +112,7 @@ impl Node {
         })
     }
 
-    /// The rules of pods, by what they are called.
+    /// The rules of pods, by name.
     pub fn rules(&self) -> HashMap<String, Rule> {
         let rules = self.ask(async |scheduler| scheduler.list_rules().await).expect("the scheduler answers");
         let named = |rule: Rule| Some((text(rule.get("name")?)?, rule));
@@ -122,13 +123,13 @@ impl Node {
         self.ask(async |scheduler| scheduler.list_clients().await).expect("the scheduler answers")
     }
 
-    /// Waits until what is asked is so, and returns it.
+    /// Waits until the query has a result, and returns it.
     #[track_caller]
     pub fn until<T>(&self, what: &str, question: impl Fn(&Self) -> Option<T>) -> T {
         kubernetes_test_support::until(what, || question(self))
     }
 
-    /// Waits for a pod to have a rule, and returns what it says under that key.
+    /// Waits until a pod has a rule, and returns the value of a key.
     #[track_caller]
     pub fn until_rule(&self, pod: &str, key: &str, value: &str) {
         self.until(&format!("{pod} with {key} = {value}"), |node| {

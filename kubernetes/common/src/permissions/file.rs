@@ -15,9 +15,9 @@ pub const DEFAULT_PATH: &str = "/etc/nvshare/agent.toml";
 /// The whole configuration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Config {
-    /// By patterns of namespaces; the first that matches counts.
+    /// Permissions by patterns of namespaces. The first match applies.
     namespaces: Vec<(Pattern, Permissions)>,
-    /// Where none does.
+    /// The permissions of all other namespaces.
     others: Permissions,
 }
 
@@ -27,7 +27,7 @@ impl Config {
         crate::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
-    /// Reads the text of a file; `path` is for messages only.
+    /// Parses the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let file: File = parse(text, path)?;
         let mut namespaces: Vec<(Pattern, Permissions)> = Vec::new();
@@ -39,14 +39,14 @@ impl Config {
         Ok(Self { namespaces, others: Permissions::default() })
     }
 
-    /// The permissions of pods of that namespace.
+    /// The permissions of pods in a namespace.
     pub fn of(&self, namespace: &str) -> &Permissions {
         let entry = self.namespaces.iter().find(|(pattern, _)| pattern.matches(namespace));
         entry.map_or(&self.others, |(_, permissions)| permissions)
     }
 }
 
-/// A mistake at that byte of a file.
+/// A mistake at a byte of a file.
 struct Mistake {
     at: usize,
     what: String,
@@ -58,7 +58,7 @@ impl Mistake {
     }
 }
 
-/// A file as it is written.
+/// The contents of the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {

@@ -1,5 +1,5 @@
-//! The keys that pods of a namespace may set, and their defaults. The scheduler decides which values are valid; a
-//! permission that depends on a value parses it as the scheduler does. [`file`] reads the agent's configuration, which sets them.
+//! The keys that pods of a namespace may set, and their defaults. The scheduler decides which values are valid. A permission that
+//! depends on a value parses it like the scheduler. [`file`] reads the permissions from the agent's configuration.
 
 pub mod file;
 
@@ -12,8 +12,8 @@ use toml::{Table, Value};
 /// The keys that a pod can set.
 pub use nvshare::config::rules::LIMIT_KEYS as KEYS;
 
-/// Of these, what pods may set by default: what only restricts the pod itself, or decides beside which pods it is placed. A
-/// key that can take from others is not among them.
+/// The keys that pods may set by default: they only restrict the pod itself, or choose the pods that it is placed with. Keys that
+/// can take resources from other programs are excluded.
 const HARMLESS: [&str; 10] = [
     "memory-max",
     "swap-max",
@@ -27,7 +27,7 @@ const HARMLESS: [&str; 10] = [
     "anti-affinity",
 ];
 
-/// The highest values that are allowed.
+/// The highest permitted values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ceilings {
     pub weight: u16,
@@ -40,8 +40,8 @@ pub struct Ceilings {
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
     pub ceilings: Ceilings,
-    /// The weight of a pod that sets none. Without one, the pod counts with its user's other programs, unless it sets
-    /// another key of its share of time.
+    /// The default weight of a pod. Without a weight or another key for shares of time, the pod counts together with its user's
+    /// other programs.
     pub weight: Option<Value>,
 }
 
@@ -57,7 +57,7 @@ impl Default for Permissions {
 }
 
 impl Permissions {
-    /// Checks that a pod of that namespace may set a key to a value.
+    /// Checks that a pod in the namespace may set a key to a value.
     ///
     /// # Errors
     /// A sentence with the allowed values.
@@ -65,7 +65,7 @@ impl Permissions {
         if !self.may_set.contains(key) {
             return Err(format!("pods of namespace {namespace} may not set it"));
         }
-        // An invalid value goes to the scheduler, which refuses it with the valid ones.
+        // The scheduler refuses an invalid value and lists the valid values.
         let Ok(share) = share(key, value) else { return Ok(()) };
         let Ceilings { weight, time_min, priority } = self.ceilings;
         let most = match key {
@@ -78,7 +78,7 @@ impl Permissions {
     }
 }
 
-/// Parses a key's share of time as the scheduler does.
+/// Parses a key of a share of time like the scheduler.
 ///
 /// # Errors
 /// A sentence about the mistake.
@@ -130,7 +130,7 @@ mod tests {
             assert!(refused_here || share("time-min", &least.into()).is_err(), "{least}");
         }
         assert_eq!(said(&permissions, "time-min", "20%"), "");
-        // What the scheduler refuses anyway is left to it.
+        // Values that the scheduler refuses anyway are not checked here.
         assert_eq!(
             (said(&permissions, "weight", "heavy"), said(&permissions, "weight", 1_000_000)),
             Default::default()

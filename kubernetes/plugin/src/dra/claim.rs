@@ -1,8 +1,8 @@
-//! What a ResourceClaim was allocated on this node, as a rule for the scheduler. Pure.
+//! Converts the allocation of a ResourceClaim on this node to a rule for the scheduler. Pure.
 //!
-//! A claim has one rule, which its programs share, in whichever container and pod they are. What Kubernetes has counted (memory, time)
-//! needs no permission, since it cannot be promised twice. What the claim asks for beyond that is bounded like pods' annotations, and
-//! what its DeviceClass says is an administrator's.
+//! A claim has one rule, which all of its programs share, in all containers and pods. Capacities that Kubernetes has counted (memory,
+//! time) need no permission, since they cannot be promised twice. Other keys of the claim are bounded like pods' annotations. The keys
+//! of its DeviceClass come from an administrator and are not bounded.
 
 use std::collections::BTreeMap;
 
@@ -16,57 +16,57 @@ use super::slice::{MEMORY, TIME, device_name};
 use super::{DRIVER, quantity};
 use crate::devices::{Devices, Gpu};
 
-/// The `apiVersion` and `kind` of the driver's configuration in a claim or class. Its other keys are those of a rule.
+/// The `apiVersion` and `kind` of the driver's configuration in a claim or class. All other keys are keys of a rule.
 pub const API_VERSION: &str = "nvshare.com/v1";
 pub const KIND: &str = "Rule";
 
-/// The keys of a rule that it cannot have: they choose GPUs, which Kubernetes has done for a claim.
+/// The keys of a rule that a claim cannot have: they choose GPUs, and Kubernetes chooses a claim's GPUs.
 const CHOOSING: [&str; 4] = ["allowed-gpus", "affinity", "anti-affinity", "exclusion"];
 
-/// The keys that it can have.
+/// The keys that a claim can have.
 fn allowed() -> impl Iterator<Item = &'static str> {
     LIMIT_KEYS.into_iter().filter(|key| !CHOOSING.contains(key))
 }
 
-/// The weight of a claim that sets none, where its namespace has no other: that of a user.
+/// The default weight of a claim if its namespace has none. It equals the weight of a user.
 const WEIGHT: i64 = 100;
 
-/// A claim that is prepared.
+/// A prepared claim.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prepared {
     pub uid: String,
     pub namespace: String,
     pub name: String,
     pub devices: Vec<PreparedDevice>,
-    /// The keys of its rule.
+    /// The keys of the claim's rule.
     pub rule: BTreeMap<String, Value>,
 }
 
 /// A GPU of a claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedDevice {
-    /// The request of the claim that it was allocated for.
+    /// The claim's request that the GPU was allocated for.
     pub request: String,
-    /// The name of its device.
+    /// The name of the device.
     pub name: String,
-    /// Of the GPU.
+    /// The GPU's UUID.
     pub uuid: String,
 }
 
-/// What a claim has of one GPU.
+/// A claim's share of one GPU.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Share {
-    /// Bytes, percent; 0: none of it is reserved.
+    /// Memory in bytes, and time in percent; 0: nothing is reserved.
     memory: u64,
     time: u64,
     keys: BTreeMap<String, Value>,
 }
 
-/// Reads what a claim was allocated of these GPUs.
+/// Reads a claim's allocation of these GPUs.
 ///
 /// # Errors
-/// A sentence for an event of the pod: nothing was allocated here, a GPU is gone or gets no new programs, or what the claim says
-/// cannot be had.
+/// A sentence for an event of the pod: nothing was allocated here, a GPU is gone or unhealthy, or the claim's configuration is
+/// invalid.
 pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Permissions) -> Result<Prepared, String> {
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
     let (uid, namespace, name) =
@@ -112,7 +112,7 @@ fn find<'a>(gpus: &'a Devices, device: &str) -> Result<&'a Gpu, String> {
     }
 }
 
-/// A request without the alternative that was chosen of it.
+/// A request's name without the chosen alternative.
 fn main_request(request: &str) -> &str {
     request.split_once('/').map_or(request, |(main, _)| main)
 }
@@ -192,7 +192,7 @@ fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, Strin
 
 fn rule(share: &Share, uuids: Vec<String>, permissions: &Permissions) -> Result<BTreeMap<String, Value>, String> {
     let mut rule = share.keys.clone();
-    // What is reserved cannot be taken by others, and no more than that can be had.
+    // Reserved memory is both protected and the limit.
     let memory = (share.memory > 0).then(|| i64::try_from(share.memory).unwrap_or(i64::MAX).into());
     let time = (share.time > 0).then(|| format!("{}%", share.time).into());
     let reserved: [(&str, &str, Option<Value>); 3] =

@@ -1,5 +1,5 @@
-//! The claims that are prepared. Each is kept on disk, is a CDI device for the container runtime, and is told to the scheduler, which
-//! makes its socket: all of that before kubelet is answered, so no program of a claim can run without its rule.
+//! The prepared claims. Each claim is stored on disk, has a CDI device for the container runtime, and is sent to the scheduler, which
+//! creates its socket. All of this precedes the answer to kubelet, so no program of a claim can run without the claim's rule.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -18,13 +18,13 @@ use zbus::MessageStream;
 use super::claim::Prepared;
 use super::store::Store;
 
-/// Time for the scheduler to accept a connection and a message. kubelet waits for 45 s.
+/// Timeout for the scheduler to accept a connection and a message. kubelet waits for 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// The longest pause between attempts to reach the scheduler.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// Where claims are kept and told.
+/// The paths that claims are stored in or sent to.
 #[derive(Debug)]
 pub struct Places {
     /// The scheduler's control socket.
@@ -42,12 +42,12 @@ pub struct Places {
 pub struct Claims {
     places: Places,
     store: Store,
-    /// Held while the scheduler is told, so that what it is told last is how things are.
+    /// Locked while claims are sent, so that the last message is always the current state.
     prepared: Mutex<BTreeMap<String, Prepared>>,
 }
 
 impl Claims {
-    /// Those that were prepared before the driver was started.
+    /// Loads the claims that were prepared before the driver started.
     pub fn load(places: Places) -> Self {
         let store = Store::new(places.store.clone());
         let prepared = store.load();
@@ -66,10 +66,10 @@ impl Claims {
         self.prepared.lock().await.get(uid).cloned()
     }
 
-    /// Prepares a claim, or sees that all of it is there for one that is prepared.
+    /// Prepares a claim. For a prepared claim, restores everything that is missing.
     ///
     /// # Errors
-    /// A sentence: its rule is refused, the scheduler does not answer, or a file cannot be written. Then the claim is not prepared.
+    /// A sentence: the scheduler refuses the rule or does not answer, or a file cannot be written. Then a new claim is not prepared.
     pub async fn prepare(&self, claim: Prepared) -> Result<(), String> {
         let mut prepared = self.prepared.lock().await;
         let uid = claim.uid.clone();
@@ -87,7 +87,7 @@ impl Claims {
         if done.is_err() && before.is_none() {
             prepared.remove(&uid);
             self.forget(&uid);
-            // Or it would be known to the scheduler until something else changes.
+            // Otherwise the scheduler would know the claim until the next change.
             if let Err(why) = self.tell(&prepared).await {
                 debug!("{why}");
             }
@@ -95,7 +95,8 @@ impl Claims {
         done
     }
 
-    /// Undoes that. It is no error if the claim is not prepared, or if the scheduler is away: it is told when it is back.
+    /// Undoes [`Self::prepare`]. Not an error if the claim is not prepared or the scheduler is not running: it receives the claims
+    /// when it returns.
     pub async fn unprepare(&self, uid: &str) {
         let mut prepared = self.prepared.lock().await;
         self.forget(uid);
@@ -106,7 +107,7 @@ impl Claims {
         }
     }
 
-    /// Tells each scheduler that starts of all claims.
+    /// Sends all claims to each scheduler that starts.
     pub async fn keep_told(&self) {
         let mut retry = Retry::up_to(RETRY);
         loop {
@@ -114,7 +115,7 @@ impl Claims {
                 let mut end = MessageStream::from(&connection);
                 let told = {
                     let prepared = self.prepared.lock().await;
-                    // After the node has started again the files are gone.
+                    // A reboot of the node removes the files.
                     for claim in prepared.values() {
                         if let Err(e) = self.write_cdi(claim) {
                             warn!("the CDI file of claim {} cannot be written: {e}", claim.uid);
@@ -170,7 +171,7 @@ impl Claims {
     }
 }
 
-/// Tells the scheduler of all claims. The answer has those that it refuses.
+/// Sends all claims to the scheduler. Returns the refused claims with the reasons.
 async fn tell(
     proxy: &SchedulerProxy<'_>,
     prepared: &BTreeMap<String, Prepared>,

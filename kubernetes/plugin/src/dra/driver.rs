@@ -1,4 +1,4 @@
-//! The driver: its sockets are made, served, and made again if they are removed.
+//! The driver: creates and serves its sockets, and re-creates them if they are removed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,16 +32,16 @@ use crate::status::status_server::StatusServer;
 /// Period of checks of the sockets.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// The longest pause before sockets that cannot be made are tried again.
+/// The longest pause between attempts to create the sockets.
 const RETRY: Duration = Duration::from_secs(30);
 
-/// The command line, as far as the driver needs it.
+/// The driver's part of the command line.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The node's name in Kubernetes.
     pub node: String,
     pub kubeconfig: Option<PathBuf>,
-    /// kubelet's directories: of plugins' own files, and of the sockets by which it finds them.
+    /// kubelet's directories: for plugins' own files, and for the sockets with which it discovers plugins.
     pub plugins: PathBuf,
     pub registry: PathBuf,
     /// The scheduler's control socket.
@@ -54,12 +54,12 @@ pub struct Options {
     pub permissions: Option<PathBuf>,
 }
 
-/// The driver's socket, below kubelet's directory of plugins' own files.
+/// The driver's socket, below kubelet's directory for plugins' own files.
 pub fn socket(plugins: &Path) -> PathBuf {
     plugins.join(DRIVER).join("dra.sock")
 }
 
-/// The socket by which kubelet finds the driver. kubelet sends its path as the authority of the call, with `%2F` for each `/`, and the HTTP
+/// The socket with which kubelet discovers the driver. kubelet sends its path as the call's authority, with `%2F` for each `/`. The HTTP
 /// library refuses `%` in an authority, except before an `@`.
 pub fn registration_socket(registry: &Path) -> PathBuf {
     registry.join(format!("{DRIVER}@reg.sock"))
@@ -68,7 +68,7 @@ pub fn registration_socket(registry: &Path) -> PathBuf {
 /// Serves kubelet until it is stopped.
 ///
 /// # Errors
-/// Another driver has the sockets, or there is no API server to ask.
+/// Another driver has the sockets, or no API server is configured.
 pub async fn run(
     options: Options,
     config: watch::Receiver<Arc<Config>>,
@@ -109,7 +109,7 @@ async fn serve(options: &Options, facts: Facts, register: watch::Sender<bool>) -
     let (own, registration) = (socket(&options.plugins), registration_socket(&options.registry));
     let (mut trouble, mut retry) = (Trouble::default(), Retry::up_to(RETRY));
     loop {
-        // kubelet calls the driver as soon as it finds the other socket.
+        // Bind the driver's socket first: kubelet calls the driver as soon as it finds the registration socket.
         let bound = bind(&own).and_then(|one| Ok((one, bind(&registration)?)));
         let ((listener, own_socket), (desk, registration_socket)) = match bound {
             Ok(bound) => bound,

@@ -1,12 +1,13 @@
-//! The DRA driver: the other API of kubelet by which GPUs are offered (`resource.k8s.io/v1`), with consumable capacity.
+//! The DRA driver: offers GPUs by kubelet's other API (`resource.k8s.io/v1`), with consumable capacity.
 //!
-//! - [`slice`]: the devices of a ResourceSlice. [`claim`]: what a ResourceClaim was allocated, as a rule. [`quantity`]: numbers
-//!   as Kubernetes writes them. All pure.
-//! - [`publish`]: keeps the slice at the API server, and sees what that makes of it.
-//! - [`claims`]: the claims that are prepared, which [`store`] keeps on disk, the scheduler is told of, and the container runtime finds
+//! - [`slice`]: the devices of a ResourceSlice. [`claim`]: the allocation of a ResourceClaim as a rule. [`quantity`]: numbers in
+//!   Kubernetes' notation. All pure.
+//! - [`publish`]: keeps the slice at the API server up to date, and checks what the API server stores.
+//! - [`claims`]: the prepared claims. [`store`] keeps them on disk; the scheduler receives them, and the container runtime finds them
 //!   as CDI devices.
-//! - [`service`]: kubelet's calls. [`registration`]: how kubelet finds the driver. [`driver`]: all of it.
-//! - [`protocol`]: kubelet's API for DRA drivers; [`health`]: how devices are; [`plugin_registration`]: how it finds plugins.
+//! - [`service`]: kubelet's calls. [`registration`]: discovery of the driver by kubelet. [`driver`]: the whole driver.
+//! - [`protocol`]: kubelet's API for DRA drivers; [`health`]: its API for the health of devices; [`plugin_registration`]: its API for
+//!   discovering plugins.
 
 pub mod claim;
 pub mod claims;
@@ -23,7 +24,7 @@ pub mod store;
 pub const DRIVER: &str = "gpu.nvshare.com";
 
 /// The messages and services of kubelet's API for DRA drivers.
-#[allow(missing_debug_implementations)] // of what is generated
+#[allow(missing_debug_implementations)] // in generated code
 pub mod protocol {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
 
@@ -32,7 +33,7 @@ pub mod protocol {
 }
 
 /// The health of devices.
-#[allow(missing_debug_implementations)] // of what is generated
+#[allow(missing_debug_implementations)] // in generated code
 pub mod health {
     tonic::include_proto!("v1alpha1");
 
@@ -41,7 +42,7 @@ pub mod health {
 }
 
 /// kubelet's registration of plugins.
-#[allow(missing_debug_implementations)] // of what is generated
+#[allow(missing_debug_implementations)] // in generated code
 pub mod plugin_registration {
     tonic::include_proto!("pluginregistration");
 

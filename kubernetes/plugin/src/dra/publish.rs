@@ -1,5 +1,5 @@
-//! Keeps the node's ResourceSlice at the API server as the GPUs are. An API server whose feature gates are off drops fields without a
-//! word: what it would store is looked at before (a dry run), and nothing is offered that would mean something else.
+//! Keeps the node's ResourceSlice at the API server up to date. An API server silently drops fields whose feature gates are off. So a
+//! dry run first shows what it would store, and the driver offers nothing whose meaning would change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,10 +20,10 @@ use super::DRIVER;
 use super::slice::{self, MAX_DEVICES};
 use crate::devices::Devices;
 
-/// Time for the API server to answer.
+/// Timeout of the API server's answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// For how many seconds a watch is asked for. The API server marks a quiet one with a bookmark about every minute.
+/// The requested duration of a watch, in seconds. On a quiet watch the API server sends a bookmark about every minute.
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
@@ -34,7 +34,7 @@ const UNAUTHORIZED: u16 = 401;
 const FORBIDDEN: u16 = 403;
 const NOT_FOUND: u16 = 404;
 
-/// Keeps the slice until there are no more changes. `problem` is why no GPU is offered.
+/// Keeps the slice up to date until the sender of changes is dropped. `problem` receives the reason why no GPU is offered.
 pub async fn keep(
     client: Client,
     node: String,
@@ -77,7 +77,7 @@ struct Publisher {
     client: Client,
     slices: Api<ResourceSlice>,
     node: String,
-    /// The API server dropped taints when they were last needed.
+    /// Whether the API server dropped taints when they were last needed.
     drops_taints: bool,
 }
 
@@ -90,7 +90,7 @@ impl Publisher {
         format!("spec.driver={DRIVER},spec.nodeName={}", self.node)
     }
 
-    /// Has the API server store what is offered. Returns the version from which it can be watched.
+    /// Stores the offered devices at the API server. Returns the version from which to watch the slice.
     async fn publish(&mut self, gpus: &Devices) -> Result<String, String> {
         let list = self.ask("list", self.slices.list(&ListParams::default().fields(&self.selector()))).await?;
         let stored = list.items.into_iter().find(|slice| slice.metadata.name.as_deref() == Some(&self.name()));
@@ -113,7 +113,7 @@ impl Publisher {
         Ok(version)
     }
 
-    /// `false`: the API server drops taints.
+    /// Stores the slice. False if the API server drops taints.
     async fn store(&self, gpus: &Devices, stored: Option<&ResourceSlice>, has_taints: bool) -> Result<bool, String> {
         let mut devices = slice::devices(gpus, has_taints);
         let of = |slice: &ResourceSlice| slice.spec.devices.clone().unwrap_or_default();
@@ -152,7 +152,7 @@ impl Publisher {
     async fn slice(&self, devices: Vec<Device>, stored: Option<&ResourceSlice>) -> Result<ResourceSlice, String> {
         let nodes: Api<Node> = Api::all(self.client.clone());
         let node = self.ask_for("read", "its Node", nodes.get(&self.node)).await?;
-        // It goes with the node.
+        // The slice is deleted with the node.
         let owner = OwnerReference {
             api_version: "v1".into(),
             kind: "Node".into(),
@@ -189,7 +189,7 @@ impl Publisher {
         }
     }
 
-    /// Returns when the slice may be another one.
+    /// Returns when the slice may have changed.
     async fn changed(&self, version: &str) {
         let params = WatchParams::default().fields(&self.selector()).timeout(WATCH_SECONDS);
         let Ok(Ok(stream)) = timeout(ANSWER, self.slices.watch(&params, version)).await else {
@@ -228,7 +228,7 @@ fn late() -> String {
     format!("GPUs are not offered as they are: the API server has not answered for {} s", ANSWER.as_secs())
 }
 
-/// Why no GPU is offered, or others than there are.
+/// The reason why no GPU, or an outdated list of GPUs, is offered.
 fn failed(what: &str, whom: &str, error: &Error) -> String {
     let Error::Api(status) = error else {
         return format!("GPUs are not offered as they are: the API server cannot be reached: {}", causes(error));

@@ -1,13 +1,14 @@
-//! Quantities as Kubernetes writes them: `40Gi`, `1500m`, `2e3`.
+//! Quantities in Kubernetes' notation: `40Gi`, `1500m`, `2e3`.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-/// A whole number as Kubernetes writes it.
+/// A whole number in Kubernetes' notation.
 pub fn of(number: u64) -> Quantity {
     Quantity(number.to_string())
 }
 
-/// The number, rounded up to a whole one; `None` if it is none, negative, or more than 64 bits have.
+/// The number, rounded up to a whole number. `None` if the text is not a number, or the number is
+/// negative or does not fit in 64 bits.
 pub fn whole(quantity: &Quantity) -> Option<u64> {
     let text = quantity.0.strip_prefix('+').unwrap_or(&quantity.0);
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

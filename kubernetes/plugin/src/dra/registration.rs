@@ -1,5 +1,5 @@
-//! How kubelet finds the driver: a socket in kubelet's directory of plugins, on which it asks what the plugin is, and says what came
-//! of it.
+//! The discovery of the driver by kubelet: a socket in kubelet's directory of plugins, on which kubelet asks for the plugin's type
+//! and reports the result of the registration.
 
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
@@ -9,7 +9,7 @@ use super::plugin_registration::registration_server::Registration;
 use super::plugin_registration::{DRA_PLUGIN, InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse};
 use super::{DRIVER, health, protocol};
 
-/// Answers kubelet.
+/// The registration service for kubelet.
 #[derive(Debug)]
 pub struct Desk {
     /// The path of the driver's socket.

@@ -1,5 +1,5 @@
-//! Whether the driver can be removed. Only the driver can release a claim: without it, pods that have one stay `Terminating`, and kubelet
-//! says so in its own log alone.
+//! Checks whether the driver can be removed. Only the driver can release a claim: without the driver, pods with a claim stay
+//! `Terminating`, and only kubelet's own log gives the reason.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,18 +16,18 @@ use tokio::time::timeout;
 
 use super::DRIVER;
 
-/// Time for the API server to answer.
+/// Timeout of the API server's answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Pods that an error names.
+/// The limit of pods that an error names.
 const NAMED: usize = 10;
 
-/// The reason and text of the event of each pod.
+/// The reason and the text of each pod's event.
 const REASON: &str = "DriverInUse";
 const EVENT: &str = "nvshare's DRA driver is to be removed, and this pod has a claim of it: delete the pod first, since it would stay \
                      Terminating without the driver";
 
-/// A pod that has a claim of the driver.
+/// A pod with a claim of the driver.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Pod {
     namespace: String,
@@ -35,10 +35,10 @@ struct Pod {
     uid: String,
 }
 
-/// Checks that no pod of the cluster has a claim of the driver. Each that has one gets an event.
+/// Checks that no pod of the cluster has a claim of the driver. Each pod that has one gets an event.
 ///
 /// # Errors
-/// The pods, or why the API server cannot be asked.
+/// The pods, or the reason why the API server cannot be queried.
 pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     let client = api_server::client(kubeconfig).await?;
     let claims: Api<ResourceClaim> = Api::all(client.clone());
@@ -63,7 +63,7 @@ pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     ))
 }
 
-/// The pods that have a claim, if it was allocated a device of the driver; with the claim's name.
+/// The pods that have a claim, each with the claim's name; none if the claim has no device of the driver.
 fn users(claim: &ResourceClaim) -> Vec<(Pod, String)> {
     let Some(status) = &claim.status else { return Vec::new() };
     let devices = status.allocation.as_ref().and_then(|allocation| allocation.devices.as_ref());

@@ -1,4 +1,4 @@
-//! The driver's services on its socket: kubelet's calls, health, and what the probe asks.
+//! The driver's services on its socket: kubelet's calls, health, and the probe.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -34,26 +34,26 @@ use crate::names::quoted;
 use crate::status::status_server::Status as StatusService;
 use crate::status::{GpuStatus, StatusRequest, StatusResponse};
 
-/// Time for the API server to answer. kubelet waits for 45 s.
+/// Timeout of the API server's answer. kubelet waits for 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// Period of reports of health. kubelet takes one that is older than 30 s for unknown.
+/// Period of health reports. kubelet treats health as unknown after 30 s without a report.
 const REPORT: Duration = Duration::from_secs(10);
 
-/// What answers are made of.
+/// The data for answers.
 #[derive(Clone)]
 pub struct Facts {
     pub node: String,
     pub client: Client,
     pub config: watch::Receiver<Arc<Config>>,
-    /// The GPUs that are offered by DRA.
+    /// The GPUs offered by DRA.
     pub devices: watch::Receiver<Arc<Devices>>,
     pub claims: Arc<Claims>,
-    /// The agent's configuration, which bounds what claims may ask for.
+    /// The agent's configuration, which limits the keys of claims.
     pub permissions: Option<PathBuf>,
-    /// Why no GPU is offered.
+    /// The reason why no GPU is offered.
     pub problem: watch::Receiver<Option<String>>,
-    /// kubelet knows the driver.
+    /// Whether kubelet has registered the driver.
     pub registered: watch::Receiver<bool>,
     pub stopped: watch::Receiver<bool>,
 }
@@ -73,7 +73,8 @@ impl Service {
             return Err(format!("{} is not the UID of a claim", quoted(&asked.uid)));
         }
         let prepared = match self.0.claims.get(&asked.uid).await {
-            // kubelet has started again: nothing of it has changed, or it had been unprepared.
+            // kubelet has restarted. The claim cannot have changed, since kubelet would have
+            // unprepared it first.
             Some(prepared) => prepared,
             None => self.read_claim(asked).await?,
         };
@@ -82,7 +83,7 @@ impl Service {
         Ok(self.devices(&prepared))
     }
 
-    /// Reads what a claim was allocated.
+    /// Reads a claim's allocation from the API server.
     async fn read_claim(&self, asked: &Claim) -> Result<Prepared, String> {
         let api: Api<ResourceClaim> = Api::namespaced(self.0.client.clone(), &asked.namespace);
         let claim = match timeout(ANSWER, api.get(&asked.name)).await {
@@ -174,7 +175,7 @@ impl DraResourceHealth for Service {
     }
 }
 
-/// Runs the one until it ends or the other does.
+/// Runs `work` until it or `end` ends.
 fn until(work: impl Future<Output = ()> + Send + 'static, end: impl Future<Output = ()> + Send + 'static) {
     tokio::spawn(async move {
         tokio::select! {

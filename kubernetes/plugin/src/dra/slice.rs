@@ -1,5 +1,5 @@
-//! The devices of the node's ResourceSlice: each GPU with what claims can have of it. Also what an API server has made of them,
-//! which drops fields that it does not know or whose feature gates are off. Pure.
+//! The devices of the node's ResourceSlice: each GPU with its capacities for claims. Also finds fields that an API server has dropped
+//! because it does not know them or their feature gates are off. Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,16 +10,16 @@ use k8s_openapi::api::resource::v1::{
 use super::{DRIVER, quantity};
 use crate::devices::{Devices, Gpu};
 
-/// The capacities, by their names in claims: bytes that a claim's programs may have, percent of the GPU's time that they are
-/// guaranteed, and places beside others.
+/// The names of the capacities in claims: the memory limit of a claim's programs in bytes, their guaranteed share of GPU time in
+/// percent, and the claim's slots.
 pub const MEMORY: &str = "memory";
 pub const TIME: &str = "time";
 pub const SLOTS: &str = "slots";
 
-/// The driver maps memory in pieces of this size.
+/// The granularity in bytes at which the driver maps memory.
 const GRANULE: u64 = 2 << 20;
 
-/// Devices of a slice, if one of them has a taint.
+/// The limit of devices in a slice, if one of them has a taint.
 pub const MAX_DEVICES: usize = 64;
 
 /// The name of a GPU's device: its UUID as a DNS label.
@@ -27,7 +27,7 @@ pub fn device_name(uuid: &str) -> String {
     uuid.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect()
 }
 
-/// The devices that are offered. Without taints, a GPU that should get no new claims is left out.
+/// The offered devices. Without taints, a GPU that should get no new claims is left out.
 pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
     let device = |gpu: &Gpu| {
         let (memory, taints) = (gpu.memory?, taints(gpu));
@@ -35,7 +35,7 @@ pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
             name: device_name(&gpu.uuid),
             attributes: Some(attributes(gpu)),
             capacity: Some(BTreeMap::from([
-                // Nothing is reserved for a claim that asks for nothing: it shares what others do not use.
+                // By default nothing is reserved for a claim: it shares the memory and time that other programs leave.
                 (MEMORY.to_owned(), capacity(memory, 0, memory / GRANULE * GRANULE, GRANULE)),
                 (TIME.to_owned(), capacity(100, 0, 100, 1)),
                 (SLOTS.to_owned(), capacity(gpu.slots.into(), 1, gpu.slots.into(), 1)),
@@ -48,9 +48,9 @@ pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
     gpus.gpus.iter().filter_map(device).take(MAX_DEVICES).collect()
 }
 
-/// What a claim gets is `least` unless it asks for more.
+/// A claim gets `least` unless it requests more.
 fn capacity(value: u64, least: u64, most: u64, step: u64) -> DeviceCapacity {
-    // A step that does not fit once is no step.
+    // Omit a step that does not fit between `least` and `most`.
     let step = (least + step <= most).then(|| quantity::of(step));
     let range = CapacityRequestPolicyRange { min: quantity::of(least), max: Some(quantity::of(most)), step };
     let policy = CapacityRequestPolicy {
@@ -61,7 +61,7 @@ fn capacity(value: u64, least: u64, most: u64, step: u64) -> DeviceCapacity {
     DeviceCapacity { value: quantity::of(value), request_policy: Some(policy) }
 }
 
-/// Characters of an attribute's text.
+/// The length limit of an attribute's text, in characters.
 const LONGEST: usize = 64;
 
 fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
@@ -92,7 +92,7 @@ fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
     all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-/// Why a GPU gets no new claims. Running programs stay.
+/// The reasons why a GPU gets no new claims. Running programs stay.
 fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     let taint = |key: &str| DeviceTaint {
         key: format!("{DRIVER}/{key}"),
@@ -103,8 +103,8 @@ fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
 }
 
-/// Copies the times of stored taints to equal ones. The API server sets the present time for a taint without one, also if only another
-/// device has changed.
+/// Copies the times of stored taints to equal new taints. The API server would set the current time for a taint without a time, even
+/// if only another device has changed.
 pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
     for device in devices {
         let before = stored.iter().find(|stored| stored.name == device.name);
@@ -119,12 +119,12 @@ pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
 /// Fields that an API server has dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// Those by which a device can have several claims.
+    /// The fields that allow a device to have several claims.
     pub sharing: bool,
     pub taints: bool,
 }
 
-/// What an API server has dropped of the devices that it was sent.
+/// The fields of the sent devices that an API server has dropped.
 pub fn dropped(sent: &[Device], stored: &[Device]) -> Dropped {
     let policies = |device: &Device| {
         let all = device.capacity.iter().flatten();
@@ -139,7 +139,7 @@ pub fn dropped(sent: &[Device], stored: &[Device]) -> Dropped {
     dropped
 }
 
-/// True if these devices say the same, however their numbers are written.
+/// True if the devices are equal, regardless of the notation of numbers.
 pub fn are_same(one: &[Device], other: &[Device]) -> bool {
     let numbers = |capacity: &DeviceCapacity| {
         let policy = capacity.request_policy.clone().unwrap_or_default();
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(gpu.get("taints"), None);
     }
 
-    /// The others come from NVML: tests/dra.rs.
+    /// The other attributes come from NVML: see tests/dra.rs.
     #[test]
     fn a_slice_has_the_attributes_of_its_place() {
         let mut all = gpus();

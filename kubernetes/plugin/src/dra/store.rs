@@ -1,4 +1,5 @@
-//! The claims that are prepared, on disk: a driver that starts again tells the scheduler of them, whose programs run on.
+//! The prepared claims on disk. Their programs keep running while the driver restarts, and the new driver sends the claims to
+//! the scheduler.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,7 +20,7 @@ impl Store {
         Self(directory)
     }
 
-    /// Reads all claims, by UID. What cannot be read is logged and left out: kubelet has the claim prepared again before another
+    /// Reads all claims, by UID. Unreadable files are logged and left out: kubelet prepares the claim again before another
     /// container uses it.
     pub fn load(&self) -> BTreeMap<String, Prepared> {
         let entries = self.0.read_dir().into_iter().flatten().flatten();

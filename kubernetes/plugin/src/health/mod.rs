@@ -7,10 +7,10 @@ pub mod scheduler;
 use crate::cdi::CdiView;
 use crate::devices::{NvmlGpu, SchedulerView};
 
-/// A report of one of them.
+/// A report of NVML, the scheduler or CDI.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Report {
-    /// `None`: there has been no NVML so far.
+    /// `None`: NVML has not been available so far.
     Nvml(Option<Vec<NvmlGpu>>),
     Scheduler(SchedulerView),
     Cdi(CdiView),

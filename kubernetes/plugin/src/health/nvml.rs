@@ -1,6 +1,7 @@
-//! NVML, in a thread of its own because its calls can take long: the GPUs and slices, their places, and their faults
-//! by events and by queries, which are all there is where events are not supported. NVML is initialized again after a
-//! failure, so that a driver which is loaded later, or again, is found.
+//! Queries NVML in a separate thread, because its calls can be slow: the GPUs and slices, their
+//! places, and their faults. Faults are found by events and by queries; without support for events,
+//! only by queries. NVML is initialized again after a failure, so that a driver that is loaded
+//! later, or reloaded, is found.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,7 +26,7 @@ use crate::devices::{NvmlGpu, Properties};
 /// The directory of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 
-/// Starts the thread. It ends when the receiver of reports is gone.
+/// Starts the thread. It ends when the receiver of reports is dropped.
 pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) -> std::io::Result<()> {
     let thread = thread::Builder::new().name("nvml".into());
     thread.spawn(move || {
@@ -34,12 +35,12 @@ pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Repo
     Ok(())
 }
 
-/// A GPU as a board, with its slices if it is cut into some. Faults are a board's.
+/// A physical GPU, with its MIG slices if any. Faults belong to the board.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Board {
     uuid: String,
     index: u32,
-    /// The GPUs that work can run on: the board itself, or its slices.
+    /// The usable GPUs: the board itself, or its slices.
     gpus: Vec<NvmlGpu>,
 }
 
@@ -47,13 +48,13 @@ struct Watch {
     config: watch::Receiver<Arc<Config>>,
     reports: UnboundedSender<Report>,
     faults: Faults,
-    /// As they were seen last.
+    /// The boards at the last scan.
     boards: Vec<Board>,
     /// The last log line about NVML or its events.
     said: Option<String>,
 }
 
-/// The receiver of reports is gone.
+/// The receiver of reports was dropped.
 struct Unheard;
 
 impl Watch {
@@ -87,7 +88,7 @@ impl Watch {
         self.config.borrow().health.query_interval
     }
 
-    /// Watches until NVML is to be initialised anew: GPUs came or went, or do not answer.
+    /// Watches until NVML must be initialized again: GPUs were added or removed, or do not answer.
     fn session(&mut self, nvml: &Nvml) -> Result<(), Unheard> {
         self.boards = scan(nvml, &self.boards);
         let events = self.events(nvml);
@@ -105,7 +106,7 @@ impl Watch {
         }
     }
 
-    /// Asks for the events of all GPUs that have them.
+    /// Registers for the events of all GPUs that support them.
     fn events<'nvml>(&mut self, nvml: &'nvml Nvml) -> Option<EventSet<'nvml>> {
         let devices = self.boards.iter().filter_map(|board| nvml.device_by_index(board.index).ok());
         let (events, able) = watch_events(nvml, devices.collect());
@@ -122,7 +123,7 @@ impl Watch {
         events
     }
 
-    /// Handles events until that time. True if waiting for events no longer works.
+    /// Handles events until `until`. True if waiting for events no longer works.
     fn listen(&mut self, nvml: &Nvml, events: &EventSet<'_>, until: Instant) -> Result<bool, Unheard> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -152,7 +153,7 @@ impl Watch {
         }
     }
 
-    /// Queries each GPU and reports. True if one does not answer.
+    /// Queries each GPU and reports the results. True if a GPU does not answer.
     fn query(&mut self, nvml: &Nvml) -> Result<bool, Unheard> {
         let mut is_lost = false;
         self.report(|board| {
@@ -173,7 +174,7 @@ impl Watch {
     }
 }
 
-/// A GPU that answers reports its memory, unless it shares the host's.
+/// A GPU that answers reports its memory, unless it uses the host's memory.
 fn ask(nvml: &Nvml, board: &Board) -> Answer {
     let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
         Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),
@@ -186,7 +187,7 @@ fn ask(nvml: &Nvml, board: &Board) -> Answer {
     }
 }
 
-/// Every board that there is. One that cannot be asked what it is, is what it was before.
+/// All boards. If a board does not answer, its earlier description is kept.
 fn scan(nvml: &Nvml, before: &[Board]) -> Vec<Board> {
     let Ok(count) = nvml.device_count() else { return before.to_vec() };
     let known: BTreeMap<u32, &Board> = before.iter().map(|board| (board.index, board)).collect();
@@ -223,7 +224,7 @@ fn board(nvml: &Nvml, index: u32) -> Option<Board> {
     Some(Board { uuid, index, gpus })
 }
 
-/// A GPU's properties, without the ones that Linux knows.
+/// A GPU's properties, except the properties that Linux provides.
 fn properties(nvml: &Nvml, device: &Device<'_>) -> Properties {
     let capability = device.cuda_compute_capability().ok();
     let cuda = nvml.sys_cuda_driver_version().ok();
@@ -238,7 +239,7 @@ fn properties(nvml: &Nvml, device: &Device<'_>) -> Properties {
     }
 }
 
-/// An architecture as NVIDIA's DRA driver names it.
+/// An architecture's name in NVIDIA's DRA driver.
 fn architecture_name(architecture: &DeviceArchitecture) -> Option<&'static str> {
     Some(match architecture {
         DeviceArchitecture::Kepler => "Kepler",
@@ -254,7 +255,7 @@ fn architecture_name(architecture: &DeviceArchitecture) -> Option<&'static str> 
     })
 }
 
-/// A brand as NVIDIA's DRA driver names it.
+/// A brand's name in NVIDIA's DRA driver.
 fn brand_name(brand: Brand) -> Option<&'static str> {
     Some(match brand {
         Brand::Unknown => return None,
@@ -287,13 +288,13 @@ fn version(text: &str) -> Option<String> {
     }
 }
 
-/// A GPU's address as Linux writes it.
+/// A GPU's address in Linux's notation.
 fn address(device: &Device<'_>) -> Option<String> {
     let pci = device.pci_info().ok()?;
     Some(format!("{:04x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device))
 }
 
-/// The root of a device's PCIe hierarchy, from its place in Linux' tree of devices.
+/// The root of a device's PCIe hierarchy, from its path in Linux's device tree.
 fn pcie_root(devices: &Path, address: &str) -> Option<String> {
     let place = std::fs::read_link(devices.join(address)).ok()?;
     let names = place.iter().filter_map(|name| name.to_str());

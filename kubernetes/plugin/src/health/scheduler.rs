@@ -1,5 +1,5 @@
-//! The scheduler's report: it is queried for its GPUs on its control socket all the time. Its silence counts only
-//! after a while, because a restart is harmless.
+//! The scheduler's report: polls its control socket for its GPUs. Silence counts only after a while, because a
+//! restart is harmless.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,12 +19,12 @@ use crate::devices::{SchedulerGpu, SchedulerView};
 /// Period of queries. An answer takes less than a millisecond.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Queries until the receiver is gone.
+/// Queries until the receiver is dropped.
 pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) {
     let (mut proxy, mut gpus, mut heard) = (None, Vec::new(), Instant::now());
     loop {
         let patience = config.borrow().health.scheduler_timeout;
-        // One that was silent for long is given a moment as well.
+        // Even after a long silence, each query has at least one period.
         let deadline = (heard + patience).max(Instant::now() + PERIOD);
         let answer = timeout_at(deadline, ask(&control, &mut proxy)).await;
         let silence = match answer {
@@ -41,7 +41,7 @@ pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, repo
         }
         let silence =
             silence.map(|why| format!("the scheduler has not answered for {} s or more: {why}", patience.as_secs()));
-        // The last answer is valid until the scheduler has been silent for long enough.
+        // The last answer stays valid until the scheduler has been silent for `scheduler_timeout`.
         if silence.is_none() || heard.elapsed() >= patience {
             let view = SchedulerView { gpus: gpus.clone(), silence };
             if reports.send(Report::Scheduler(view)).is_err() {
@@ -52,7 +52,7 @@ pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, repo
     }
 }
 
-/// Asks once, over the connection that there is or a new one.
+/// Queries once, over the existing connection or a new one.
 async fn ask(control: &Path, proxy: &mut Option<SchedulerProxy<'static>>) -> Result<Vec<SchedulerGpu>, String> {
     let proxy = match proxy {
         Some(proxy) => proxy,

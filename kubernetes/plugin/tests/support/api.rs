@@ -1,6 +1,6 @@
-//! A stand-in for the API server: ResourceSlices and ResourceClaims of `resource.k8s.io/v1` over HTTP. What it is sent has to be what the
-//! published schema knows (by types that are generated from it), and is checked by the published rules as far as they are about what a
-//! driver sends. It drops fields whose feature gates are off, as an API server does.
+//! A stand-in for the API server: ResourceSlices and ResourceClaims of `resource.k8s.io/v1` over HTTP. Requests must conform to the
+//! published schema, by types generated from it, and to the published rules that concern a driver. Like an API server, it drops fields
+//! whose feature gates are off.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -52,7 +52,7 @@ impl DerefMut for Api {
 }
 
 impl Api {
-    /// One with all feature gates.
+    /// An API server with all feature gates on.
     pub fn start() -> Self {
         Self(ApiServer::start(Resources {
             version: 100,
@@ -83,7 +83,7 @@ impl Api {
         self.with(|world| world.forbids = forbids);
     }
 
-    /// The node's slice, if there is one.
+    /// The node's slice, if any.
     pub fn slice(&self) -> Option<ResourceSlice> {
         self.with(|world| {
             assert!(world.slices.len() <= 1, "{:?}", world.slices.keys());
@@ -95,13 +95,13 @@ impl Api {
         self.slice().and_then(|slice| slice.spec.devices).unwrap_or_default()
     }
 
-    /// Waits until the devices of the slice are so.
+    /// Waits until the slice's devices satisfy the condition.
     #[track_caller]
     pub fn until(&self, what: &str, is_so: impl Fn(&[Device]) -> bool) {
         kubernetes_test_support::until(what, || is_so(&self.devices()).then_some(()));
     }
 
-    /// Somebody else deletes the slice, as a kubelet that starts does.
+    /// Deletes the slice, like a starting kubelet.
     pub fn delete_slices(&self) {
         self.with(|world| {
             for (_, slice) in std::mem::take(&mut world.slices) {
@@ -111,12 +111,12 @@ impl Api {
         });
     }
 
-    /// What pods were told.
+    /// The events of pods.
     pub fn events(&self) -> Vec<Value> {
         self.with(|world| world.events.clone())
     }
 
-    /// A claim is there, and is allocated.
+    /// Adds an allocated claim.
     pub fn put_claim(&self, claim: Value) {
         let known: ResourceClaim = serde_json::from_value(claim.clone()).expect("a claim");
         assert_known(&claim, &serde_json::to_value(known).expect("JSON"), "claim");
@@ -211,7 +211,7 @@ impl Resources {
             let list = json!({"kind": "ResourceSliceList", "apiVersion": "resource.k8s.io/v1", "metadata": metadata, "items": items});
             return whole(200, &list);
         };
-        // It does not know what happened in between, so it ends such a watch.
+        // It does not keep the history, so it ends a watch from an older version.
         self.watchers.begin([], from == self.version)
     }
 
@@ -233,7 +233,7 @@ impl Resources {
             }
             _ => {}
         }
-        // A clock that is another second at each change.
+        // A clock that advances by a second at each change.
         let now =
             i64::try_from(self.version).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).expect("a time");
         for device in slice.spec.devices.iter_mut().flatten() {
@@ -263,7 +263,7 @@ impl Resources {
     }
 }
 
-/// Fails if something was written that is not in what the schema knows of it.
+/// Fails if a written field is unknown to the schema.
 fn assert_known(written: &Value, known: &Value, at: &str) {
     match (written, known) {
         (Value::Object(written), Value::Object(known)) => {
@@ -283,7 +283,7 @@ fn assert_known(written: &Value, known: &Value, at: &str) {
     }
 }
 
-/// The rules for ResourceSlices that are about what is sent here.
+/// The rules for ResourceSlices that apply to the driver's requests.
 fn check(slice: &ResourceSlice) -> Result<(), String> {
     let is_label = |text: &str| {
         let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
@@ -302,7 +302,7 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
         Some((domain, name)) => domain.split('.').all(is_label) && is_identifier(name),
         None => is_identifier(text),
     };
-    // Semantic versions, without what may follow the numbers.
+    // Semantic versions, without suffixes after the numbers.
     let is_version = |text: &str| {
         let is_number = |text: &str| text == "0" || (!text.starts_with('0') && text.parse::<u64>().is_ok());
         text.split('.').count() == 3 && text.split('.').all(is_number)
@@ -362,7 +362,7 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
     Ok(())
 }
 
-/// The claim `team-a/claim-N`, to which Kubernetes has allocated these devices, with so many bytes and percent of each.
+/// The claim `team-a/claim-N` with these allocated devices, and these amounts of memory and time of each.
 pub fn claim(number: u32, devices: &[&str], memory: &str, time: &str, config: &[Value]) -> Value {
     let result = |device: &&str| {
         json!({"request": "gpu", "driver": "gpu.nvshare.com", "pool": NODE, "device": device, "shareID": uid(900 + number),
@@ -381,7 +381,7 @@ pub fn claim(number: u32, devices: &[&str], memory: &str, time: &str, config: &[
     })
 }
 
-/// A configuration of that source, such as `FromClaim`.
+/// A configuration from a source such as `FromClaim`.
 pub fn config(source: &str, keys: Value) -> Value {
     let mut parameters = json!({"apiVersion": "nvshare.com/v1", "kind": "Rule"});
     parameters.as_object_mut().expect("an object").extend(keys.as_object().expect("an object").clone());

@@ -1,4 +1,4 @@
-//! A stand-in for kubelet, which does with a DRA driver what kubelet's plugin manager and DRA manager do.
+//! A stand-in for kubelet's plugin manager and DRA manager.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -18,7 +18,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::PATIENCE;
 
-/// The driver as kubelet has it.
+/// kubelet's view of the driver.
 #[derive(Debug)]
 pub struct Driver {
     pub info: PluginInfo,
@@ -27,7 +27,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Finds the driver by the sockets in that directory, and registers it.
+    /// Finds the driver by the sockets in a directory, and registers it.
     pub async fn find(registry: &Path) -> Self {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -42,7 +42,7 @@ impl Driver {
     async fn look(registry: &Path) -> Option<Self> {
         let entries = registry.read_dir().ok()?.flatten().map(|entry| entry.path());
         let socket = entries.into_iter().find(|path| path.extension().is_some_and(|end| end == "sock"))?;
-        // As gRPC for Go does with a path for a target.
+        // The escaping of gRPC for Go for a path as the target.
         let escape = |c: char| match c {
             'a'..='z' | 'A'..='Z' | '0'..='9' | '-' | '_' | '.' | '~' | '@' => c.to_string(),
             other => format!("%{:02X}", u32::from(other)),
@@ -59,7 +59,7 @@ impl Driver {
         Some(Self { info, client: DraPluginClient::new(channel.clone()), channel })
     }
 
-    /// Has claims prepared. The answers by their UIDs, as it is for all that were asked for.
+    /// Requests the preparation of claims. Returns the answers by UID, one for each claim.
     pub async fn prepare(&mut self, claims: &[Claim]) -> HashMap<String, Result<Vec<Device>, String>> {
         let request = NodePrepareResourcesRequest { claims: claims.to_vec() };
         let answers = self.client.node_prepare_resources(request).await.expect("it answers").into_inner().claims;
@@ -71,7 +71,7 @@ impl Driver {
         answers.into_iter().map(result).collect()
     }
 
-    /// Has one claim prepared.
+    /// Requests the preparation of one claim.
     pub async fn prepare_one(&mut self, claim: &Claim) -> Result<Vec<Device>, String> {
         self.prepare(std::slice::from_ref(claim)).await.remove(&claim.uid).expect("it is answered")
     }
@@ -88,12 +88,12 @@ impl Driver {
     }
 }
 
-/// Reports of health.
+/// The stream of health reports.
 #[derive(Debug)]
 pub struct Health(Streaming<NodeWatchResourcesResponse>);
 
 impl Health {
-    /// Waits until that is the health of all devices. Returns the reasons.
+    /// Waits until the devices have the expected health. Returns the reasons.
     pub async fn until(&mut self, expected: &[HealthStatus]) -> Vec<String> {
         let waiting = async {
             loop {
@@ -114,10 +114,10 @@ async fn call(socket: &Path, authority: &str) -> Result<Channel, tonic::transpor
     endpoint.origin(origin).connect().await
 }
 
-/// A container with CDI devices, as container runtimes make it.
+/// A container with CDI devices, created like by a container runtime.
 #[derive(Debug, Default)]
 pub struct Container {
-    /// The directory of the host that is at `/run/nvshare`: the last of several mounts.
+    /// The host's directory at `/run/nvshare`: the last of several mounts.
     pub sockets: Option<PathBuf>,
     pub env: Vec<String>,
 }
@@ -141,7 +141,7 @@ impl Container {
             let spec = specs.iter().find(|spec| spec["kind"] == kind && own(spec).is_some());
             let spec = spec.unwrap_or_else(|| panic!("unresolvable CDI device {device}"));
             let mut edits = vec![own(spec).expect("the device")];
-            // What is in a file for all of its devices comes once, and first.
+            // A file's edits for all of its devices are applied once, and first.
             if !seen.contains(&spec) {
                 edits.insert(0, spec["containerEdits"].clone());
                 seen.push(spec);

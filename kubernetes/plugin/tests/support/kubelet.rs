@@ -1,4 +1,4 @@
-//! A stand-in for kubelet: it does with a plugin what kubelet's device manager does, over the same sockets in the same order.
+//! A stand-in for kubelet's device manager, with the same sockets and the same order of calls.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -19,17 +19,17 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::PATIENCE;
 
-/// One life of kubelet.
+/// One run of kubelet.
 #[derive(Debug)]
 pub struct Kubelet {
     directory: PathBuf,
     server: JoinHandle<()>,
     registrations: mpsc::UnboundedReceiver<RegisterRequest>,
-    /// What it says to who registers instead of yes.
+    /// The error with which registrations are refused, if any.
     pub refusal: Arc<Mutex<Option<Status>>>,
 }
 
-/// Where plugins register. kubelet has called a plugin back before it answers.
+/// The registration service. kubelet calls the plugin back before it answers.
 struct Desk {
     directory: PathBuf,
     to: mpsc::UnboundedSender<RegisterRequest>,
@@ -47,7 +47,7 @@ impl Registration for Desk {
 }
 
 impl Kubelet {
-    /// Starts as kubelet does: with nobody else's socket in its directory.
+    /// Starts like kubelet: removes all files from its directory.
     pub fn start(directory: &Path) -> Self {
         for entry in std::fs::read_dir(directory).expect("the directory") {
             std::fs::remove_file(entry.expect("an entry").path()).expect("it is removed");
@@ -55,7 +55,7 @@ impl Kubelet {
         Self::appear(directory)
     }
 
-    /// Starts and leaves what there is in its directory, but for its own socket.
+    /// Starts without removing other files from its directory.
     pub fn appear(directory: &Path) -> Self {
         let socket = directory.join("kubelet.sock");
         let _ = std::fs::remove_file(&socket);
@@ -70,13 +70,13 @@ impl Kubelet {
         Self { directory: directory.to_owned(), server, registrations, refusal }
     }
 
-    /// The next registration that was asked for.
+    /// Waits for the next registration.
     pub async fn asked(&mut self) -> RegisterRequest {
         let asked = timeout(PATIENCE, self.registrations.recv()).await;
         asked.expect("a plugin registers").expect("the server runs")
     }
 
-    /// Takes up the plugin that registers next, as a kubelet that has said yes does: it calls back, and watches.
+    /// Waits for the next registration and accepts it: calls the plugin back, and watches its list.
     pub async fn plugin(&mut self) -> Plugin {
         let asked = self.asked().await;
         assert_eq!(asked.version, "v1beta1");
@@ -102,26 +102,26 @@ impl Drop for Kubelet {
     }
 }
 
-/// A plugin as kubelet has it.
+/// kubelet's view of a plugin.
 #[derive(Debug)]
 pub struct Plugin {
     pub asked: RegisterRequest,
     pub options: DevicePluginOptions,
     pub client: DevicePluginClient<Channel>,
     list: Streaming<ListAndWatchResponse>,
-    /// The list that came last.
+    /// The newest list.
     pub last: Vec<Device>,
 }
 
 impl Plugin {
-    /// The next list; `None` where the stream has ended.
+    /// Waits for the next list; `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<&[Device]> {
         let next = timeout(PATIENCE, self.list.message()).await.expect("a list comes");
         self.last = next.ok()??.devices;
         Some(&self.last)
     }
 
-    /// Waits for a list of which that is true.
+    /// Waits for a list that satisfies the condition.
     pub async fn until(&mut self, what: &str, is_it: impl Fn(&[Device]) -> bool) {
         let waiting = async {
             loop {
@@ -136,7 +136,7 @@ impl Plugin {
         assert!(came, "it never becomes so: {what}: {:?}", health(&self.last));
     }
 
-    /// Waits until each GPU, in the order of the list, is healthy or not as said.
+    /// Waits until the GPUs, in the order of the list, have the expected health.
     pub async fn until_healthy(&mut self, expected: &[bool]) {
         let what = format!("healthy: {expected:?}");
         self.until(&what, |devices| health(devices).iter().map(|(_, healthy)| *healthy).eq(expected.iter().copied()))
@@ -169,7 +169,7 @@ pub fn ids(devices: &[Device]) -> Vec<String> {
     devices.iter().map(|device| device.id.clone()).collect()
 }
 
-/// Each GPU of a list, and whether it is healthy; slots of one GPU never differ.
+/// Each GPU of a list with its health, which all slots of a GPU share.
 pub fn health(devices: &[Device]) -> Vec<(String, bool)> {
     let mut gpus: Vec<(String, bool)> = Vec::new();
     for device in devices {

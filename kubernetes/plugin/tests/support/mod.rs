@@ -1,5 +1,4 @@
-//! A node in a directory of its own: simulated GPUs, the real scheduler on them, the plugin, and a stand-in for
-//! kubelet.
+//! A node in a separate directory: simulated GPUs, the real scheduler, the plugin, and a stand-in for kubelet.
 
 pub mod api;
 pub mod dra;
@@ -14,10 +13,10 @@ pub use kubernetes_test_support::{PATIENCE, Process};
 
 const PLUGIN: &str = env!("CARGO_BIN_EXE_nvshare-device-plugin");
 
-/// What most tests have the plugin read: it finds out about things quickly.
+/// The plugin's configuration in most tests, with short times.
 pub const QUICK: &str = "[health]\nscheduler-timeout = 1\nquery-interval = 1\n";
 
-/// The node. It goes away with the test.
+/// The node. It ends with the test.
 #[derive(Debug)]
 pub struct Node {
     pub directory: PathBuf,
@@ -42,7 +41,7 @@ impl Node {
         node
     }
 
-    /// A driver that tells nothing unasked.
+    /// Makes the driver support no events.
     pub fn without_events(mut self) -> Self {
         self.events = false;
         self
@@ -52,22 +51,22 @@ impl Node {
         self.directory.join("kubelet")
     }
 
-    /// Where kubelet finds DRA drivers.
+    /// The directory in which kubelet finds DRA drivers.
     pub fn registry(&self) -> PathBuf {
         self.directory.join("registry")
     }
 
-    /// Where the scheduler has the sockets of claims.
+    /// The scheduler's directory for the sockets of claims.
     pub fn claims(&self) -> PathBuf {
         self.directory.join("claims")
     }
 
-    /// Where CDI files are.
+    /// The directory of CDI files.
     pub fn cdi(&self) -> PathBuf {
         self.directory.join("cdi")
     }
 
-    /// Where programs without a claim connect.
+    /// The socket of programs without a claim.
     pub fn clients(&self) -> PathBuf {
         self.directory.join("run/scheduler.sock")
     }
@@ -80,7 +79,7 @@ impl Node {
         self.directory.join("control/control.sock")
     }
 
-    /// Where the simulated GPUs are.
+    /// The directory of the simulated GPUs.
     pub fn machine(&self) -> PathBuf {
         self.directory.join("gpu")
     }
@@ -89,12 +88,12 @@ impl Node {
         self.directory.join("device-plugin.toml")
     }
 
-    /// What the plugin reads, when it reads.
+    /// Writes the plugin's configuration.
     pub fn configure(&self, text: &str) {
         std::fs::write(self.configuration(), text).expect("a file");
     }
 
-    /// The devices of the CDI file on the node.
+    /// Writes a CDI file with these devices.
     pub fn inject(&self, uuids: &[String]) {
         let devices: Vec<String> = uuids.iter().map(|uuid| format!("{{\"name\": \"{uuid}\"}}")).collect();
         let kind = "nvshare.com/gpu";
@@ -103,17 +102,17 @@ impl Node {
             "{{\"cdiVersion\": \"0.5.0\", \"kind\": \"{kind}\", \"containerEdits\": {{\"mounts\": [{mount}]}}, \"devices\": [{}]}}",
             devices.join(",")
         );
-        // In one step, as it is written on a node.
+        // Atomically, like on a real node.
         std::fs::write(self.directory.join("cdi/new"), text).expect("a file");
         std::fs::rename(self.directory.join("cdi/new"), self.directory.join("cdi/nvshare.json")).expect("it is moved");
     }
 
-    /// Where containerd's settings are, if there are any.
+    /// The path of containerd's settings, which may be missing.
     pub fn containerd(&self) -> PathBuf {
         self.directory.join("containerd.toml")
     }
 
-    /// A program that sees the simulated machine and nothing of the real one.
+    /// A program that sees only the simulated machine.
     fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
@@ -165,7 +164,7 @@ impl Node {
         Process::start("plugin", command)
     }
 
-    /// The plugin asked something that it answers and ends.
+    /// Runs the plugin with a flag that it answers before it exits.
     pub fn ask_plugin(&self, flag: &str) -> Output {
         self.plugin_command().arg(flag).output().expect("the plugin starts")
     }
@@ -177,7 +176,7 @@ impl Drop for Node {
     }
 }
 
-/// What was built beside the plugin.
+/// The path of a program built beside the plugin.
 pub fn beside(name: &str) -> PathBuf {
     let path = Path::new(PLUGIN).parent().expect("a directory").join(name);
     assert!(path.exists(), "{} is missing: cargo build --workspace makes it", path.display());
