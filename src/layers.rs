@@ -30,7 +30,7 @@ const DAEMON: [&str; 16] = [
 
 /// Modules of the scheduler, from the lowest to the highest: components that do not depend on each other's decisions,
 /// then the state machine, then decisions that need several components.
-const SCHEDULER: [&str; 18] = [
+const SCHEDULER: [&str; 19] = [
     "encoding",
     "api",
     "entity",
@@ -45,6 +45,7 @@ const SCHEDULER: [&str; 18] = [
     "gpu",
     "fairness",
     "placement",
+    "model",
     "machine",
     "settle",
     "view",

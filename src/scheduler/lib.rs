@@ -5,6 +5,7 @@
 //! time. The same events give the same commands.
 //!
 //! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
+//! - `model`: questions about the present state that concern more than one component.
 //! - `machine`: the state, and the dispatch of events to components.
 //! - `settle`: the ordered steps that bring one GPU to rest after a change: memory first, then the lock.
 //! - `gpu`: the clients that have attached a GPU, and the memory that each may have mapped there.
@@ -33,6 +34,7 @@ pub mod explain;
 mod fairness;
 mod gpu;
 mod machine;
+mod model;
 mod placement;
 mod policy;
 mod queue;

@@ -219,7 +219,7 @@ impl Machine {
             ends: hold.ends.filter(|ends| ends.saturating_sub(self.now) < NO_TURN),
         });
         let blocked = self.queues.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
-        let entities = self.whole_queue(id).into_iter().chain(blocked);
+        let entities = self.model().whole_queue(id).into_iter().chain(blocked);
         let mut waiters = Vec::new();
         for request in entities.filter_map(|entity| self.queues.request(entity)) {
             let blocked = request.blocked.map(|why| match why {
@@ -243,7 +243,7 @@ impl Machine {
             shortfall: gpu
                 .attachments
                 .keys()
-                .map(|client| gpu.shortfall(self.gpu_context(), *client))
+                .map(|client| gpu.shortfall(self.model().gpu_context(), *client))
                 .max()
                 .unwrap_or(0),
             charged: gpu.ledger.charged(),
@@ -264,7 +264,7 @@ impl Machine {
     /// The part of a GPU's time, in thousandths, that is due to each client that holds it or waits for it, if all of
     /// them always have work: by the weights of their owners, and in equal parts to the requests of one owner.
     pub fn shares_due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
-        self.shares().due(id)
+        self.model().shares().due(id)
     }
 
     /// One client. `None`: it is not connected.
@@ -272,8 +272,8 @@ impl Machine {
         let client = self.clients.get(&id)?;
         let waiting = self.queues.waiting(id).and_then(|entity| self.queues.request(entity));
         let attachments = self.gpus.locks_of(id).filter_map(|(gpu, lock)| {
-            let (attachment, account) = (self.attachment(id, gpu)?, self.account(id, gpu)?);
-            let (limit, history) = (self.quota.limit(id, gpu)?, self.history(id, gpu)?);
+            let (attachment, account) = (self.model().attachment(id, gpu)?, self.model().account(id, gpu)?);
+            let (limit, history) = (self.quota.limit(id, gpu)?, self.model().history(id, gpu)?);
             let present = account.frees.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(&gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
@@ -297,7 +297,10 @@ impl Machine {
                 unverified: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
                 failures: attachment.failures.in_a_row,
-                eviction_blocked: self.eviction_block(id, gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
+                eviction_blocked: self
+                    .model()
+                    .eviction_block(id, gpu)
+                    .or((present > 0).then_some(EvictionBlock::Unfreed)),
                 utilization: history.utilization.permille(),
                 grants: lock.grants,
                 lock_time: lock.lock_time + holds,
@@ -316,19 +319,19 @@ impl Machine {
 
     /// How a client's memory can leave a GPU. `None`: it has not attached the GPU.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
-        Some(self.attachment(id, gpu)?.engine)
+        Some(self.model().attachment(id, gpu)?.engine)
     }
 
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment. `None`: it has not attached
     /// the GPU.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let ignored = self.gpus.get(gpu).map_or(0, Gpu::ignored_unverified);
-        Some(self.account(id, gpu)?.extent(ignored))
+        Some(self.model().account(id, gpu)?.extent(ignored))
     }
 
     /// The bytes that a client has on a GPU, and in host memory. `None`: it has not attached the GPU.
     pub fn resident_and_swapped(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
-        let account = self.account(id, gpu)?;
+        let account = self.model().account(id, gpu)?;
         Some((account.report.mapped.saturating_add(account.frees.present()), account.report.swapped))
     }
 
@@ -341,7 +344,7 @@ impl Machine {
     /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
     pub fn is_evacuated(&self) -> bool {
         let mut present = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone);
-        present.all(|(_, gpu)| gpu.is_evacuated(self.gpu_context()))
+        present.all(|(_, gpu)| gpu.is_evacuated(self.model().gpu_context()))
     }
 
     /// Bytes of a GPU that limits count on.
@@ -354,7 +357,8 @@ impl Machine {
         let sleep = self.sleep.view(id);
         let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
         self.gpus.locks_of(id).map(move |(gpu, lock)| {
-            let waits_for_context = self.attachment(id, gpu).is_some_and(|attachment| attachment.attached.is_none());
+            let waits_for_context =
+                self.model().attachment(id, gpu).is_some_and(|attachment| attachment.attached.is_none());
             let waits_for_memory = self.quota.limit(id, gpu).is_some_and(|limit| limit.wanted.is_some());
             let waits = self.queues.waits_for(id, gpu) || is_returning || waits_for_context || waits_for_memory;
             let runs = lock.hold.as_ref().is_some_and(|hold| !hold.suspended);

@@ -27,7 +27,7 @@ impl Machine {
 
     /// Removes a client from a GPU: its memory, its hold and its requests.
     pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
-        if self.attachment(client, id).is_none() {
+        if self.model().attachment(client, id).is_none() {
             return;
         }
         self.touch_conflicting_gangs(self.queues.entity(client));
@@ -67,7 +67,7 @@ impl Machine {
         self.effects.untouch(id);
         self.settle(id);
         if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {
-            self.credit(client, id, self.overdrawn(id));
+            self.credit(client, id, self.model().overdrawn(id));
         }
     }
 }

@@ -9,9 +9,10 @@ use crate::{
     client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::{self, Access, Account, Attachment, Gpu, Gpus, Hold},
+    gpu::{self, Access, Attachment, Gpu, Gpus, Hold},
+    model::Model,
     placement::Placements,
-    policy::{self, History, Policy},
+    policy::History,
     queue::Queues,
     quota::Quota,
     rules::Rules,
@@ -69,10 +70,6 @@ impl Machine {
             effects: Effects::default(),
             asleep: false,
         }
-    }
-
-    pub(crate) fn policy(&self) -> &'static dyn Policy {
-        policy::named(self.settings.policy)
     }
 
     /// The time at which the next [`Event::Tick`] is due, unless another event comes first. `None`: nothing is due.
@@ -304,10 +301,6 @@ impl Machine {
         self.admit_needless();
     }
 
-    pub(crate) fn access(&self, id: GpuId) -> Access {
-        self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
-    }
-
     /// Marks a GPU to be settled.
     pub(crate) fn touch(&mut self, gpu: GpuId) {
         if self.gpus.contains(gpu) {
@@ -315,32 +308,18 @@ impl Machine {
         }
     }
 
-    /// A client's memory on a GPU; `None`: it has not attached the GPU.
-    pub(crate) fn attachment(&self, client: ClientId, id: GpuId) -> Option<&Attachment> {
-        self.gpus.attachment(client, id)
-    }
-
     pub(crate) fn attachment_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Attachment> {
         self.gpus.attachment_mut(client, id)
-    }
-
-    /// What policies know of a client on a GPU.
-    pub(crate) fn history(&self, client: ClientId, id: GpuId) -> Option<&History> {
-        Some(&self.attachment(client, id)?.history)
     }
 
     pub(crate) fn history_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
         Some(&mut self.attachment_mut(client, id)?.history)
     }
 
-    pub(crate) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
-        self.gpus.get(gpu)?.account(client)
-    }
-
-    /// What the decisions of a GPU read.
-    pub(crate) fn gpu_context(&self) -> gpu::Context<'_> {
-        let Self { now, settings, rules, clients, queues, sleep, quota, .. } = self;
-        gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota }
+    /// The present state, for questions.
+    pub(crate) fn model(&self) -> Model<'_> {
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, .. } = self;
+        Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness }
     }
 
     /// A GPU to change, with what its decisions read and the place for their effects. `None`: it is unknown.
@@ -355,29 +334,6 @@ impl Machine {
         if let Some((gpu, cx, fx)) = self.gpu_mut(id) {
             act(gpu, cx, fx);
         }
-    }
-
-    /// Bytes that a client must be allowed in order to run on a GPU: see [`Gpu::need`].
-    pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
-        self.gpus.get(id).map_or(0, |gpu| gpu.need(self.gpu_context(), client))
-    }
-
-    pub(crate) fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
-        self.gpus.get(id).is_some_and(|gpu| gpu.faults_in(self.gpu_context(), client))
-    }
-
-    /// Why no memory of a client can leave a GPU now. `None`: it can.
-    pub(crate) fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
-        self.gpus.get(id)?.eviction_block(self.gpu_context(), client)
-    }
-
-    /// Bytes by which charges on a GPU exceed its capacity.
-    pub(crate) fn overdrawn(&self, id: GpuId) -> u64 {
-        self.gpus.get(id).map_or(0, |gpu| gpu.overdrawn(&self.settings))
-    }
-
-    pub(crate) fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
-        self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(&self.settings, clients))
     }
 
     pub(crate) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
@@ -404,11 +360,6 @@ impl Machine {
             change(hold);
             self.lock_changed(client, id);
         }
-    }
-
-    /// The time for `bytes` to leave a GPU and come back: see [`Gpu::moving_both_ways`].
-    pub(crate) fn moving_both_ways(&self, id: GpuId, bytes: u64, exempt: &[ClientId]) -> Duration {
-        self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.moving_both_ways(bytes, exempt))
     }
 
     /// See [`Gpu::lock_changed`].

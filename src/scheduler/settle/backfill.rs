@@ -1,56 +1,19 @@
-//! Backfilling: while the first request of a GPU waits for other GPUs, requests for this GPU alone that stand behind it and
-//! whose memory is there are granted until the holders of those GPUs let the first one in.
-//!
-//! Each GPU has a time at which its holders let the first request in, from their turns alone. What is granted by backfilling
-//! ends at the latest of these times, and so never moves it: the first request waits no longer than for the turns that it would
-//! wait for anyway, a drain, and, where the other GPUs have no such time, [`SLOT`].
+//! Grants requests before the first one of a GPU: see `model::backfill`.
 
 use crate::{
     api::*,
-    gpu::{Access, Account, Hold},
+    gpu::Access,
     machine::Machine,
+    model::{LOOKS, SLOT},
     queue::Entity,
 };
-use std::time::Duration;
-
-/// The least time for which a request is granted, and the time granted if the wait of the first one is unknown.
-const SLOT: Duration = Duration::from_millis(150);
-/// No more requests than this are looked at behind the first one.
-const LOOKS: usize = 16;
 
 impl Machine {
-    /// When a GPU lets its first request in, according to the turns of its holders; 0: it would be granted this GPU
-    /// now. `None`: unknown.
-    fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
-        if self.access(id) == Access::Asleep || self.queues.first(id) != Some(first) {
-            return None;
-        }
-        if self.is_admissible(first, id) {
-            return Some(Time::ZERO);
-        }
-        let in_the_way = self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed() && hold.entity != first);
-        let ends = |hold: &Hold| if hold.revoked.is_some() { Some(Time::ZERO) } else { hold.ends };
-        in_the_way.map(|(_, hold)| ends(hold)).try_fold(Time::ZERO, |latest, ends| Some(latest.max(ends?)))
-    }
-
-    /// Whether the first request of a GPU also waits for other GPUs.
-    fn wants_others(&self, id: GpuId, first: Entity) -> bool {
-        self.settings.anti_thrash != AntiThrash::Off
-            && self.queues.request(first).is_some_and(|request| request.wants.values().flatten().any(|gpu| *gpu != id))
-    }
-
-    /// When the last of the other GPUs lets the first request of this GPU in. `None`: unknown.
-    fn others_open_at(&self, id: GpuId, first: Entity) -> Option<Time> {
-        let request = self.queues.request(first)?;
-        let others = request.wants.values().flatten().filter(|gpu| **gpu != id && self.access(**gpu) != Access::Gone);
-        others.map(|gpu| self.opens_at(*gpu, first)).try_fold(Time::ZERO, |latest, opens| Some(latest.max(opens?)))
-    }
-
     /// Marks the other GPUs of this GPU's first request, and of its previous first request, after a change of the time
     /// at which this GPU lets the first one in.
     pub(super) fn note_opening(&mut self, id: GpuId) {
-        let first = self.queues.first(id).filter(|first| self.wants_others(id, *first));
-        let opens = first.map(|first| (first, self.opens_at(id, first)));
+        let first = self.queues.first(id).filter(|first| self.model().wants_others(id, *first));
+        let opens = first.map(|first| (first, self.model().opens_at(id, first)));
         let Some(before) = self.queues.note_opening(id, opens) else { return };
         for entity in [before, first].into_iter().flatten() {
             let gpus = self.queues.request(entity).map(|request| request.gpus()).unwrap_or_default();
@@ -62,10 +25,13 @@ impl Machine {
     /// whether there was one.
     pub(super) fn backfill(&mut self, id: GpuId, first: Entity) -> bool {
         // Where rules divide the time, requests of all classes would have to be distinguished.
-        if !self.wants_others(id, first) || self.shares().have_classes() || self.access(id) != Access::Turns {
+        if !self.model().wants_others(id, first)
+            || self.model().shares().have_classes()
+            || self.model().access(id) != Access::Turns
+        {
             return false;
         }
-        let until = self.others_open_at(id, first).unwrap_or_else(|| self.now.saturating_add(SLOT));
+        let until = self.model().others_open_at(id, first).unwrap_or_else(|| self.now.saturating_add(SLOT));
         if until < self.now.saturating_add(SLOT) {
             return false;
         }
@@ -74,7 +40,7 @@ impl Machine {
             Entity::Solo(client) => Some(client),
             Entity::Gang(_) => None,
         });
-        let Some(client) = behind.into_iter().find(|client| self.may_backfill(*client, id, until)) else {
+        let Some(client) = behind.into_iter().find(|client| self.model().may_backfill(*client, id, until)) else {
             return false;
         };
         self.grant(Entity::Solo(client));
@@ -82,17 +48,5 @@ impl Machine {
             hold.backfills = Some((first, until));
         }
         true
-    }
-
-    /// Whether a waiting client may run on a GPU before the first request until then: it wants only that GPU, is
-    /// expected to finish by then, and all of its memory is there.
-    fn may_backfill(&self, client: ClientId, id: GpuId, until: Time) -> bool {
-        let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
-        let fits = |account: &Account| account.report.demand <= account.allowance;
-        self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
-            && self.history(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
-            && self.gpus.lock(client, id).is_some_and(|lock| !lock.slow_to_drain)
-            && self.account(client, id).is_some_and(fits)
-            && self.is_admissible(Entity::Solo(client), id)
     }
 }

@@ -10,12 +10,6 @@ use crate::{
 use std::collections::BTreeMap;
 
 impl Machine {
-    /// Until when a client is not granted these GPUs because mapping failed there; 0: it may be.
-    pub(crate) fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
-        let attachments = gpus.iter().filter_map(|id| self.attachment(client, *id));
-        attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
-    }
-
     /// Handles a release because mapping failed.
     pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
@@ -31,13 +25,13 @@ impl Machine {
         let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.queues.request(entity)?))) else {
             return;
         };
-        let until = request.wants.get(&client).map_or(self.now, |gpus| self.delayed_until(client, gpus));
+        let until = request.wants.get(&client).map_or(self.now, |gpus| self.model().delayed_until(client, gpus));
         let blocked = request.blocked;
         if until > self.now {
             if !matches!(blocked, Some(Blocked::Absent)) {
                 self.block(entity, Blocked::Until(until));
             }
-        } else if matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity) {
+        } else if matches!(blocked, Some(Blocked::Until(_))) && !self.model().is_delayed(entity) {
             self.enqueue(entity);
         }
     }

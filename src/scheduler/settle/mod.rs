@@ -16,7 +16,7 @@
 //! - `requests`: from request to release. `order`: the order of queues.
 //! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
 //! - `backfill`: what runs on a GPU while its first request waits for other GPUs.
-//! - `gangs`, `gang_conflict`: clients that run together or not at all.
+//! - `gangs`: clients that run together or not at all.
 //! - `unresponsive`: clients that do not answer.
 
 mod ahead;
@@ -24,7 +24,6 @@ mod backfill;
 mod contexts;
 mod corun;
 mod failures;
-mod gang_conflict;
 mod gangs;
 mod measurements;
 mod moves;
@@ -87,7 +86,7 @@ impl Machine {
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
         self.enqueue_unblocked(id);
         let reclassified = self.reclassify(id);
-        if self.access(id) == Access::Gone {
+        if self.model().access(id) == Access::Gone {
             self.let_through(id);
             self.serve_returning(id);
             let next = self.answer_attaching(id);
@@ -120,7 +119,8 @@ impl Machine {
         // The lock: turns that end, and messages to holders.
         let turn = self.update_turns(id, &pressure);
         self.note_opening(id);
-        let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
+        let conflict =
+            pressure.first.filter(|first| self.model().waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
         let next = [rooms, attaching, returning, sleeping, turn, reserved.next, reclassified, conflict]
             .into_iter()
             .flatten()
@@ -130,11 +130,11 @@ impl Machine {
 
     /// Grants all requests for a GPU that is gone that can be granted the other GPUs that they want.
     fn let_through(&mut self, id: GpuId) {
-        for entity in self.whole_queue(id) {
+        for entity in self.model().whole_queue(id) {
             for member in self.queues.members(entity, id) {
                 self.credit(member, id, 0);
             }
-            if self.is_grantable(entity) {
+            if self.model().is_grantable(entity) {
                 self.grant(entity);
             }
         }
@@ -159,14 +159,15 @@ impl Machine {
 
     /// Requeues requests that had to wait for a request of a higher class, if that request has gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
-        let free: Vec<Entity> = self.queues.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
+        let free: Vec<Entity> =
+            self.queues.behind(id).filter(|entity| !self.model().waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
     }
 
     /// Counts a gang that waits in other queues for the holders of this GPU as the first request here.
     fn note_conflict(&mut self, id: GpuId, pressure: &mut Pressure) {
         if !pressure.locked_out
-            && let Some(waiting) = self.gang_awaiting_holders(id)
+            && let Some(waiting) = self.model().gang_awaiting_holders(id)
         {
             pressure.first = Some(waiting);
             pressure.locked_out = true;

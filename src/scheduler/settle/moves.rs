@@ -51,8 +51,8 @@ impl Machine {
         let is_gang = self.queues.gang_peers(client).next().is_some();
         let is_like_it = total(to).is_some() && total(to) == self.gpus.get(from).map(|gpu| gpu.total);
         let obstacles = [
-            (self.attachment(client, from).is_none(), MoveObstacle::NotThere),
-            (self.attachment(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
+            (self.model().attachment(client, from).is_none(), MoveObstacle::NotThere),
+            (self.model().attachment(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
             (!is_like_it, MoveObstacle::NoGpu),
             (self.is_drained(to), MoveObstacle::Drained),
             (is_gang, MoveObstacle::Sleep(SleepObstacle::Gang)),
@@ -77,7 +77,7 @@ impl Machine {
     /// leave, and for its context beside the needs of any other client there. And whether the bytes that it was
     /// promised can be kept there.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
-        let (Some(account), Some(gpu)) = (self.account(client, from), self.gpus.get(to)) else {
+        let (Some(account), Some(gpu)) = (self.model().account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
         };
         let here = gpu.promisable(&self.settings);
@@ -137,7 +137,7 @@ impl Machine {
         let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
         self.limit_sleeper(client);
         self.effects.command(Command::Migrated { client, from, to, why });
-        if why.is_some() && !self.is_absent(client) {
+        if why.is_some() && !self.model().is_absent(client) {
             self.may_run(client);
         }
     }
@@ -158,8 +158,9 @@ impl Machine {
     /// Whether a client has a context on a drained GPU, or comes back to one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
-        let has_context = |id| self.attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
-        self.gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
+        let has_context =
+            |id| self.model().attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
+        self.model().gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
     /// Makes a client leave its GPUs because one of them is drained, or come back because none is any more.
@@ -176,7 +177,7 @@ impl Machine {
         if !self.sleep.is_drained(client) {
             return;
         }
-        for from in self.gpus_of(client) {
+        for from in self.model().gpus_of(client) {
             if !self.is_drained(from) {
                 continue;
             }

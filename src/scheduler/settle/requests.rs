@@ -9,7 +9,6 @@ use crate::{
     settle::unresponsive::STUCK,
     timers::Wake,
 };
-use std::cell::OnceCell;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -25,8 +24,8 @@ impl Machine {
             self.gpus.lock(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
         };
         let wants: GpuSet = gpus.into_iter().filter(is_wanted).collect();
-        let (entity, is_absent) = (self.queues.entity(client), self.is_absent(client));
-        let not_before = self.delayed_until(client, &wants);
+        let (entity, is_absent) = (self.queues.entity(client), self.model().is_absent(client));
+        let not_before = self.model().delayed_until(client, &wants);
         // A request that replaces another keeps its key.
         let before = self.queues.waiting(client).and_then(|entity| self.queues.request(entity));
         let old = before.and_then(|request| request.since.get(&client).copied());
@@ -50,8 +49,8 @@ impl Machine {
         let mut request = None;
         if self.queues.request(entity).is_none() {
             let (key, ages, aged) = key.unwrap_or_else(|| {
-                let (rank, ages) = self.rank(client, &wants, now);
-                let (number, joined) = (self.effects.number(), self.joined(client, &wants));
+                let (rank, ages) = self.model().rank(client, &wants, now);
+                let (number, joined) = (self.effects.number(), self.model().joined(client, &wants));
                 (
                     QueueKey { class: Class::default(), has_turn: Reverse(false), at: rank, rank, number, joined },
                     ages,
@@ -61,7 +60,7 @@ impl Machine {
             request = Some(Request::new(key, ages, aged));
         }
         self.queues.add_to_request(entity, client, since, wants, request);
-        let (key, gathers) = (self.current_key(entity), self.gathers_until(entity));
+        let (key, gathers) = (self.model().current_key(entity), self.model().gathers_until(entity));
         if let Some(request) = self.queues.request_mut(entity) {
             request.key = key.unwrap_or(request.key);
             // A member that asks late does not make the others wait longer.
@@ -95,9 +94,9 @@ impl Machine {
             return false;
         }
         let Some(request) = self.queues.request(entity) else { return false };
-        let changes = self.position_changes_at(entity).into_iter().chain(self.turn_passes_at(entity));
+        let changes = self.model().position_changes_at(entity).into_iter().chain(self.model().turn_passes_at(entity));
         let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
-        let (owner, by_rank) = (self.owner_of(entity), self.is_by_rank(entity));
+        let (owner, by_rank) = (self.model().owner_of(entity), self.model().is_by_rank(entity));
         self.queues.join_queues(&mut self.effects, entity, owner, by_rank);
         self.touch_conflicting_gangs(entity);
         self.effects.wake(Wake::Entity(entity), next);
@@ -108,54 +107,45 @@ impl Machine {
     fn stays_out(&mut self, entity: Entity) -> Option<Blocked> {
         // A client that waits for itself must not delay others. The other members of its gang continue without it: it
         // may need them in order to drain.
-        let undrained = self.undrained(entity);
+        let undrained = self.model().undrained(entity);
         if !undrained.is_empty() {
             if undrained.len() == self.queues.request(entity)?.wants.len() {
                 return Some(Blocked::Undrained);
             }
             self.split(entity, &undrained);
         }
-        if let Some(until) = self.shares().request_capped_until(entity) {
+        if let Some(until) = self.model().shares().request_capped_until(entity) {
             return Some(Blocked::Until(until));
         }
         // A request that would take bytes on other GPUs, and could not use them, stays out.
         let ids = self.queues.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
             let members = self.queues.members(entity, **id);
-            (members.len() == 1 || self.is_crowded_out(**id, &members)) && !self.has_room(entity, **id, &members)
+            (members.len() == 1 || self.model().is_crowded_out(**id, &members))
+                && !self.model().has_room(entity, **id, &members)
         });
         if let Some(full) = full {
             return Some(Blocked::Pinned(*full));
         }
-        let key = self.current_key(entity);
+        let key = self.model().current_key(entity);
         let request = self.queues.request_mut(entity)?;
         if request.blocked.take().is_some() {
             request.key = key.unwrap_or(request.key);
         }
         // Holders of other GPUs are not revoked for a request that has to wait here.
-        ids.into_iter().find(|id| self.waits_behind(entity, *id)).map(Blocked::Behind)
+        ids.into_iter().find(|id| self.model().waits_behind(entity, *id)).map(Blocked::Behind)
     }
 
     /// Takes a request out of the queues. The next request behind it is handled as if it came now.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
         let Some((id, owner, first)) = self.queues.leave_queues(&mut self.effects, entity) else { return };
         while let Some(next) = self.queues.take_next_of(id, owner) {
-            let key = self.key_behind(&first, next);
+            let key = self.model().key_behind(&first, next);
             if let Some((request, key)) = self.queues.request_mut(next).zip(key) {
                 request.key = key;
             }
             self.join_queues(next);
         }
-    }
-
-    /// Whether a request's position among the requests of its owner follows from its rank alone: its client wants one
-    /// GPU, is in no gang, and its environment sets nothing. Without turns, requests do not wait for each other.
-    fn is_by_rank(&self, entity: Entity) -> bool {
-        let Entity::Solo(client) = entity else { return false };
-        self.settings.anti_thrash != AntiThrash::Off
-            && self.rules.env(client).is_none()
-            && self.queues.gang_peers(client).next().is_none()
-            && self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
     }
 
     /// Takes a request out of the queues until something changes. It then reserves no bytes and delays no other
@@ -173,14 +163,6 @@ impl Machine {
         }
     }
 
-    /// The clients of a request that want a lock which they still hold and cannot release.
-    fn undrained(&self, entity: Entity) -> Vec<ClientId> {
-        let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
-        let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
-        let undrained = wants.filter(|(client, gpus)| gpus.iter().any(|id| is_undrainable(**client, *id)));
-        undrained.map(|(client, _)| *client).collect()
-    }
-
     /// Takes a client out of its request.
     pub(crate) fn withdraw(&mut self, client: ClientId) {
         let Some(entity) = self.queues.waiting(client) else { return };
@@ -188,8 +170,8 @@ impl Machine {
         self.queues.take_from_request(client);
         let Some(blocked) = self.queues.request(entity).map(|request| request.blocked) else { return };
         match blocked {
-            Some(Blocked::Until(at)) if self.is_delayed(entity) => self.block(entity, Blocked::Until(at)),
-            Some(Blocked::Absent) if self.any_absent(entity) => {}
+            Some(Blocked::Until(at)) if self.model().is_delayed(entity) => self.block(entity, Blocked::Until(at)),
+            Some(Blocked::Absent) if self.model().any_absent(entity) => {}
             _ => {
                 self.unblock(entity);
                 self.enqueue(entity);
@@ -202,21 +184,6 @@ impl Machine {
         if let Some(request) = self.queues.request_mut(entity) {
             request.blocked = None;
         }
-    }
-
-    /// Whether a client of a request may not be granted a GPU yet because mapping failed there.
-    pub(crate) fn is_delayed(&self, entity: Entity) -> bool {
-        let mut wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
-        wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
-    }
-
-    /// Whether a client can use no lock: its process is stopped, or it is held off its GPUs.
-    pub(crate) fn is_absent(&self, client: ClientId) -> bool {
-        self.clients.get(&client).is_some_and(|state| state.stopped) || self.sleep.is_held_off(client)
-    }
-
-    pub(crate) fn any_absent(&self, entity: Entity) -> bool {
-        self.queues.clients_of(entity).any(|client| self.is_absent(client))
     }
 
     pub(crate) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
@@ -244,10 +211,10 @@ impl Machine {
         let Some(request) = self.queues.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
         let is_needless = |client, id| {
-            self.faults_in(client, id)
-                && self.access(id) != Access::Asleep
+            self.model().faults_in(client, id)
+                && self.model().access(id) != Access::Asleep
                 && self.gpus.hold(client, id).is_none()
-                && !self.is_evicting(entity, id)
+                && !self.model().is_evicting(entity, id)
         };
         if wants.all(|(client, id)| is_needless(client, id)) {
             self.grant(entity);
@@ -260,68 +227,6 @@ impl Machine {
                 self.admit_if_needless(entity);
             }
         }
-    }
-
-    /// Whether the holders of a GPU let an entity be admitted now.
-    pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
-        let (true, Some(request)) = (self.gpus.contains(id), self.queues.request(entity)) else { return false };
-        let is_gone = match self.access(id) {
-            Access::Turns => false,
-            Access::Gone => true,
-            Access::Asleep => return false,
-        };
-        if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
-            return false;
-        }
-        // The same for all holders that it matters for, mostly one or none.
-        let known = OnceCell::new();
-        let together = || {
-            let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
-            *known.get_or_init(may_join)
-        };
-        self.gpus.holds_on(id).all(|(holder, hold)| {
-            let is_holding = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside = || {
-                hold.is_bypassed()
-                    || hold.entity == entity
-                    || self.admits_while_draining(holder, hold, entity)
-                    || together()
-            };
-            !is_holding && beside()
-        })
-    }
-
-    /// Whether a request is allowed all bytes that it needs on a GPU.
-    pub(crate) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
-        let has = |client| self.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
-        self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
-    }
-
-    /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while
-    /// it has the lock: memory that other clients wait for would stay.
-    fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
-        let evicts = |client| {
-            let Some(account) = self.account(client, id) else { return false };
-            account.charge > account.allowance.max(account.report.pinned)
-                && self.faults_in(client, id)
-                && self.eviction_block(client, id).is_none()
-        };
-        self.settings.anti_thrash == AntiThrash::Off && self.queues.wanting(entity, id).any(evicts)
-    }
-
-    /// Whether a request is the first in all of its queues and can be granted.
-    pub(crate) fn is_grantable(&self, entity: Entity) -> bool {
-        let Some(request) = self.queues.request(entity) else { return false };
-        if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
-            return false;
-        }
-        let is_served = |id: &GpuId| {
-            let is_next = || {
-                self.queues.first(*id) == Some(entity) && self.has_memory(entity, *id) && !self.is_evicting(entity, *id)
-            };
-            self.is_admissible(entity, *id) && (self.access(*id) == Access::Gone || is_next())
-        };
-        request.wants.values().flatten().all(is_served)
     }
 
     /// Grants a request: its clients hold the locks that they want.
@@ -454,7 +359,7 @@ impl Machine {
         }
         self.lock_changed(client, id);
         self.with_gpu(id, |gpu, _, fx| gpu.end_trial(fx, client));
-        if let Some(owner) = self.shares().bounded_owner(client).filter(|_| !hold.is_bypassed()) {
+        if let Some(owner) = self.model().shares().bounded_owner(client).filter(|_| !hold.is_bypassed()) {
             self.fairness.record_usage(owner, id, hold.since, now, self.settings.time_period);
         }
         self.charge_service(client, id, &hold, waited);
@@ -479,7 +384,7 @@ impl Machine {
                 continue;
             }
             let key = QueueKey { number, ..request.key };
-            let is_absent = self.is_absent(*client);
+            let is_absent = self.model().is_absent(*client);
             let alone = Request {
                 blocked: is_absent.then_some(Blocked::Absent),
                 ..Request::new(key, request.ages, request.aged)

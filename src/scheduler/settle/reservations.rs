@@ -27,7 +27,7 @@ impl Machine {
     /// Takes a client's reservation, which replaces its earlier one.
     pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
-        if self.attachment(client, id).is_none() {
+        if self.model().attachment(client, id).is_none() {
             return;
         }
         let Some(gpu) = self.gpus.get_mut(id) else { return };
@@ -48,7 +48,7 @@ impl Machine {
             let Some(mut reservation) = self.gpus.get(id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
                 break;
             };
-            let free_for = |gpu: &Gpu| gpu.free_for(self.gpu_context(), reservation.client);
+            let free_for = |gpu: &Gpu| gpu.free_for(self.model().gpu_context(), reservation.client);
             let free = if reserved_ahead == 0 { self.gpus.get(id).map_or(0, free_for) } else { 0 };
             if reservation.answered.is_none() {
                 reservation.secured += free.min(reservation.bytes - reservation.secured);

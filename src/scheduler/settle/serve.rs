@@ -3,7 +3,7 @@
 use super::Pressure;
 use crate::{
     api::*,
-    gpu::{Access, ClientLock},
+    gpu::ClientLock,
     machine::Machine,
     policy::Precedence,
     policy::Waiter,
@@ -14,8 +14,8 @@ impl Machine {
     /// Serves the needs that come before any waiting client: contexts and other programs, then holders that grow.
     /// Returns the bytes of those being freed that are reserved for them.
     pub(super) fn serve_holders(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
-        let mut reserved_ahead = self.overdrawn(id);
-        let next = self.members_of_first(id);
+        let mut reserved_ahead = self.model().overdrawn(id);
+        let next = self.model().members_of_first(id);
         if reserved_ahead > 0 {
             pressure.short = self.collect(id, reserved_ahead, &[], &next);
             let vacates = self.gpus.get(id).is_some_and(|gpu| gpu.vacates(&self.settings));
@@ -49,16 +49,12 @@ impl Machine {
         if bytes <= arriving {
             return 0;
         }
-        let queue = self.policy().evicts_by_queue().then(|| self.whole_queue(id));
+        let queue = self.model().policy().evicts_by_queue().then(|| self.model().whole_queue(id));
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
         gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
         let arriving = gpu.arriving(cx, fx, exempt);
         self.check_marked();
         bytes.saturating_sub(arriving)
-    }
-
-    fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
-        self.queues.first(id).map(|entity| self.queues.members(entity, id)).unwrap_or_default()
     }
 
     /// Allows bytes to the first request, grants it if possible and continues with the next, until a request has to
@@ -78,19 +74,19 @@ impl Machine {
             } else {
                 // Nothing is free, and bytes being freed are reserved for others.
                 for member in &members {
-                    let allowed = self.account(*member, id).map_or(0, |account| account.allowance);
-                    lacking = lacking.saturating_add(self.need(*member, id).saturating_sub(allowed));
+                    let allowed = self.model().account(*member, id).map_or(0, |account| account.allowance);
+                    lacking = lacking.saturating_add(self.model().need(*member, id).saturating_sub(allowed));
                 }
             }
             let short =
                 if lacking > 0 { self.collect(id, reserved_ahead.saturating_add(lacking), &members, &[]) } else { 0 };
-            let locked = !self.is_admissible(entity, id);
-            if !locked && self.is_grantable(entity) {
+            let locked = !self.model().is_admissible(entity, id);
+            if !locked && self.model().is_grantable(entity) {
                 self.begin_trials(entity);
                 self.grant(entity);
                 continue;
             }
-            if self.waits_behind(entity, id) {
+            if self.model().waits_behind(entity, id) {
                 self.block(entity, Blocked::Behind(id));
                 continue;
             }
@@ -101,9 +97,12 @@ impl Machine {
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);
             }
-            let burst =
-                members.iter().filter_map(|m| self.history(*m, id)).map(|history| history.bursts.expected()).max();
-            let both_ways = |bytes| self.moving_both_ways(id, bytes, &members);
+            let burst = members
+                .iter()
+                .filter_map(|m| self.model().history(*m, id))
+                .map(|history| history.bursts.expected())
+                .max();
+            let both_ways = |bytes| self.model().moving_both_ways(id, bytes, &members);
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
             pressure.first = Some(entity);
@@ -116,8 +115,8 @@ impl Machine {
                 evicts: lacking > 0,
                 unmeasured: members
                     .iter()
-                    .any(|m| self.history(*m, id).is_some_and(|history| history.utilization.is_open())),
-                holders_measured: self.are_measured(id),
+                    .any(|m| self.model().history(*m, id).is_some_and(|history| history.utilization.is_open())),
+                holders_measured: self.model().are_measured(id),
                 waiters: self.queues.queue_length(id),
                 rank: self.queues.request(entity).map_or(Time::ZERO, |request| request.key.rank),
                 aged: self.queues.request(entity).is_some_and(|request| request.aged),
@@ -139,7 +138,7 @@ impl Machine {
         for holder in holders.map(|(client, _)| client).collect::<Vec<_>>() {
             lacking = lacking.saturating_add(self.credit(holder, id, lacking));
             if lacking > 0 {
-                let mut exempt = self.members_of_first(id);
+                let mut exempt = self.model().members_of_first(id);
                 exempt.push(holder);
                 self.collect(id, lacking, &exempt, &[]);
             }
@@ -150,36 +149,15 @@ impl Machine {
     /// Whether a request fits on the GPU. If not it leaves the queue, so that it does not delay others, until
     /// unevictable memory leaves; a gang that is too large together is split.
     fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
-        if self.has_room(entity, id, members) {
+        if self.model().has_room(entity, id, members) {
             return true;
         }
-        if members.len() > 1 && !self.is_crowded_out(id, members) {
+        if members.len() > 1 && !self.model().is_crowded_out(id, members) {
             let all: Vec<ClientId> = self.queues.clients_of(entity).collect();
             self.split(entity, &all);
         } else {
             self.block(entity, Blocked::Pinned(id));
         }
         false
-    }
-
-    /// Whether a request could be served if every client gave all bytes that it can. A request with memory on the GPU
-    /// can be served as it is, unless that memory has to leave for a room.
-    pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
-        let (Some(gpu), Some(_)) = (self.gpus.get(id), self.queues.request(entity)) else { return true };
-        if gpu.access != Access::Turns {
-            return true;
-        }
-        if self.is_crowded_out(id, members) {
-            return false;
-        }
-        let mut own_unevictable = 0u64;
-        let mut need = 0u64;
-        for member in members {
-            own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(*member));
-            need = need.saturating_add(self.need(*member, id));
-        }
-        let room =
-            gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        need <= room || self.has_memory(entity, id)
     }
 }

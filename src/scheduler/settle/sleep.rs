@@ -20,10 +20,6 @@ impl Machine {
         self.sleep.view(client)
     }
 
-    pub(super) fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
-        self.gpus.locks_of(client).map(|(id, _)| id).collect()
-    }
-
     pub(crate) fn want_sleep(&mut self, client: ClientId, paused: bool) {
         if !self.clients.contains_key(&client) {
             return;
@@ -66,11 +62,11 @@ impl Machine {
             return None;
         }
         let makes_room = |client: &ClientId| lacks_contexts || demands - demand(client) > usable;
-        let can = |client: &ClientId| !self.is_absent(*client) && self.obstacle(*client).is_none();
+        let can = |client: &ClientId| !self.model().is_absent(*client) && self.obstacle(*client).is_none();
         let due = |client: &ClientId| {
             let after = self.sleep_after(*client)?;
-            let idle = self.gpus_of(*client).into_iter().filter_map(|id| {
-                let used = self.attachment(*client, id)?.used.unwrap_or_default();
+            let idle = self.model().gpus_of(*client).into_iter().filter_map(|id| {
+                let used = self.model().attachment(*client, id)?.used.unwrap_or_default();
                 Some(self.gpus.lock(*client, id)?.last_run.max(used))
             });
             Some(idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after))
@@ -81,7 +77,7 @@ impl Machine {
 
     /// Whether room for contexts is lacking on a GPU, and other clients could sleep to make it.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
-        self.gpus.get(id).is_some_and(|gpu| gpu.lacks_contexts(self.gpu_context()))
+        self.gpus.get(id).is_some_and(|gpu| gpu.lacks_contexts(self.model().gpu_context()))
     }
 
     fn sleep_after(&self, client: ClientId) -> Option<Duration> {
@@ -90,7 +86,7 @@ impl Machine {
 
     /// Handles a possible change of the client's rule.
     pub(crate) fn sleep_after_changed(&mut self, client: ClientId) {
-        for id in self.gpus_of(client) {
+        for id in self.model().gpus_of(client) {
             self.touch(id);
         }
     }
@@ -104,7 +100,7 @@ impl Machine {
             self.wait_until_it_runs(entity, client);
         }
         if self.sleep.is_ordered(client) {
-            for id in self.gpus_of(client) {
+            for id in self.model().gpus_of(client) {
                 self.revoke(client, id);
             }
         }
@@ -143,7 +139,7 @@ impl Machine {
     fn stays_awake(&mut self, client: ClientId, why: SleepObstacle) {
         self.sleep.cannot_prepare(self.now, client, why);
         self.answer_move(client);
-        if !self.is_absent(client) {
+        if !self.model().is_absent(client) {
             self.may_run(client);
         }
         self.schedule_sleep(client);
@@ -161,12 +157,12 @@ impl Machine {
         if !matches!(self.queues.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
         }
-        let gpus = self.gpus_of(client);
+        let gpus = self.model().gpus_of(client);
         if gpus.is_empty() {
             return Some(SleepObstacle::NoContext);
         }
         gpus.into_iter().find_map(|id| {
-            let (gpu, attachment) = (self.gpus.get(id)?, self.attachment(client, id)?);
+            let (gpu, attachment) = (self.gpus.get(id)?, self.model().attachment(client, id)?);
             let obstacles = [
                 (attachment.attached.is_none(), SleepObstacle::NoContext),
                 (attachment.engine != Engine::Swap, SleepObstacle::Managed),
@@ -179,15 +175,15 @@ impl Machine {
 
     /// Takes back all memory of a client.
     fn take_all(&mut self, client: ClientId) {
-        for id in self.gpus_of(client) {
+        for id in self.model().gpus_of(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.take_all(cx, fx, client));
         }
         self.check(client);
     }
 
     pub(crate) fn sleep_ready(&mut self, client: ClientId) {
-        let is_there = |id: &GpuId| self.account(client, *id).is_some_and(|account| account.charge > 0);
-        let is_any_there = self.gpus_of(client).iter().any(is_there);
+        let is_there = |id: &GpuId| self.model().account(client, *id).is_some_and(|account| account.charge > 0);
+        let is_any_there = self.model().gpus_of(client).iter().any(is_there);
         // It may have asked for a lock or attached another GPU since.
         let obstacle = is_any_there.then_some(SleepObstacle::Immovable).or_else(|| self.obstacle(client));
         let step = self.sleep.ready(self.now, client, obstacle);
@@ -230,7 +226,7 @@ impl Machine {
             self.move_back(client);
         }
         self.take_step(client, step);
-        for id in self.gpus_of(client) {
+        for id in self.model().gpus_of(client) {
             self.touch(id); // other clients no longer wait for it to leave
         }
     }
@@ -269,7 +265,7 @@ impl Machine {
             Step::Stays => self.may_run(client),
             Step::IsLost => {
                 self.has_left(client);
-                for id in self.gpus_of(client) {
+                for id in self.model().gpus_of(client) {
                     if let Some(bytes) = self.gpus.get_mut(id).and_then(|gpu| gpu.away.get_mut(&client)) {
                         *bytes = 0; // it will need nothing
                     }
@@ -304,7 +300,7 @@ impl Machine {
     /// Handles a client that has nothing on its GPUs any more.
     fn has_left(&mut self, client: ClientId) {
         self.quota.set_stopped(client, true); // it reads no message
-        for id in self.gpus_of(client) {
+        for id in self.model().gpus_of(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.left(cx, fx, client));
         }
     }
@@ -313,7 +309,7 @@ impl Machine {
     fn has_come_back(&mut self, client: ClientId) {
         let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
         self.quota.set_stopped(client, is_stopped);
-        for id in self.gpus_of(client) {
+        for id in self.model().gpus_of(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
         }
     }
@@ -321,13 +317,13 @@ impl Machine {
     /// Allows a client to take locks again, unless it is held off.
     pub(super) fn may_run(&mut self, client: ClientId) {
         if let Some(entity) = self.queues.waiting(client)
-            && !self.any_absent(entity)
+            && !self.model().any_absent(entity)
         {
             self.unblock(entity);
             self.enqueue(entity);
             self.update_entity(client);
         }
-        for id in self.gpus_of(client) {
+        for id in self.model().gpus_of(client) {
             self.touch(id);
         }
     }
@@ -340,7 +336,7 @@ impl Machine {
 
     /// Bytes that a restore needs for a client's context on a GPU.
     pub(super) fn context_of(&self, client: ClientId, id: GpuId) -> u64 {
-        self.gpus.get(id).map_or(0, |gpu| gpu.context_of(self.gpu_context(), client))
+        self.gpus.get(id).map_or(0, |gpu| gpu.context_of(self.model().gpu_context(), client))
     }
 
     /// Sets room aside for waking clients, in their order; clients behind another one that waits for the same GPU wait
@@ -348,7 +344,7 @@ impl Machine {
     pub(super) fn return_next(&mut self, changed: ClientId) {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
-        for id in self.gpus_of(changed) {
+        for id in self.model().gpus_of(changed) {
             // A client that stays asleep after all gives up the room set aside for it.
             if !is_waking
                 && self.sleep.is_away(changed)
@@ -360,7 +356,7 @@ impl Machine {
         }
         let mut taken = GpuSet::new();
         for client in waking {
-            let ids = self.gpus_of(client);
+            let ids = self.model().gpus_of(client);
             if ids.is_empty() {
                 let step = self.sleep.has_room(client);
                 self.take_step(client, step);
@@ -424,7 +420,7 @@ impl Machine {
             let returning = self.gpus.get(*id).and_then(|gpu| gpu.returning);
             returning.is_some_and(|returning| returning.client == client && returning.is_measured)
         };
-        let ids = self.gpus_of(client);
+        let ids = self.model().gpus_of(client);
         if ids.iter().all(is_ready) {
             for id in &ids {
                 if let Some(returning) = self.gpus.get_mut(*id).and_then(|gpu| gpu.returning.as_mut()) {

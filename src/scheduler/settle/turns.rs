@@ -44,7 +44,7 @@ impl Machine {
     pub(super) fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
         self.gpus.get(id)?;
-        let until = self.together_until(id);
+        let until = self.model().together_until(id);
         let all = self.holders_of(id, pressure);
         if until.is_some_and(|until| until <= now) {
             self.forget_utilization(id);
@@ -64,11 +64,14 @@ impl Machine {
         Holders {
             exclusive: self.settings.anti_thrash != AntiThrash::Off,
             // Whether a lone holder may continue is a question of its turn.
-            together: self.gpus.holders(id).nth(1).is_none() || self.may_stay(id),
+            together: self.gpus.holders(id).nth(1).is_none() || self.model().may_stay(id),
             first: first.map(|hold| hold.entity),
             awaited: self.queues.behind(id).next().is_some() || self.lacks_contexts(id),
             waiters: self.queues.queue_length(id).max(1),
-            grace: self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
+            grace: self
+                .model()
+                .policy()
+                .grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
         }
     }
 
@@ -82,7 +85,7 @@ impl Machine {
         all: &Holders,
         short: &mut u64,
     ) -> Option<TurnState> {
-        let (hold, account) = (self.gpus.hold(client, id)?, self.account(client, id)?);
+        let (hold, account) = (self.gpus.hold(client, id)?, self.model().account(client, id)?);
         let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
         let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
         let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
@@ -111,14 +114,14 @@ impl Machine {
         let hold = self.gpus.hold(client, id)?;
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
         let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
-        let capped = self.shares().capped_at(client, id);
-        let helps = self.helps_to_drain(hold);
+        let capped = self.model().shares().capped_at(client, id);
+        let helps = self.model().helps_to_drain(hold);
         // Of holders that may not continue together, all but the first have to go; so does a gang that conflicts with
         // an earlier one.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
-        let surplus = surplus || self.yields(hold.entity);
+        let surplus = surplus || self.model().yields(hold.entity);
         // Memory for other programs does not wait until a turn is over.
-        let vacates = pressure.at_once && state.leaves > 0 || self.is_crowded_out(id, &[client]);
+        let vacates = pressure.at_once && state.leaves > 0 || self.model().is_crowded_out(id, &[client]);
         // A holder whose time is counted, or for which requests wait outside the queue, should release the GPU whenever
         // it is idle.
         let (tells, waiters, grace) = match capped {
@@ -126,7 +129,7 @@ impl Machine {
             None if !all.awaited => (false, all.waiters, all.grace),
             _ => (true, 1, SHORTEST_GRACE),
         };
-        let grace = grace.max(self.gang_grace(hold));
+        let grace = grace.max(self.model().gang_grace(hold));
         let hold = self.gpus.hold_mut(client, id)?;
         hold.run_clock(now, wanted);
         hold.ends = own_end;
@@ -172,7 +175,7 @@ impl Machine {
     ) -> Option<Time> {
         let waited = hold.waited(self.now);
         let precedence = match pressure.first {
-            Some(first) => self.shares().precedence(first, client),
+            Some(first) => self.model().shares().precedence(first, client),
             None => Precedence::Equal,
         };
         // Holders or reservations need the bytes, not only the first in the queue.
@@ -181,11 +184,11 @@ impl Machine {
         let equal = precedence == Precedence::Equal;
         // A client that wants the GPU for itself reports nothing about its work, so it has the quantum that the
         // administrator set.
-        let for_itself = self.history(client, id)?.utilization.is_for_itself();
+        let for_itself = self.model().history(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
-                let holder = self.policy_holder(client, id, hold, pressure.first);
-                self.policy().turn(&self.settings, &holder, &Waiter { precedence, ..waiter })
+                let holder = self.model().policy_holder(client, id, hold, pressure.first);
+                self.model().policy().turn(&self.settings, &holder, &Waiter { precedence, ..waiter })
             }
             _ => self.settings.time_quantum,
         };
@@ -193,10 +196,10 @@ impl Machine {
         let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id, pressure.waiter)));
         // Revoking a holder that would be granted again immediately would only cost a drain.
         let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
-        let stays = other.and_then(|other| self.precedes_until(client, id, other)).unwrap_or_default();
+        let stays = other.and_then(|other| self.model().precedes_until(client, id, other)).unwrap_or_default();
         let ends = self.now.saturating_add(turn.saturating_sub(waited)).max(stays);
         // Turns of other members of its gang count as the same turn.
-        let gang_since = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));
+        let gang_since = pressure.first.and_then(|first| self.model().awaited_since(hold.entity, first));
         let gang_ends = gang_since.map(|since| since.saturating_add(turn));
         let ends = gang_ends.map_or(ends, |at| at.min(ends));
         let backfills = hold.backfills.filter(|(first, _)| pressure.first == Some(*first));

@@ -9,7 +9,7 @@
 
 use crate::{
     api::*,
-    gpu::{ClientLock, Hold},
+    gpu::ClientLock,
     machine::Machine,
     queue::{Blocked, Entity, Gang},
     timers::Wake,
@@ -58,7 +58,7 @@ impl Machine {
             revoked.again = Some(now + revoked.backoff);
             revoked.backoff = (revoked.backoff * 2).min(STUCK.1);
             self.touch(*id);
-            for entity in self.whole_queue(*id) {
+            for entity in self.model().whole_queue(*id) {
                 self.report_wait(entity, WaitReason::HolderStuck);
             }
         }
@@ -93,7 +93,7 @@ impl Machine {
         if changed && let Some(entity) = waiting {
             if stopped {
                 self.wait_until_it_runs(entity, client);
-            } else if !self.any_absent(entity) {
+            } else if !self.model().any_absent(entity) {
                 self.unblock(entity);
                 self.enqueue(entity);
                 self.update_entity(client);
@@ -136,7 +136,7 @@ impl Machine {
         let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, lock) in self.gpus.locks_of(client) {
-            if let Some(eviction) = self.account(client, id).and_then(|account| account.eviction.as_ref()) {
+            if let Some(eviction) = self.model().account(client, id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
                 match self.gpus.get(id).and_then(|gpu| gpu.late_at(client)) {
                     Some(due) if due <= now => drop(late.insert(id)),
@@ -146,7 +146,7 @@ impl Machine {
             }
             let Some(hold) = &lock.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
-            match self.lags_at(client, id) {
+            match self.model().lags_at(client, id) {
                 Some(due) if due <= now => drop(lagging.insert(id)),
                 Some(due) => sooner(&mut next, due),
                 None => {}
@@ -180,7 +180,7 @@ impl Machine {
         }
         self.schedule_around(client, undrainable);
         // Locks that were revoked together are revoked again together, or not at all.
-        let wanted = again.0.iter().any(|id| self.is_wanted_from(client, *id));
+        let wanted = again.0.iter().any(|id| self.model().is_wanted_from(client, *id));
         let unwanted = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &unwanted {
             // No request waits any more: it is an ordinary holder again.
@@ -235,21 +235,5 @@ impl Machine {
         {
             self.enqueue(entity); // its request would precede others and wait for itself
         }
-    }
-
-    /// Whether there is a reason to revoke a holder.
-    fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
-        // Others may be blocked by bytes that it cannot give, or have been admitted beside it.
-        let hold = self.gpus.hold(client, id);
-        let undrainable = hold.is_some_and(Hold::is_undrainable);
-        let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
-        let exclusive = self.settings.anti_thrash != AntiThrash::Off;
-        let others = self.queues.first(id).is_some()
-            || (undrainable && self.queues.blocks_any(id))
-            || self.overdrawn(id) > 0
-            || (exclusive && self.gpus.holders(id).count() > 1 && !self.may_all_stay(id));
-        let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
-        // It may also want the lock again itself, and has to release it first.
-        others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.queues.waits_for(client, id)
     }
 }

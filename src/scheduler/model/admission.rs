@@ -1,0 +1,158 @@
+//! Whether a request can be granted, and why not; and whether a holder is asked for the lock.
+
+use super::Model;
+use crate::{
+    api::*,
+    gpu::{Access, Hold},
+    policy::Precedence,
+    queue::Entity,
+};
+use std::cell::OnceCell;
+
+impl Model<'_> {
+    /// The clients of a request that want a lock which they still hold and cannot release.
+    pub fn undrained(&self, entity: Entity) -> Vec<ClientId> {
+        let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
+        let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
+        let undrained = wants.filter(|(client, gpus)| gpus.iter().any(|id| is_undrainable(**client, *id)));
+        undrained.map(|(client, _)| *client).collect()
+    }
+
+    /// Whether a client of a request may not be granted a GPU yet because mapping failed there.
+    pub fn is_delayed(&self, entity: Entity) -> bool {
+        let mut wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
+        wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
+    }
+
+    /// Whether the holders of a GPU let an entity be admitted now.
+    pub fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
+        let (true, Some(request)) = (self.gpus.contains(id), self.queues.request(entity)) else { return false };
+        let is_gone = match self.access(id) {
+            Access::Turns => false,
+            Access::Gone => true,
+            Access::Asleep => return false,
+        };
+        if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
+            return false;
+        }
+        // The same for all holders that it matters for, mostly one or none.
+        let known = OnceCell::new();
+        let together = || {
+            let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
+            *known.get_or_init(may_join)
+        };
+        self.gpus.holds_on(id).all(|(holder, hold)| {
+            let is_holding = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
+            let beside = || {
+                hold.is_bypassed()
+                    || hold.entity == entity
+                    || self.admits_while_draining(holder, hold, entity)
+                    || together()
+            };
+            !is_holding && beside()
+        })
+    }
+
+    /// Whether a request is allowed all bytes that it needs on a GPU.
+    pub fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
+        let has = |client| self.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
+        self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
+    }
+
+    /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while
+    /// it has the lock: memory that other clients wait for would stay.
+    pub fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
+        let evicts = |client| {
+            let Some(account) = self.account(client, id) else { return false };
+            account.charge > account.allowance.max(account.report.pinned)
+                && self.faults_in(client, id)
+                && self.eviction_block(client, id).is_none()
+        };
+        self.settings.anti_thrash == AntiThrash::Off && self.queues.wanting(entity, id).any(evicts)
+    }
+
+    /// Whether a request is the first in all of its queues and can be granted.
+    pub fn is_grantable(&self, entity: Entity) -> bool {
+        let Some(request) = self.queues.request(entity) else { return false };
+        if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
+            return false;
+        }
+        let is_served = |id: &GpuId| {
+            let is_next = || {
+                self.queues.first(*id) == Some(entity) && self.has_memory(entity, *id) && !self.is_evicting(entity, *id)
+            };
+            self.is_admissible(entity, *id) && (self.access(*id) == Access::Gone || is_next())
+        };
+        request.wants.values().flatten().all(is_served)
+    }
+
+    /// Until when a client is not granted these GPUs because mapping failed there; 0: it may be.
+    pub fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
+        let attachments = gpus.iter().filter_map(|id| self.attachment(client, *id));
+        attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
+    }
+
+    /// Whether a request could be served if every client gave all bytes that it can. A request with memory on the GPU
+    /// can be served as it is, unless that memory has to leave for a room.
+    pub fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
+        let (Some(gpu), Some(_)) = (self.gpus.get(id), self.queues.request(entity)) else { return true };
+        if gpu.access != Access::Turns {
+            return true;
+        }
+        if self.is_crowded_out(id, members) {
+            return false;
+        }
+        let mut own_unevictable = 0u64;
+        let mut need = 0u64;
+        for member in members {
+            own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(*member));
+            need = need.saturating_add(self.need(*member, id));
+        }
+        let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
+        need <= room || self.has_memory(entity, id)
+    }
+
+    pub fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
+        self.queues.first(id).map(|entity| self.queues.members(entity, id)).unwrap_or_default()
+    }
+
+    /// Whether a request that also wants other GPUs has to wait here for a request or holder of a better tier. That may
+    /// take long, and until then the request would block the other GPUs for all other clients.
+    pub fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
+        let Some(request) = self.queues.request(entity).filter(|_| self.shares().have_classes()) else { return false };
+        if self.access(id) == Access::Gone {
+            return false;
+        }
+        let tier = request.key.class.tier;
+        let several = request.wants.values().flatten().any(|other| *other != id);
+        let waits = || self.queues.queue(id).next().is_some_and(|(key, _)| key.class.tier < tier);
+        let is_better = |(holder, hold): (ClientId, &Hold)| {
+            !hold.is_bypassed() && hold.entity != entity && self.shares().class_of_holder(holder).tier < tier
+        };
+        several && (waits() || (self.gpus.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
+    }
+
+    /// Whether a request is admitted beside a holder that drains: in `auto`, a request that does not wait for turns to
+    /// end does not wait for queued work either, if its memory fits beside the holder's. The GPU time-slices the two
+    /// until the drain ends.
+    pub fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
+        let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
+        is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before
+    }
+
+    /// Whether there is a reason to revoke a holder.
+    pub fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
+        // Others may be blocked by bytes that it cannot give, or have been admitted beside it.
+        let hold = self.gpus.hold(client, id);
+        let undrainable = hold.is_some_and(Hold::is_undrainable);
+        let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
+        let exclusive = self.settings.anti_thrash != AntiThrash::Off;
+        let others = self.queues.first(id).is_some()
+            || (undrainable && self.queues.blocks_any(id))
+            || self.overdrawn(id) > 0
+            || (exclusive && self.gpus.holders(id).count() > 1 && !self.may_all_stay(id));
+        let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
+        // It may also want the lock again itself, and has to release it first.
+        others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.queues.waits_for(client, id)
+    }
+}

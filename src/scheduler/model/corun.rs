@@ -1,0 +1,66 @@
+//! Co-running: holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half
+//! of it by taking turns; programs that keep it busy lose some of it by running at the same time. A client reports its
+//! utilization, which it can measure only while no client outside its gang holds the lock. A report is believed for a
+//! while; then the clients take short turns again, long enough to measure anew.
+
+use super::Model;
+use crate::{api::*, policy::utilization::FULL, queue::Entity};
+
+impl Model<'_> {
+    /// Whether an entity may hold the lock beside the present holders.
+    pub fn may_join(&self, entity: Entity, id: GpuId) -> bool {
+        self.run_together(id, self.gpus.running_on(id).chain(self.queues.members(entity, id)))
+    }
+
+    /// Whether the holders of a GPU may continue together.
+    pub fn may_stay(&self, id: GpuId) -> bool {
+        let expired = self.believed_until(id).is_some_and(|until| self.now >= until);
+        !expired && self.run_together(id, self.gpus.running_on(id))
+    }
+
+    /// Whether all holders could continue together, including bypassed ones.
+    pub fn may_all_stay(&self, id: GpuId) -> bool {
+        self.run_together(id, self.gpus.holders(id))
+    }
+
+    /// When the holders of a GPU have to take turns again, if nothing else happens. `None`: they run alone, or not in
+    /// `auto`.
+    pub fn together_until(&self, id: GpuId) -> Option<Time> {
+        let several = || self.gpus.running_on(id).nth(1).is_some();
+        let takes_turns = self.settings.anti_thrash == AntiThrash::Auto && several();
+        if takes_turns { self.believed_until(id) } else { None }
+    }
+
+    /// Until when the holders' reports are believed.
+    pub fn believed_until(&self, id: GpuId) -> Option<Time> {
+        let histories = || self.gpus.running_on(id).filter_map(|client| self.history(client, id));
+        let last = self.gpus.running_on(id).filter_map(|client| Some(self.gpus.hold(client, id)?.since)).max()?;
+        let believed = histories().map(|history| history.utilization.believed()).min()?;
+        Some(last.saturating_add(believed))
+    }
+
+    /// Whether the utilization of all holders is known, or a turn would not tell it.
+    pub fn are_measured(&self, id: GpuId) -> bool {
+        self.gpus.running_on(id).filter_map(|c| self.history(c, id)).all(|history| !history.utilization.is_open())
+    }
+
+    /// Whether these clients may run together: they leave the GPU idle at times, and all of their memory fits.
+    pub fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
+        let Some(gpu) = self.gpus.get(id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
+            return false;
+        };
+        let (mut full, mut need, mut own_unevictable) = (0u32, 0u64, 0u64);
+        for client in clients {
+            let Some(history) = self.history(client, id) else { return false };
+            if self.shares().runs_alone(client) {
+                return false;
+            }
+            let Some(permille) = history.utilization.permille() else { return false };
+            full = full.saturating_add(permille);
+            need = need.saturating_add(self.need(client, id));
+            own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
+        }
+        let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
+        full <= FULL && need <= room
+    }
+}

@@ -1,0 +1,184 @@
+//! What the members of a gang may do for each other, and gangs that exclude each other.
+//!
+//! Gangs that share a GPU and use others besides conflict: one waits until the other holds nothing, and the gang that holds a
+//! lock already goes first. Otherwise each could hold a GPU that the other waits for, its kernels spinning for the missing
+//! members.
+
+use super::Model;
+use crate::{
+    api::*,
+    gpu::{ClientLock, Hold},
+    queue::{Entity, Gang},
+};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// How long a gang's request waits for members that have not requested yet, so that they run together.
+const GATHERS: Duration = Duration::from_millis(5);
+/// A member that released or attached a GPU within this time is likely to request one. A gang's request waits for no
+/// other members.
+const LATELY: Duration = Duration::from_secs(1);
+
+impl Model<'_> {
+    /// The holds that a gang's members have as members of the gang.
+    pub fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
+        self.queues.gangs().members(gang).flat_map(move |client| self.gpus.holds_in_gang(client, gang))
+    }
+
+    /// GPUs that members of a gang have attached.
+    pub fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
+        self.queues.gangs().members(gang).flat_map(|client| self.gpus.of_client(client)).collect()
+    }
+
+    /// Until when a new request waits for other members of its gang that ran lately. `None`: it waits for none.
+    pub fn gathers_until(&self, entity: Entity) -> Option<Time> {
+        let gang = entity.gang()?;
+        let is_missing = |client: &ClientId| {
+            let is_absent = !self.clients.contains_key(client) || self.is_absent(*client);
+            self.queues.waiting(*client).is_none() && !self.gpus.holds_any(*client) && !is_absent
+        };
+        let had_lately = |client: ClientId| {
+            let last = self.gpus.locks_of(client).map(|(_, lock)| lock.last_run).max();
+            last.is_some_and(|last| self.now.saturating_sub(last) < LATELY)
+        };
+        let mut missing = self.queues.gangs().members(gang).filter(is_missing);
+        missing.any(had_lately).then(|| self.now + GATHERS)
+    }
+
+    /// Whether a GPU is kept for another gang, which was revoked: one of its members does not drain yet, and may need
+    /// another member in order to drain that has just left this GPU.
+    pub fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
+        let gangs = self.queues.gangs();
+        let mut turns = gangs.turns().filter(|(gang, _)| entity != Entity::Gang(*gang) && gangs.is_job(*gang));
+        turns.any(|(gang, since)| {
+            let left = |lock: &ClientLock| lock.hold.is_none() && lock.grants > 0 && lock.last_run > since;
+            let has_left = |member| self.gpus.lock(member, id).is_some_and(left);
+            self.holds_of_gang(gang).any(|(_, hold)| hold.drains()) && gangs.members(gang).any(has_left)
+        })
+    }
+
+    /// Whether a hold helps another member of its gang to drain, which was revoked and has not drained yet.
+    pub fn helps_to_drain(&self, hold: &Hold) -> bool {
+        let gang = hold.entity.gang().filter(|_| hold.revoked.is_none());
+        gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
+    }
+
+    /// How long a holder may be idle for the sake of its gang: the others may spin for it, and handing the GPU over
+    /// costs them the same. 0: it is in no gang, or no other member holds a GPU.
+    pub fn gang_grace(&self, hold: &Hold) -> Duration {
+        let gang = hold.entity.gang().filter(|gang| self.queues.gangs().is_job(*gang));
+        let gang = gang.filter(|gang| self.holds_of_gang(*gang).nth(1).is_some());
+        gang.map_or(Duration::ZERO, |gang| self.queues.gangs().hand_over(gang).min(self.settings.time_quantum))
+    }
+
+    /// When a holder's drain will lag, while other members of its gang wait that could help it. `None`: it will not.
+    pub fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
+        let lock = self.gpus.lock(client, id)?;
+        let hold = lock.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
+        let gang = hold.entity.gang().filter(|gang| self.queues.gangs().is_job(*gang))?;
+        let begun = hold.revoked?.first;
+        let mut peers = self.queues.gangs().members(gang);
+        peers.any(|peer| self.queues.waiting(peer).is_some()).then(|| begun + lock.drains.lags_after())
+    }
+
+    /// Whether a gang has its turn, in which its other members precede all requests of their class: for the time
+    /// quantum, and for another one if a revoked member cannot drain, which may need them. A gang that has waited for
+    /// longer would only delay them, since it waits for all of them to drain.
+    pub fn has_turn(&self, entity: Entity) -> bool {
+        let turn = entity.gang().and_then(|gang| Some((gang, self.queues.gangs().turn_since(gang)?)));
+        let Some((gang, since)) = turn else { return false };
+        let had = self.now.saturating_sub(since);
+        let drains = || self.holds_of_gang(gang).filter(|(_, hold)| hold.drains());
+        match drains().next().is_some() {
+            true => had < self.settings.time_quantum * 2 && drains().any(|(_, hold)| hold.may_need_others()),
+            false => had < self.settings.time_quantum,
+        }
+    }
+
+    /// When a gang may no longer have its turn because of the time that passes. `None`: it has none.
+    pub fn turn_passes_at(&self, entity: Entity) -> Option<Time> {
+        let since = self.queues.gangs().turn_since(entity.gang()?)?;
+        let ends = [1, 2].map(|quanta| since.saturating_add(self.settings.time_quantum.saturating_mul(quanta)));
+        ends.into_iter().find(|at| *at > self.now)
+    }
+
+    /// Whether a member was revoked and is about to drain. Until it has, no member is granted anything.
+    pub fn is_about_to_drain(&self, entity: Entity) -> bool {
+        let holds = entity.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
+        holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
+    }
+
+    /// Whether two gangs conflict: they share a GPU on which they cannot run together, and one of them uses several.
+    pub fn gangs_conflict(&self, one: Gang, other: Gang) -> bool {
+        if !(self.queues.gangs().is_job(one) && self.queues.gangs().is_job(other)) {
+            return false;
+        }
+        let (ones, others) = (self.gpus_of_gang(one), self.gpus_of_gang(other));
+        let several = ones.len() > 1 || others.len() > 1;
+        let mut shared = ones.intersection(&others);
+        let both = || self.queues.gangs().members(one).chain(self.queues.gangs().members(other));
+        several
+            && shared.any(|id| !self.run_together(*id, both().filter(|client| self.gpus.lock(*client, *id).is_some())))
+    }
+
+    /// Whether an entity is a gang that has to wait for a conflicting gang, on any GPU.
+    pub fn waits_for_gang(&self, entity: Entity) -> bool {
+        let Entity::Gang(gang) = entity else { return false };
+        if !self.queues.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
+            return false;
+        }
+        self.queues.gangs().others(gang).any(|other| {
+            self.gangs_conflict(gang, other) && self.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed())
+        })
+    }
+
+    /// The first gang in the queues of other GPUs that waits for the holders of this one. `None`: no gang does.
+    pub fn gang_awaiting_holders(&self, id: GpuId) -> Option<Entity> {
+        if !self.queues.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
+            return None;
+        }
+        let holds = self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
+        let here: BTreeSet<Gang> = holds.filter_map(|(_, hold)| hold.entity.gang()).collect();
+        let waiting = self.queues.requests().filter(|(_, request)| request.blocked.is_none());
+        let conflicting = waiting.filter(|(entity, _)| {
+            let gang = entity.gang().filter(|gang| !here.contains(gang));
+            gang.is_some_and(|gang| here.iter().any(|other| self.gangs_conflict(gang, *other)))
+        });
+        conflicting.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
+    }
+
+    /// Whether a conflicting gang, on any GPU, waits for this one to release all that it holds, or runs while this one
+    /// is bypassed.
+    pub fn is_in_the_way(&self, entity: Entity) -> bool {
+        let Some(gang) = entity.gang().filter(|_| self.queues.gangs().are_several()) else { return false };
+        let waits =
+            |other: Gang| self.queues.request(Entity::Gang(other)).is_some_and(|request| request.blocked.is_none());
+        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed());
+        let mut others = self.queues.gangs().others(gang);
+        self.settings.anti_thrash != AntiThrash::Off
+            && others.any(|other| (waits(other) || runs(other)) && self.gangs_conflict(gang, other))
+    }
+
+    /// Whether a gang has to release what it holds because a conflicting one held something first: each would wait for
+    /// the other.
+    pub fn yields(&self, entity: Entity) -> bool {
+        let Some(gang) = entity.gang().filter(|_| self.queues.gangs().are_several()) else { return false };
+        if self.settings.anti_thrash == AntiThrash::Off {
+            return false;
+        }
+        let first = |gang: Gang| {
+            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_bypassed());
+            holds.map(|(_, hold)| (hold.since, hold.number)).min()
+        };
+        let Some(since) = first(gang) else { return false };
+        let mut others = self.queues.gangs().others(gang);
+        others.any(|other| first(other).is_some_and(|other| other < since) && self.gangs_conflict(gang, other))
+    }
+
+    /// Since when the holder's gang has had its turn, if the waiter is a gang that conflicts with it.
+    pub fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
+        let (gang, other) = (holder.gang()?, waiter.gang()?);
+        let since = self.queues.gangs().turn_since(gang)?;
+        (gang != other && self.gangs_conflict(gang, other)).then_some(since)
+    }
+}

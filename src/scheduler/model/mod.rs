@@ -1,0 +1,114 @@
+//! Questions about the present state that concern more than one component, and change nothing. Decisions ask them; `machine`
+//! and `settle` then make the changes.
+//!
+//! - `order`: the order of queues, and the precedence of waiting clients over holders.
+//! - `admission`: whether a request can be granted, and why not.
+//! - `gangs`: what a gang's members may do for each other, and gangs that exclude each other.
+//! - `corun`: which clients may hold a GPU together.
+//! - `backfill`: what may run while the first request of a GPU waits for other GPUs.
+
+mod admission;
+mod backfill;
+mod corun;
+mod gangs;
+mod order;
+
+pub(crate) use backfill::{LOOKS, SLOT};
+
+use crate::{
+    api::*,
+    client::Clients,
+    fairness::Fairness,
+    gpu::{self, Access, Account, Attachment, Gpus},
+    policy::{self, History, Policy},
+    queue::{Entity, Queues},
+    quota::Quota,
+    rules::Rules,
+    sleep::Sleep,
+};
+use std::time::Duration;
+
+/// All state that decisions read.
+#[derive(Clone, Copy)]
+pub(crate) struct Model<'a> {
+    pub now: Time,
+    pub settings: &'a Settings,
+    pub rules: &'a Rules,
+    pub clients: &'a Clients,
+    pub gpus: &'a Gpus,
+    pub queues: &'a Queues,
+    pub sleep: &'a Sleep,
+    pub quota: &'a Quota,
+    pub fairness: &'a Fairness,
+}
+
+impl<'a> Model<'a> {
+    pub fn policy(&self) -> &'static dyn Policy {
+        policy::named(self.settings.policy)
+    }
+
+    pub fn access(&self, id: GpuId) -> Access {
+        self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
+    }
+
+    /// A client's memory on a GPU; `None`: it has not attached the GPU.
+    pub fn attachment(&self, client: ClientId, id: GpuId) -> Option<&'a Attachment> {
+        self.gpus.attachment(client, id)
+    }
+
+    /// What policies know of a client on a GPU.
+    pub fn history(&self, client: ClientId, id: GpuId) -> Option<&'a History> {
+        Some(&self.attachment(client, id)?.history)
+    }
+
+    pub fn account(&self, client: ClientId, gpu: GpuId) -> Option<&'a Account> {
+        self.gpus.get(gpu)?.account(client)
+    }
+
+    /// What the decisions of a GPU read.
+    pub fn gpu_context(&self) -> gpu::Context<'a> {
+        let Self { now, settings, rules, clients, queues, sleep, quota, .. } = *self;
+        gpu::Context { now, settings, rules, clients, queues, sleep, quota }
+    }
+
+    /// Bytes that a client must be allowed in order to run on a GPU: see [`Gpu::need`].
+    pub fn need(&self, client: ClientId, id: GpuId) -> u64 {
+        self.gpus.get(id).map_or(0, |gpu| gpu.need(self.gpu_context(), client))
+    }
+
+    pub fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
+        self.gpus.get(id).is_some_and(|gpu| gpu.faults_in(self.gpu_context(), client))
+    }
+
+    /// Why no memory of a client can leave a GPU now. `None`: it can.
+    pub fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
+        self.gpus.get(id)?.eviction_block(self.gpu_context(), client)
+    }
+
+    /// Bytes by which charges on a GPU exceed its capacity.
+    pub fn overdrawn(&self, id: GpuId) -> u64 {
+        self.gpus.get(id).map_or(0, |gpu| gpu.overdrawn(self.settings))
+    }
+
+    pub fn is_crowded_out(&self, id: GpuId, clients: &[ClientId]) -> bool {
+        self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(self.settings, clients))
+    }
+
+    /// The time for `bytes` to leave a GPU and come back: see [`Gpu::moving_both_ways`].
+    pub fn moving_both_ways(&self, id: GpuId, bytes: u64, exempt: &[ClientId]) -> Duration {
+        self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.moving_both_ways(bytes, exempt))
+    }
+
+    /// Whether a client can use no lock: its process is stopped, or it is held off its GPUs.
+    pub fn is_absent(&self, client: ClientId) -> bool {
+        self.clients.get(&client).is_some_and(|state| state.stopped) || self.sleep.is_held_off(client)
+    }
+
+    pub fn any_absent(&self, entity: Entity) -> bool {
+        self.queues.clients_of(entity).any(|client| self.is_absent(client))
+    }
+
+    pub fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
+        self.gpus.locks_of(client).map(|(id, _)| id).collect()
+    }
+}
