@@ -304,6 +304,12 @@ fn judge(story: &Story, players: &mut [Process], plan: &Plan, paint: &Paint) -> 
         out > 0 && back > 0,
         format!("{} left the GPU for host memory while their program waited, {} came back", mib(out), mib(back)),
     )?;
-    check(story.overlaps() == 0, "never did both have the lock at once".into())?;
+    check(
+        story.overlaps().is_empty(),
+        match story.overlaps() {
+            [] => "never did both have the lock at once".into(),
+            times => format!("both had the lock at once, from {times:.1?} s on"),
+        },
+    )?;
     Ok(all)
 }

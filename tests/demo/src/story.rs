@@ -48,6 +48,8 @@ struct Player {
     gone: Move,
     /// Bytes that are currently in host memory.
     away: u64,
+    /// It is done, and frees its memory.
+    frees: bool,
     turns: usize,
 }
 
@@ -58,7 +60,7 @@ pub struct Story {
     record: Record,
     start: Option<f64>,
     order: Vec<usize>,
-    overlaps: usize,
+    overlaps: Vec<f64>,
     out: u64,
     back: u64,
 }
@@ -71,7 +73,7 @@ impl Story {
             record: Record::new(record, 1),
             start: None,
             order: Vec::new(),
-            overlaps: 0,
+            overlaps: Vec::new(),
             out: 0,
             back: 0,
         }
@@ -90,9 +92,9 @@ impl Story {
         self.order.windows(2).filter(|pair| pair[0] != pair[1]).count()
     }
 
-    /// The number of grants while the other program held the lock.
-    pub fn overlaps(&self) -> usize {
-        self.overlaps
+    /// When a program was granted the lock while the other held it and had all of its memory, in seconds.
+    pub fn overlaps(&self) -> &[f64] {
+        &self.overlaps
     }
 
     /// Bytes that left the GPU for host memory, and bytes that returned.
@@ -119,7 +121,9 @@ impl Story {
             player.client = Some(client);
         }
         let Some(who) = self.players.iter().position(|p| p.client == Some(client)) else { return };
-        let other_holds = self.players[1 - who].holds.is_some();
+        // A program that is done may be slow to end. What it still holds keeps nobody waiting: both fit by then.
+        let other = &self.players[1 - who];
+        let other_has_it = other.holds.is_some() && !other.frees;
         let player = &mut self.players[who];
         match what {
             "request" => player.waits = player.waits.or(Some(now)),
@@ -128,7 +132,9 @@ impl Story {
                 let since = player.waits.take().unwrap_or(now);
                 (player.holds, player.waited) = (Some(now), now - since);
                 player.turns += 1;
-                self.overlaps += usize::from(other_holds);
+                if other_has_it {
+                    self.overlaps.push(now);
+                }
                 self.order.push(who);
             }
             "evict" => {
@@ -136,13 +142,14 @@ impl Story {
                 player.leaving.get_or_insert(Move::at(now));
             }
             // Memory that the program itself frees does not move.
-            "freed" => {
-                if let Some(leaving) = &mut player.leaving {
+            "freed" => match &mut player.leaving {
+                Some(leaving) => {
                     leaving.add(now, bytes);
                     player.away += bytes;
                     self.out += bytes;
                 }
-            }
+                None => player.frees = true,
+            },
             "credit" => {
                 player.left();
                 if player.away > 0 {
@@ -229,14 +236,21 @@ mod tests {
         assert_eq!(turns.iter().map(|turn| turn.who).collect::<Vec<_>>(), [0, 1, 0]);
         assert_eq!(turns.iter().map(|turn| turn.out.bytes).collect::<Vec<_>>(), [0, 100, 100]);
         assert_eq!(turns.iter().map(|turn| turn.back.bytes).collect::<Vec<_>>(), [0, 0, 100]);
-        assert_eq!((story.turns(), story.alternations(), story.overlaps()), ([2, 1], 2, 0));
+        assert_eq!((story.turns(), story.alternations(), story.overlaps().len()), ([2, 1], 2, 0));
         assert_eq!(story.moved(), (200, 100));
     }
 
     #[test]
     fn concurrent_holders_are_detected() {
         let (story, _) = story(&[(0, 1, "connect", 0), (0, 2, "connect", 0), (1, 1, "grant", 0), (2, 2, "grant", 0)]);
-        assert_eq!(story.overlaps(), 1);
+        assert_eq!(story.overlaps(), [0.002]);
+    }
+
+    #[test]
+    fn a_program_that_frees_its_memory_and_still_holds_the_lock_overlaps_nobody() {
+        let before = [(0, 1, "connect", 0), (0, 2, "connect", 0), (1, 1, "grant", 0), (1, 1, "mapped", 100)];
+        let (story, _) = story(&[&before[..], &[(2, 1, "freed", 100), (3, 2, "grant", 0)]].concat());
+        assert_eq!(story.overlaps(), [0.0; 0]);
     }
 
     #[test]
@@ -249,7 +263,7 @@ mod tests {
             (2, 2, "grant", 0),
             (3, 1, "disconnect", 0),
         ]);
-        assert_eq!((story.overlaps(), turns.len()), (0, 1));
+        assert_eq!((story.overlaps().len(), turns.len()), (0, 1));
     }
 
     #[test]
