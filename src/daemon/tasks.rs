@@ -40,6 +40,9 @@ const LIMITS_AT_ONCE: usize = 64;
 /// Time between two saves of programs' usage, which is the most that a crash can lose.
 const USAGE_PERIOD: Duration = Duration::from_secs(60);
 
+/// Time between checks of the GPU time that programs have used, where rules limit it.
+const HOURS_PERIOD: Duration = Duration::from_secs(5);
+
 /// Time between checks of stopped processes.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 
@@ -224,13 +227,21 @@ pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>)
     });
 }
 
-/// Saves the usage of programs at each full minute of the clock, so that a minute never belongs to two hours.
+/// Saves the usage of programs at each full minute of the clock, so that a minute never belongs to two hours. Enforces
+/// `gpu-hours` more often, where rules have them.
 async fn save_usage(core: Rc<RefCell<Core>>) {
     loop {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let passed = Duration::new(since.as_secs() % USAGE_PERIOD.as_secs(), since.subsec_nanos());
-        tokio::time::sleep(USAGE_PERIOD.saturating_sub(passed)).await;
-        core.borrow_mut().save_usage();
+        let left = USAGE_PERIOD.saturating_sub(passed);
+        tokio::time::sleep(left.min(HOURS_PERIOD)).await;
+        let mut core = core.borrow_mut();
+        if left <= HOURS_PERIOD {
+            core.save_usage();
+        } else if core.limits_hours() {
+            core.record_usage();
+        }
+        core.check_hours();
     }
 }
 

@@ -332,16 +332,10 @@ impl Core {
         let fresh = ClientGpuStats {
             attached: now,
             idle_since: now,
-            mapped: 0,
-            allowance: 0,
             history: History::unknown(now, total),
-            limit: None,
             report: None,
             host: 0,
             in_file: 0,
-            refusal_logged: None,
-            failure_logged: None,
-            eviction_block_logged: None,
             untracked_work: false,
             reason,
         };

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use nvshare_wire::client::StuckReason;
 use nvshare_wire::{Moves, SchedulerMessage, scheduler as wire};
 use tracing::debug;
 
@@ -29,7 +30,8 @@ impl Core {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
-            self.log_event(&event, now);
+            self.log_event(&event);
+            self.note_event(&event, now);
             self.count_event(&event, now);
             let reporter = match &event {
                 Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
@@ -61,6 +63,43 @@ impl Core {
         }
     }
 
+    /// Follows an event in what the daemon knows beyond the scheduler's state.
+    fn note_event(&mut self, event: &Event, now: Time) {
+        use Event::{Cancelled, Connected, Detached, Disconnected, Held, Released, Requested, Stuck};
+        if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
+            self.signals.turns.notify_one();
+            self.signals.holders.notify_one();
+        }
+        match event {
+            Cancelled { client, gpus } | Released { client, gpus, .. } => {
+                for gpu in gpus {
+                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.idle_since = now);
+                }
+            }
+            Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
+                for gpu in gpus {
+                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.untracked_work = true);
+                }
+            }
+            Detached { client, gpu } => {
+                let Some(entry) = self.clients.get_mut(client) else { return };
+                if entry.gpus.remove(gpu).is_some() && entry.lock.is_none() {
+                    self.count_attachments(|count| count - 1);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Follows a command in what the daemon knows beyond the scheduler's state.
+    fn note_command(&mut self, command: &Command, now: Time) {
+        match command {
+            Command::Grant { .. } => self.signals.holders.notify_one(),
+            Command::Denied { client, gpu, bytes, why } => self.note_refusal(*client, *gpu, *bytes, *why, now),
+            _ => {}
+        }
+    }
+
     /// Records the bounds on a client's mapped memory, and the client's usage, from now on.
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
@@ -75,6 +114,7 @@ impl Core {
     /// Carries out a command, mostly by a message to its client. A command that asks a question is answered with an event.
     fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
         self.log_command(&command, now);
+        self.note_command(&command, now);
         self.count_command(&command, now);
         let slot_of = |client: &ClientId, gpu: &GpuId| self.clients.get(client).and_then(|c| c.session.slot(*gpu));
         let slots_of = |client: &ClientId, gpus: &GpuSet| {

@@ -1,5 +1,8 @@
-//! Log lines about events and commands.
+//! Log lines about events and commands. Logging reads the state and changes nothing but [`Logged`].
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::time::Duration;
 
 use nvshare_wire::client::StuckReason;
@@ -30,84 +33,65 @@ pub(super) use log_client;
 /// Time before the same line about the same client and GPU is logged again.
 const REPEAT: Duration = Duration::from_secs(10);
 
-/// True if a line that was logged at `last` must not be repeated yet.
-pub(super) fn is_recent(last: Option<Time>, now: Time) -> bool {
-    last.is_some_and(|at| now < at + REPEAT)
+/// When lines about a client and a GPU were last logged, for as long as they must not be repeated.
+#[derive(Debug, Default)]
+pub(super) struct Logged(RefCell<BTreeMap<(ClientId, GpuId, &'static str), Time>>);
+
+impl Logged {
+    /// Whether a line of that name may be logged now; then it counts as logged.
+    pub fn may_log(&self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
+        let mut lines = self.0.borrow_mut();
+        lines.retain(|_, at| now < *at + REPEAT);
+        match lines.entry((client, gpu, name)) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(line) => {
+                line.insert(now);
+                true
+            }
+        }
+    }
 }
 
 impl Core {
-    /// Logs an event, before the scheduler handles it, and updates the client's entry.
-    pub(super) fn log_event(&mut self, event: &Event, now: Time) {
-        use Event::{Connected, Disconnected, Held, Released, Requested};
-        if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
-            self.signals.turns.notify_one();
-            self.signals.holders.notify_one();
-        }
+    /// Logs an event, before the scheduler handles it.
+    pub(super) fn log_event(&self, event: &Event) {
         match event {
-            Event::Cancelled { client, gpus } => self.set_idle(*client, gpus, now),
             Event::Released { client, gpus, reason, busy } => {
                 debug!(client = client.0, ?gpus, ?reason, ?busy, "release");
-                self.set_idle(*client, gpus, now);
             }
             Event::Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
-                let mut is_new = false;
-                for gpu in gpus {
-                    if let Some(stats) = self.stats(*client, *gpu) {
-                        is_new |= !std::mem::replace(&mut stats.untracked_work, true);
-                    }
+                let Some(entry) = self.clients.get(client) else { return };
+                if gpus.iter().filter_map(|gpu| entry.gpus.get(gpu)).all(|stats| stats.untracked_work) {
+                    return;
                 }
-                let Some(identity) = self.identity(*client).filter(|_| is_new) else { return };
                 log_client!(
                     info,
                     name: "untracked-work",
                     client,
-                    identity,
+                    &entry.identity,
                     gpu = self.labels(gpus),
                     "{} submits work to the GPU that nvshare cannot track: its memory stays on the GPU",
-                    identity.name
+                    entry.identity.name
                 );
             }
             Event::Stuck { client, gpus, reason } => debug!(client = client.0, ?gpus, ?reason, "cannot drain"),
-            Event::Detached { client, gpu } => {
-                let Some(entry) = self.clients.get_mut(client) else { return };
-                if entry.gpus.remove(gpu).is_some() && entry.lock.is_none() {
-                    self.count_attachments(|count| count - 1);
-                }
-            }
-            Event::Memory { client, gpu, report } => {
-                if let Some(stats) = self.stats(*client, *gpu) {
-                    stats.mapped = report.mapped;
-                }
-            }
             _ => {}
         }
     }
 
-    /// Logs a command, and updates the entry of its client.
-    pub(super) fn log_command(&mut self, command: &Command, now: Time) {
+    /// Logs a command.
+    pub(super) fn log_command(&self, command: &Command, now: Time) {
         match command {
             Command::Reserved { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "reserved"),
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
-            Command::Denied { client, gpu, bytes, why } => self.log_refusal(*client, *gpu, *bytes, *why, now),
-            Command::Limit { client, gpu, bytes, .. } => {
-                if let Some(stats) = self.stats(*client, *gpu) {
-                    stats.limit = Some(*bytes);
-                }
+            Command::Denied { client, gpu, bytes, why } => {
+                debug!(client = client.0, gpu = %gpu.0, bytes, ?why, "denied");
             }
+            Command::Limit { client, gpu, bytes, .. } => debug!(client = client.0, gpu = %gpu.0, bytes, "limit"),
             Command::Allowance { client, gpu, bytes, .. } => {
-                let Some(stats) = self.stats(*client, *gpu) else { return };
-                let before = std::mem::replace(&mut stats.allowance, *bytes);
-                let what = match *bytes {
-                    bytes if bytes < stats.mapped.min(before) => "evict",
-                    bytes if bytes < before => "take-back", // no memory has to leave
-                    _ => "credit",
-                };
-                debug!(client = client.0, gpu = %gpu.0, bytes, "{what}");
+                debug!(client = client.0, gpu = %gpu.0, bytes, "allowance");
             }
-            Command::Grant { client, gpus } => {
-                self.signals.holders.notify_one();
-                debug!(client = client.0, ?gpus, "grant");
-            }
+            Command::Grant { client, gpus } => debug!(client = client.0, ?gpus, "grant"),
             Command::Revoke { client, gpus } => debug!(client = client.0, ?gpus, "revoke"),
             Command::Contended { client, gpus, waiters, grace } => {
                 debug!(client = client.0, ?gpus, waiters, ?grace, "contended");
@@ -129,12 +113,10 @@ impl Core {
                 );
             }
             Command::EvictionBlocked { client, gpu, why } => {
-                let Some(stats) = self.stats(*client, *gpu) else { return };
-                if is_recent(stats.eviction_block_logged, now) {
+                let Some(identity) = self.identity(*client) else { return };
+                if !self.logged.may_log("eviction-blocked", *client, *gpu, now) {
                     return;
                 }
-                stats.eviction_block_logged = Some(now);
-                let Some(identity) = self.identity(*client) else { return };
                 log_client!(
                     warn,
                     name: "eviction-blocked",
@@ -191,13 +173,5 @@ impl Core {
     pub(super) fn labels(&self, gpus: &GpuSet) -> String {
         let labels: Vec<String> = gpus.iter().filter_map(|id| self.label(*id)).collect();
         labels.join(" ")
-    }
-
-    pub(super) fn set_idle(&mut self, client: ClientId, gpus: &GpuSet, now: Time) {
-        for gpu in gpus {
-            if let Some(stats) = self.stats(client, *gpu) {
-                stats.idle_since = now;
-            }
-        }
     }
 }

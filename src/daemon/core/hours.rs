@@ -106,8 +106,13 @@ impl Core {
         Some((hours, self.hours.used(&programs, hours.window, now())))
     }
 
+    /// Whether a rule limits the GPU time of any client.
+    pub fn limits_hours(&self) -> bool {
+        self.clients.keys().any(|client| self.rule_of(*client).is_some_and(|rule| rule.gpu_hours.is_some()))
+    }
+
     /// Schedules other clients ahead of programs that have used up their hours, and ends this once programs have hours again.
-    pub(super) fn check_hours(&mut self) {
+    pub fn check_hours(&mut self) {
         self.hours.forget(now());
         let is_used_up = |client: ClientId, entry: &Client| {
             let rule = self.rule_of(client).zip(entry.rule.as_ref());

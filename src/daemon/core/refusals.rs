@@ -1,8 +1,6 @@
 //! Log lines about memory that a client did not get, with the reason and a remedy.
 
-use tracing::debug;
-
-use super::event_log::{is_recent, log_client};
+use super::event_log::log_client;
 use super::state::Core;
 use super::view::View;
 use crate::config::units;
@@ -33,14 +31,11 @@ impl View {
 }
 
 impl Core {
-    /// Logs that a client is refused memory, and why.
-    pub(super) fn log_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
-        debug!(client = client.0, gpu = %gpu.0, bytes, "denied");
-        let Some(stats) = self.stats(client, gpu) else { return };
-        if is_recent(stats.refusal_logged, now) {
+    /// Logs that a client is refused memory, and why, and keeps it for the client's user.
+    pub(super) fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
+        if !self.logged.may_log("memory-refused", client, gpu, now) {
             return;
         }
-        stats.refusal_logged = Some(now);
         let text = match why {
             Denial::NoContext => self.log_no_context(client, gpu, bytes),
             Denial::Unmappable => self.log_unmappable(client, gpu, bytes),
@@ -210,12 +205,10 @@ impl Core {
     }
 
     /// Logs the first of several times in a row that a client was granted a GPU and the driver could not map its memory.
-    pub(super) fn log_mapping_failure(&mut self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
-        let Some(stats) = self.stats(client, gpu) else { return };
-        if failures > 1 || is_recent(stats.failure_logged, now) {
+    pub(super) fn log_mapping_failure(&self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
+        if failures > 1 || !self.logged.may_log("mapping-failed", client, gpu, now) {
             return;
         }
-        stats.failure_logged = Some(now);
         let Some(identity) = self.identity(client) else { return };
         log_client!(
             warn,

@@ -17,6 +17,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tracing::{info, warn};
 
 use super::claims::Claims;
+use super::event_log::Logged;
 use super::gpus::Present;
 use super::hours::Hours;
 use super::lock_files::LockDirectories;
@@ -92,6 +93,7 @@ pub struct Core {
     pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
+    pub(super) logged: Logged,
     pub(super) counts: counts::Counts,
     pub(super) pressure: Pressure,
     pub(super) usage: Usage,
@@ -233,26 +235,14 @@ pub(super) struct ClientGpuStats {
     pub attached: Time,
     /// When the client last neither held nor awaited the lock.
     pub idle_since: Time,
-    /// Bytes.
-    pub mapped: u64,
-    /// Bytes.
-    pub allowance: u64,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
-    /// Bytes.
-    pub limit: Option<u64>,
     /// The client's newest report.
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that the client holds.
     pub host: u64,
     /// Bytes that the client has in a swap file.
     pub in_file: u64,
-    /// When it was last logged that the client was refused memory.
-    pub refusal_logged: Option<Time>,
-    /// When it was last logged that mapping the client's memory failed.
-    pub failure_logged: Option<Time>,
-    /// When it was last logged that the client's memory cannot be evicted.
-    pub eviction_block_logged: Option<Time>,
     /// The client submits work in a way that bypasses the gates.
     pub untracked_work: bool,
     /// The reason for the client's engine.
@@ -342,6 +332,7 @@ impl Core {
             refusals: VecDeque::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
+            logged: Logged::default(),
             counts: counts::Counts::default(),
             pressure: Pressure::default(),
             usage: Usage::default(),

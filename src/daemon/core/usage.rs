@@ -132,7 +132,7 @@ impl Core {
     }
 
     /// Passes the usage of all clients until now to the recording thread.
-    pub(super) fn record_usage(&mut self) {
+    pub fn record_usage(&mut self) {
         let now = clock::now();
         let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
         for (client, gpu) in all {
@@ -140,7 +140,6 @@ impl Core {
         }
         let hours = self.hours.take_pending();
         self.usage.give(hours);
-        self.check_hours();
     }
 
     /// Saves the usage of all clients until now.

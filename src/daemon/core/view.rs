@@ -59,7 +59,6 @@ pub(super) struct CopiedClient {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CopiedUse {
     pub idle_since: Time,
-    pub limit: Option<u64>,
     pub in_file: u64,
     pub untracked_work: bool,
     pub reason: EngineReason,
@@ -92,7 +91,6 @@ impl Core {
             let uses = client.gpus.iter().map(|(gpu, stats)| {
                 let copied = CopiedUse {
                     idle_since: stats.idle_since,
-                    limit: stats.limit,
                     in_file: stats.in_file,
                     untracked_work: stats.untracked_work,
                     reason: stats.reason,

@@ -151,7 +151,7 @@ impl View {
                     in_file: stats.map(|stats| stats.in_file).filter(|bytes| *bytes > 0),
                     pinned: attachment.pinned,
                     allowance: attachment.allowance,
-                    limit: stats.and_then(|stats| stats.limit),
+                    limit: attachment.attached.then_some(attachment.limit),
                     memory_max: self.machine.memory_max(seen.client, attachment.gpu),
                     environment_memory_max: self.machine.env_memory_max(seen.client, attachment.gpu),
                     pending_limit: attachment.pending_limit,
