@@ -112,8 +112,8 @@ pub enum Obstacle {
     Room(GpuId, u64),
     /// A client of a better class holds or wants that GPU, which this request also wants.
     Behind(GpuId),
-    /// The machine is about to suspend.
-    MachineSleeps,
+    /// The host is about to suspend.
+    Suspended,
 }
 
 impl Machine {
@@ -206,8 +206,8 @@ impl Machine {
         if self.clients.get(&client)?.stopped {
             return Some(Obstacle::Stopped);
         }
-        if gpu.access == Access::Asleep {
-            return Some(Obstacle::MachineSleeps);
+        if gpu.access == Access::Suspended {
+            return Some(Obstacle::Suspended);
         }
         if let Some(place) = gpu.contexts.iter().position(|pending| pending.client == client) {
             return Some(Obstacle::Context { deferred: place >= gpu.contexts.len() - gpu.contexts.deferred() });

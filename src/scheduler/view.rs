@@ -341,7 +341,7 @@ impl Machine {
         limit.committed().max(limit.wanted.map_or(0, |wanted| wanted.bytes))
     }
 
-    /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
+    /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Suspend`].
     pub fn is_evacuated(&self) -> bool {
         let mut present = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone);
         present.all(|(_, gpu)| gpu.is_evacuated(self.model().gpu_context()))

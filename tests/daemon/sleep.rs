@@ -96,7 +96,7 @@ fn memory_leaves_before_sleep_and_programs_go_on_afterwards() {
         holder.release();
         evict(&holder, 12 * GIB);
         logind.until(0).await;
-        daemon.log.wait("the machine is about to sleep");
+        daemon.log.wait("the host is about to suspend");
         let status = daemon.ctl(&["--json", "status"]).stdout;
         let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
         assert_eq!(
@@ -107,7 +107,7 @@ fn memory_leaves_before_sleep_and_programs_go_on_afterwards() {
         logind.sleeps(false).await;
         waiter.until_granted();
         logind.until(1).await;
-        daemon.log.wait("the machine has woken up");
+        daemon.log.wait("the host has resumed");
         drop((holder, waiter, connected));
         logind.until(0).await;
     });

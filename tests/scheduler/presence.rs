@@ -13,8 +13,8 @@ fn found(t: &mut Talk, n: u64) -> Vec<Command> {
     t.say(Event::GpuFound { gpu: gpu(n), total: 16 * GIB })
 }
 
-fn sleep(t: &mut Talk, asleep: bool) -> Vec<Command> {
-    t.say(Event::Sleep { asleep })
+fn suspend(t: &mut Talk, suspended: bool) -> Vec<Command> {
+    t.say(Event::Suspend { suspended })
 }
 
 /// Client 1 holds the lock and client 2 waits for it. The GPU has room for the memory of one of them.
@@ -136,7 +136,7 @@ fn before_sleep_all_memory_leaves_and_nobody_runs() {
     t.join(2, 6 * GIB);
     t.request(1);
     assert!(t.machine.gpus()[0].charged >= 12 * GIB);
-    let commands = sleep(&mut t, true);
+    let commands = suspend(&mut t, true);
     assert_eq!(allowances(&commands).last(), Some(&(2, 0)), "an idle client is asked at once");
     assert!(commands.contains(&revoke(1)), "{commands:?}");
     t.map(2);
@@ -152,7 +152,7 @@ fn before_sleep_all_memory_leaves_and_nobody_runs() {
     assert!(!t.request(2).contains(&grant(2)));
     t.after(std::time::Duration::from_secs(20));
     assert_eq!(t.state(2), LockState::Waiting);
-    let commands = sleep(&mut t, false);
+    let commands = suspend(&mut t, false);
     assert!(commands.contains(&grant(2)), "{commands:?}");
     t.map(2);
     assert_eq!(t.attachment(2).mapped, 6 * GIB);
@@ -164,7 +164,7 @@ fn what_cannot_leave_does_not_keep_the_machine_awake() {
     t.join(1, 6 * GIB);
     t.report(1, 6 * GIB, 6 * GIB, 2 * GIB);
     t.join(2, 6 * GIB);
-    sleep(&mut t, true);
+    suspend(&mut t, true);
     assert!(!t.machine.is_evacuated());
     t.map(1); // all but the pinned memory
     t.stuck(2, StuckReason::HostFull);
@@ -178,21 +178,21 @@ fn managed_memory_that_takes_no_turns_waits_as_well() {
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
     t.report(1, GIB, 0, 0);
-    sleep(&mut t, true);
+    suspend(&mut t, true);
     assert!(!t.request(1).contains(&grant(1)));
-    assert!(sleep(&mut t, false).contains(&grant(1)));
+    assert!(suspend(&mut t, false).contains(&grant(1)));
 }
 
 #[test]
 fn a_gpu_that_appears_during_sleep_waits_for_its_end() {
     let mut t = Talk::in_mode(AntiThrash::On);
     gone(&mut t);
-    sleep(&mut t, true);
+    suspend(&mut t, true);
     found(&mut t, 0);
     t.join(1, GIB);
     t.request(1);
     assert_eq!(t.state(1), LockState::Waiting);
-    sleep(&mut t, false);
+    suspend(&mut t, false);
     assert_eq!(t.state(1), LockState::Holding);
     assert_eq!(t.machine.gpus().into_iter().map(|gpu| gpu.holders.len()).collect::<Vec<_>>(), [1]);
 }

@@ -214,13 +214,13 @@ proptest! {
         for (after, length) in sleeps {
             let at = world.now + ms(after);
             world.run(at);
-            world.sleep(true);
+            world.suspend(true);
             let at = world.now + ms(length);
             let is_over = world.run(at);
             if !is_over && length == 30_000 {
                 prop_assert!(world.machine.is_evacuated(), "{:#?}", world.machine.clients());
             }
-            world.sleep(false);
+            world.suspend(false);
         }
         let done = world.run(bound);
         prop_assert!(done, "{:#?}", unserved(&world));
@@ -390,7 +390,7 @@ fn event() -> impl Strategy<Value = Event> {
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => g().prop_map(|gpu| Event::GpuGone { gpu }),
-        1 => any::<bool>().prop_map(|asleep| Event::Sleep { asleep }),
+        1 => any::<bool>().prop_map(|suspended| Event::Suspend { suspended }),
         1 => (g(), any::<bool>()).prop_map(|(gpu, present)| Event::OtherPrograms { gpu, present }),
         1 => c().prop_map(|client| Event::FoundAsleep { client }),
         2 => (c(), any::<bool>()).prop_map(|(client, paused)| Event::SleepWanted { client, paused }),

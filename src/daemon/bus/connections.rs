@@ -14,7 +14,7 @@ use super::announce::announce;
 use super::callers::Callers;
 use super::object::Object;
 use super::served::Served;
-use super::{Bus, Shared, sleep};
+use super::{Bus, Shared, suspend};
 use crate::bus;
 use crate::daemon::core::Present;
 use crate::daemon::core::views::{ClientPids, Holders};
@@ -52,7 +52,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
                 info!("on the bus as {}", bus::NAME);
                 drop(attempted.take());
                 complained = false;
-                tokio::join!(announce(&connection, &shared), sleep::follow(&connection, &shared));
+                tokio::join!(announce(&connection, &shared), suspend::follow(&connection, &shared));
                 warn!(name: "bus-gone", "the bus has gone away");
             }
             Err(e) => {

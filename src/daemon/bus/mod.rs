@@ -15,7 +15,7 @@ mod failure;
 mod gate;
 mod object;
 mod served;
-mod sleep;
+mod suspend;
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -94,7 +94,7 @@ pub enum Request {
     /// Releases the driver for this time at most. The answer has the programs that still use it.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
     /// The host is about to suspend, or has resumed. The answer comes once all memory that can leave the GPUs has left.
-    Sleep(bool, oneshot::Sender<()>),
+    Suspend(bool, oneshot::Sender<()>),
     Reload(String, oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
     Reset(String, oneshot::Sender<Result<(), Failure>>),

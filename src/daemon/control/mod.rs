@@ -89,8 +89,8 @@ impl Control {
                     let _ = reply.send(programs);
                 });
             }
-            Request::Sleep(asleep, done) => {
-                core.borrow_mut().sleep(asleep);
+            Request::Suspend(suspended, done) => {
+                core.borrow_mut().suspend(suspended);
                 spawn_local(evacuate(core.clone(), done));
             }
             // The others read or write files, which must not hold the scheduling loop up.

@@ -200,7 +200,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
         Obstacle::Behind(other) => {
             format!("It needs {} as well, which a program whose rule goes before uses or waits for.", names.gpu(*other))
         }
-        Obstacle::MachineSleeps => "The machine is about to sleep.".into(),
+        Obstacle::Suspended => "The host is about to suspend.".into(),
     }
 }
 

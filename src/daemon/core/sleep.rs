@@ -77,17 +77,17 @@ impl Core {
     }
 
     /// The host is about to suspend, or has resumed.
-    pub fn sleep(&mut self, asleep: bool) {
-        if self.asleep == asleep {
+    pub fn suspend(&mut self, suspended: bool) {
+        if self.suspended == suspended {
             return;
         }
-        self.asleep = asleep;
-        if asleep {
-            info!(name: "sleep", "the machine is about to sleep: programs' memory leaves the GPUs");
+        self.suspended = suspended;
+        if suspended {
+            info!(name: "suspend", "the host is about to suspend: evicting all programs' memory");
         } else {
-            info!(name: "woken", "the machine has woken up");
+            info!(name: "resumed", "the host has resumed");
         }
-        self.apply(Event::Sleep { asleep });
+        self.apply(Event::Suspend { suspended });
     }
 
     /// NVML has reported the driver's version.
@@ -261,7 +261,7 @@ impl Core {
 
     /// Whether all memory that can leave the GPUs has left, or the host has resumed.
     pub fn is_evacuated(&self) -> bool {
-        !self.asleep || self.machine.is_evacuated()
+        !self.suspended || self.machine.is_evacuated()
     }
 }
 

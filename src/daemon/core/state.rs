@@ -115,7 +115,7 @@ pub struct Core {
     pub(super) attachments: usize,
     pub(super) attached: watch::Sender<bool>,
     /// The host is about to suspend.
-    pub(super) asleep: bool,
+    pub(super) suspended: bool,
     /// The receiver takes processes off their GPUs and puts them back.
     pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
     /// When the daemon last found that this is not possible here.
@@ -348,7 +348,7 @@ impl Core {
             present: watch::Sender::default(),
             attachments: 0,
             attached: watch::Sender::default(),
-            asleep: false,
+            suspended: false,
             checkpoints: None,
             no_checkpoints: None,
             paused: Paused::default(),

@@ -48,9 +48,9 @@ pub enum Event {
     /// through regardless of holders of the lock and of memory, so that the driver's error reaches all of them. It is
     /// forgotten once its last client has detached.
     GpuGone { gpu: GpuId },
-    /// From the daemon: the machine is about to suspend (`asleep`), or has resumed. In between, no client runs, and all
+    /// From the daemon: the host is about to suspend (`suspended`), or has resumed. In between, no client runs, and all
     /// memory that can leave the GPUs does; see `Machine::is_evacuated`.
-    Sleep { asleep: bool },
+    Suspend { suspended: bool },
     /// From the daemon, once NVML reports it: `rate`, in bytes per second, is the highest rate of copies between the
     /// GPU and the host in each direction.
     GpuLink { gpu: GpuId, rate: u64 },

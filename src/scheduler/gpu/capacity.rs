@@ -39,7 +39,7 @@ impl Gpu {
         match self.access {
             Access::Turns => self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond)),
             Access::Gone => u64::MAX,
-            Access::Asleep => 0,
+            Access::Suspended => 0,
         }
     }
 

@@ -77,7 +77,7 @@ pub(crate) enum Access {
     /// Nothing works there, so no client waits: turns and capacity would only keep the driver's error from clients.
     Gone,
     /// Clients' memory leaves, and no client runs.
-    Asleep,
+    Suspended,
 }
 
 /// What the decisions of a GPU read besides its own state.

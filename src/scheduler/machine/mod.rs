@@ -48,8 +48,8 @@ pub struct Machine {
     #[serde(default)]
     pub(crate) sleep: Sleep,
     pub(crate) effects: Effects,
-    /// The machine is about to sleep.
-    pub(crate) asleep: bool,
+    /// The host is about to suspend.
+    pub(crate) suspended: bool,
 }
 
 impl Machine {
@@ -68,7 +68,7 @@ impl Machine {
             places: Placements::default(),
             sleep: Sleep::default(),
             effects: Effects::default(),
-            asleep: false,
+            suspended: false,
         }
     }
 
@@ -131,7 +131,7 @@ impl Machine {
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuGone { gpu } => self.gpu_gone(gpu),
-            Event::Sleep { asleep } => self.sleep(asleep),
+            Event::Suspend { suspended } => self.suspend(suspended),
             Event::GpuLink { gpu, rate } => {
                 self.with_gpu(gpu, |gpu, _, fx| gpu.link_found(fx, rate));
             }
@@ -265,7 +265,7 @@ impl Machine {
         let gpu = self.gpus.found(id, total);
         gpu.total = total;
         gpu.failing = false;
-        gpu.access = if self.asleep { Access::Asleep } else { Access::Turns };
+        gpu.access = if self.suspended { Access::Suspended } else { Access::Turns };
         self.quota.gpu_found(id);
         self.queues.gpu_found(id);
         self.fairness.gpu_found(id);
@@ -292,10 +292,10 @@ impl Machine {
         self.effects.forget(id);
     }
 
-    fn sleep(&mut self, asleep: bool) {
-        self.asleep = asleep;
+    fn suspend(&mut self, suspended: bool) {
+        self.suspended = suspended;
         for (_, gpu) in self.gpus.iter_mut().filter(|(_, gpu)| gpu.access != Access::Gone) {
-            gpu.access = if asleep { Access::Asleep } else { Access::Turns };
+            gpu.access = if suspended { Access::Suspended } else { Access::Turns };
         }
         self.effects.touch_all(self.gpus.ids());
         self.admit_needless();

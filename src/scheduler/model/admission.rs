@@ -30,7 +30,7 @@ impl Model<'_> {
         let is_gone = match self.access(id) {
             Access::Turns => false,
             Access::Gone => true,
-            Access::Asleep => return false,
+            Access::Suspended => return false,
         };
         if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
             return false;

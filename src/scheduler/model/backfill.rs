@@ -22,7 +22,7 @@ impl Model<'_> {
     /// When a GPU lets its first request in, according to the turns of its holders; 0: it would be granted this GPU
     /// now. `None`: unknown.
     pub fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
-        if self.access(id) == Access::Asleep || self.queues.first(id) != Some(first) {
+        if self.access(id) == Access::Suspended || self.queues.first(id) != Some(first) {
             return None;
         }
         if self.is_admissible(first, id) {

@@ -212,7 +212,7 @@ impl Machine {
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
         let is_needless = |client, id| {
             self.model().faults_in(client, id)
-                && self.model().access(id) != Access::Asleep
+                && self.model().access(id) != Access::Suspended
                 && self.gpus.hold(client, id).is_none()
                 && !self.model().is_evicting(entity, id)
         };

@@ -142,7 +142,7 @@ impl Machine {
         };
         let over = ends <= now;
         let spent = capped.is_some_and(|at| at <= now);
-        let goes = !helps && (surplus || spent || vacates || self.asleep || (wanted && over));
+        let goes = !helps && (surplus || spent || vacates || self.suspended || (wanted && over));
         // Host memory takes longer to allocate than to fill, and now there is time.
         let prepare = state.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
         hold.prepared = if prepare { state.leaves } else { hold.prepared };

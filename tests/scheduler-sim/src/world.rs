@@ -166,10 +166,10 @@ impl World {
     }
 
     /// The machine is about to suspend, or has resumed. Until it resumes, all memory on GPUs counts as too much.
-    pub fn sleep(&mut self, asleep: bool) {
-        let until = if asleep { Time::MAX } else { self.now };
+    pub fn suspend(&mut self, suspended: bool) {
+        let until = if suspended { Time::MAX } else { self.now };
         self.overdrawn.extend(self.totals.keys().map(|gpu| (*gpu, until)));
-        self.feed(Event::Sleep { asleep });
+        self.feed(Event::Suspend { suspended });
     }
 
     /// Measures clients' memory from now on: when the machine asks, and periodically.

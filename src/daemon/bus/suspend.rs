@@ -14,7 +14,7 @@ use zbus::{Connection, OwnedFd};
 use super::{Request, Shared};
 
 /// logind reports when the host has resumed. If it does not, programs run again after this time awake.
-const AWAKE_AFTER: Duration = Duration::from_secs(60);
+const RESUMED_AFTER: Duration = Duration::from_secs(60);
 
 /// Time before an inhibitor is requested again if none was available.
 const RETRY: Duration = Duration::from_secs(30);
@@ -33,32 +33,32 @@ trait Manager {
 
 /// Follows logind until the connection ends.
 pub async fn follow(connection: &Connection, shared: &Shared) {
-    let mut asleep = None;
+    let mut suspended = None;
     tokio::select! {
         () = connection.closed() => {}
-        Err(e) = prepare(connection, shared, &mut asleep) => {
-            debug!("logind does not say when the machine sleeps: {e}");
+        Err(e) = prepare(connection, shared, &mut suspended) => {
+            debug!("logind does not say when the host suspends: {e}");
             connection.closed().await;
         }
     }
-    if asleep.is_some() {
+    if suspended.is_some() {
         drop(tell(shared, false));
     }
 }
 
 /// Tells the scheduling loop that the host is about to suspend, or has resumed. The receiver is notified once all memory that can
 /// leave the GPUs has left.
-fn tell(shared: &Shared, asleep: bool) -> oneshot::Receiver<()> {
+fn tell(shared: &Shared, suspended: bool) -> oneshot::Receiver<()> {
     let (done, evacuated) = oneshot::channel();
-    let _ = shared.requests.send(Request::Sleep(asleep, done)); // the loop may be stopping
+    let _ = shared.requests.send(Request::Suspend(suspended, done)); // the loop may be stopping
     evacuated
 }
 
-/// `asleep`: the host is about to suspend, and memory may still be leaving.
+/// `suspended`: the host is about to suspend, and memory may still be leaving.
 async fn prepare(
     connection: &Connection,
     shared: &Shared,
-    asleep: &mut Option<oneshot::Receiver<()>>,
+    suspended: &mut Option<oneshot::Receiver<()>>,
 ) -> zbus::Result<std::convert::Infallible> {
     let logind = ManagerProxy::new(connection).await?;
     let mut signals = logind.receive_prepare_for_sleep().await?;
@@ -66,11 +66,11 @@ async fn prepare(
     let mut inhibitor: Option<OwnedFd> = None;
     loop {
         let is_wanted = *attached.borrow_and_update();
-        if asleep.is_none() && is_wanted != inhibitor.is_some() {
+        if suspended.is_none() && is_wanted != inhibitor.is_some() {
             inhibitor = if is_wanted { inhibit(&logind).await } else { None };
         }
         let next = std::future::poll_fn(|cx| std::pin::Pin::new(&mut signals).poll_next(cx));
-        let woken = tokio::select! {
+        let resumed = tokio::select! {
             changed = attached.changed() => match changed {
                 Ok(()) => false,
                 Err(_stopping) => std::future::pending().await,
@@ -81,18 +81,18 @@ async fn prepare(
                     None => std::future::pending().await, // the connection ends
                 };
                 if start {
-                    *asleep = Some(tell(shared, true));
+                    *suspended = Some(tell(shared, true));
                 }
                 !start
             }
-            () = evacuated(asleep), if inhibitor.is_some() => {
+            () = evacuated(suspended), if inhibitor.is_some() => {
                 inhibitor = None;
                 false
             }
-            () = tokio::time::sleep(RETRY), if is_wanted && inhibitor.is_none() && asleep.is_none() => false,
-            () = tokio::time::sleep(AWAKE_AFTER), if asleep.is_some() => true,
+            () = tokio::time::sleep(RETRY), if is_wanted && inhibitor.is_none() && suspended.is_none() => false,
+            () = tokio::time::sleep(RESUMED_AFTER), if suspended.is_some() => true,
         };
-        if woken && asleep.take().is_some() {
+        if resumed && suspended.take().is_some() {
             drop(tell(shared, false));
         }
     }
@@ -101,12 +101,12 @@ async fn prepare(
 async fn inhibit(logind: &ManagerProxy<'_>) -> Option<OwnedFd> {
     let why = "Programs' memory is moved from GPUs to host memory";
     let inhibitor = logind.inhibit("sleep", "nvshare", why, "delay").await;
-    inhibitor.map_err(|e| debug!("sleep cannot be delayed: {e}")).ok()
+    inhibitor.map_err(|e| debug!("suspend cannot be delayed: {e}")).ok()
 }
 
 /// Waits until all memory that can leave the GPUs has left.
-async fn evacuated(asleep: &mut Option<oneshot::Receiver<()>>) {
-    match asleep {
+async fn evacuated(suspended: &mut Option<oneshot::Receiver<()>>) {
+    match suspended {
         Some(evacuated) => drop(evacuated.await),
         None => std::future::pending().await,
     }
