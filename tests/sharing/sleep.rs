@@ -1,10 +1,12 @@
 //! Programs that leave the GPU completely and come back: on order, or because they idle while others lack room.
 
 use std::fs;
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
 use serde_json::Value;
+use test_support::artifact;
 use test_support::machine::*;
 
 /// The client's entry in the status.
@@ -433,8 +435,19 @@ fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sle
     pause(&machine, &sleeper);
     wait_until(&machine, &sleeper, "sleep", "sleeping");
     machine.kill_scheduler();
+    // A scheduler finds nvshare-checkpoint beside itself.
+    let alone = machine.path("nvshare-scheduler");
+    fs::copy(artifact("nvshare-scheduler"), &alone).expect("a copy of the scheduler");
     machine.start_scheduler_with(|command| {
-        command.arg("--in-pod");
+        let mut copy = Command::new(&alone);
+        copy.args(command.get_args());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => copy.env(name, value),
+                None => copy.env_remove(name),
+            };
+        }
+        *command = copy;
     });
     wait_until(&machine, &sleeper, "sleep", "settling");
     let before = grants(&machine.moves(), sleeper.pid());
