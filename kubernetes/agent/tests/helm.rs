@@ -68,6 +68,12 @@ fn the_schema_has_the_chart_s_values_and_no_others() {
     let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
     let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
     compare("", &values, &schema);
+}
+
+#[test]
+#[ignore = "needs kubectl: make check-kubernetes"]
+fn the_schema_names_every_container() {
+    let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
     let named = |object: &Value| object["name"].as_str().expect("a name").to_owned();
     let mut containers: Vec<String> = built_with_sleep("dra")
         .iter()
