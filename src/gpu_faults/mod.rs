@@ -32,7 +32,7 @@ pub enum Advice {
 
 /// The result of a query of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Answer {
+pub enum FaultAnswer {
     /// The GPU answers.
     There(Advice),
     /// The GPU does not answer, with the reason.
@@ -75,14 +75,14 @@ impl Faults {
     ///
     /// A fault is over when the driver, queried a while later, recommends no action; without recommendations, when
     /// the GPU was lost and answers again, because that takes a reset or a new driver.
-    pub fn answered(&mut self, gpu: &str, answer: &Answer, now: Instant) -> Option<String> {
+    pub fn answered(&mut self, gpu: &str, answer: &FaultAnswer, now: Instant) -> Option<String> {
         let advice = match answer {
-            Answer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),
-            Answer::Lost(why) => {
+            FaultAnswer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),
+            FaultAnswer::Lost(why) => {
                 self.lost.insert(gpu.to_owned());
                 return Some(format!("NVML cannot reach it: {why}"));
             }
-            Answer::There(advice) => *advice,
+            FaultAnswer::There(advice) => *advice,
         };
         if self.lost.remove(gpu) {
             self.faults.remove(gpu);
@@ -116,8 +116,8 @@ mod tests {
 
     const GPU: &str = "GPU-a";
 
-    fn there(advice: Advice) -> Answer {
-        Answer::There(advice)
+    fn there(advice: Advice) -> FaultAnswer {
+        FaultAnswer::There(advice)
     }
 
     #[test]
@@ -149,10 +149,10 @@ mod tests {
         faults.happened(GPU, Event::Xid(48), &BTreeSet::new(), now);
         now += Duration::from_secs(86_400);
         assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some());
-        let silent = faults.answered(GPU, &Answer::Silent("unknown error".into()), now);
+        let silent = faults.answered(GPU, &FaultAnswer::Silent("unknown error".into()), now);
         assert_eq!(silent.as_deref(), Some("NVML cannot read it: unknown error"));
         assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some(), "that was no reset");
-        let lost = faults.answered(GPU, &Answer::Lost("fallen off the bus".into()), now);
+        let lost = faults.answered(GPU, &FaultAnswer::Lost("fallen off the bus".into()), now);
         assert_eq!(lost.as_deref(), Some("NVML cannot reach it: fallen off the bus"));
         assert_eq!(faults.answered(GPU, &there(Advice::Unknown), now), None);
         faults.happened(GPU, Event::Xid(48), &BTreeSet::new(), now);

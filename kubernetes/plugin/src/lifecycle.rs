@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use crate::notices::Notices;
 use crate::registration::register;
 use crate::server::{Facts, Serving};
-use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, State};
+use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, SocketState};
 
 /// Period of checks of the directory in the absence of notices.
 const LOOK: Duration = Duration::from_secs(15);
@@ -49,7 +49,7 @@ pub async fn live(
         serving.stop().await;
         match why {
             None => return Ok(()),
-            Some(State::Anothers) => return Err(BindError::Taken(directory.join(PLUGIN))),
+            Some(SocketState::Anothers) => return Err(BindError::Taken(directory.join(PLUGIN))),
             Some(_) => info!("the plugin's socket is gone, as with a kubelet that starts: it is made again"),
         }
     }
@@ -82,15 +82,15 @@ async fn stay_registered(
     serving: &Serving,
     notices: &mut Notices,
     trouble: &mut Trouble,
-) -> State {
+) -> SocketState {
     let kubelet = directory.join(KUBELET);
     let mut attention = Attention::new(serving.watchers());
     let mut registered: Option<Identity> = None;
     let mut retry = Retry::default();
     loop {
         match socket.state() {
-            State::Ours if serving.is_over() => return State::Gone,
-            State::Ours => {}
+            SocketState::Ours if serving.is_over() => return SocketState::Gone,
+            SocketState::Ours => {}
             other => return other,
         }
         let now = Identity::of(&kubelet);

@@ -59,7 +59,7 @@ impl std::error::Error for BindError {}
 
 /// The state of the plugin's socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum SocketState {
     Ours,
     /// kubelet removes all sockets of plugins when it starts.
     Gone,
@@ -98,18 +98,18 @@ impl PluginSocket {
         }
     }
 
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> SocketState {
         match Identity::of(&self.path) {
-            None => State::Gone,
-            Some(now) if now.is_file(&self.identity) => State::Ours,
-            Some(_) => State::Anothers,
+            None => SocketState::Gone,
+            Some(now) if now.is_file(&self.identity) => SocketState::Ours,
+            Some(_) => SocketState::Anothers,
         }
     }
 }
 
 impl Drop for PluginSocket {
     fn drop(&mut self) {
-        if self.state() == State::Ours {
+        if self.state() == SocketState::Ours {
             let _ = std::fs::remove_file(&self.path);
         }
     }

@@ -54,12 +54,12 @@ fn settle(hello: &ClientMessage) -> bool {
     let connected = handshake::connect(hello);
     let answer = match &connected {
         Ok((socket, version, _)) => ask(socket, *version),
-        Err(_) => Answer::Free,
+        Err(_) => PlacementAnswer::Free,
     };
     match answer {
-        Answer::Free => {}
-        Answer::Gpus(gpus) => apply(&gpus),
-        Answer::NoGpu => return false,
+        PlacementAnswer::Free => {}
+        PlacementAnswer::Gpus(gpus) => apply(&gpus),
+        PlacementAnswer::NoGpu => return false,
     }
     *CONNECTED.lock() = Some(connected);
     true
@@ -83,14 +83,14 @@ pub fn take_connection() -> Option<Connected> {
     CONNECTED.lock().take()
 }
 
-enum Answer {
+enum PlacementAnswer {
     /// The scheduler leaves the choice to the process, or does not answer.
     Free,
     Gpus(Vec<(Uuid, GpuKind)>),
     NoGpu,
 }
 
-fn ask(socket: &Socket, version: u16) -> Answer {
+fn ask(socket: &Socket, version: u16) -> PlacementAnswer {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     let place = ClientMessage::RequestPlacement {
         chooser: chooser(c::variable),
@@ -101,7 +101,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
     };
     let mut messages = visible_devices::parts(list).chain([place]);
     if !messages.all(|message| socket.send(message.encode(version).as_bytes())) {
-        return Answer::Free;
+        return PlacementAnswer::Free;
     }
     let begin = Instant::now();
     let mut gpus = Vec::new();
@@ -110,27 +110,27 @@ fn ask(socket: &Socket, version: u16) -> Answer {
         match socket.receive(version) {
             Ok(Some((SchedulerMessage::Placed { at, of, uuid, kind }, _))) => {
                 if at as usize != gpus.len() || !(1..=MAX_SLOTS).contains(&of) {
-                    return Answer::Free;
+                    return PlacementAnswer::Free;
                 }
                 gpus.push((uuid, kind));
                 if gpus.len() >= of as usize {
-                    return Answer::Gpus(gpus);
+                    return PlacementAnswer::Gpus(gpus);
                 }
             }
             Ok(Some((SchedulerMessage::Unplaced { outcome, text }, _))) => {
                 trace!("not placed: {outcome:?} {}", text.as_str());
-                return if outcome == NoPlacement::NoGpu { Answer::NoGpu } else { Answer::Free };
+                return if outcome == NoPlacement::NoGpu { PlacementAnswer::NoGpu } else { PlacementAnswer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
             // The program may ask for this limit as soon as CUDA is initialised.
             Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
             // The scheduler sends nothing else before this client sends something.
             Ok(_) => {}
-            Err(_) => return Answer::Free,
+            Err(_) => return PlacementAnswer::Free,
         }
     }
     trace!("not placed: the scheduler does not answer");
-    Answer::Free
+    PlacementAnswer::Free
 }
 
 fn apply(gpus: &[(Uuid, GpuKind)]) {

@@ -36,7 +36,7 @@ const LONG: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Turn {
-    state: State,
+    state: TurnPhase,
     /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
     /// How long a drain may make no progress before the gate opens again.
@@ -59,7 +59,7 @@ impl StallTimeout {
 }
 
 #[derive(Debug)]
-enum State {
+enum TurnPhase {
     /// The client does not have the lock. The gate is closed, and nothing runs.
     Over,
     /// The client has the lock, or runs without a scheduler. `contended` if another client waits for it.
@@ -98,7 +98,7 @@ struct Drain {
 impl Default for Turn {
     fn default() -> Self {
         Self {
-            state: State::Over,
+            state: TurnPhase::Over,
             began: (Instant::now(), 0),
             stall_timeout: StallTimeout(OPEN_FIRST),
             utilization: Utilization::new(),
@@ -110,12 +110,12 @@ impl Default for Turn {
 
 impl Turn {
     pub fn is_over(&self) -> bool {
-        matches!(self.state, State::Over)
+        matches!(self.state, TurnPhase::Over)
     }
 
     /// Whether another client waits for the lock that this one has.
     pub fn is_contended(&self) -> bool {
-        matches!(self.state, State::Holding { contended: Some(_) })
+        matches!(self.state, TurnPhase::Holding { contended: Some(_) })
     }
 
     /// Called when the lock has been granted.
@@ -129,13 +129,13 @@ impl Turn {
         gpu.close_if_lacking();
         self.began = (Instant::now(), gpu.submitted());
         self.utilization.begin_turn();
-        self.state = State::Holding { contended: None };
+        self.state = TurnPhase::Holding { contended: None };
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
     /// Runs work without turns: no scheduler has answered yet, or it is gone.
     pub fn run_ungated(&mut self, gpu: &Gpu) {
-        if !matches!(self.state, State::Holding { .. }) {
+        if !matches!(self.state, TurnPhase::Holding { .. }) {
             self.begin(gpu);
         }
         self.contend(gpu, None);
@@ -145,7 +145,7 @@ impl Turn {
     /// waits.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
         gpu.work.set_contended(grace.is_some());
-        if let State::Holding { contended } = &mut self.state {
+        if let TurnPhase::Holding { contended } = &mut self.state {
             match (grace, contended) {
                 (Some(grace), Some(contended)) => contended.grace = grace,
                 (grace, contended) => *contended = grace.map(Contended::new),
@@ -154,21 +154,21 @@ impl Turn {
     }
 
     pub fn revoke(&mut self, gpu: &Gpu) {
-        if matches!(self.state, State::Holding { .. }) {
+        if matches!(self.state, TurnPhase::Holding { .. }) {
             self.drain(gpu, ReleaseReason::Revoked);
         }
     }
 
     pub fn is_held(&self) -> bool {
-        matches!(self.state, State::Holding { .. })
+        matches!(self.state, TurnPhase::Holding { .. })
     }
 
     /// Whether the scheduler counts this client as a holder.
     pub fn has_lock(&self) -> bool {
         match &self.state {
-            State::Over => false,
-            State::Holding { .. } => true,
-            State::Draining(Drain { why, .. }) | State::Releasing(why) => *why != ReleaseReason::Gone,
+            TurnPhase::Over => false,
+            TurnPhase::Holding { .. } => true,
+            TurnPhase::Draining(Drain { why, .. }) | TurnPhase::Releasing(why) => *why != ReleaseReason::Gone,
         }
     }
 
@@ -181,14 +181,14 @@ impl Turn {
 
     /// Releases the lock because memory could not be restored: other clients run first.
     pub fn no_memory(&mut self, gpu: &Gpu) {
-        if matches!(self.state, State::Holding { .. }) && connection::is_connected() {
+        if matches!(self.state, TurnPhase::Holding { .. }) && connection::is_connected() {
             self.drain(gpu, ReleaseReason::NoMemory);
         }
     }
 
     /// Ends the turn without a message: the scheduler that granted it is gone.
     pub fn abandon(&mut self, gpu: &Gpu) {
-        if matches!(self.state, State::Draining(Drain { why: ReleaseReason::Gone, .. })) {
+        if matches!(self.state, TurnPhase::Draining(Drain { why: ReleaseReason::Gone, .. })) {
             return;
         }
         if !gpu.gate.is_closed_for(closed::LOCK) || !self.is_over() {
@@ -198,27 +198,27 @@ impl Turn {
 
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
-        if let State::Holding { contended: Some(contended) } = &self.state {
+        if let TurnPhase::Holding { contended: Some(contended) } = &self.state {
             // An idle gap that a revoke cuts short ends with the next request, like any other.
             self.idle_since = contended.idle_since.filter(|_| contended.saw_all(gpu));
         }
         gpu.gate.open(closed::KERNELS);
         gpu.set_drained(false); // without a scheduler, `begin` did not run
         let progress = (gpu.work.progress(), Instant::now());
-        self.state = State::Draining(Drain { why, helped: false, fence: None, progress, reported: false });
+        self.state = TurnPhase::Draining(Drain { why, helped: false, fence: None, progress, reported: false });
     }
 
     /// Advances the state machine. Returns the time until the next step.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         match &mut self.state {
-            State::Over => {
+            TurnPhase::Over => {
                 if gpu.is_waited_for() && !gpu.is_requested() && connection::is_connected() {
                     gpu.request();
                 }
                 Duration::MAX
             }
-            State::Holding { contended: None } => Duration::MAX,
-            State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.idle_gaps) {
+            TurnPhase::Holding { contended: None } => Duration::MAX,
+            TurnPhase::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.idle_gaps) {
                 Look::Again(after) => after.min(self.utilization.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
@@ -234,14 +234,14 @@ impl Turn {
                     }
                 }
             },
-            State::Draining(drain) => match drain.look(gpu, self.stall_timeout) {
+            TurnPhase::Draining(drain) => match drain.look(gpu, self.stall_timeout) {
                 Drained::NotYet => POLL_INTERVAL,
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
                     trace!("GPU {}: the drain makes no progress while threads wait: opening the gate", gpu.index);
                     self.stall_timeout = StallTimeout(OPEN_AFTER);
                     // From now on the lock is released at the first moment without work.
-                    self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
+                    self.state = TurnPhase::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
                     gpu.request_is_over();
                     // This also withdraws the requests of waiting threads: they continue.
@@ -249,7 +249,7 @@ impl Turn {
                     POLL_INTERVAL
                 }
             },
-            State::Releasing(why) => {
+            TurnPhase::Releasing(why) => {
                 let why = *why;
                 self.release(gpu, why)
             }
@@ -264,11 +264,11 @@ impl Turn {
         let message = ClientMessage::Release { gpus: 1 << gpu.index, reason, busy_us };
         // `Gone` is never sent: the scheduler that granted the lock is gone.
         if reason != ReleaseReason::Gone && connection::is_connected() && !connection::send(&message) {
-            self.state = State::Releasing(reason);
+            self.state = TurnPhase::Releasing(reason);
             return SEND_RETRY;
         }
         gpu.turn_is_over(gpu.submitted() != count);
-        self.state = State::Over;
+        self.state = TurnPhase::Over;
         // The scheduler ignored a request made during this turn, so it is repeated: by the waiting thread, if it is
         // awake and sees that there is none, or here on its behalf.
         gpu.request_is_over();

@@ -211,11 +211,11 @@ struct Queue {
     work: &'static Work,
     /// Threads that have not ended.
     workers: AtomicU32,
-    state: Mutex<State>,
+    state: Mutex<BufferState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct BufferState {
     /// Buffers without pages. The last one is needed first.
     unfilled: Vec<Buffer>,
     /// Buffers that threads have taken from `unfilled`.
@@ -229,7 +229,7 @@ impl StagingAllocator {
     pub fn start(sizes: &[u64], context: usize, work: &'static Work, workers: usize) -> Self {
         let mut unfilled = Buffer::reserve_some(sizes);
         unfilled.reverse();
-        let state = State { unfilled, filling: 0, filled: Vec::new() };
+        let state = BufferState { unfilled, filling: 0, filled: Vec::new() };
         let state = Mutex::new(Rank::StagingBuffers, state);
         let queue = Arc::new(Queue { context, work, workers: AtomicU32::new(0), state });
         for _ in 0..thread::cpus().min(workers).min(sizes.len()) {

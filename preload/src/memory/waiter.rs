@@ -34,11 +34,11 @@ pub(super) struct Waiter(Arc<Queue>);
 #[derive(Debug)]
 struct Queue {
     work: &'static Work,
-    state: Mutex<State>,
+    state: Mutex<WaiterState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct WaiterState {
     jobs: VecDeque<Job>,
     /// A thread is doing jobs.
     is_running: bool,
@@ -76,7 +76,7 @@ pub(super) struct Finished {
 
 impl Waiter {
     pub fn new(work: &'static Work) -> Self {
-        Self(Arc::new(Queue { work, state: Mutex::new(Rank::WaitingCalls, State::default()) }))
+        Self(Arc::new(Queue { work, state: Mutex::new(Rank::WaitingCalls, WaiterState::default()) }))
     }
 
     pub fn work(&self) -> &'static Work {

@@ -78,7 +78,7 @@ pub enum Manner {
 
 /// The answer of polkit.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum Authorization {
     Yes,
     /// Not authorized; the reason, to follow a colon.
     No(String),
@@ -103,7 +103,7 @@ impl Authority {
         action: Action,
         details: Details<'a>,
         manner: Manner,
-    ) -> Answer {
+    ) -> Authorization {
         let check = Check {
             connection,
             subject,
@@ -113,12 +113,12 @@ impl Authority {
             id: format!("nvshare-{}", self.asked.fetch_add(1, Ordering::Relaxed)),
         };
         let limit = if manner == Manner::Quick { QUICK_TIMEOUT } else { INTERACTIVE_TIMEOUT };
-        let gone = || Answer::No("the caller has left the bus".into());
+        let gone = || Authorization::No("the caller has left the bus".into());
         let Ok(Some(leaving)) = check.sender_leaves().await else { return gone() };
         let answer = tokio::select! {
             answer = check.run() => return answer,
             () = leaving => gone(),
-            () = tokio::time::sleep(limit) => Answer::No(format!("there was no answer for {limit:?}")),
+            () = tokio::time::sleep(limit) => Authorization::No(format!("there was no answer for {limit:?}")),
         };
         check.cancel().await;
         answer
@@ -161,7 +161,7 @@ impl Check<'_> {
         AuthorityProxy::builder(self.connection).cache_properties(CacheProperties::No).build().await
     }
 
-    async fn run(&self) -> Answer {
+    async fn run(&self) -> Authorization {
         let mut flags = CheckAuthorizationFlags::empty();
         flags.set(CheckAuthorizationFlags::ALLOW_USER_INTERACTION, self.interactive);
         let result = async {
@@ -170,20 +170,22 @@ impl Check<'_> {
         };
         match result.await {
             Ok(result) => self.answer(&result),
-            Err(e) if is_absent(&e) => Answer::Absent,
-            Err(e) => Answer::No(format!("polkit does not answer ({e})")),
+            Err(e) if is_absent(&e) => Authorization::Absent,
+            Err(e) => Authorization::No(format!("polkit does not answer ({e})")),
         }
     }
 
-    fn answer(&self, result: &AuthorizationResult) -> Answer {
+    fn answer(&self, result: &AuthorizationResult) -> Authorization {
         match result {
-            AuthorizationResult { is_authorized: true, .. } => Answer::Yes,
-            AuthorizationResult { is_challenge: true, .. } if !self.interactive => Answer::Challenge,
+            AuthorizationResult { is_authorized: true, .. } => Authorization::Yes,
+            AuthorizationResult { is_challenge: true, .. } if !self.interactive => Authorization::Challenge,
             AuthorizationResult { is_challenge: true, .. } => {
-                Answer::No("there is no polkit agent to ask for a password".into())
+                Authorization::No("there is no polkit agent to ask for a password".into())
             }
-            result if result.details.contains_key("polkit.dismissed") => Answer::No("no password was given".into()),
-            _ => Answer::No("polkit does not allow it".into()),
+            result if result.details.contains_key("polkit.dismissed") => {
+                Authorization::No("no password was given".into())
+            }
+            _ => Authorization::No("polkit does not allow it".into()),
         }
     }
 

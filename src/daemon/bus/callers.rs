@@ -10,7 +10,7 @@ use zbus::Connection;
 use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
 
-use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
+use super::authority::{Action, Authority, Authorization, Details, Manner, Subject};
 use super::gate::{Gate, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
@@ -221,7 +221,7 @@ impl Caller<'_> {
                 let program = self.program();
                 let details = HashMap::from([("program", program.as_str()), ("change", what), ("rule", rule)]);
                 match self.ask(action, details).await {
-                    Answer::Absent => Err(denied(only_root("there is no polkit, so "))),
+                    Authorization::Absent => Err(denied(only_root("there is no polkit, so "))),
                     answer => self.heed(answer, what),
                 }
             }
@@ -256,7 +256,7 @@ impl Caller<'_> {
                 let details =
                     HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
                 match self.ask(action, details).await {
-                    Answer::Absent => Err(denied(format!(
+                    Authorization::Absent => Err(denied(format!(
                         "{} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
                         self.user()
                     ))),
@@ -298,28 +298,28 @@ impl Caller<'_> {
         let program = self.program();
         let details = HashMap::from([("program", program.as_str())]);
         let answer = authority.check(connection, subject, Action::SeeCommands, details, Manner::Quick).await;
-        answer == Answer::Yes
+        answer == Authorization::Yes
     }
 
-    async fn ask(&self, action: Action, details: Details<'_>) -> Answer {
+    async fn ask(&self, action: Action, details: Details<'_>) -> Authorization {
         match &self.from {
             From::Bus { authority, connection, subject, interactive } => {
                 let manner = if *interactive { Manner::Interactive } else { Manner::Patient };
                 authority.check(connection, subject, action, details, manner).await
             }
-            From::Peer => Answer::Absent,
+            From::Peer => Authorization::Absent,
         }
     }
 
-    fn heed(&self, answer: Answer, what: &str) -> fdo::Result<()> {
+    fn heed(&self, answer: Authorization, what: &str) -> fdo::Result<()> {
         let why = match answer {
-            Answer::Yes => return Ok(()),
-            Answer::Challenge => {
+            Authorization::Yes => return Ok(()),
+            Authorization::Challenge => {
                 let text = format!("{} may not {what} without a password, which the call does not allow", self.user());
                 return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
-            Answer::No(why) => why,
-            Answer::Absent => "there is no polkit".into(),
+            Authorization::No(why) => why,
+            Authorization::Absent => "there is no polkit".into(),
         };
         debug!("{} may not {what}: {why}", self.user());
         Err(denied(format!("{} may not {what}: {why}", self.user())))

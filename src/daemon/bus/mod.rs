@@ -38,7 +38,7 @@ use crate::daemon::core::{
     Present, RoomRequest, View,
     views::{ClientPids, Holders, NamedGpu},
 };
-use crate::daemon::usage::{Answer, Query};
+use crate::daemon::usage::{Query, UsageAnswer};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
@@ -53,7 +53,7 @@ pub enum Request {
     /// The next view of the state.
     View(oneshot::Sender<Arc<View>>),
     /// The recorded usage.
-    Usage(Query, oneshot::Sender<Answer>),
+    Usage(Query, oneshot::Sender<UsageAnswer>),
     /// Changes a setting. The caller's name is for the log, here and in the other requests with a name.
     Set(Change, String, oneshot::Sender<Result<(), Failure>>),
     SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),

@@ -85,16 +85,16 @@ enum Start {
 
 /// The result of a request.
 #[derive(Debug)]
-pub struct Answer {
+pub struct HelperAnswer {
     /// The state of the process. After [`Outcome::Unknown`], the caller sends [`Operation::Settle`] until the state is known.
     pub outcome: Outcome,
     /// Why the request was not carried out.
-    pub failure: Option<Failure>,
+    pub failure: Option<HelperFailure>,
 }
 
 /// Why a request was not carried out. The displayed text completes a line that names the request.
 #[derive(Debug)]
-pub enum Failure {
+pub enum HelperFailure {
     /// All helpers were in use for too long.
     Busy,
     /// No helper could be started.
@@ -111,7 +111,7 @@ pub enum Failure {
     Driver { call: &'static str, error: u32 },
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for HelperFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Busy => write!(f, "other programs are on their way off or onto their GPUs"),
@@ -125,7 +125,7 @@ impl fmt::Display for Failure {
     }
 }
 
-impl Failure {
+impl HelperFailure {
     fn of(failed: Step, error: u32) -> Option<Self> {
         let call = match failed {
             Step::None => return None,
@@ -201,11 +201,11 @@ impl Helpers {
         uid: u32,
         tenant: &Tenant,
         pairs: Vec<(Uuid, Uuid)>,
-    ) -> (Answer, Option<Helper>) {
+    ) -> (HelperAnswer, Option<Helper>) {
         let untouched = if operation == Operation::Sleep { Outcome::Runs } else { Outcome::Unknown };
-        let not_begun = |failure| Answer { outcome: untouched, failure: Some(failure) };
+        let not_begun = |failure| HelperAnswer { outcome: untouched, failure: Some(failure) };
         let Ok(place) = timeout(self.patience.place, self.place(tenant)).await else {
-            return (not_begun(Failure::Busy), None);
+            return (not_begun(HelperFailure::Busy), None);
         };
         let helper = match self.send(prepared, operation, &[process], uid, pairs) {
             Ok(helper) => helper,
@@ -234,15 +234,15 @@ impl Helpers {
                 helper.end(end).await;
             }
         });
-        let unknown = |failure| Answer { outcome: Outcome::Unknown, failure: Some(failure) };
+        let unknown = |failure| HelperAnswer { outcome: Outcome::Unknown, failure: Some(failure) };
         let (answer, helper) = answer.await.unwrap_or_default();
         let answer = match answer {
-            None => unknown(Failure::TimedOut),
-            Some(None) => unknown(Failure::Died),
-            Some(Some(answer)) => match Failure::of(answer.failed, answer.error) {
+            None => unknown(HelperFailure::TimedOut),
+            Some(None) => unknown(HelperFailure::Died),
+            Some(Some(answer)) => match HelperFailure::of(answer.failed, answer.error) {
                 // The helper cannot determine the state, but has done nothing.
                 Some(failure) if answer.failed == Step::Driver => not_begun(failure),
-                failure => Answer { outcome: answer.outcome, failure },
+                failure => HelperAnswer { outcome: answer.outcome, failure },
             },
         };
         (answer, helper)
@@ -268,7 +268,7 @@ impl Helpers {
     /// Sends a request to the prepared helper, or to a new one if there is none or it has ended since.
     ///
     /// # Errors
-    /// [`Failure::NotStarted`]; [`Failure::Died`] if the new helper has ended already, which says nothing of the next one.
+    /// [`HelperFailure::NotStarted`]; [`HelperFailure::Died`] if the new helper has ended already, which says nothing of the next one.
     fn send(
         &self,
         prepared: Option<Helper>,
@@ -276,17 +276,17 @@ impl Helpers {
         process: &[OwnedFd],
         uid: u32,
         pairs: Vec<(Uuid, Uuid)>,
-    ) -> Result<Helper, Failure> {
+    ) -> Result<Helper, HelperFailure> {
         if pairs.len() > MAX_PAIRS {
-            return Err(Failure::NotStarted(io::Error::other(format!("{} GPUs are too many", pairs.len()))));
+            return Err(HelperFailure::NotStarted(io::Error::other(format!("{} GPUs are too many", pairs.len()))));
         }
         let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT.as_millis() as u32, pairs }.encode();
         let ask = |helper: &Helper| socket::send_with(helper.socket.get_ref().as_fd(), &request, process);
         if let Some(helper) = prepared.filter(|helper| ask(helper).is_ok()) {
             return Ok(helper);
         }
-        let helper = self.start().map_err(Failure::NotStarted)?;
-        ask(&helper).map_err(|_| Failure::Died)?;
+        let helper = self.start().map_err(HelperFailure::NotStarted)?;
+        ask(&helper).map_err(|_| HelperFailure::Died)?;
         Ok(helper)
     }
 

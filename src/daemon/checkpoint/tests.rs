@@ -30,7 +30,7 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-async fn ask(helpers: &Helpers, operation: Operation) -> Answer {
+async fn ask(helpers: &Helpers, operation: Operation) -> HelperAnswer {
     helpers.ask(None, operation, own_process(), own_user(), &OWN, Vec::new()).await.0
 }
 
@@ -115,7 +115,7 @@ fn a_helper_that_ends_or_says_nonsense_leaves_the_state_unknown() {
                 };
                 let (answer, ()) = tokio::join!(ask(&helpers, operation), served);
                 assert_eq!(answer.outcome, Outcome::Unknown);
-                assert!(matches!(answer.failure, Some(Failure::Died)), "{answer:?}");
+                assert!(matches!(answer.failure, Some(HelperFailure::Died)), "{answer:?}");
             }
         }
     });
@@ -140,7 +140,7 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
             for answer in answers.map(Box::pin) {
                 let answer = answer.await;
                 assert_eq!(answer.outcome, Outcome::Unknown);
-                assert!(matches!(answer.failure, Some(Failure::TimedOut)), "{answer:?}");
+                assert!(matches!(answer.failure, Some(HelperFailure::TimedOut)), "{answer:?}");
             }
         };
         let (mut sockets, ()) = tokio::join!(silent, asked);
@@ -150,7 +150,7 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
         }
         tokio::time::sleep(2 * SHORT.end).await;
         let answer = ask(&helpers, Operation::Sleep).await;
-        assert!(matches!(answer.failure, Some(Failure::Busy)), "{answer:?}");
+        assert!(matches!(answer.failure, Some(HelperFailure::Busy)), "{answer:?}");
         assert_eq!(answer.outcome, Outcome::Runs, "nothing has touched it");
         assert_eq!(ask(&helpers, Operation::Wake).await.outcome, Outcome::Unknown);
 
@@ -282,7 +282,7 @@ fn a_driver_without_the_calls_leaves_it_as_it_was() {
             };
             let (answer, ()) = tokio::join!(ask(&helpers, operation), served);
             assert_eq!(answer.outcome, outcome);
-            assert!(matches!(answer.failure, Some(Failure::NoCalls)), "{answer:?}");
+            assert!(matches!(answer.failure, Some(HelperFailure::NoCalls)), "{answer:?}");
         }
     });
 }
@@ -296,7 +296,7 @@ fn where_none_can_be_started_it_is_left_as_it_was() {
             let helpers = Helpers::new(start, LONG);
             let answer = ask(&helpers, Operation::Sleep).await;
             assert_eq!(answer.outcome, Outcome::Runs);
-            assert!(matches!(answer.failure, Some(Failure::NotStarted(_))), "{answer:?}");
+            assert!(matches!(answer.failure, Some(HelperFailure::NotStarted(_))), "{answer:?}");
             assert_eq!(ask(&helpers, Operation::Wake).await.outcome, Outcome::Unknown);
             assert_eq!(helpers.all.available_permits(), MAX_HELPERS);
         }
@@ -319,7 +319,7 @@ fn a_child_that_does_not_end_is_killed() {
         let helpers = Helpers::new(Start::Child(program), Patience { answer: Duration::from_secs(1), ..SHORT });
         let answer = ask(&helpers, Operation::Sleep).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
-        assert!(matches!(answer.failure, Some(Failure::TimedOut)), "{answer:?}");
+        assert!(matches!(answer.failure, Some(HelperFailure::TimedOut)), "{answer:?}");
         while places(&helpers).is_some() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
@@ -336,7 +336,7 @@ fn a_child_that_dies_leaves_the_state_unknown() {
     run(async {
         let answer = ask(&Helpers::new(Start::Child(program), LONG), Operation::Wake).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
-        assert!(matches!(answer.failure, Some(Failure::Died)), "{answer:?}");
+        assert!(matches!(answer.failure, Some(HelperFailure::Died)), "{answer:?}");
     });
 }
 

@@ -9,7 +9,7 @@ use tracing::{info, warn};
 
 use super::measure::unmeasured;
 use super::state::{Core, Gpu};
-use crate::daemon::gpu::nvml::{GpuDescription, Listing, Query, State};
+use crate::daemon::gpu::nvml::{GpuDescription, Listing, NvmlState, Query};
 use crate::scheduler::{ClientId, Event, GpuId};
 use crate::sys::clock;
 
@@ -38,7 +38,7 @@ impl Core {
 
     /// Whether NVML measures the memory in use on a GPU.
     pub(super) fn is_measured(&self, gpu: &Gpu) -> bool {
-        self.nvml.is_some() && self.nvml_state == State::Usable && gpu.index.is_some()
+        self.nvml.is_some() && self.nvml_state == NvmlState::Usable && gpu.index.is_some()
     }
 
     pub(super) fn gpus_listed(&mut self, Listing { gpus, failing, is_complete }: Listing) {
@@ -159,18 +159,18 @@ impl Core {
     }
 
     /// Records whether NVML can be queried.
-    pub(super) fn nvml_is(&mut self, state: State) {
+    pub(super) fn nvml_is(&mut self, state: NvmlState) {
         match &state {
-            State::Usable => info!(name: "nvml-usable", "NVML can be used"),
-            State::Released => info!(name: "driver-released", "the driver was released"),
-            State::Failed(e) => {
+            NvmlState::Usable => info!(name: "nvml-usable", "NVML can be used"),
+            NvmlState::Released => info!(name: "driver-released", "the driver was released"),
+            NvmlState::Failed(e) => {
                 info!(name: "no-nvml", "NVML cannot be used, and will be tried again; new GPUs are known from their clients only: {e}");
             }
         }
         self.nvml_state = state;
         self.publish_problems();
         // The scheduler may be waiting for a measurement, which will not come.
-        if self.nvml_state != State::Usable {
+        if self.nvml_state != NvmlState::Usable {
             let now = clock::now();
             let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
             measured.collect::<Vec<_>>().into_iter().for_each(|gpu| self.apply(unmeasured(gpu, now)));

@@ -15,7 +15,7 @@ use super::paused::Paused;
 use super::saved::{Saved, Saving};
 use super::state::Core;
 use crate::config::Config;
-use crate::daemon::checkpoint::{Answer, Failure, Operation, Outcome, Uuid};
+use crate::daemon::checkpoint::{HelperAnswer, HelperFailure, Operation, Outcome, Uuid};
 use crate::daemon::gpu::nvml::DriverVersions;
 use crate::identity::Identity;
 use crate::scheduler::{
@@ -163,7 +163,7 @@ impl Core {
     }
 
     /// Handles the result of an operation on a client's process.
-    pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &Answer) {
+    pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &HelperAnswer) {
         let Some(entry) = self.clients.get(&client) else { return };
         let (pid, name, tenant) = (entry.identity.pid, &entry.identity.name, &entry.identity.tenant);
         debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
@@ -174,7 +174,7 @@ impl Core {
             warn!(client = client.0, pid, "{name} cannot be {what} its GPUs: {failure}");
         }
         match answer.failure {
-            Some(Failure::NoCalls | Failure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
+            Some(HelperFailure::NoCalls | HelperFailure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
             None => self.no_checkpoints = None, // checkpoints work by now
             Some(_) => {}
         }

@@ -100,7 +100,7 @@ pub struct Core {
     pub(super) hours: Hours,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
     /// Whether NVML answers queries.
-    pub(super) nvml_state: nvml::State,
+    pub(super) nvml_state: nvml::NvmlState,
     pub(super) driver: DriverVersions,
     /// It has been logged that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
@@ -338,7 +338,7 @@ impl Core {
             usage: Usage::default(),
             hours: Hours::default(),
             nvml: None,
-            nvml_state: nvml::State::Usable,
+            nvml_state: nvml::NvmlState::Usable,
             driver: DriverVersions::default(),
             logged_unverified: false,
             settings,
@@ -439,8 +439,8 @@ impl Core {
 
     pub(super) fn driver_problem(&self) -> Option<String> {
         match &self.nvml_state {
-            nvml::State::Failed(e) => Some(format!("the NVIDIA driver cannot be used: {e}")),
-            nvml::State::Usable | nvml::State::Released => None,
+            nvml::NvmlState::Failed(e) => Some(format!("the NVIDIA driver cannot be used: {e}")),
+            nvml::NvmlState::Usable | nvml::NvmlState::Released => None,
         }
     }
 

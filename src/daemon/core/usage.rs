@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::state::Core;
 use crate::bus;
 use crate::daemon::metrics::snapshot::Counted;
-use crate::daemon::usage::{Account, Amounts, Answer, HOUR, HoursUsed, Keeper, Query, Tenants};
+use crate::daemon::usage::{Account, Amounts, HOUR, HoursUsed, Keeper, Query, Tenants, UsageAnswer};
 use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 use nvshare_wire::client::GpuKind;
@@ -159,7 +159,7 @@ impl Core {
     }
 
     /// Answers a query with the usage until now.
-    pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<Answer>) {
+    pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<UsageAnswer>) {
         self.record_usage();
         match &self.usage.keeper {
             Some(keeper) => keeper.read(query, reply),

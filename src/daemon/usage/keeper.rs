@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use tracing::{info, warn};
 
-use super::store::{FILE, Failure, MAX_ANSWER, Store, set_aside};
-use super::{Accounts, Answer, HOUR, HoursUsed, Job, Key, Query, Tenants};
+use super::store::{FILE, MAX_ANSWER, Store, StoreError, set_aside};
+use super::{Accounts, HOUR, HoursUsed, Job, Key, Query, Tenants, UsageAnswer};
 
 /// The most entries that are kept in memory while they cannot be saved: tenants' hours, and hours of programs whose rules limit
 /// their time. Beyond them, the oldest are dropped.
@@ -112,7 +112,7 @@ impl Records {
         }
     }
 
-    fn read(&mut self, query: &Query) -> Answer {
+    fn read(&mut self, query: &Query) -> UsageAnswer {
         let rows = match self.has_failed || self.path.exists() {
             true => self.with_store(|store, _| store.read(query)),
             false => Ok(BTreeMap::new()),
@@ -146,8 +146,8 @@ impl Records {
     /// Runs `what` on the database, and again on a new one if the database is damaged.
     fn with_store<T>(
         &mut self,
-        mut what: impl FnMut(&mut Store, &mut Self) -> Result<T, Failure>,
-    ) -> Result<T, Failure> {
+        mut what: impl FnMut(&mut Store, &mut Self) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
         let mut attempt = |records: &mut Self| {
             let mut store = match records.store.take() {
                 Some(store) => store,
@@ -159,7 +159,7 @@ impl Records {
             result
         };
         let result = attempt(self);
-        let Err(Failure::Unusable(reason)) = &result else { return result };
+        let Err(StoreError::Unusable(reason)) = &result else { return result };
         match set_aside(&self.path) {
             Ok(aside) => {
                 let (path, aside) = (self.path.display(), aside.display());
@@ -167,7 +167,7 @@ impl Records {
                 self.tidied = None;
                 attempt(self)
             }
-            Err(e) => Err(Failure::Other(format!("{reason}, and it cannot be set aside: {e}"))),
+            Err(e) => Err(StoreError::Other(format!("{reason}, and it cannot be set aside: {e}"))),
         }
     }
 }

@@ -175,7 +175,7 @@ impl Key {
 }
 
 /// The rows, or a sentence that explains why there are none.
-pub type Answer = Result<Vec<(Key, Amounts)>, String>;
+pub type UsageAnswer = Result<Vec<(Key, Amounts)>, String>;
 
 enum Job {
     /// Usage in the hour that begins at this time, in seconds since 1970, and seconds with the lock of programs whose rules limit
@@ -183,7 +183,7 @@ enum Job {
     Add(i64, Tenants, BTreeMap<String, f64>),
     Save,
     Keep(Duration),
-    Read(Query, oneshot::Sender<Answer>),
+    Read(Query, oneshot::Sender<UsageAnswer>),
     ReadHours(oneshot::Sender<HoursUsed>),
 }
 
@@ -230,7 +230,7 @@ impl Keeper {
         let _ = self.jobs.send(Job::Keep(keep));
     }
 
-    pub fn read(&self, query: Query, reply: oneshot::Sender<Answer>) {
+    pub fn read(&self, query: Query, reply: oneshot::Sender<UsageAnswer>) {
         let _ = self.jobs.send(Job::Read(query, reply));
     }
 

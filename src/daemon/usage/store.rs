@@ -67,14 +67,14 @@ const ADD: &str = "
 
 /// Why the database cannot be used.
 #[derive(Debug)]
-pub enum Failure {
+pub enum StoreError {
     /// The database is damaged.
     Unusable(String),
     /// The disk is full or read-only, the database is of another version of nvshare, or another condition that may pass.
     Other(String),
 }
 
-impl Failure {
+impl StoreError {
     pub fn reason(&self) -> &str {
         match self {
             Self::Unusable(reason) | Self::Other(reason) => reason,
@@ -82,7 +82,7 @@ impl Failure {
     }
 }
 
-impl From<rusqlite::Error> for Failure {
+impl From<rusqlite::Error> for StoreError {
     fn from(error: rusqlite::Error) -> Self {
         match error.sqlite_error_code() {
             Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase) => Self::Unusable(error.to_string()),
@@ -102,10 +102,10 @@ pub struct Store {
 
 impl Store {
     /// Opens the database, or creates it.
-    pub fn open(path: &Path) -> Result<Self, Failure> {
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
         // Other users must not read the names of programs.
         let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
-        created.map_err(|e| Failure::Other(e.to_string()))?;
+        created.map_err(|e| StoreError::Other(e.to_string()))?;
         let mut connection = Connection::open(path)?;
         connection.busy_timeout(Duration::from_secs(1))?;
         let version: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
@@ -119,12 +119,12 @@ impl Store {
             (VERSION, _) => {
                 let found: String = connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))?;
                 if found != "ok" {
-                    return Err(Failure::Unusable(found));
+                    return Err(StoreError::Unusable(found));
                 }
             }
             // The database stays as it is, for a return to the other version.
             _ => {
-                return Err(Failure::Other(format!(
+                return Err(StoreError::Other(format!(
                     "it has the format {version}, of another version of nvshare, instead of {VERSION}: move it away to begin a new one"
                 )));
             }
@@ -138,7 +138,7 @@ impl Store {
         &mut self,
         used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>,
         hours: impl Iterator<Item = (i64, &'a str, f64)>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), StoreError> {
         let transaction = self.connection.transaction()?;
         {
             let mut of_account = transaction.prepare(
@@ -173,7 +173,7 @@ impl Store {
     }
 
     /// Seconds with the lock of programs whose rules limit it.
-    pub fn read_hours(&self) -> Result<HoursUsed, Failure> {
+    pub fn read_hours(&self) -> Result<HoursUsed, StoreError> {
         let mut statement = self.connection.prepare("SELECT programs, begins, lock_seconds FROM hours")?;
         let mut rows = statement.query([])?;
         let mut all = HoursUsed::new();
@@ -185,11 +185,11 @@ impl Store {
 
     /// Joins hours before the last month into days, deletes rows older than `keep`, and deletes the oldest rows beyond the
     /// limits. `now` in seconds since 1970.
-    pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), Failure> {
+    pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), StoreError> {
         self.tidy_to(now, keep, MAX_ROWS)
     }
 
-    fn tidy_to(&mut self, now: i64, keep: Duration, most: i64) -> Result<(), Failure> {
+    fn tidy_to(&mut self, now: i64, keep: Duration, most: i64) -> Result<(), StoreError> {
         let transaction = self.connection.transaction()?;
         let keep = i64::try_from(keep.as_secs()).unwrap_or(i64::MAX);
         transaction.execute("DELETE FROM usage WHERE begins + lasts <= ?1", [now.saturating_sub(keep)])?;
@@ -215,7 +215,7 @@ impl Store {
     }
 
     /// The rows that match a query, summed by its columns: at most one more than [`MAX_ANSWER`].
-    pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, Failure> {
+    pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, StoreError> {
         // Groups by columns whose names only this function uses.
         let mut statement = self.connection.prepare(
             "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
@@ -473,14 +473,14 @@ mod tests {
             std::fs::write(&path, text).expect("a file");
             Store::open(&path).expect_err("not a database")
         };
-        assert!(matches!(failure(&"nonsense ".repeat(1000)), Failure::Unusable(_)));
+        assert!(matches!(failure(&"nonsense ".repeat(1000)), StoreError::Unusable(_)));
         std::fs::remove_file(&path).expect("removed");
         let newer = Connection::open(&path).expect("a database");
         newer.execute_batch("CREATE TABLE other (a); PRAGMA user_version = 2;").expect("a schema");
         drop(newer);
-        let Err(Failure::Other(reason)) = Store::open(&path) else { panic!("it is not damaged") };
+        let Err(StoreError::Other(reason)) = Store::open(&path) else { panic!("it is not damaged") };
         assert!(reason.contains("format 2"), "{reason}");
         let missing = Store::open(&directory.0.join("missing").join(FILE)).expect_err("no directory");
-        assert!(matches!(missing, Failure::Other(_)), "{missing:?}");
+        assert!(matches!(missing, StoreError::Other(_)), "{missing:?}");
     }
 }

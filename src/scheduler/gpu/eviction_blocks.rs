@@ -1,7 +1,7 @@
 //! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the
 //! client does not answer. It counts as unevictable, so other clients are asked for theirs, until it can leave again.
 
-use super::{ClientLock, Context, Gpu, Hold, ledger::State};
+use super::{ClientLock, Context, Gpu, Hold, ledger::Evictability};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
@@ -32,9 +32,9 @@ impl Gpu {
         let block = self.eviction_block(cx, client);
         let Some(attachment) = self.attachments.get_mut(&client) else { return };
         let now = match block {
-            Some(_) => State::Unevictable,
-            None if attachment.lock.hold.is_some() => State::Running,
-            None => State::Idle(attachment.lock.last_run),
+            Some(_) => Evictability::Unevictable,
+            None if attachment.lock.hold.is_some() => Evictability::Running,
+            None => Evictability::Idle(attachment.lock.last_run),
         };
         self.ledger.set_state(client, &mut attachment.entry, now);
     }

@@ -2,7 +2,7 @@
 
 use super::{
     Account, Context, Gpu,
-    shortfall::{Failure, Trial},
+    shortfall::{MappingFailure, Trial},
 };
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::collections::BTreeMap;
@@ -47,7 +47,7 @@ impl Gpu {
         }
         let failures = &mut attachment.failures;
         failures.in_a_row = failures.in_a_row.saturating_add(1);
-        failures.unexplained = Some(Failure { at: cx.now, others });
+        failures.unexplained = Some(MappingFailure { at: cx.now, others });
         failures.not_before = cx.now + FAILURE_TIMEOUT;
         fx.command(Command::MappingFailed { client, gpu: self.id, bytes, failures: failures.in_a_row });
         fx.wake(Wake::Failures(self.id), Some(cx.now + FAILURE_TIMEOUT));
@@ -66,7 +66,7 @@ impl Gpu {
         let Some(attachment) = self.attachments.get_mut(&client) else { return false };
         attachment.failures.measured(free, in_use);
         let failure = attachment.failures.unexplained.take_if(|failure| failure.at <= begun);
-        let Some(Failure { others, .. }) = failure else { return false };
+        let Some(MappingFailure { others, .. }) = failure else { return false };
         let has_others = others.iter().any(|other| match self.account(*other) {
             None => true, // it has gone, which made room
             Some(account) => {

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Sums {
     charge: u64,
-    /// Bytes of the charge that cannot leave: pinned bytes, and everything where [`State::Unevictable`].
+    /// Bytes of the charge that cannot leave: pinned bytes, and everything where [`Evictability::Unevictable`].
     unevictable: u64,
     /// Bytes that an eviction under way will free.
     evicting: u64,
@@ -29,17 +29,17 @@ struct Sums {
 
 impl Account {
     /// The account's contribution to the sums.
-    fn divide(&self, state: State) -> Sums {
-        let evictable = if state == State::Unevictable { 0 } else { self.evictable() };
-        let evicting = if state == State::Unevictable || self.eviction.is_none() {
+    fn divide(&self, state: Evictability) -> Sums {
+        let evictable = if state == Evictability::Unevictable { 0 } else { self.evictable() };
+        let evicting = if state == Evictability::Unevictable || self.eviction.is_none() {
             0
         } else {
             self.charge.saturating_sub(self.allowance.max(self.report.pinned))
         };
         let present = self.frees.present();
         let idle_since = match state {
-            State::Idle(since) => Some(since),
-            State::Running | State::Unevictable => None,
+            Evictability::Idle(since) => Some(since),
+            Evictability::Running | Evictability::Unevictable => None,
         };
         Sums {
             charge: self.charge.saturating_add(present),
@@ -56,7 +56,7 @@ impl Account {
 
 /// Whether a client's memory can leave the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) enum State {
+pub(crate) enum Evictability {
     /// The client holds the lock. Its memory can leave after it has released it.
     Running,
     /// The client does not hold the lock, since then.
@@ -70,7 +70,7 @@ pub(crate) enum State {
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Entry {
     tenant: TenantId,
-    state: State,
+    state: Evictability,
     account: Account,
     /// The entry's contribution to the ledger's sums.
     sums: Sums,
@@ -79,7 +79,7 @@ pub(crate) struct Entry {
 impl Entry {
     /// The account of a client that is idle since then. It counts in the sums from its first change on.
     pub fn new(now: Time, tenant: TenantId, account: Account) -> Self {
-        Self { tenant, state: State::Idle(now), account, sums: Sums::default() }
+        Self { tenant, state: Evictability::Idle(now), account, sums: Sums::default() }
     }
 
     /// The account on another GPU, where the client is idle since then.
@@ -132,7 +132,7 @@ impl Ledger {
     }
 
     /// Sets whether a client's memory can leave, and changes the sums with it.
-    pub fn set_state(&mut self, client: ClientId, entry: &mut Entry, state: State) {
+    pub fn set_state(&mut self, client: ClientId, entry: &mut Entry, state: Evictability) {
         entry.state = state;
         self.sum_up(client, entry);
     }
@@ -288,9 +288,9 @@ mod tests {
     #[test]
     fn unevictable_memory_counts_until_it_can_leave() {
         let (mut ledger, mut a, _) = ledger(5, 3);
-        ledger.set_state(A, &mut a, State::Unevictable);
+        ledger.set_state(A, &mut a, Evictability::Unevictable);
         assert_eq!((ledger.unevictable(), ledger.take_unevictable_fell()), (5, false));
-        ledger.set_state(A, &mut a, State::Running);
+        ledger.set_state(A, &mut a, Evictability::Running);
         assert_eq!(
             (ledger.unevictable(), ledger.take_unevictable_fell(), ledger.take_unevictable_fell()),
             (0, true, false)
@@ -302,9 +302,9 @@ mod tests {
         let (mut ledger, mut a, mut b) = ledger(5, 3);
         let order = |ledger: &Ledger| ledger.eviction_order().map(|(_, client)| client).collect::<Vec<_>>();
         assert_eq!(order(&ledger), [A, B]);
-        ledger.set_state(A, &mut a, State::Idle(at(20)));
+        ledger.set_state(A, &mut a, Evictability::Idle(at(20)));
         assert_eq!(order(&ledger), [B, A]);
-        ledger.set_state(B, &mut b, State::Running);
+        ledger.set_state(B, &mut b, Evictability::Running);
         assert_eq!(order(&ledger), [A], "a running client is not idle");
     }
 }

@@ -32,7 +32,7 @@ pub(crate) struct Failures {
     /// The same, with no other client's memory on the GPU.
     pub alone: u32,
     /// The failure that no measurement has explained yet.
-    pub unexplained: Option<Failure>,
+    pub unexplained: Option<MappingFailure>,
     /// The shortfall, in two parts: bytes that measurements show as free and that could not be mapped, and bytes that
     /// are to leave in addition.
     unavailable: u64,
@@ -46,7 +46,7 @@ pub(crate) struct Failures {
 }
 
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Failure {
+pub(crate) struct MappingFailure {
     pub at: Time,
     /// Other clients that had memory on the GPU that could leave.
     pub others: Vec<ClientId>,

@@ -21,7 +21,7 @@ const ROOM: Duration = Duration::from_secs(5);
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-enum State {
+enum Stage {
     Awake,
     Preparing,
     Checkpointing,
@@ -59,7 +59,7 @@ pub(crate) enum Step {
 /// A client that is not awake, should sleep, or could not.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
-    state: State,
+    state: Stage,
     /// It should sleep.
     is_wanted: bool,
     /// It is held off its GPUs until it is resumed; otherwise until it wants to enter the driver.
@@ -109,7 +109,7 @@ struct Moving {
 impl Entry {
     fn new() -> Self {
         Self {
-            state: State::Awake,
+            state: Stage::Awake,
             is_wanted: false,
             is_paused: false,
             is_drained: false,
@@ -150,7 +150,7 @@ impl Entry {
 
     /// Whether it could not sleep, and is asked again later.
     fn is_left_alone(&self) -> bool {
-        self.state == State::Awake && (self.due.is_some() || self.owes_answer)
+        self.state == Stage::Awake && (self.due.is_some() || self.owes_answer)
     }
 
     fn answer_move(&mut self, why: Option<MoveObstacle>) {
@@ -162,7 +162,7 @@ impl Entry {
     /// Keeps the client awake for this reason. A paused or drained client is asked again later.
     fn cannot(&mut self, now: Time, why: SleepObstacle) {
         self.answer_move(Some(MoveObstacle::Sleep(why)));
-        (self.state, self.obstacle, self.tried) = (State::Awake, Some(why), Some(now));
+        (self.state, self.obstacle, self.tried) = (Stage::Awake, Some(why), Some(now));
         self.is_wanted &= self.is_paused;
         self.due = None;
         if self.is_to_sleep() {
@@ -171,16 +171,16 @@ impl Entry {
     }
 
     fn runs(&mut self) {
-        (self.state, self.due, self.backoff) = (State::Awake, None, Duration::ZERO);
+        (self.state, self.due, self.backoff) = (Stage::Awake, None, Duration::ZERO);
     }
 
     fn is_asleep(&mut self, number: u64) -> Step {
         (self.due, self.backoff) = (None, Duration::ZERO);
         if self.is_to_sleep() {
-            (self.state, self.obstacle) = (State::Asleep, None);
+            (self.state, self.obstacle) = (Stage::Asleep, None);
             return Step::Sleeps;
         }
-        self.state = State::Waking(number);
+        self.state = Stage::Waking(number);
         Step::Wakes
     }
 }
@@ -192,8 +192,8 @@ pub(crate) struct Sleep {
 }
 
 impl Sleep {
-    fn state_of(&self, client: ClientId) -> State {
-        self.clients.get(&client).map_or(State::Awake, |entry| entry.state)
+    fn state_of(&self, client: ClientId) -> Stage {
+        self.clients.get(&client).map_or(Stage::Awake, |entry| entry.state)
     }
 
     pub fn forget(&mut self, client: ClientId) {
@@ -202,18 +202,18 @@ impl Sleep {
 
     /// Whether a client may not run: it must sleep regardless of its work, or is not awake.
     pub fn is_held_off(&self, client: ClientId) -> bool {
-        self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != State::Awake)
+        self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != Stage::Awake)
     }
 
     /// Whether the client has nothing on its GPUs, as far as is known.
     pub fn is_away(&self, client: ClientId) -> bool {
-        matches!(self.state_of(client), State::Asleep | State::Waking(_) | State::Lost)
+        matches!(self.state_of(client), Stage::Asleep | Stage::Waking(_) | Stage::Lost)
     }
 
     /// Whether a client is on its way off its GPUs. A client that is being settled does not count, since it may never
     /// get off them: it stays in that state while its process is stopped.
     pub fn is_leaving(&self, client: ClientId) -> bool {
-        matches!(self.state_of(client), State::Preparing | State::Checkpointing)
+        matches!(self.state_of(client), Stage::Preparing | Stage::Checkpointing)
     }
 
     /// When a client last could not sleep.
@@ -229,7 +229,7 @@ impl Sleep {
     /// Whether a client that is awake should be prepared as soon as possible.
     pub fn is_to_prepare(&self, client: ClientId) -> bool {
         let is_to = |entry: &Entry| {
-            entry.state == State::Awake
+            entry.state == Stage::Awake
                 && (entry.is_to_sleep() || entry.is_to_move())
                 && !entry.owes_answer
                 && entry.due.is_none()
@@ -240,7 +240,7 @@ impl Sleep {
     /// Clients that wait for room, in the order in which they get it.
     pub fn waking(&self) -> Vec<ClientId> {
         let number = |(client, entry): (&ClientId, &Entry)| match entry.state {
-            State::Waking(number) => Some((number, *client)),
+            Stage::Waking(number) => Some((number, *client)),
             _ => None,
         };
         let mut waking: Vec<(u64, ClientId)> = self.clients.iter().filter_map(number).collect();
@@ -256,14 +256,14 @@ impl Sleep {
     pub fn view(&self, client: ClientId) -> SleepView {
         let entry = self.clients.get(&client);
         let phase = match self.state_of(client) {
-            State::Awake => SleepPhase::Awake,
-            State::Preparing => SleepPhase::Preparing,
-            State::Checkpointing => SleepPhase::Checkpointing,
-            State::Asleep => SleepPhase::Asleep,
-            State::Waking(_) => SleepPhase::Waking,
-            State::Restoring => SleepPhase::Restoring,
-            State::Settling { .. } => SleepPhase::Settling,
-            State::Lost => SleepPhase::Lost,
+            Stage::Awake => SleepPhase::Awake,
+            Stage::Preparing => SleepPhase::Preparing,
+            Stage::Checkpointing => SleepPhase::Checkpointing,
+            Stage::Asleep => SleepPhase::Asleep,
+            Stage::Waking(_) => SleepPhase::Waking,
+            Stage::Restoring => SleepPhase::Restoring,
+            Stage::Settling { .. } => SleepPhase::Settling,
+            Stage::Lost => SleepPhase::Lost,
         };
         SleepView {
             phase,
@@ -281,8 +281,8 @@ impl Sleep {
         entry.is_wanted = true;
         entry.is_paused |= paused;
         entry.waking_for = None;
-        if let State::Waking(_) = entry.state {
-            entry.state = State::Asleep;
+        if let Stage::Waking(_) = entry.state {
+            entry.state = Stage::Asleep;
             entry.answer_move(None); // it is restored later
         }
     }
@@ -300,16 +300,16 @@ impl Sleep {
         entry.is_drained = is_drained;
         entry.missed.clear();
         match entry.state {
-            State::Awake => {
+            Stage::Awake => {
                 (entry.due, entry.obstacle) = (None, None);
                 Step::Stays
             }
-            State::Waking(_) if is_drained => {
-                entry.state = State::Asleep;
+            Stage::Waking(_) if is_drained => {
+                entry.state = Stage::Asleep;
                 entry.answer_move(None);
                 Step::Nothing
             }
-            State::Asleep if !entry.is_to_sleep() => entry.is_asleep(number),
+            Stage::Asleep if !entry.is_to_sleep() => entry.is_asleep(number),
             _ => Step::Nothing,
         }
     }
@@ -319,9 +319,9 @@ impl Sleep {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         match entry.state {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
-            State::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
-            State::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
-            State::Awake => entry.due = None, // tries again without waiting
+            Stage::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
+            Stage::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
+            Stage::Awake => entry.due = None, // tries again without waiting
             _ => {}
         }
         entry.moving = Some(Moving { to, is_moved: false, until: None });
@@ -336,12 +336,12 @@ impl Sleep {
     /// The move for which a client sleeps now.
     pub fn due_move(&self, client: ClientId) -> Option<Move> {
         let entry = self.clients.get(&client).filter(|entry| entry.is_to_move())?;
-        matches!(entry.state, State::Asleep | State::Waking(_)).then_some(entry.moving?.to)
+        matches!(entry.state, Stage::Asleep | Stage::Waking(_)).then_some(entry.moving?.to)
     }
 
     /// Whether a sleeping client waits for room on the GPU that it will move to. A waking client does not.
     pub fn waits_for_room(&mut self, now: Time, client: ClientId) -> bool {
-        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Asleep) else {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Asleep) else {
             return false;
         };
         let Some(moving) = entry.moving.as_mut() else { return false };
@@ -383,8 +383,8 @@ impl Sleep {
         }
         entry.is_drained = is_drained;
         match entry.state {
-            State::Waking(_) if is_drained => entry.state = State::Asleep,
-            State::Asleep if !entry.is_to_sleep() && entry.due.is_none() => entry.state = State::Waking(number),
+            Stage::Waking(_) if is_drained => entry.state = Stage::Asleep,
+            Stage::Asleep if !entry.is_to_sleep() && entry.due.is_none() => entry.state = Stage::Waking(number),
             _ => {}
         }
         if entry.is_to_sleep() && entry.moving.is_some_and(|moving| moving.is_moved) {
@@ -410,7 +410,7 @@ impl Sleep {
 
     /// The moves that put a client back where its process was, if the process cannot be restored on its new GPUs.
     pub fn ways_back(&self, client: ClientId) -> Vec<Move> {
-        let moves = if self.state_of(client) == State::Lost { Vec::new() } else { self.moves(client) };
+        let moves = if self.state_of(client) == Stage::Lost { Vec::new() } else { self.moves(client) };
         moves.into_iter().map(|Move { from, to }| Move { from: to, to: from }).collect()
     }
 
@@ -425,7 +425,7 @@ impl Sleep {
 
     /// Whether the helper's answer says that a client was not restored on its new GPUs.
     pub fn has_failed_to_move(&self, client: ClientId, outcome: SleepOutcome) -> bool {
-        let is_restored = |entry: &Entry| matches!(entry.state, State::Restoring | State::Settling { asked: true });
+        let is_restored = |entry: &Entry| matches!(entry.state, Stage::Restoring | Stage::Settling { asked: true });
         outcome == SleepOutcome::Asleep
             && self.clients.get(&client).is_some_and(|entry| is_restored(entry) && !entry.homes.is_empty())
     }
@@ -438,11 +438,11 @@ impl Sleep {
     /// Handles the connection of a client that an earlier scheduler told to sleep.
     pub fn found(&mut self, client: ClientId) -> Step {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
-        if entry.state != State::Awake {
+        if entry.state != Stage::Awake {
             return Step::Nothing;
         }
         entry.is_wanted = true;
-        entry.state = State::Settling { asked: true };
+        entry.state = Stage::Settling { asked: true };
         Step::Call(SleepOperation::Settle)
     }
 
@@ -455,13 +455,13 @@ impl Sleep {
         if resumed && entry.is_to_move() {
             entry.answer_move(Some(MoveObstacle::Resumed));
         }
-        if entry.state != State::Awake {
+        if entry.state != Stage::Awake {
             let reason = if resumed { WakeReason::Resumed } else { WakeReason::Call };
             entry.waking_for.get_or_insert((reason, now));
         }
         match entry.state {
-            State::Asleep if !entry.is_drained => entry.is_asleep(number),
-            State::Awake => {
+            Stage::Asleep if !entry.is_drained => entry.is_asleep(number),
+            Stage::Awake => {
                 if !entry.is_drained {
                     entry.due = None;
                 }
@@ -473,16 +473,16 @@ impl Sleep {
 
     /// Starts the preparation of a client that should sleep, and was found able to.
     pub fn prepare(&mut self, now: Time, client: ClientId) -> Step {
-        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Awake) else {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Awake) else {
             return Step::Nothing;
         };
-        (entry.state, entry.due) = (State::Preparing, Some(now + PREPARATION));
+        (entry.state, entry.due) = (Stage::Preparing, Some(now + PREPARATION));
         Step::Prepare
     }
 
     /// Keeps a client awake that cannot be prepared now.
     pub fn cannot_prepare(&mut self, now: Time, client: ClientId, why: SleepObstacle) {
-        if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == State::Awake) {
+        if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Awake) {
             entry.cannot(now, why);
         }
     }
@@ -491,13 +491,13 @@ impl Sleep {
     pub fn ready(&mut self, now: Time, client: ClientId, obstacle: Option<SleepObstacle>) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         entry.owes_answer = false;
-        if entry.state != State::Preparing {
+        if entry.state != Stage::Preparing {
             return Step::Nothing; // the client has been told since that it is awake
         }
         match obstacle {
             Some(why) => entry.cannot(now, why),
             None if entry.is_to_sleep() || entry.is_to_move() => {
-                (entry.state, entry.due) = (State::Checkpointing, None);
+                (entry.state, entry.due) = (Stage::Checkpointing, None);
                 return Step::Call(SleepOperation::Sleep);
             }
             None => entry.runs(),
@@ -509,7 +509,7 @@ impl Sleep {
     pub fn refused(&mut self, now: Time, client: ClientId, why: SleepObstacle) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         entry.owes_answer = false;
-        if entry.state != State::Preparing {
+        if entry.state != Stage::Preparing {
             return Step::Nothing;
         }
         entry.cannot(now, why);
@@ -518,10 +518,10 @@ impl Sleep {
 
     /// Starts the restore of a waking client: there is room for it.
     pub fn has_room(&mut self, client: ClientId) -> Step {
-        let Some(entry) = self.clients.get_mut(&client).filter(|entry| matches!(entry.state, State::Waking(_))) else {
+        let Some(entry) = self.clients.get_mut(&client).filter(|entry| matches!(entry.state, Stage::Waking(_))) else {
             return Step::Nothing;
         };
-        entry.state = State::Restoring;
+        entry.state = Stage::Restoring;
         Step::Call(SleepOperation::Wake)
     }
 
@@ -529,7 +529,7 @@ impl Sleep {
     pub fn answered(&mut self, now: Time, client: ClientId, outcome: SleepOutcome, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         let is_awaited =
-            matches!(entry.state, State::Checkpointing | State::Restoring | State::Settling { asked: true });
+            matches!(entry.state, Stage::Checkpointing | Stage::Restoring | Stage::Settling { asked: true });
         if !is_awaited {
             return Step::Nothing;
         }
@@ -539,7 +539,7 @@ impl Sleep {
         match outcome {
             SleepOutcome::Runs => {
                 // A restored client that should sleep again by now is prepared again.
-                match (entry.is_to_sleep() || entry.is_to_move()) && entry.state != State::Restoring {
+                match (entry.is_to_sleep() || entry.is_to_move()) && entry.state != Stage::Restoring {
                     true => entry.cannot(now, SleepObstacle::Failed),
                     false => entry.runs(),
                 }
@@ -552,24 +552,24 @@ impl Sleep {
                 Step::Runs
             }
             // A restore that failed, but not permanently, is retried after a delay.
-            SleepOutcome::Asleep if entry.state == State::Restoring && !entry.is_to_sleep() => {
-                entry.state = State::Asleep;
+            SleepOutcome::Asleep if entry.state == Stage::Restoring && !entry.is_to_sleep() => {
+                entry.state = Stage::Asleep;
                 entry.retry(now);
                 Step::Sleeps
             }
             SleepOutcome::Asleep => entry.is_asleep(number),
             // A helper that died took no time, so another is asked immediately; the attempts after that are delayed.
             SleepOutcome::Unknown if entry.unknown.is_zero() => {
-                (entry.state, entry.unknown) = (State::Settling { asked: true }, AGAIN.0);
+                (entry.state, entry.unknown) = (Stage::Settling { asked: true }, AGAIN.0);
                 Step::Call(SleepOperation::Settle)
             }
             SleepOutcome::Unknown => {
-                (entry.state, entry.due) = (State::Settling { asked: false }, Some(now + entry.unknown));
+                (entry.state, entry.due) = (Stage::Settling { asked: false }, Some(now + entry.unknown));
                 entry.unknown = (entry.unknown * 2).min(AGAIN.1);
                 Step::Nothing
             }
             SleepOutcome::Lost => {
-                (entry.state, entry.due) = (State::Lost, None);
+                (entry.state, entry.due) = (Stage::Lost, None);
                 entry.answer_move(Some(MoveObstacle::Sleep(SleepObstacle::Failed)));
                 Step::IsLost
             }
@@ -583,17 +583,17 @@ impl Sleep {
         };
         entry.due = None;
         match entry.state {
-            State::Preparing => {
+            Stage::Preparing => {
                 entry.owes_answer = true;
                 entry.cannot(now, SleepObstacle::Silent);
                 Step::Runs
             }
-            State::Settling { asked: false } => {
-                entry.state = State::Settling { asked: true };
+            Stage::Settling { asked: false } => {
+                entry.state = Stage::Settling { asked: true };
                 Step::Call(SleepOperation::Settle)
             }
-            State::Asleep if !entry.is_to_sleep() => {
-                entry.state = State::Waking(number);
+            Stage::Asleep if !entry.is_to_sleep() => {
+                entry.state = Stage::Waking(number);
                 Step::Wakes
             }
             _ => Step::Nothing,

@@ -26,7 +26,7 @@ use crate::config::Config;
 use crate::devices::Devices;
 use crate::lifecycle::Trouble;
 use crate::server::{GRACE, WHOLE_SERVER};
-use crate::sockets::{BindError, PluginSocket, State};
+use crate::sockets::{BindError, PluginSocket, SocketState};
 use crate::status::status_server::StatusServer;
 
 /// Period of checks of the sockets.
@@ -146,7 +146,7 @@ async fn serve(options: &Options, facts: Facts, register: watch::Sender<bool>) -
         let gone = async {
             loop {
                 match (own_socket.state(), registration_socket.state()) {
-                    (State::Ours, State::Ours) => sleep(LOOK).await,
+                    (SocketState::Ours, SocketState::Ours) => sleep(LOOK).await,
                     states => return states,
                 }
             }
@@ -154,13 +154,13 @@ async fn serve(options: &Options, facts: Facts, register: watch::Sender<bool>) -
         let end = facts.stopped.clone();
         let states = tokio::select! {
             states = gone => states,
-            () = listen(server, listener, end.clone()) => (State::Gone, State::Gone),
-            () = listen(Server::builder().add_service(registrations), desk, end) => (State::Gone, State::Gone),
+            () = listen(server, listener, end.clone()) => (SocketState::Gone, SocketState::Gone),
+            () = listen(Server::builder().add_service(registrations), desk, end) => (SocketState::Gone, SocketState::Gone),
             () = report => continue,
         };
         match states {
-            (State::Anothers, _) => return Err(BindError::Taken(own).to_string()),
-            (_, State::Anothers) => return Err(BindError::Taken(registration).to_string()),
+            (SocketState::Anothers, _) => return Err(BindError::Taken(own).to_string()),
+            (_, SocketState::Anothers) => return Err(BindError::Taken(registration).to_string()),
             _ => info!("a socket of the driver is gone: both are made again"),
         }
     }

@@ -14,7 +14,7 @@ use nvml_wrapper::enums::device::DeviceArchitecture;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, EventSet, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 use nvshare::gpu_faults::nvml::{advice, event, watch as watch_events};
-use nvshare::gpu_faults::{Answer, Event, Faults};
+use nvshare::gpu_faults::{Event, FaultAnswer, Faults};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 use tracing::{debug, info};
@@ -68,7 +68,7 @@ impl Watch {
                     if self.boards.is_empty() {
                         self.reports.send(Report::Nvml(None)).map_err(|_| Unheard)?;
                     } else {
-                        self.report(|_| Answer::Lost(why.clone()))?;
+                        self.report(|_| FaultAnswer::Lost(why.clone()))?;
                     }
                     thread::sleep(self.interval());
                 }
@@ -158,13 +158,13 @@ impl Watch {
         let mut is_lost = false;
         self.report(|board| {
             let answer = ask(nvml, board);
-            is_lost |= !matches!(answer, Answer::There(_));
+            is_lost |= !matches!(answer, FaultAnswer::There(_));
             answer
         })?;
         Ok(is_lost)
     }
 
-    fn report(&mut self, mut answers: impl FnMut(&Board) -> Answer) -> Result<(), Unheard> {
+    fn report(&mut self, mut answers: impl FnMut(&Board) -> FaultAnswer) -> Result<(), Unheard> {
         let mut gpus = Vec::new();
         for board in &self.boards {
             let trouble = self.faults.answered(&board.uuid, &answers(board), Instant::now());
@@ -175,15 +175,17 @@ impl Watch {
 }
 
 /// A GPU that answers reports its memory, unless it uses the host's memory.
-fn ask(nvml: &Nvml, board: &Board) -> Answer {
+fn ask(nvml: &Nvml, board: &Board) -> FaultAnswer {
     let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
         Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),
         Err(e) => Err(e),
     });
     match asked {
-        Ok(advice) => Answer::There(advice),
-        Err(e @ (NvmlError::GpuLost | NvmlError::DriverNotLoaded | NvmlError::NotFound)) => Answer::Lost(e.to_string()),
-        Err(e) => Answer::Silent(e.to_string()),
+        Ok(advice) => FaultAnswer::There(advice),
+        Err(e @ (NvmlError::GpuLost | NvmlError::DriverNotLoaded | NvmlError::NotFound)) => {
+            FaultAnswer::Lost(e.to_string())
+        }
+        Err(e) => FaultAnswer::Silent(e.to_string()),
     }
 }
 

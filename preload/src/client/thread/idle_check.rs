@@ -22,7 +22,7 @@ pub enum IdleCheck {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answer {
+pub enum Idleness {
     Idle,
     /// Not yet known.
     Pending,
@@ -31,22 +31,22 @@ pub enum Answer {
 }
 
 impl IdleCheck {
-    pub fn ask(&mut self, gpu: &'static Gpu) -> Answer {
+    pub fn ask(&mut self, gpu: &'static Gpu) -> Idleness {
         if matches!(self, Self::NotAsked) {
             *self = Self::Asked { since: Instant::now(), fence: None };
         }
-        let Self::Asked { since, fence } = self else { return Answer::Idle };
+        let Self::Asked { since, fence } = self else { return Idleness::Idle };
         if fence.is_none() {
             *fence = gpu.work.fence_of_contexts();
         }
         if fence.as_mut().is_some_and(|fence| gpu.work.is_done(fence)) {
             *self = Self::Idle;
-            return Answer::Idle;
+            return Idleness::Idle;
         }
         if since.elapsed() < PATIENCE {
-            return Answer::Pending;
+            return Idleness::Pending;
         }
         trace!("GPU {}: the driver does not say that the contexts are idle, so memory stays", gpu.index);
-        Answer::Busy
+        Idleness::Busy
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     CHORE_INTERVAL, ClientThread,
-    idle_check::{Answer, IdleCheck},
+    idle_check::{IdleCheck, Idleness},
 };
 use crate::{
     connection::{self},
@@ -121,9 +121,9 @@ impl ClientThread {
             return Err(Some(CALL_POLL_INTERVAL));
         }
         match check.ask(gpu) {
-            Answer::Idle => Ok(()),
-            Answer::Pending => Err(Some(CALL_POLL_INTERVAL)),
-            Answer::Busy => {
+            Idleness::Idle => Ok(()),
+            Idleness::Pending => Err(Some(CALL_POLL_INTERVAL)),
+            Idleness::Busy => {
                 *check = IdleCheck::default();
                 Err(None)
             }

@@ -68,13 +68,13 @@ pub struct SwapFile(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<FileState>,
     /// Changes whenever the threads have something to do.
     news: AtomicU32,
 }
 
 #[derive(Debug)]
-struct State {
+struct FileState {
     /// The size in bytes. All of it is reserved.
     size: u64,
     free: Extents,
@@ -170,7 +170,7 @@ impl Drop for FileCopy {
     }
 }
 
-impl State {
+impl FileState {
     /// Whether the file is no longer useful.
     fn is_over(&self) -> bool {
         self.status == Status::ReadOnly
@@ -187,7 +187,7 @@ impl SwapFile {
         let descriptor = fcntl_dupfd_cloexec(&descriptor, LOWEST_DESCRIPTOR).unwrap_or(descriptor);
         let identity = Identity::of(&descriptor)?;
         let number = descriptor.as_raw_fd();
-        let state = State {
+        let state = FileState {
             size: 0,
             free: Extents::default(),
             jobs: VecDeque::new(),

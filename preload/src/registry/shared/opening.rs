@@ -4,7 +4,7 @@ use super::{
     export,
     handle::{ExportHandle, IpcHandle},
     imports::{self, ANY_IMPORTS, Import, REGISTRY},
-    question::{Answer, ask},
+    question::{ExporterAnswer, ask},
 };
 use crate::{
     connection::outbox,
@@ -67,7 +67,7 @@ fn bring_in(handle: &ExportHandle, gpu: &'static Gpu, import: &mut Option<Import
     loop {
         let done = import.as_ref().map_or(0, |i| i.mapped);
         let first = layout.map_or(0, |(_, chunk)| done / chunk) as u32;
-        let Answer { bytes, chunk, descriptors, .. } = ask(handle, first)?;
+        let ExporterAnswer { bytes, chunk, descriptors, .. } = ask(handle, first)?;
         let end = u64::from(handle.offset).saturating_add(handle.size);
         let whole = |n: u64| n > 0 && n.is_multiple_of(GRANULE) && n <= MAX_BYTES;
         if !whole(bytes) || !whole(chunk) || end > bytes || layout.is_some_and(|known| known != (bytes, chunk)) {

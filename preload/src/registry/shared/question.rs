@@ -31,11 +31,11 @@ static ANSWERS: AtomicU32 = AtomicU32::new(0);
 #[derive(Debug)]
 struct Question {
     ticket: u32,
-    answer: Option<Answer>,
+    answer: Option<ExporterAnswer>,
 }
 
 #[derive(Debug)]
-pub struct Answer {
+pub struct ExporterAnswer {
     outcome: Sharing,
     pub bytes: u64,
     pub chunk: u64,
@@ -45,14 +45,14 @@ pub struct Answer {
 /// Called when an answer has arrived. If no request is waiting for it, its descriptors are closed.
 pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
     if let Some(question) = QUESTION.lock().as_mut().filter(|q| q.ticket == ticket && q.answer.is_none()) {
-        question.answer = Some(Answer { outcome, bytes, chunk, descriptors });
+        question.answer = Some(ExporterAnswer { outcome, bytes, chunk, descriptors });
     }
     ANSWERS.fetch_add(1, Ordering::SeqCst);
     futex::wake_all(&ANSWERS);
 }
 
 /// Requests the chunks from number `first` on.
-pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
+pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     let _waiting = waiting_for_client_thread();
     let begin = Instant::now();
@@ -63,7 +63,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
         let mut question = QUESTION.lock();
         let late = begin.elapsed() >= ANSWER_TIMEOUT;
         match question.as_mut().and_then(|q| q.answer.take()) {
-            Some(Answer { outcome: Sharing::Busy, .. }) if !late => {
+            Some(ExporterAnswer { outcome: Sharing::Busy, .. }) if !late => {
                 drop(question);
                 time::sleep(POLL_INTERVAL);
                 asked = false;

@@ -14,7 +14,7 @@ use tracing::debug;
 
 use super::{GpuDescription, Sample};
 use crate::gpu_faults::nvml::advice;
-use crate::gpu_faults::{Answer, Faults};
+use crate::gpu_faults::{FaultAnswer, Faults};
 use crate::scheduler::GpuId;
 use crate::sys::clock;
 
@@ -119,7 +119,7 @@ impl<'a> Devices<'a> {
         let found: Vec<(&Found<'_>, String, Device<'_>)> = uuids.collect();
         faults.only_there(&found.iter().map(|(_, uuid, _)| uuid.clone()).collect());
         let fault = |(found, uuid, board): (&Found<'_>, String, Device<'_>)| {
-            Some((found.gpu, faults.answered(&uuid, &Answer::There(advice(&board)), Instant::now())?))
+            Some((found.gpu, faults.answered(&uuid, &FaultAnswer::There(advice(&board)), Instant::now())?))
         };
         found.into_iter().filter_map(fault).collect()
     }

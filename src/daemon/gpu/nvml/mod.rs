@@ -70,12 +70,12 @@ pub enum Report {
     Used(Vec<Sample>),
     Driver(DriverVersions),
     /// Whether the daemon answers queries from now on.
-    State(State),
+    State(NvmlState),
 }
 
 /// Whether NVML can be queried.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
+pub enum NvmlState {
     /// NVML is open, or will be opened for the next query.
     Usable,
     /// An administrator released NVML.
@@ -140,7 +140,7 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     // The thread ends with the scheduling loop, when it can no longer report to it.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
-        let _ = reports.send(Report::State(State::Failed(format!("there is no thread for it: {e}"))));
+        let _ = reports.send(Report::State(NvmlState::Failed(format!("there is no thread for it: {e}"))));
     }
     ask
 }
@@ -170,7 +170,7 @@ struct Supervisor {
     asked_failing: Option<Time>,
     faults: Faults,
     /// The last reported state.
-    state: State,
+    state: NvmlState,
 }
 
 type Sent = Result<(), SendError<Report>>;
@@ -188,7 +188,7 @@ impl Supervisor {
             failing: BTreeMap::new(),
             asked_failing: None,
             faults: Faults::default(),
-            state: State::Usable,
+            state: NvmlState::Usable,
         }
     }
 
@@ -226,7 +226,7 @@ impl Supervisor {
             Query::Release(lasts, done) => {
                 self.close();
                 self.schedule.release(now, lasts);
-                self.say(State::Released)?;
+                self.say(NvmlState::Released)?;
                 let _ = done.send(()); // the receiver may be gone
                 return Ok(());
             }
@@ -236,7 +236,7 @@ impl Supervisor {
     }
 
     fn attach(&mut self, now: Time) -> Sent {
-        if self.schedule.attach(now) { self.say(State::Usable) } else { Ok(()) }
+        if self.schedule.attach(now) { self.say(NvmlState::Usable) } else { Ok(()) }
     }
 
     fn carry_out(&mut self, due: Due) -> Sent {
@@ -264,7 +264,7 @@ impl Supervisor {
                 self.close();
                 self.schedule.closed();
             }
-            Due::ReleaseEnds => self.say(State::Usable)?,
+            Due::ReleaseEnds => self.say(NvmlState::Usable)?,
         }
         Ok(())
     }
@@ -316,12 +316,12 @@ impl Supervisor {
             true => Ok(()),
             // The name of the crate that loads libraries means nothing to users.
             false => {
-                self.say(State::Failed(why.to_string().trim_start_matches("a libloading error occurred: ").into()))
+                self.say(NvmlState::Failed(why.to_string().trim_start_matches("a libloading error occurred: ").into()))
             }
         }
     }
 
-    fn say(&mut self, state: State) -> Sent {
+    fn say(&mut self, state: NvmlState) -> Sent {
         if self.state != state {
             self.state = state.clone();
             self.reports.send(Report::State(state))?;
@@ -369,7 +369,7 @@ impl Supervisor {
             reports.send(Report::Driver(DriverVersions { driver, nvml }))?;
         }
         self.schedule.works();
-        self.say(State::Usable)
+        self.say(NvmlState::Usable)
     }
 }
 
