@@ -26,7 +26,7 @@ fn plain(key: &str, value: &Variant<'_>) -> Result<Value, String> {
         Variant::I64(value) => number(Some(*value)),
         Variant::U64(value) => number(i64::try_from(*value).ok()),
         Variant::Array(all) => Ok(Value::Array(all.iter().map(|value| plain(key, value)).collect::<Result<_, _>>()?)),
-        _ => Err(format!("{key} is a text, a number, true or false, or a list of texts or numbers")),
+        _ => Err(format!("{key} must be a string, a number, true or false, or a list of strings or numbers")),
     }
 }
 

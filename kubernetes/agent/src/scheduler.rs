@@ -70,7 +70,7 @@ async fn serve(
             if std::mem::take(&mut is_first) {
                 info!("the scheduler knows {} pods of this node", pods.len());
             }
-            debug!("{} pods told within {} ms", pods.len(), began.elapsed().as_millis());
+            debug!("sent {} pods to the scheduler in {} ms", pods.len(), began.elapsed().as_millis());
             retry.reset();
         }
         link.is_up();

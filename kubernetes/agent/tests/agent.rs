@@ -170,7 +170,7 @@ fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
     agent.log.wait(said);
     node.api.put(pod(2, &[("nvshare.com/weight", "6")]));
     node.until_rule("team-a/pod-2", "weight", "6");
-    agent.log.wait_for("pods told within", 2);
+    agent.log.wait_for("pods to the scheduler in", 2);
     assert_eq!(agent.log.count(said), 1);
     assert!(!node.rules().contains_key("team-a/pod-1"));
 }
@@ -181,18 +181,18 @@ fn the_scheduler_is_told_no_more_often_than_needed() {
     node.api.put(pod(1, &[]));
     let _scheduler = node.scheduler();
     let agent = node.agent();
-    agent.log.wait("1 pods told within");
+    agent.log.wait("sent 1 pods");
     // Only the pod's status changes, which the scheduler does not need.
     for ready in ["False", "True", "False"] {
         node.api.put(with(pod(1, &[]), "/status/conditions/0/status", json!(ready)));
     }
     agent.log.wait("1 pods, of which nothing is new");
-    assert_eq!(agent.log.count("pods told within"), 1);
+    assert_eq!(agent.log.count("pods to the scheduler in"), 1);
     for number in 2..302 {
         node.api.put(pod(number, &[]));
     }
-    agent.log.wait("301 pods told within");
-    let count = agent.log.count("pods told within");
+    agent.log.wait("sent 301 pods");
+    let count = agent.log.count("pods to the scheduler in");
     assert!(count < 60, "{count} times for 300 pods");
 }
 

@@ -50,7 +50,7 @@ fn ten_thousand_pods_are_as_many_as_the_scheduler_takes() {
     }
     let _scheduler = node.scheduler();
     let agent = node.agent();
-    agent.log.wait("5000 pods told within");
+    agent.log.wait("sent 5000 pods");
     assert_eq!(agent.log.count("10000 pods are on this node, and the scheduler is told of 5000"), 1);
     assert_eq!(node.rules().len(), 5000);
     node.api.put(pod(1, &[("nvshare.com/weight", "60")]));

@@ -111,7 +111,7 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
         let program = asked.to.join(PROGRAM);
         match std::fs::remove_file(&program) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail(&program, e)),
-            _ => say(&format!("{}: programs may not be started from there, so {HIDDEN}", asked.to.display())),
+            _ => say(&format!("{} is on a file system mounted noexec, so {HIDDEN}", asked.to.display())),
         }
     } else {
         copy(Path::new("/proc/self/exe"), PROGRAM, 0o755)?;

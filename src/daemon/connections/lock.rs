@@ -246,7 +246,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
     let (arrival, keeper, held, place) = match taken_over() {
         Ok(taken_over) => taken_over,
         Err(e) => {
-            warn!(name: "lock-lost", client = name.client, "cannot take over a lock over D-Bus, which ends: {e}");
+            warn!(name: "lock-lost", client = name.client, "cannot restore a lock held over D-Bus, releasing it: {e}");
             systemd::forget(&name.to_string());
             // Closing is not enough: systemd still has the socket open.
             end.iter().for_each(|socket| socket::shut_down(socket.as_fd()));

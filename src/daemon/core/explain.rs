@@ -150,7 +150,7 @@ fn holds(gpu: &str, own: &HolderAhead) -> String {
         (LockState::Suspended, _) => format!("It holds {gpu}, and its process is stopped: others run beside it."),
         (LockState::Holding, Some(left)) => format!("It holds {gpu}; its turn ends in {}.", about(left)),
         (LockState::Holding, None) => format!("It holds {gpu}; its turn has no end yet."),
-        _ => format!("It holds {gpu}, and was asked to release it: it finishes its work."),
+        _ => format!("It holds {gpu} and was asked to release it; its submitted work is still running."),
     }
 }
 
@@ -172,7 +172,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             "It waits for room for its context on {gpu}: beside it, a program that is there could never run again."
         ),
         Obstacle::Memory(bytes) => {
-            format!("It waits until other programs have freed memory, to have {} in all.", units::size(*bytes))
+            format!("It waits for other programs to free memory, so that it can have {} in all.", units::size(*bytes))
         }
         Obstacle::Away(members) => {
             let members: Vec<String> = members.iter().map(|member| names.client(*member)).collect();

@@ -56,7 +56,7 @@ impl Core {
         if !self.is_of_one_kind(from, to) {
             let label = self.label(from).unwrap_or_default();
             return Err(fdo::Error::Failed(format!(
-                "{} is not of the same kind as {label}: model, memory and compute capability must be the same, and no GPU of the host be cut into slices",
+                "{} does not match {label}: both need the same model, memory size and compute capability, and no GPU of the host may be cut into slices",
                 named.label
             )));
         }

@@ -19,7 +19,7 @@ const MODE: u32 = 0o660;
 /// # Errors
 /// A sentence if the socket cannot be bound.
 pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String> {
-    let failed = |e: &dyn fmt::Display| format!("cannot serve metrics on {listen}, as [metrics] listen says: {e}");
+    let failed = |e: &dyn fmt::Display| format!("cannot serve metrics on {listen} (`listen` in [metrics]): {e}");
     match listen {
         Listen::Nowhere => Ok(None),
         Listen::Path(path) => {

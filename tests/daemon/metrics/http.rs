@@ -79,9 +79,9 @@ fn what_cannot_be_served_is_said_at_the_start() {
     let file = directory.0.join("file");
     std::fs::write(&file, "").expect("a file");
     let cases = [
-        (taken.clone(), format!("cannot serve metrics on {taken}, as [metrics] listen says: Address already in use")),
-        (file.display().to_string(), format!("[metrics] listen says: {} exists and is not a socket", file.display())),
-        ("/proc/no/metrics.sock".into(), "[metrics] listen says: cannot create the directory of".into()),
+        (taken.clone(), format!("cannot serve metrics on {taken} (`listen` in [metrics]): Address already in use")),
+        (file.display().to_string(), format!("(`listen` in [metrics]): {} exists and is not a socket", file.display())),
+        ("/proc/no/metrics.sock".into(), "(`listen` in [metrics]): cannot create the directory of".into()),
         ("9810".into(), "metrics.listen cannot be \"9810\": the path of a socket, like".into()),
     ];
     let _listener = TcpListener::bind(&taken);

@@ -260,7 +260,7 @@ impl Supervisor {
             }
             Due::Open => self.open()?,
             Due::Close => {
-                debug!("nobody needs NVML: the driver is let go of");
+                debug!("closing NVML, which no client uses");
                 self.close();
                 self.schedule.closed();
             }
