@@ -31,7 +31,7 @@ impl Machine {
                 let short = self.collect(id, reserved_ahead, &[holder], &next);
                 if short > 0 {
                     // The holder waits for bytes of other holders. Only the holder granted first does: two holders that
-                    // wait for each other would wait forever, so the others are revoked even if they lack bytes themselves.
+                    // wait for each other would never continue, so the others are revoked even if they lack bytes.
                     pressure.short = pressure.short.max(short);
                     pressure.grower = Some(holder);
                 }
