@@ -1,4 +1,4 @@
-//! What is known of a client, on whichever GPUs it is.
+//! Records of a client that do not depend on a GPU.
 
 use crate::api::*;
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ pub(crate) struct Client {
     pub named: u64,
     pub tenant: TenantId,
     pub stopped: bool,
-    /// When its last message came.
+    /// When its last message arrived.
     pub heard: Time,
     /// When the daemon was last asked to probe the process, and the least time until the next probe.
     pub probed: Option<(Time, Duration)>,

@@ -1,5 +1,5 @@
 //! The effects of decisions. Components do not call each other: each records here the commands to send, the GPUs to
-//! settle and the times to look again, and the machine acts on that.
+//! settle and the times of checks, and the machine acts on them.
 
 use crate::{
     api::*,
@@ -44,7 +44,7 @@ impl Effects {
         self.touched.pop_first()
     }
 
-    /// Marks a client whose memory is being taken back, so that the time of its answer is set.
+    /// Marks a client whose memory is being taken back, so that the deadline of its answer is set.
     pub fn check(&mut self, client: ClientId) {
         self.checks.push(client);
     }
@@ -72,7 +72,7 @@ impl Effects {
         self.timers.pop(now)
     }
 
-    /// Forgets what was to be done about a GPU.
+    /// Cancels the pending work for a GPU.
     pub fn forget(&mut self, gpu: GpuId) {
         self.untouch(gpu);
         let all = [Wake::Gpu, Wake::Verification, Wake::Failures, Wake::HeldRequests];

@@ -1,4 +1,5 @@
-//! Entities: what is queued and granted as one; and owners: whose turns count together.
+//! Entities: the units of queueing and granting. Owners: the units to which turns are
+//! charged.
 
 use crate::api::{ClientId, GroupId, TenantId};
 

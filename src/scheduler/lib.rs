@@ -7,17 +7,18 @@
 //! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
 //! - `model`: questions about the present state that concern more than one component.
 //! - `machine`: the state, and the dispatch of events to components.
-//! - `settle`: the ordered steps that bring one GPU to rest after a change: memory first, then the lock.
-//! - `gpu`: the clients that have attached a GPU, and the memory that each may have mapped there.
-//! - `lock`: the holders of each GPU's lock, and the queue of requests for it.
+//! - `settle`: the ordered steps that update one GPU after a change: memory first, then the lock.
+//! - `gpu`: the clients that have attached a GPU, the memory that each may have mapped there, and the holders of its
+//!   lock.
+//! - `queue`: the queue of requests for each GPU's lock.
 //! - `quota`: how much each client may allocate.
-//! - `fairness`: the order in which clients are served, and the part of the GPU's time that each gets.
+//! - `fairness`: the order in which clients are served, and each client's part of the GPU's time.
 //! - `policy`: the length of turns, and the order of requests of one owner: first come, first served, or least attained
 //!   service.
 //! - `placement`: the choice of a GPU for programs that do not choose one.
-//! - `sleep`: which clients are off their GPUs, and how far each has got on the way there or back.
-//! - `client`: what is known of a client, on whichever GPUs it is.
-//! - `entity`: what is queued and granted as one: a client or a gang.
+//! - `sleep`: clients that are off their GPUs, and each client's progress on the way off or back.
+//! - `client`: records of a client that do not depend on a GPU.
+//! - `entity`: the unit of queueing and granting: a client or a gang.
 //! - `rules`: what rules and environments say about each client.
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
 //! - `timers`: wake-ups, one per reason.

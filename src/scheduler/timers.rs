@@ -11,7 +11,7 @@ pub(crate) enum Wake {
     Gpu(GpuId),
     /// The client's answer to a revoke or an eviction is due.
     Client(ClientId),
-    /// The entity's request may join the queues, or ages.
+    /// The entity's request may join the queues, or it ages.
     Entity(Entity),
     /// Unverified bytes expire.
     Verification(GpuId),
@@ -25,7 +25,7 @@ pub(crate) enum Wake {
     Eviction(ClientId, GpuId),
     /// The client's memory has been at rest for a while.
     Ahead(ClientId, GpuId),
-    /// The client has not prepared to sleep in time, or what failed is tried again.
+    /// The client has not prepared to sleep in time, or a failed step is due to be retried.
     Sleep(ClientId),
 }
 

@@ -1,4 +1,4 @@
-//! Commands: what the daemon is to send, to measure or to log.
+//! Commands: messages to send, measurements to make, and changes to log.
 
 use super::*;
 
@@ -16,11 +16,11 @@ pub enum Denial {
     EnvLimit,
     /// The client's context and the memory of another client do not fit on the GPU together.
     NoContext,
-    /// The driver cannot map what the client needs, although no other client has memory on the GPU.
+    /// The driver repeatedly failed to map the client's demand, although no other client has memory on the GPU.
     Unmappable,
 }
 
-/// Why a client's memory cannot leave a GPU at present.
+/// Why a client's memory cannot be evicted from a GPU at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EvictionBlock {
@@ -36,19 +36,19 @@ pub enum EvictionBlock {
     Stopped,
     /// The client was revoked and cannot drain.
     Undrainable,
-    /// Measurements still show memory that the client reported as freed. The client's other memory can leave.
+    /// Measurements still show memory that the client reported as freed. The client's other memory can be evicted.
     Unfreed,
 }
 
-/// Why a room cannot be had. Amounts are bytes.
+/// Why a room is impossible. Amounts are bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoomObstacle {
-    /// No more than `most` could be kept free if all clients' memory left.
+    /// At most `most` bytes could be kept free, even if all memory of clients were evicted.
     TooLarge { most: u64 },
-    /// Memory that cannot leave takes this number of bytes of it.
+    /// Unevictable memory takes `bytes` bytes of the room.
     Unevictable { bytes: u64 },
-    /// Memory that was to leave has not left in time.
+    /// Memory that was to be evicted has not been evicted in time.
     Late,
     /// The GPU is gone.
     Gone,
@@ -79,9 +79,9 @@ pub enum Command {
     /// Answers [`Event::ReservationRequested`]: `bytes` are free and kept for the client for 500 ms. They may be fewer
     /// than it asked for.
     Reserved { client: ClientId, gpu: GpuId, bytes: u64 },
-    /// The bytes that the client may have mapped on this GPU from now on. Sent whenever that changes. If it has more
-    /// mapped it evicts the excess, then acknowledges `seq` by `ack` of a report. `seq` counts up from 1 for each
-    /// client and GPU.
+    /// The bytes that the client may have mapped on this GPU from now on. Sent whenever that number changes. A client
+    /// with more mapped memory evicts the excess, then acknowledges `seq` by `ack` of a report. `seq` counts up from 1
+    /// for each client and GPU.
     Allowance { client: ClientId, gpu: GpuId, seq: u32, bytes: u64 },
     /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all of them are free for
     /// it and its memory is allowed there.
@@ -89,11 +89,11 @@ pub enum Command {
     /// The holder is to drain and release these GPUs. It answers with [`Event::Released`], or with [`Event::Stuck`] and
     /// is then asked again later.
     Revoke { client: ClientId, gpus: GpuSet },
-    /// About `bytes` of the client's memory will have to leave when its turn is over, or may have to when another client
-    /// comes. It may allocate host memory for them now.
+    /// About `bytes` of the client's memory will have to be evicted when its turn is over, or may have to be when
+    /// another client arrives. It may allocate host memory for them now.
     Prepare { client: ClientId, gpu: GpuId, bytes: u64 },
     /// To a holder: `waiters` requests wait for these GPUs, so it is to release the lock once it has been idle for
-    /// `grace`. 0 waiters: no request waits any more, and the holder may stay idle.
+    /// `grace`. 0 waiters: no request is waiting any more, and the holder may stay idle.
     Contended { client: ClientId, gpus: GpuSet, waiters: u32, grace: Duration },
     /// The reason why the client still waits for these GPUs, for its debug log. Sent when the reason changes.
     Waiting {
@@ -102,14 +102,15 @@ pub enum Command {
         #[serde(with = "crate::encoding::WaitReason")]
         why: WaitReason,
     },
-    /// The client has not answered a revoke or an eviction in time: the daemon is to find out whether its process is
+    /// The client has not answered a revoke or an eviction in time: the daemon is to determine whether its process is
     /// stopped, and to answer with [`Event::Stopped`].
     Probe { client: ClientId },
     /// The daemon is to measure memory in use on the GPU and to answer with [`Event::GpuOverhead`], then
     /// [`Event::Measured`]. Sent when a decision depends on memory that a client reports to have or to have freed, or
     /// when a mapping failed.
     Measure { gpu: GpuId },
-    /// For the log: the client's memory cannot leave the GPU from now on, so other clients are asked for theirs.
+    /// For the log: the client's memory cannot be evicted from the GPU from now on, so other clients are asked for
+    /// theirs.
     EvictionBlocked { client: ClientId, gpu: GpuId, why: EvictionBlock },
     /// For the log: a client released the GPU because the driver had no room for `bytes` that it was allowed to map,
     /// for the `failures`-th time in a row.
@@ -128,8 +129,8 @@ pub enum Command {
     /// [`Event::Checkpointed`] in bounded time, even if the helper fails.
     /// `moves`: if a wake is on other GPUs than before, the old and the new GPU of each.
     Checkpoint { client: ClientId, operation: SleepOperation, moves: Vec<Move> },
-    /// Everything that the client had on one GPU, including its requests, is on the other from now on: this and all
-    /// later commands and events mean the other GPU. The client sleeps; `Awake` tells it.
+    /// All records of the client on GPU `from`, including its requests, are on GPU `to` from now on: this and all later
+    /// commands and events mean `to`. The client is asleep; `Awake` will notify it.
     Moved { client: ClientId, from: GpuId, to: GpuId },
     /// Answers [`Event::Migrate`], or reports the outcome of a move off a drained GPU: the client is on the other GPU,
     /// or (`why`) is not moved there. A client that stays asleep may still turn out to be unable to run there; it then

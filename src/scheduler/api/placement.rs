@@ -1,4 +1,4 @@
-//! Where programs run that choose no GPU.
+//! Placement of programs that choose no GPU.
 
 use super::GpuId;
 
@@ -35,7 +35,7 @@ pub struct PlacementRequest {
     pub candidates: Vec<GpuId>,
     /// The number of GPUs; 0 counts as 1.
     pub count: u32,
-    /// Bytes that the program needs on each GPU, its context left out. `None`: unknown.
+    /// Bytes that the program needs on each GPU, without its context. `None`: unknown.
     pub bytes: Option<u64>,
     /// The placement is for the program that this process is about to become or to start.
     pub ahead: bool,

@@ -20,13 +20,13 @@ pub struct Group {
 pub struct RuleLimits {
     /// The most that the group may allocate on each GPU, contexts included.
     pub memory_max: Amount,
-    /// This much of the group's memory on each GPU is evicted only when no other client has memory to give.
+    /// This much of the group's memory on each GPU is evicted only when no other client has evictable memory.
     pub memory_low: Option<Amount>,
-    /// Bytes that the group may allocate over all GPUs: all of them may have to leave for host memory. `None`: no
+    /// Bytes that the group may allocate over all GPUs: all of them may have to be evicted to host memory. `None`: no
     /// limit.
     pub swap_max: Option<u64>,
     pub on_memory_full: OnMemoryFull,
-    /// When its clients are put to sleep. `None`: as the settings say.
+    /// When its clients are put to sleep. `None`: the setting applies.
     #[serde(default)]
     pub sleep_after: Option<SleepAfter>,
     /// The group's share of GPU time. `None`: its clients take turns with all other clients of their tenant.
@@ -46,7 +46,7 @@ pub struct EnvLimits {
     pub weight: Option<u16>,
 }
 
-/// How long a client is idle before it is put to sleep where others lack room. The shorter is the lesser.
+/// How long a client is idle before it is put to sleep if others lack room. Shorter times order first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepAfter {
@@ -55,7 +55,7 @@ pub enum SleepAfter {
 }
 
 impl SleepAfter {
-    /// `None`: for ever.
+    /// `None`: the client is not put to sleep.
     pub fn time(self) -> Option<Duration> {
         match self {
             Self::Idle(time) => Some(time),
@@ -87,15 +87,15 @@ impl Default for Share {
     }
 }
 
-/// What happens to an allocation that finds no room, under a group's limit or in host memory.
+/// The handling of an allocation that finds no room, under a group's limit or in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {
     /// It fails.
     #[default]
     Fail,
-    /// It waits until other clients have freed enough. The oldest of the group's is served first, and later ones wait
-    /// until it has been.
+    /// It waits until other clients have freed enough. A group's oldest allocation is served first, and later ones wait
+    /// for it.
     Wait,
 }
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 pub enum AntiThrash {
     /// One holder at a time, each for the whole time quantum.
     On,
-    /// Turns are short while no memory must move, and last the time quantum when memory must. Holders that fit together
-    /// may run at the same time.
+    /// Turns are short while no memory has to move. Otherwise they last a multiple of the time to move it, at most the
+    /// time quantum. Holders that fit together may run at the same time.
     #[default]
     Auto,
     /// Holders exclude each other only where their bytes do not fit together.
@@ -40,7 +40,7 @@ pub struct Settings {
     pub max_wait: Duration,
     pub anti_thrash: AntiThrash,
     pub policy: PolicyName,
-    /// Bytes of each GPU that are given to no client.
+    /// Bytes of each GPU that no client gets.
     pub reserve: u64,
     /// Bytes that a CUDA context counts for until its size has been measured.
     pub context: u64,
@@ -48,13 +48,13 @@ pub struct Settings {
     pub time_period: Duration,
     /// How a GPU is chosen for programs that choose none.
     pub placement: Placement,
-    /// How long a client is idle before it is put to sleep where others lack room. `None`: for ever.
+    /// How long a client is idle before it is put to sleep if others lack room. `None`: it is not put to sleep.
     #[serde(default)]
     pub sleep_after: Option<Duration>,
 }
 
 impl Settings {
-    /// The length of a turn of a group that is below its minimum.
+    /// The length of a holder's turn while a client of a group below its minimum waits.
     pub(crate) fn slice(&self) -> Duration {
         self.time_period / 40
     }

@@ -3,7 +3,7 @@
 use super::GpuId;
 use std::time::Duration;
 
-/// What the checkpoint helper is asked to do with a client's process.
+/// An operation of the checkpoint helper on a client's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepOperation {
@@ -11,11 +11,11 @@ pub enum SleepOperation {
     Sleep,
     /// Restore it and unlock it.
     Wake,
-    /// Find out whether it runs, and unlock it if it is locked and still on its GPUs.
+    /// Determine whether it runs, and unlock it if it is locked and still on its GPUs.
     Settle,
 }
 
-/// In which state the helper left the process.
+/// The state in which the helper left the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepOutcome {
@@ -23,7 +23,7 @@ pub enum SleepOutcome {
     Asleep,
     /// It never runs again: its restore failed permanently, or it has ended.
     Lost,
-    /// The helper died, took too long, or could not find out.
+    /// The helper died, took too long, or could not determine the state.
     Unknown,
 }
 
@@ -49,13 +49,13 @@ pub enum SleepObstacle {
     Capture,
     /// It is in a gang.
     Gang,
-    /// It has no context, or waits for one.
+    /// It has no context, or is waiting for one.
     NoContext,
     /// Its process is not visible to the daemon.
     Unreachable,
-    /// Neither the driver nor the daemon can do it here.
+    /// Neither the driver nor the daemon supports it here.
     Unsupported,
-    /// Memory in use on its GPUs is not measured, so it would be unknown when its GPUs have room for it again.
+    /// Memory in use on its GPUs is not measured, so the scheduler could not tell when they have room for it again.
     Unmeasured,
     /// It has not answered.
     Silent,
@@ -63,7 +63,7 @@ pub enum SleepObstacle {
     Failed,
 }
 
-/// A client's attachment goes from one GPU to another.
+/// The move of a client's attachment from one GPU to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Move {
     pub from: GpuId,
@@ -85,17 +85,17 @@ pub enum MoveObstacle {
     NoRoom,
     /// The other GPU is drained.
     Drained,
-    /// It is being moved already, or sleeps and has been moved from too many GPUs to be told of another one.
+    /// The client is already being moved, or it is asleep and its list of past GPU moves is full.
     Moving,
     /// It cannot sleep.
     Sleep(SleepObstacle),
     /// It was resumed before it slept.
     Resumed,
-    /// It could not be restored on the other GPU, and comes back where it was.
+    /// It could not be restored on the other GPU, and is moved back.
     Failed,
 }
 
-/// How far a client has got on its way off its GPUs, or back.
+/// A client's progress on its way off its GPUs, or back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepPhase {
     Awake,
@@ -128,11 +128,11 @@ pub struct SleepView {
     pub woken: Option<Woken>,
 }
 
-/// How a client came back to its GPUs.
+/// How a client was restored to its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Woken {
     pub by: WakeReason,
-    /// From the request to wake until it was back.
+    /// The time from the request to wake until the client was restored.
     pub took: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! The least and the most GPU time that an owner gets within a period.
+//! The minimum and the maximum of the GPU time that an owner gets within a period.
 
 use super::{ShareOwner, Shares, usage::Window};
 use crate::{api::*, gpu::Hold, queue::Entity};
@@ -25,7 +25,7 @@ pub(super) fn is_watched(share: Share) -> bool {
 impl<'a> Shares<'a> {
     /// An owner's usage of a GPU within the last period.
     fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'a> {
-        // A bypassed holder takes nothing from others of its owner.
+        // A bypassed holder takes no time from others of its owner.
         let is_own = |client, hold: &Hold| self.owner(client) == Some(owner) && !hold.is_bypassed();
         let holds = self.gpus.holds_on(id).filter(|(client, hold)| is_own(*client, hold));
         let since = holds.map(|(_, hold)| hold.since).min();
@@ -47,8 +47,8 @@ impl<'a> Shares<'a> {
         min > 0 && self.window(owner, id).used(self.now) < part(min, self.settings)
     }
 
-    /// When the group of a holder will have used its maximum; a time that is not in the future if it has. `None`: it
-    /// has no maximum.
+    /// When the owner of a holder will have used its maximum; the present time if it already has. `None`: it has no
+    /// maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
         let owner = self.owner(holder)?;
         let share = self.share(owner);
@@ -62,8 +62,8 @@ impl<'a> Shares<'a> {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may hold none of these GPUs, because its group has used its maximum. By then enough of the
-    /// usage for a turn is more than a period ago. `None`: it may hold them.
+    /// Until when a client may hold none of these GPUs because its owner has used its maximum. By then, enough usage
+    /// for a turn is older than a period. `None`: it may hold them.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
         let owner = self.owner(client)?;
         let share = self.share(owner);
@@ -83,7 +83,7 @@ impl<'a> Shares<'a> {
         until.max().map(|until| until.max(self.now + LEAST_PAUSE))
     }
 
-    /// The same for all clients of a request.
+    /// The latest of `capped_until` for all clients of a request.
     pub fn request_capped_until(&self, entity: Entity) -> Option<Time> {
         if self.rules.are_none() {
             return None;

@@ -20,8 +20,8 @@ impl Shares<'_> {
         self.rules.have_classes()
     }
 
-    /// The class of a client that wants or holds these GPUs: the last of the classes of its gang's members, which run
-    /// together. So no client gains by joining a gang.
+    /// The class of a client that wants or holds these GPUs: the worst of the classes of its gang's members, which run
+    /// together. So a client cannot gain by joining a gang.
     pub fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         if self.rules.are_none() {
             return Class::default();
@@ -46,7 +46,7 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether two clients are of the same tier, and so divide the time that better tiers leave.
+    /// Whether two clients are of the same tier, and so divide the time that better tiers leave over.
     pub fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
         self.share_of(one).tier() == self.share_of(other).tier()
     }
@@ -63,7 +63,7 @@ impl Shares<'_> {
             return Precedence::Equal;
         }
         let (first, has) = (request.key.class, self.class_of_holder(holder));
-        // Even if it has used more than its share.
+        // An interactive holder counts as interactive even if it has used more than its share.
         let is_interactive = has.interactive_first.0 || self.share_of(holder).interactive;
         match (first.tier.cmp(&has.tier), first.interactive_first.0, (first.below_minimum.0, has.below_minimum.0)) {
             (Ordering::Less, ..) => Precedence::Before,

@@ -1,4 +1,4 @@
-//! The part of a GPU's time that is due to each client: for people, who compare it with each client's actual part. No
+//! The part of a GPU's time that is due to each client, for users who compare it with the client's actual part. No
 //! decision depends on it.
 
 use super::{ShareOwner, Shares};
@@ -18,14 +18,14 @@ impl Shares<'_> {
             return BTreeMap::new();
         };
         let is_best = |client: &&ClientId| self.share_of(**client).tier() == best;
-        // Members of a gang run at the same moment, so together they count once.
+        // Members of a gang run at the same time, so they count once.
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
         for client in clients.iter().filter(is_best) {
             if let Some(owner) = self.owner(*client) {
                 owners.entry(owner).or_default().insert(self.queues.entity(*client));
             }
         }
-        // Once for each owner: a weight can take time in proportion to the number of clients.
+        // Computed once per owner: computing a weight can take time proportional to the number of clients.
         let weigh = |(owner, requests): (ShareOwner, BTreeSet<Entity>)| {
             (owner, (u64::from(self.weight_on(owner, id)), requests.len() as u64))
         };

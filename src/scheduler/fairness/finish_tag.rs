@@ -3,10 +3,10 @@
 //! a share). The policy orders the clients of one owner.
 //!
 //! An owner that held the lock while others waited has used some of their time. Its *finish tag* is the time at which
-//! it will have waited that off: the time it used, scaled by the weights of the waiting owners over its own weight. Its
-//! next request is queued by that tag. Time in which no client could run because the owner's memory was being moved in
-//! counts as used. So a tenant with ten clients gets no more turns than a tenant with one, and a new client does not
-//! wait for others to catch up with it.
+//! it will have waited for as long in return: the time it used, scaled by the weights of the waiting owners over its
+//! own weight. Its next request is queued by that tag. Time in which no client could run because the owner's memory was
+//! being moved in counts as used. So a tenant with ten clients gets no more turns than a tenant with one, and a new
+//! client does not wait for others to catch up with it.
 //!
 //! Tags are times on the machine's clock.
 
@@ -28,7 +28,7 @@ impl ServiceWeights {
         scaled(time, self.others.into(), self.own.into())
     }
 
-    /// After how much service the owner's finish tag has advanced by `time`.
+    /// The amount of service after which the owner's finish tag has advanced by `time`.
     pub fn service_until(self, time: Duration) -> Duration {
         scaled(time, self.own.into(), u128::from(self.own) + u128::from(self.others))
     }
@@ -105,8 +105,8 @@ impl Shares<'_> {
         Some((begun.saturating_add(waited).saturating_add(weights.wait_for(waited)), weights))
     }
 
-    /// The summed weights of the other owners of the same tier that wait for a GPU, each for no more than its clients
-    /// that wait. For the client's own tag, other clients of its group or tenant count too.
+    /// The summed weights of the other owners of the same tier that wait for a GPU, each counted only for its waiting
+    /// clients. For the client's own tag, other clients of its group or tenant count too.
     fn weights_of_others(&self, client: ClientId, owner: ShareOwner, id: GpuId) -> u32 {
         let own = self.owner(client);
         // Without limits of environments, all clients of an owner have its share.
@@ -128,7 +128,7 @@ impl Shares<'_> {
         others.into_values().fold(0, u32::saturating_add)
     }
 
-    /// The weight of an owner, whose clients have its share, that waits for a GPU.
+    /// The weight of an owner that waits for a GPU, if all of its clients have its share.
     fn waiting_weight(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let weight = self.weight(owner);
         match owner {
@@ -159,12 +159,12 @@ impl Shares<'_> {
         self.owners(client).filter_map(|owner| self.state.finish_tag(owner, id)).max().unwrap_or_default()
     }
 
-    /// By how much the finish tags of all clients that want a GPU exceed the present time, because the owners for which
-    /// they would wait have gone. A time quantum of it is kept, since turns do not end to the moment.
+    /// The time by which the finish tags of all clients that want a GPU exceed the present time, because the owners for
+    /// which they would wait have gone. A time quantum of it is kept, since turns do not end exactly on time.
     pub fn virtual_time_lead(&self, id: GpuId, granted: ClientId) -> Duration {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let mut least = Duration::MAX;
-        // Mostly it is the first that has no more than that.
+        // Usually the first client already ends the loop.
         for client in self.queues.waiting_on(id).chain([granted]) {
             least = least.min(self.latest_finish_tag(client, id));
             if least <= until {

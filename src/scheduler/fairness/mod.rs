@@ -10,7 +10,7 @@
 //!   wait.
 //! - **Interactive**: the group goes first while it has used no more than its share.
 //!
-//! The part of the time that is due to each client by weight is computed for people only (`due`).
+//! The part of the time that is due to each client by weight is computed only for display (`due`).
 //!
 //! [`Fairness`] records the usage of owners: finish tags (virtual time) and usage (in a sliding window of real time).
 //! [`Shares`] answers questions from that, the rules, and the present queues and holders.
@@ -167,7 +167,8 @@ impl<'a> Shares<'a> {
         u32::from(self.share(owner).weight.max(1))
     }
 
-    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that waits there or holds it.
+    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that waits for the GPU or
+    /// holds it.
     fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let tenants = || {
             let waiting = self.queues.queued(id).flat_map(|entity| self.queues.clients_of(entity));

@@ -21,7 +21,7 @@ struct Span {
     used: Duration,
 }
 
-/// Holds that together span no more than this part of a period are merged.
+/// Holds that together span at most this part of a period are merged.
 const FINEST: u32 = 200;
 
 impl Span {
@@ -51,7 +51,7 @@ impl Usage {
             if before.to < span.from && !is_fine {
                 break;
             }
-            // Where they overlap it counts once.
+            // Overlapping time counts once.
             let (overlap, within) = (before.between(span.from, to), span.from.min(before.from));
             span = Span { from: within, to, used: (before.used + span.used).saturating_sub(overlap).min(to - within) };
             self.spans.pop_back();
@@ -90,7 +90,7 @@ impl Window<'_> {
         self.first(now, |at| self.used(at) < bound)
     }
 
-    /// When a condition begins to hold that will then hold for the rest of a period: usage grows while the GPU is held
+    /// When a condition begins to hold that then stays true for the rest of a period: usage grows while the GPU is held
     /// and falls otherwise.
     fn first(&self, now: Time, holds: impl Fn(Time) -> bool) -> Option<Time> {
         let end = now.saturating_add(self.period);

@@ -1,97 +1,98 @@
 //! One client's account on a GPU: its allowance, its charge, its reports, and the part of them that measurements
 //! confirm.
 //!
-//! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are in flight.
+//! An account's *charge* is the most that its client can have mapped at this moment, messages in flight included.
 
 use super::verification::UnverifiedFrees;
 use crate::api::{Found, MemoryReport, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// No report counts for more bytes than this (16 TiB), so that sums of absurd reports cannot overflow.
+/// Reports count for at most this many bytes (16 TiB), so that sums of absurd reports cannot overflow.
 const MOST: u64 = 1 << 44;
-/// The size of an eviction's steps: memory freed by one step is passed on while the next is still being copied. Copies
-/// of chunks of 64 MiB and more run at full speed; a step is several of them.
+/// Size of an eviction's steps: memory freed by one step goes to other clients while the next step is still being
+/// copied. Copies run at full speed from chunks of 64 MiB on; a step is several chunks.
 const STEP: u64 = 256 << 20;
-/// A report above the measured value is believed if it exceeds it by no more than one part in `SLACK_PART`, and by no
-/// more than `SLACK`: a chunk may just have been mapped. Where nothing was measured nothing is added, or many clients
-/// that have no memory would add up.
+/// A report may exceed the measurement by one part in `SLACK_PART` of it, and by at most `SLACK`: a chunk may just have
+/// been mapped. A measurement of 0 bytes gets no slack, or the slack of many clients without memory would add up.
 const SLACK_PART: u64 = 16;
 const SLACK: u64 = 64 << 20;
-/// The granularity of GPU memory: measurements may be lower than reports by this much.
+/// The granularity of GPU memory: measurements may be this much lower than reports.
 const ROUNDING: u64 = 2 << 20;
-/// How long a client that reconnects with memory waits for a measurement. After that it is allowed only what is free.
+/// How long a client that reconnects with memory waits for a measurement. After that, its allowance is limited to free
+/// memory.
 const UNMEASURED: Duration = Duration::from_secs(3);
 /// An eviction without progress for this long counts as unanswered.
 const SILENT: Duration = Duration::from_secs(1);
-/// An eviction has no more steps than this.
+/// The maximum number of steps of an eviction.
 const MOST_STEPS: u64 = 32;
 
 /// An eviction that was requested and not yet confirmed.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Eviction {
-    /// The allowance that completes it.
+    /// The allowance whose acknowledgement completes the eviction.
     pub seq: u32,
     pub since: Time,
-    /// When it was requested, or bytes last left.
+    /// When the eviction was requested, or last freed bytes.
     pub progress: Time,
-    /// Reported bytes when it was requested.
+    /// Reported bytes when the eviction was requested.
     mapped: u64,
     swapped: u64,
 }
 
-/// The bytes that left in a confirmed eviction, and how long it took.
+/// The result of a confirmed eviction: the bytes evicted, and how long it took.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Evicted {
     pub bytes: u64,
-    /// The bytes whose contents were stored in host memory. Constant and unchanged chunks are not.
+    /// Evicted bytes whose contents were stored in host memory. Constant and unchanged chunks are not stored.
     pub contents: u64,
     pub time: Duration,
 }
 
-/// The bytes that one client may have on one GPU, and the bytes that it reports.
+/// One client's allowance on one GPU, and the memory that the client reports.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Account {
     pub allowance: u64,
     pub charge: u64,
-    /// The newest report, as far as it is believed.
+    /// The newest report, reduced to the believed values.
     pub report: MemoryReport,
-    /// The mapped and the pinned bytes that the client reported, believed or not.
+    /// The mapped and the pinned bytes of the newest report, believed or not.
     claimed: (u64, u64),
-    /// The most that the client was last measured to have mapped. `None`: it was never measured, and is believed.
+    /// The upper bound of the client's mapped bytes in its last measurement. `None`: it was never measured, and its
+    /// reports are believed.
     found: Option<u64>,
-    /// The most that the client was ever measured to have mapped.
+    /// The highest measured value of the client's mapped bytes.
     seen: u64,
     /// When the client first reported memory.
     reported: Option<Time>,
-    /// It has been measured since then, or the measurement timed out.
+    /// The client has been measured since then, or the measurement timed out.
     is_checked: bool,
-    /// Mapped and pinned bytes that the last measurement refuted: they are not worth another one.
+    /// Mapped and pinned bytes that the last measurement refuted: no reason for another measurement.
     refuted: (u64, u64),
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,
     seq: u32,
-    /// Allowances that the client may still be acting on, newest last. Each is smaller than the one before it, because
-    /// an earlier and smaller one never decides how much can be mapped.
+    /// Allowances that the client may still be applying, newest last. Each is smaller than the one before it: a smaller
+    /// allowance that was superseded by a larger one is dropped, since it cannot bound the mapped bytes.
     steps: VecDeque<(u32, u64)>,
     lapsed: Option<Lapsed>,
 }
 
-/// The allowance of a client that did not answer for long. The client is no longer charged for it, but may still act on
-/// it when it continues, until it acknowledges a newer one.
+/// An old allowance of a client that was unresponsive. The client is no longer charged for it, but may still apply it
+/// when it continues, until it acknowledges a newer allowance.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Lapsed {
-    /// The allowance to acknowledge.
+    /// The `seq` whose acknowledgement ends the lapsed allowance.
     seq: u32,
     bytes: u64,
-    /// When it reported again for the first time. Its earlier claims say nothing about the memory that it maps now.
+    /// When the client first reported again. Its earlier claims say nothing about the memory that it maps now.
     spoke: Option<Time>,
 }
 
 impl Account {
-    /// Sets the allowance to `bytes`. Returns the messages to send: one, or several steps on the way down.
+    /// Sets the allowance to `bytes`. Returns the messages to send: one, or several steps if the allowance falls.
     pub fn set(&mut self, now: Time, bytes: u64) -> Vec<(u32, u64)> {
-        // It may have mapped its last allowance without having reported that.
+        // The client may have mapped its whole last allowance without having reported it yet.
         let start = if self.report.ack == self.seq { self.allowance.min(self.report.mapped) } else { self.allowance };
         let mut send = Vec::new();
         if bytes < self.allowance {
@@ -123,7 +124,7 @@ impl Account {
         self.seq
     }
 
-    /// Takes a report. Returns what left if it completes an eviction.
+    /// Handles a report. Returns the evicted bytes if it completes an eviction.
     pub fn reported(&mut self, now: Time, mut report: MemoryReport) -> Option<Evicted> {
         report.demand = report.demand.min(MOST);
         report.pinned = report.pinned.min(MOST);
@@ -142,8 +143,8 @@ impl Account {
             eviction.progress = now;
         }
         self.report = report;
-        // From the reported state the client can go on to any allowance from the acknowledged one on. Steps grow
-        // smaller, so the first that remains is the largest.
+        // From the reported state the client can proceed to any allowance from the acknowledged one on. Steps get
+        // smaller, so the first remaining step is the largest.
         while self.steps.front().is_some_and(|(seq, _)| *seq < report.ack) {
             self.steps.pop_front();
         }
@@ -158,18 +159,19 @@ impl Account {
         Some(Evicted { bytes, contents, time: now.saturating_sub(done.since) })
     }
 
-    /// The highest allowance that the client may be acting on.
+    /// The highest allowance that the client may be applying.
     fn allowed(&self) -> u64 {
         self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance)
     }
 
-    /// The highest allowance that the client may be acting on, whether or not it is charged for it.
+    /// The highest allowance that the client may be applying, including a lapsed one for which it is not charged.
     fn ever_allowed(&self) -> u64 {
         self.lapsed.map_or(0, |lapsed| lapsed.bytes).max(self.allowed())
     }
 
-    /// The mapped and the pinned bytes that are believed. The client may have mapped its allowance since it was last
-    /// measured; more counts only once it was measured, and so does pinned memory.
+    /// The mapped and the pinned bytes that are believed. Mapped bytes are believed up to the allowance, since the
+    /// client may have mapped it after its last measurement. Bytes beyond that, and pinned bytes, are believed only if
+    /// they were measured.
     fn believed(&self) -> (u64, u64) {
         let (mapped, pinned) = self.claimed;
         let verified = self.verified().unwrap_or(MOST);
@@ -177,8 +179,8 @@ impl Account {
         (mapped.min(verified.max(self.frees.high(self.allowed().max(lapsed)))), pinned.min(verified))
     }
 
-    /// The most that is believed on the strength of the last measurement: the measured bytes, plus a sixteenth (at most
-    /// 64 MiB) for chunks mapped since and for rounding. `None`: never measured.
+    /// The most that the last measurement supports: the measured bytes, plus a sixteenth (at most 64 MiB) for chunks
+    /// mapped since and for rounding. `None`: never measured.
     fn verified(&self) -> Option<u64> {
         self.found.map(|bytes| bytes.saturating_add((bytes / SLACK_PART).min(SLACK)))
     }
@@ -189,7 +191,7 @@ impl Account {
             || self.claimed.1 > self.report.pinned.saturating_add(ROUNDING)
     }
 
-    /// Whether another measurement could confirm what the client reports.
+    /// Whether another measurement could confirm the client's report.
     pub fn is_worth_measuring(&self) -> bool {
         self.is_disbelieved() && (self.claimed.0 > self.refuted.0 || self.claimed.1 > self.refuted.1)
     }
@@ -199,17 +201,17 @@ impl Account {
         self.is_new() && self.is_disbelieved() && !self.is_checked
     }
 
-    /// When waiting for that measurement ends; `None`: it is not waited for.
+    /// When the wait for that measurement times out. `None`: nothing is waiting for it.
     pub fn measurement_is_late_at(&self) -> Option<Time> {
         self.reported.filter(|_| self.awaits_measurement()).map(|at| at + UNMEASURED)
     }
 
-    /// Ends waiting for a measurement that is late: the report is believed as far as that is possible without one.
+    /// Ends the wait for a late measurement: the report is then believed as far as is possible without one.
     pub fn measurement_is_late(&mut self, now: Time) {
         self.is_checked |= self.measurement_is_late_at().is_some_and(|at| at <= now);
     }
 
-    /// Whether the client reports more than it was measured to have, within what it was allowed.
+    /// Whether the client reports more than was measured, although within its allowance.
     pub fn is_overstated(&self) -> bool {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
@@ -219,7 +221,8 @@ impl Account {
         self.claimed.0
     }
 
-    /// The client's process is off its GPUs: it has nothing there, whatever it said. `verifies`: that will be measured.
+    /// Records that the client's process is off its GPUs: it has no memory there, whatever it reported. `verifies`:
+    /// measurements will confirm that.
     pub fn is_off(&mut self, verifies: bool) {
         (self.report.mapped, self.report.pinned, self.claimed, self.refuted) = (0, 0, (0, 0), (0, 0));
         (self.allowance, self.charge, self.eviction, self.frees) = (0, 0, None, UnverifiedFrees::default());
@@ -227,12 +230,12 @@ impl Account {
         self.found = verifies.then_some(0);
     }
 
-    /// From now on, believes only what was allowed or measured.
+    /// From now on, believes only memory that was allowed or measured.
     pub fn distrust(&mut self) {
         self.found.get_or_insert(0);
     }
 
-    /// Takes a measurement that began no earlier than `begun`. `None`: it says nothing about this client.
+    /// Handles a measurement that began no earlier than `begun`. `None`: it says nothing about this client.
     pub fn measured(&mut self, begun: Time, found: Option<Found>) {
         let most = self.ever_allowed().max(self.charge);
         self.frees.measured(begun, found.map(|found| found.least), self.charge, most);
@@ -249,21 +252,21 @@ impl Account {
         self.charge = self.allowed().max(self.report.mapped);
     }
 
-    /// The bytes that a client which does not answer an eviction has, as far as is known; `None`: it makes progress, or
-    /// has all that it is charged.
+    /// The known memory, in bytes, of a client that does not answer an eviction. `None`: the eviction progresses, or
+    /// the client has all the memory that it is charged for.
     pub fn unanswered(&self, now: Time) -> Option<u64> {
         let is_silent = self.eviction.as_ref().is_some_and(|eviction| eviction.progress + SILENT <= now);
         self.less_than_charged().filter(|_| is_silent)
     }
 
-    /// The bytes that the client has, as far as is known; `None`: all that it is charged.
+    /// The client's memory in bytes, as far as is known. `None`: it has all the memory that it is charged for.
     pub fn less_than_charged(&self) -> Option<u64> {
         let has = self.verified().unwrap_or(self.report.mapped);
         (has < self.charge).then_some(has)
     }
 
-    /// Lowers the charge to the allowance and the client's known memory. If the client maps more after all, that fails
-    /// or is evicted.
+    /// Lowers the charge to the allowance or the client's known memory, whichever is larger. If the client maps more
+    /// after that, the mapping fails or is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
         self.lapsed = Some(Lapsed { seq: self.seq, bytes: self.ever_allowed(), spoke: None });
         self.steps.clear();
@@ -275,9 +278,9 @@ impl Account {
         }
     }
 
-    /// The fewest and the most bytes that the client can have mapped at this moment.
+    /// The minimum and the maximum of the bytes that the client can have mapped at this moment.
     ///
-    /// Fewer unverified bytes than `ignored` are not counted: they are more likely a context that is larger than was
+    /// Up to `ignored` unverified bytes are not counted: they are more likely a context that is larger than was
     /// measured.
     pub fn extent(&self, ignored: u64) -> (u64, u64) {
         let present = self.frees.present();
@@ -285,7 +288,7 @@ impl Account {
             Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
             None => self.report.mapped,
         };
-        // A client that has all that it needs maps nothing, whatever its allowance.
+        // A client that has all the memory that it needs maps no more, whatever its allowance.
         let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
         let most = if grows { self.charge } else { self.report.mapped };
         let unverified = Some(self.unverified()).filter(|bytes| *bytes > ignored).unwrap_or(0);
@@ -293,12 +296,13 @@ impl Account {
         (least.saturating_add(present), most.saturating_add(present))
     }
 
-    /// The client's demand as far as it was ever measured on the GPU; all of it where nothing is measured.
+    /// The client's demand, up to the highest value ever measured on the GPU. The whole demand where nothing is
+    /// measured.
     pub fn seen_to_need(&self) -> u64 {
         self.found.map_or(self.report.demand, |_| self.report.demand.min(self.seen))
     }
 
-    /// Bytes that the client has on the GPU, as far as is known, including those being evicted.
+    /// Bytes that the client has on the GPU, as far as is known, including bytes being evicted.
     pub fn in_use(&self) -> u64 {
         let bytes = if self.eviction.is_some() { self.charge } else { self.report.mapped };
         bytes.saturating_add(self.frees.present())
@@ -314,7 +318,7 @@ impl Account {
         self.seq == 0
     }
 
-    /// Bytes that a further eviction could take.
+    /// Bytes that a further eviction could free.
     pub fn evictable(&self) -> u64 {
         self.allowance.saturating_sub(self.report.pinned)
     }
@@ -323,7 +327,7 @@ impl Account {
         self.frees.unverified(self.charge)
     }
 
-    /// When an unverified free, or waiting for a measurement, expires. `None`: there is neither.
+    /// When an unverified free, or the wait for a measurement, expires. `None`: there is neither.
     pub(crate) fn expires(&self) -> Option<Time> {
         self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
     }

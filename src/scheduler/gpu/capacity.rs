@@ -1,4 +1,4 @@
-//! The bytes of a GPU that can be charged to clients: all but the reserve, contexts and other programs.
+//! The bytes of a GPU that can be charged to clients: its total minus the reserve, contexts and other programs.
 
 use crate::{
     api::*,
@@ -6,25 +6,25 @@ use crate::{
     quota::Capacities,
 };
 
-/// The reserve, and a context, take no more than this part of a GPU: on small GPUs contexts are smaller, too.
+/// The reserve, and the estimate of a context, are at most this part of a GPU: on small GPUs contexts are smaller, too.
 const SMALLEST_PART: u64 = 16;
 /// No limit is higher than this (16 TiB), and no demand counts for more, so that sums cannot overflow.
 pub(super) const MOST: u64 = 1 << 44;
 
 impl Settings {
-    /// Bytes that a context counts for on a GPU of `total` bytes until it has been measured.
+    /// Bytes that an unmeasured context counts for on a GPU of `total` bytes.
     pub fn context_on(&self, total: u64) -> u64 {
         self.context.min(total / SMALLEST_PART)
     }
 }
 
 impl Gpu {
-    /// Bytes that are given to no client.
+    /// Bytes that no client gets.
     pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
     }
 
-    /// Fewer unverified bytes of a client than this are taken for its context.
+    /// Up to this many unverified bytes of a client are assumed to be its context.
     pub(crate) fn ignored_unverified(&self) -> u64 {
         self.total / SMALLEST_PART
     }
@@ -43,13 +43,13 @@ impl Gpu {
         }
     }
 
-    /// The capacity without a trial: the memory that seems to be there.
+    /// The capacity without a trial: the total minus the reserve and the overhead.
     pub(crate) fn usable(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
-    /// The same without room for contexts that are not measured yet and for growth of other programs, which is decided
-    /// soon.
+    /// Like `usable`, but without room for unmeasured contexts and for growth of other programs, whose sizes will be
+    /// known soon.
     fn usable_as_measured(&self, settings: &Settings) -> u64 {
         let taken = self.measured.unwrap_or(0).saturating_add(self.others.in_rooms());
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)
@@ -60,14 +60,15 @@ impl Gpu {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
 
-    /// The overhead if the GPU were large enough for it: capacity cannot fall below 0 and would hide the rest.
+    /// The overhead, even if it exceeds the GPU. `overhead` cannot show that, because the capacity does not fall below
+    /// 0.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
         let kept = self.others.kept();
         self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes()).saturating_add(kept)
     }
 
-    /// Bytes that the contexts of sleeping clients will need, except contexts whose bytes are set aside already. They
+    /// Bytes that the contexts of sleeping clients will need, except contexts whose bytes are already set aside. They
     /// can be lent, but not promised.
     fn away(&self) -> u64 {
         let returning = self.returning.map(|returning| returning.client);
@@ -88,7 +89,7 @@ impl Gpu {
     }
 }
 
-/// What the quota sees of the GPUs.
+/// The GPUs as the quota sees them.
 pub(crate) struct GpuCapacities<'a> {
     pub gpus: &'a Gpus,
     pub settings: &'a Settings,

@@ -1,20 +1,21 @@
-//! CUDA contexts that do not exist yet: a client waits until there is room for its context. A context that would leave an
-//! attached client too little memory to ever run again is *deferred*: it waits longer, and is refused after
-//! [`CONTEXT_TIMEOUT`].
+//! CUDA contexts that do not exist yet: a client waits until there is room for its context. If the context would leave
+//! an attached client too little memory to ever run again, it is *deferred*: its client waits longer, and is refused
+//! after [`CONTEXT_TIMEOUT`].
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{api::*, effects::Effects, queue::Gang, quota::CONTEXT_APPEARS};
 use std::time::Duration;
 
-/// How long a client is deferred before the scheduler tells it that its context has no room, unless its rule makes
-/// allocations wait.
+/// How long a client is deferred before it is notified that its context has no room, unless its rule makes allocations
+/// wait.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Memory that a restore needs beyond the measured context: at most this, and no more than this part of a GPU.
+/// Memory that a restore needs beyond the measured context: at most `SLACK`, and at most one part in `SLACK_PART` of a
+/// GPU.
 const SLACK: u64 = 64 << 20;
 const SLACK_PART: u64 = 64;
 
 impl Gpu {
-    /// Whether a client's context existed, all of it, by `begun`.
+    /// Whether a client's complete context existed by `begun`.
     pub fn has_context(&self, client: ClientId, begun: Time) -> bool {
         let Some(attachment) = self.attachments.get(&client).filter(|_| !self.away.contains_key(&client)) else {
             return false;
@@ -26,9 +27,9 @@ impl Gpu {
         since.is_some_and(|since| since <= begun)
     }
 
-    /// Counts the clients to defer: clients whose contexts would leave an attached client too little memory ever to
-    /// have its whole demand on the GPU again, so that it could never run. They wait until that client needs less or
-    /// has gone.
+    /// Counts the clients to defer: those whose contexts would leave an attached client too little memory to ever have
+    /// its whole demand on the GPU again, so that it could never run. They wait until that client needs less or has
+    /// detached.
     pub fn count_deferred(&mut self, cx: Context) {
         if self.contexts.is_empty() && self.contexts.deferred() == 0 {
             return;
@@ -48,7 +49,7 @@ impl Gpu {
             attachment.is_some_and(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)
                 && !cx.queues.gang(client).is_some_and(waits_with)
         };
-        // Demands that do not fit anyway are not made worse by contexts.
+        // Demands that do not fit even without these contexts are not considered.
         let most = self.ledger.needs_up_to(capacity).find(|(_, client)| is_kept_from_running(*client));
         let most = most.map(|(need, _)| need);
         let room = most.and_then(|most| (capacity - most).checked_div(self.context_bytes(cx.settings, 1)));
@@ -58,7 +59,7 @@ impl Gpu {
         self.contexts.defer(if self.access == super::Access::Gone { 0 } else { deferred });
     }
 
-    /// Tells deferred clients that they may wait for long.
+    /// Notifies deferred clients that their wait may be long.
     pub fn notify_deferred(&mut self, fx: &mut Effects) {
         for pending in self.contexts.deferred_mut().filter(|pending| !pending.told) {
             pending.told = true;
@@ -67,8 +68,8 @@ impl Gpu {
         }
     }
 
-    /// Tells clients that have been deferred for long that their contexts have no room. The request stays until the
-    /// client detaches. Returns when to tell the next.
+    /// Notifies clients that have been deferred for too long that their contexts have no room. The request stays until
+    /// the client detaches. Returns when the next client is due.
     pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
         if self.drained {
             return None; // until it is in use again
@@ -90,7 +91,7 @@ impl Gpu {
         next
     }
 
-    /// Whether room for contexts is lacking, and other clients could sleep to make it.
+    /// Whether contexts lack room, and other clients could sleep to make it.
     pub fn lacks_contexts(&self, cx: Context) -> bool {
         let all = self.total.saturating_sub(self.reserve(cx.settings));
         let is_full =
@@ -107,7 +108,7 @@ impl Gpu {
         measured.max(self.context_bytes(cx.settings, 1)).saturating_add(slack)
     }
 
-    /// Records that a client has nothing on the GPU any more, but the memory that its context will need.
+    /// Records that a client has left the GPU, and the memory that its context will need when it returns.
     pub fn left(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let bytes = self.context_of(cx, client);
         self.unmeasured.remove(&client);
@@ -120,7 +121,7 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Records that a client that had left is back.
+    /// Records that a client that had left the GPU is back.
     pub fn came_back(&mut self, now: Time, fx: &mut Effects, client: ClientId) {
         self.end_return(client);
         if let Some(attachment) = self.attachments.get_mut(&client)
@@ -136,9 +137,9 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Takes a measurement for the client that waits for its restore.
+    /// Handles a measurement for the client that waits for its restore.
     pub fn returning_measured(&mut self, settings: &Settings, begun: Time, free: Option<u64>) {
-        // Memory that other clients may map at any time is not free for it.
+        // Memory that other clients may map at any time is not free for the restore.
         let promised = self.ledger.charged().saturating_sub(self.in_use());
         let others = self.unmeasured.len().saturating_sub(self.contexts.len());
         let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));

@@ -1,12 +1,12 @@
-//! Raises allowances: towards the clients' needs, and beyond them for holders that keep growing.
+//! Raises allowances: up to the clients' needs, and beyond them for holders that keep growing.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects};
 
 /// A smaller credit that does not meet a client's need is not worth a message.
 const CREDIT_STEP: u64 = 2 << 20;
-/// Bytes that a holder that keeps growing may map beyond its need: its allocations of some milliseconds, but no more
-/// than this part of the free bytes.
+/// Bytes that a growing holder may map beyond its need: about its allocations of some milliseconds, but at most one
+/// part in `AHEAD_PART` of the free bytes.
 const AHEAD: u64 = 1 << 30;
 const AHEAD_PART: u64 = 4;
 
@@ -20,7 +20,7 @@ impl Gpu {
     }
 
     /// Allows memory that stays on the GPU anyway: pinned memory, and all memory of a client that reconnected to a new
-    /// scheduler. Neither raises the charge.
+    /// scheduler. The charge does not rise.
     pub fn allow_resident(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(account) = self.account(client) else { return };
         if account.awaits_measurement() {
@@ -32,7 +32,7 @@ impl Gpu {
         }
     }
 
-    /// Takes back all memory of a client that can leave.
+    /// Takes back all evictable memory of a client.
     pub fn take_all(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let evictable = self.account(client).filter(|account| account.evictable() > 0);
         if let Some(pinned) = evictable.map(|account| account.report.pinned) {
@@ -59,20 +59,19 @@ impl Gpu {
     }
 
     /// Raises an allowance towards the need as far as bytes are free, without evicting. Returns the bytes still
-    /// lacking. `reserved_ahead` bytes, first of the free ones and then of the bytes being freed, are reserved for
-    /// other clients.
+    /// lacking. `reserved_ahead` bytes are reserved for other clients: free bytes first, then bytes being freed.
     pub fn credit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, reserved_ahead: u64) -> u64 {
         let need = self.need(cx, client);
         let Some(account) = self.account(client) else { return 0 };
         if account.awaits_measurement() {
             return need; // an allowance below its present memory would make it evict
         }
-        // Free bytes that were not given to the clients before it are unverified for them, or too few: they stay
+        // Free bytes that clients before this one did not get are unverified for those clients, or too few: they stay
         // reserved for them.
         let reserved = reserved_ahead.min(self.free(cx.settings));
         let free = self.free_for(cx, client).saturating_sub(reserved);
-        // Bytes of the client that are being evicted are still charged to it: they may stay, unless they are reserved
-        // for others.
+        // Bytes of the client that are being evicted are still charged to it: it may keep them, unless they are
+        // reserved for other clients.
         let unreserved = self.ledger.evicting().saturating_sub(reserved_ahead - reserved);
         let leaving = account.charge.saturating_sub(account.allowance).min(unreserved);
         let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
@@ -82,8 +81,8 @@ impl Gpu {
         need.saturating_sub(self.account(client).map_or(0, |account| account.allowance))
     }
 
-    /// Allows holders that keep growing to map more than they need, as far as bytes are free, so that their allocations
-    /// wait for no message. The excess is taken back when other clients lack bytes
+    /// Allows growing holders to map more than they need, as far as bytes are free, so that their allocations need not
+    /// wait for a message. The excess is taken back when other clients lack bytes
     /// ([`take_back_ahead`](Self::take_back_ahead)).
     pub fn credit_ahead(&mut self, cx: Context, fx: &mut Effects) {
         if !(self.contexts.is_empty() && self.reservations.is_empty()) {
@@ -96,7 +95,7 @@ impl Gpu {
             let allowance = attachment.account().allowance;
             let limit = cx.quota.limit(client, self.id).map_or(0, |limit| limit.limit);
             let ahead = self.ahead(cx, client);
-            // Most of the free bytes are left to others that grow, or create a context.
+            // Most of the free bytes are left for other clients that grow or create a context.
             let free = self.free_for(cx, client);
             let most = AHEAD.min(free.saturating_add(ahead) / AHEAD_PART);
             if !(grows_now && is_running) || ahead > most / 2 {

@@ -1,15 +1,16 @@
-//! The time that a client usually takes to finish submitted work and release the lock after a revoke.
+//! How long a client usually takes to finish submitted work and release the lock after a revoke.
 
 use std::time::Duration;
 
 /// Assumed until a drain was measured.
 const FIRST: Duration = Duration::from_millis(10);
-/// A drain that takes this many times longer than usual lags: the client may be waiting for another member of its gang.
+/// A drain lags if it takes this many times longer than usual: the client may be waiting for another member of its
+/// gang.
 const LONGER: u32 = 2;
-/// A drain does not lag before the first, whatever is usual, and always does after the second.
+/// A drain never lags before the first of these times, and always lags after the second.
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
-/// Of drains that did not lag, smoothed.
+/// The usual time of drains that did not lag, smoothed.
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct DrainTime {
     usual: Option<Duration>,

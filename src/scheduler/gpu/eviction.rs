@@ -6,7 +6,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The passes over the clients that can be evicted.
+/// The passes over the evictable clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
     /// Ordinary clients, except memory that rules protect.
@@ -23,7 +23,7 @@ impl Gpu {
         self.ledger.charged().saturating_sub(self.capacity(settings))
     }
 
-    /// Whether no client runs any more, and all memory that can leave has left.
+    /// Whether no client runs any more, and all evictable memory has been evicted.
     pub fn is_evacuated(&self, cx: Context) -> bool {
         let has_left = |client: ClientId| {
             let is_kept = |account: &Account| account.report.mapped <= account.allowance.max(account.report.pinned);
@@ -32,7 +32,7 @@ impl Gpu {
         self.running().next().is_none() && self.attachments.keys().copied().all(has_left)
     }
 
-    /// The time for `bytes` to leave, from the clients that would be asked for them, and to come back later. Clients in
+    /// The time to evict `bytes` from the clients that would be chosen, plus the time to restore them. Clients in
     /// `exempt` give none.
     pub fn moving_both_ways(&self, bytes: u64, exempt: &[ClientId]) -> Duration {
         let idle = self.ledger.eviction_order().map(|(_, client)| client);
@@ -80,7 +80,7 @@ impl Gpu {
         let mut lacking = bytes.saturating_sub(self.ledger.evicting().saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(cx);
-        // Mostly, a few clients have all the missing bytes, so the rest are not listed.
+        // Usually a few clients have all the missing bytes, so the others are not listed.
         let by_queue = queue.map(|queue| self.victims_by_queue(cx, queue));
         let idle = || {
             let by_time = by_queue.is_none().then(|| self.ledger.eviction_order().map(|(_, client)| client));
@@ -139,7 +139,7 @@ impl Gpu {
         }
     }
 
-    /// For each group with `memory-low`: its bytes on the GPU beyond that.
+    /// For each group with `memory-low`: its bytes on the GPU beyond `memory-low`.
     fn unprotected(&self, cx: Context) -> BTreeMap<GroupId, u64> {
         let protected = cx.rules.groups().filter_map(|(group, limits)| {
             let low = limits.memory_low?;

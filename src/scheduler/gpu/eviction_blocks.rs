@@ -1,20 +1,21 @@
-//! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the
-//! client does not answer. It counts as unevictable, so other clients are asked for theirs, until it can leave again.
+//! Memory that cannot be evicted although its client does not run: the host is full, a context is broken, or the client
+//! does not answer. Until it can be evicted again, it counts as unevictable, and other clients are asked for their
+//! memory instead.
 
 use super::{ClientLock, Context, Gpu, Hold, ledger::Evictability};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// A client that could not evict is asked again after the first of these times; the delay doubles with each attempt, up
+/// A client that could not evict is asked again after the first of these times. The delay doubles with each attempt, up
 /// to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
-/// An eviction without progress is late after this, or after `LATE_TIMES` times its expected duration if that is
-/// longer.
+/// An eviction is late if it makes no progress for this long, or for `LATE_TIMES` times its expected duration if that
+/// is longer.
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
 impl Gpu {
-    /// Why no memory of a client can leave the GPU now. `None`: it can.
+    /// Why none of a client's memory can be evicted now. `None`: it can be.
     pub fn eviction_block(&self, cx: Context, client: ClientId) -> Option<EvictionBlock> {
         let state = cx.clients.get(&client)?;
         let attachment = self.attachments.get(&client)?;
@@ -25,7 +26,7 @@ impl Gpu {
         }
     }
 
-    /// Brings the ledger up to date after a client's hold, or the reason why its memory cannot leave, has changed; and
+    /// Updates the ledger after a change of a client's hold, or of the reason why its memory cannot be evicted; and
     /// marks the GPU.
     pub fn lock_changed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         fx.touch(self.id);
@@ -39,7 +40,7 @@ impl Gpu {
         self.ledger.set_state(client, &mut attachment.entry, now);
     }
 
-    /// Handles a client's report that it could not carry out an eviction and has given it up.
+    /// Handles a client's report that it has given up an eviction because it could not carry it out.
     pub fn cannot_evict(&mut self, cx: Context, fx: &mut Effects, client: ClientId, why: EvictionBlock) {
         let Some(attachment) = self.attachments.get_mut(&client) else { return };
         attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
@@ -50,7 +51,7 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Allows a client its present memory, so that the charge does not rise.
+    /// Raises a client's allowance to its present memory. The charge does not rise.
     pub fn stop_evicting(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(account) = self.account(client) else { return };
         let mapped = account.report.mapped;
@@ -76,7 +77,7 @@ impl Gpu {
         }
     }
 
-    /// Updates the block after a report: an eviction that was late, or failed before, may be complete.
+    /// Updates the block after a report: an eviction that was late, or had failed, may be complete.
     pub fn update_eviction_block(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(attachment) = self.attachments.get_mut(&client) else { return };
         let account = attachment.entry.account();
@@ -91,8 +92,7 @@ impl Gpu {
         }
     }
 
-    /// When the eviction that a client was asked for will be late. `None`: it was not asked for one, or is blocked
-    /// already.
+    /// When the client's pending eviction will be late. `None`: no eviction is pending, or it is blocked already.
     pub fn late_at(&self, client: ClientId) -> Option<Time> {
         let attachment = self.attachments.get(&client)?;
         let account = attachment.account();
@@ -107,8 +107,8 @@ impl Gpu {
         self.block_eviction(cx, fx, client, EvictionBlock::Late);
     }
 
-    /// Lowers the charge of a client that does not answer an eviction or a revoke to its known memory: it cannot keep
-    /// allowances that it has not mapped from other clients.
+    /// Lowers the charge of a client that does not answer an eviction or a revoke to its known memory, so that it
+    /// cannot withhold unmapped allowances from other clients.
     pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let now = cx.now;
         let Some(account) = self.account(client) else { return };

@@ -1,4 +1,4 @@
-//! All GPUs: which clients have attached each, and hold its lock.
+//! All GPUs: the clients that have attached each GPU or hold its lock.
 
 use super::{Attachment, ClientLock, Gpu, Hold};
 use crate::{
@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 
 /// All GPUs.
 ///
-/// Invariant: `of_clients` lists exactly the GPUs in whose attachments a client is. Clients therefore come, go and move by the
-/// methods here alone.
+/// Invariant: `of_clients` lists, for each client, exactly the GPUs whose attachments include it. So clients are added,
+/// removed and moved only by the methods here.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gpus {
     gpus: BTreeMap<GpuId, Gpu>,
@@ -42,7 +42,7 @@ impl Gpus {
         self.gpus.iter_mut().map(|(id, gpu)| (*id, gpu))
     }
 
-    /// Adds a GPU of `total` bytes, or returns the one that is known.
+    /// Adds a GPU of `total` bytes, or returns the known GPU with this id.
     pub fn found(&mut self, id: GpuId, total: u64) -> &mut Gpu {
         self.gpus.entry(id).or_insert_with(|| Gpu::new(id, total))
     }
@@ -71,8 +71,8 @@ impl Gpus {
         self.unlist(client, id);
     }
 
-    /// Moves the attachment of a client that is off the GPU `from`, and holds nothing there, to the GPU `to`, which the client
-    /// has not attached. Returns whether it did.
+    /// Moves the attachment of a client that is off the GPU `from`, and holds nothing there, to the GPU `to`, which the
+    /// client has not attached. Returns whether the attachment was moved.
     pub fn move_client(&mut self, now: Time, client: ClientId, Move { from, to }: Move) -> bool {
         if self.attachment(client, to).is_some() || !self.contains(to) {
             return false;
@@ -156,7 +156,7 @@ impl Gpus {
         self.holders(id).filter_map(move |client| Some((client, self.hold(client, id)?)))
     }
 
-    /// Holders that count as such: no other client is admitted beside them unless they may run together.
+    /// Holders that are not bypassed: no other client is admitted beside them, unless they may run together.
     pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.get(id).into_iter().flat_map(Gpu::running)
     }
@@ -171,7 +171,7 @@ impl Gpus {
         }
     }
 
-    /// Takes the lock of a GPU from a client. `preempted`: the client still wants it.
+    /// Ends a client's hold of a GPU. `preempted`: the client still wants the lock.
     pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
         let gpu = self.gpus.get_mut(&id)?;
         let hold = gpu.attachments.get_mut(&client)?.lock.hold.take()?;
@@ -180,7 +180,8 @@ impl Gpus {
         Some(hold)
     }
 
-    /// Makes a client's present holds, except revoked ones, part of a new grant: both are revoked together.
+    /// Makes a client's present holds, except revoked ones, part of a new grant, so that they are revoked together with
+    /// it.
     pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
         self.change_holds(client, |hold| {
             if hold.revoked.is_none() {
@@ -189,7 +190,7 @@ impl Gpus {
         });
     }
 
-    /// Changes the entity of a client's holds. Returns since when it has held the first of them.
+    /// Changes the entity of a client's holds. Returns when the first of these holds began.
     pub fn set_entity_of_holds(&mut self, client: ClientId, entity: Entity) -> Option<Time> {
         self.change_holds(client, |hold| hold.entity = entity);
         self.holds_of(client).map(|(_, hold)| hold.since).min()

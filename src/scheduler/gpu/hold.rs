@@ -1,4 +1,4 @@
-//! A client's lock of a GPU, and statistics of earlier ones.
+//! A client's lock of a GPU, and statistics of earlier locks.
 
 use super::drain_time::DrainTime;
 use crate::{api::*, entity::Entity};
@@ -8,8 +8,8 @@ use std::time::Duration;
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
-    /// The client did not drain in its last hold, so it is given less time in the next. A hold that ends normally
-    /// clears this.
+    /// The client failed to drain in its last hold, so it gets less time in the next one. Cleared by a hold that ends
+    /// normally.
     pub slow_to_drain: bool,
     pub drains: DrainTime,
     /// When the client last held the lock, or attached the GPU.
@@ -32,8 +32,9 @@ impl ClientLock {
         }
     }
 
-    /// Whether the client holds the lock, cannot drain, and has said so, now or in its last hold: it may be mapping memory in order
-    /// to drain, and need more. A holder that became undrainable because it says nothing does not.
+    /// Whether the client holds the lock, cannot drain, and has reported so, now or in its last hold. Such a client may
+    /// be mapping memory in order to drain, and need more. A holder that became undrainable without a report gets no
+    /// more memory.
     pub fn may_need_memory(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| hold.is_undrainable() && (hold.stuck || self.slow_to_drain))
     }
@@ -58,41 +59,42 @@ pub(crate) struct Hold {
     /// Locks with the same group were granted together, and are revoked together.
     pub group: u64,
     pub since: Time,
-    /// How long the GPU was idle before the grant because this client's memory was moved in first.
+    /// How long the GPU was idle before the grant, waiting for this client's memory to be moved in.
     pub moved: Duration,
-    /// The request had aged.
+    /// The request had aged before it was granted.
     pub aged: bool,
-    /// The finish tags at the grant: of the client's owner, and of the client where it has a weight of its own.
+    /// The finish tags at the grant: the owner's, and the client's own if it has a weight of its own.
     pub finish_tag: Time,
     pub own_finish_tag: Time,
-    /// The clock of the turn: how long other clients have waited for this holder. It runs since `waited_since`.
+    /// The clock of the turn: how long other clients have waited for this holder. It has been running since
+    /// `waited_since`.
     pub waited: Duration,
     pub waited_since: Option<Time>,
-    /// The first request that waits, and the most that moving memory for it was expected to take: less is left of that
-    /// while memory of other clients leaves during the turn.
+    /// The first waiting request, and the longest expected time to move memory for it. The longest is kept because the
+    /// time shrinks during the turn, as memory of other clients is evicted.
     pub exchange: Option<(Entity, Duration)>,
-    /// When the turn ends, by itself, while others wait for this holder; other GPUs may give it longer. `None`: they do not
-    /// wait, or that is not known.
+    /// When the turn ends if other clients keep waiting for this holder; waiters on other GPUs may extend it. `None`:
+    /// no client waits, or the end is unknown.
     pub ends: Option<Time>,
-    /// It was granted the GPU before that request, which was the first, until that time.
+    /// The request was granted by backfilling: ahead of this first request, until this time.
     pub backfills: Option<(Entity, Time)>,
-    /// The waiters and the grace that the holder was last told.
+    /// The number of waiters and the grace period last sent to the holder.
     pub told: Option<(u32, Duration)>,
-    /// The bytes that the holder was told to prepare to evict.
+    /// The bytes that the holder was last asked to prepare to evict.
     pub prepared: u64,
-    /// The revoke that it has not answered with a release. `None`: it was not revoked.
+    /// The revoke that the holder has not answered with a release. `None`: it was not revoked.
     pub revoked: Option<Revoked>,
-    /// Its process is stopped, so it does not count as a holder until it runs again.
+    /// The client's process is stopped, so it does not count as a holder until it runs again.
     pub suspended: bool,
     /// The client reported that it cannot drain.
     pub stuck: bool,
-    /// It takes longer to drain than usual, and may need other members of its gang in order to drain.
+    /// The holder takes longer to drain than usual, and may need other members of its gang in order to drain.
     pub lags: bool,
-    /// Its time to drain has passed. Whenever it is revoked, it does not count as a holder.
+    /// The holder's time to drain has passed. Whenever it is revoked, it does not count as a holder.
     pub undrainable: bool,
 }
 
-/// A revoke that was not answered by a release yet.
+/// A revoke that the client has not answered with a release yet.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Revoked {
     /// When the first revoke was sent.
@@ -101,7 +103,7 @@ pub(crate) struct Revoked {
     pub since: Time,
     /// When the client, which reported itself stuck, is revoked again.
     pub again: Option<Time>,
-    /// The delay after its next such report.
+    /// The delay after its next report of that kind.
     pub backoff: Duration,
 }
 
@@ -145,7 +147,7 @@ impl Hold {
         }
     }
 
-    /// Takes what moving memory for the first request that waits is expected to take now.
+    /// Updates the expected time to move memory for the first waiting request.
     pub fn expect_exchange(&mut self, first: Entity, takes: Duration) {
         let before = self.exchange.filter(|(entity, _)| *entity == first).map_or(Duration::ZERO, |(_, before)| before);
         self.exchange = Some((first, before.max(takes)));
@@ -166,7 +168,8 @@ impl Hold {
         self.revoked.is_some() && !self.is_bypassed()
     }
 
-    /// Whether it does not count as a holder: other clients are admitted beside it, and its bytes stay where they are.
+    /// Whether the holder does not count as one: other clients are admitted beside it, and its memory stays where it
+    /// is.
     pub fn is_bypassed(&self) -> bool {
         self.suspended || self.is_undrainable()
     }

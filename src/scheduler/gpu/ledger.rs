@@ -1,5 +1,5 @@
-//! The ledger of one GPU's memory: the sums over the [`Account`]s of its clients, which follow every change of an account.
-//! `settle` decides which client gains or loses bytes.
+//! The ledger of one GPU's memory: the sums over the [`Account`]s of its clients, updated with every change of an
+//! account. `settle` decides which client gains or loses bytes.
 //!
 //! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped. A measurement that lowers the capacity
 //! can break it; then the excess is evicted first.
@@ -12,14 +12,14 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Sums {
     charge: u64,
-    /// Bytes of the charge that cannot leave: pinned bytes, and everything where [`Evictability::Unevictable`].
+    /// Bytes of the charge that cannot be evicted: pinned bytes, and the whole charge if [`Evictability::Unevictable`].
     unevictable: u64,
-    /// Bytes that an eviction under way will free.
+    /// Bytes that an eviction in progress will free.
     evicting: u64,
     unverified: u64,
-    /// The demand that it reports.
+    /// The reported demand.
     demand: u64,
-    /// The demand, as far as it was ever measured.
+    /// The demand, up to the highest value ever measured.
     need: u64,
     /// The client may map more than its demand.
     is_ahead: bool,
@@ -54,19 +54,19 @@ impl Account {
     }
 }
 
-/// Whether a client's memory can leave the GPU.
+/// Whether a client's memory can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Evictability {
-    /// The client holds the lock. Its memory can leave after it has released it.
+    /// The client holds the lock. Its memory can be evicted after it has released the lock.
     Running,
-    /// The client does not hold the lock, since then.
+    /// The client does not hold the lock, since this time.
     Idle(Time),
-    /// None of the client's memory can leave at present; see [`EvictionBlock`](crate::api::EvictionBlock).
+    /// None of the client's memory can be evicted at present; see [`EvictionBlock`](crate::api::EvictionBlock).
     Unevictable,
 }
 
-/// A client's account on one GPU, with what the ledger's sums contain of it. Only the ledger changes it, so that the
-/// sums follow.
+/// A client's account on one GPU, with its contribution to the ledger's sums. Only the ledger changes it, so the sums
+/// stay consistent.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Entry {
     tenant: TenantId,
@@ -77,12 +77,12 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// The account of a client that is idle since then. It counts in the sums from its first change on.
+    /// The account of a client that has been idle since `now`. The sums include it from its first change on.
     pub fn new(now: Time, tenant: TenantId, account: Account) -> Self {
         Self { tenant, state: Evictability::Idle(now), account, sums: Sums::default() }
     }
 
-    /// The account on another GPU, where the client is idle since then.
+    /// A copy of the account for another GPU, where the client has been idle since `now`.
     pub fn reopen(&self, now: Time) -> Self {
         Self::new(now, self.tenant, self.account.clone())
     }
@@ -91,7 +91,7 @@ impl Entry {
         &self.account
     }
 
-    /// Bytes of the charge that cannot leave.
+    /// Bytes of the charge that cannot be evicted.
     pub fn unevictable(&self) -> u64 {
         self.sums.unevictable
     }
@@ -109,17 +109,18 @@ pub(crate) struct Ledger {
     all_unverified: u64,
     /// Σ demand.
     demanded: u64,
-    /// Clients that need memory, the least first; and clients that may map more than their demand.
+    /// `needs`: clients with a need above 0, the smallest need first. `ahead`: clients that may map more than their
+    /// demand.
     needs: BTreeSet<(u64, ClientId)>,
     ahead: BTreeSet<ClientId>,
     /// Idle clients with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
-    /// `unevictable` fell since this was last cleared, so requests that it blocked may be served now.
+    /// `unevictable` fell since this flag was cleared, so requests that it blocked may now be served.
     unevictable_fell: bool,
 }
 
 impl Ledger {
-    /// Takes an account out of the sums.
+    /// Removes an account from the sums.
     pub fn close(&mut self, client: ClientId, entry: &Entry) {
         self.replace((client, entry.tenant), entry.sums, Sums::default());
     }
@@ -131,7 +132,7 @@ impl Ledger {
         result
     }
 
-    /// Sets whether a client's memory can leave, and changes the sums with it.
+    /// Sets whether a client's memory can be evicted, and updates the sums.
     pub fn set_state(&mut self, client: ClientId, entry: &mut Entry, state: Evictability) {
         entry.state = state;
         self.sum_up(client, entry);
@@ -170,7 +171,7 @@ impl Ledger {
         self.demanded
     }
 
-    /// The clients that need at most that many bytes, and some, with their needs; the greatest first.
+    /// The clients with a need of at least 1 and at most `bytes`, with their needs; the largest first.
     pub fn needs_up_to(&self, bytes: u64) -> impl Iterator<Item = (u64, ClientId)> {
         self.needs.range(..=(bytes, ClientId(u64::MAX))).rev().copied()
     }
@@ -190,7 +191,7 @@ impl Ledger {
         self.unevictable_fell
     }
 
-    /// Whether `unevictable` fell since this was last called.
+    /// Returns and clears `unevictable_fell`.
     pub fn take_unevictable_fell(&mut self) -> bool {
         std::mem::take(&mut self.unevictable_fell)
     }

@@ -1,11 +1,11 @@
-//! Takes measurements: the memory that other programs use, and the truth of clients' reports.
+//! Handles measurements: of the memory that other programs use, and of clients' memory, to verify their reports.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::collections::BTreeMap;
 
 impl Gpu {
-    /// Takes a measurement of the overhead that began no earlier than `begun`.
+    /// Handles a measurement of the overhead that began no earlier than `begun`.
     pub fn overhead_measured(
         &mut self,
         cx: Context,
@@ -40,8 +40,8 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Bytes of other tenants' clients that are unverified for this client. During a restore, bytes of its own tenant
-    /// count too: if they are still there, memory that takes their place is missing for the restore.
+    /// Unverified bytes that this client cannot use: bytes of other tenants' clients. During a restore, bytes of its
+    /// own tenant count too: if they are still in use, the restore would lack the memory that takes their place.
     pub fn unverified_for(&self, cx: Context, client: ClientId) -> u64 {
         let Some(state) = cx.clients.get(&client) else { return 0 };
         let is_restoring = self.returning.is_some_and(|returning| returning.restored.is_some());
@@ -56,8 +56,8 @@ impl Gpu {
         self.free(cx.settings).saturating_sub(self.unverified_for(cx, client))
     }
 
-    /// Bytes that will be available to these clients without evicting more: bytes being freed, and free bytes that
-    /// still have to be measured, which is requested, or are too few to be credited by themselves.
+    /// Bytes that will be available to these clients without evicting more: bytes being freed, and free bytes that were
+    /// not credited yet because they still have to be measured (which is requested here) or are too few.
     pub fn arriving(&mut self, cx: Context, fx: &mut Effects, clients: &[ClientId]) -> u64 {
         for client in clients {
             self.request_verification(cx, fx, *client);
@@ -65,7 +65,7 @@ impl Gpu {
         self.ledger.evicting().saturating_add(self.free(cx.settings))
     }
 
-    /// Requests a measurement of the bytes that are unverified for a waiting client. Returns those bytes.
+    /// Requests a measurement of the bytes that are unverified for a waiting client. Returns the number of these bytes.
     pub fn request_verification(&mut self, cx: Context, fx: &mut Effects, client: ClientId) -> u64 {
         let unverified = self.unverified_for(cx, client);
         if unverified > 0 {
@@ -74,28 +74,28 @@ impl Gpu {
         unverified
     }
 
-    /// Requests a measurement of unverified bytes that were not measured yet. Bytes that a measurement did find are
-    /// measured again from time to time anyway.
+    /// Requests a measurement of unverified bytes that were not measured yet. Bytes that a measurement has found are
+    /// measured again periodically anyway.
     pub fn request_any_verification(&mut self, fx: &mut Effects) {
         if !self.measurement_requested && self.accounts().any(|account| account.frees.is_unmeasured()) {
             self.measure(fx);
         }
     }
 
-    /// Requests a measurement, unless one is awaited.
+    /// Requests a measurement, unless one is pending.
     pub fn measure(&mut self, fx: &mut Effects) {
         if !std::mem::replace(&mut self.measurement_requested, true) {
             fx.command(Command::Measure { gpu: self.id });
         }
     }
 
-    /// Requests a measurement even if one is awaited: that one began too early, or its answer may never come.
+    /// Requests a measurement even if one is pending: the pending one began too early, or its answer may never come.
     pub fn measure_again(&mut self, fx: &mut Effects) {
         self.measurement_requested = false;
         self.measure(fx);
     }
 
-    /// Takes a measurement of clients' memory.
+    /// Handles a measurement of clients' memory.
     pub fn clients_measured(&mut self, cx: Context, fx: &mut Effects, begun: Time, found: &BTreeMap<ClientId, Found>) {
         self.measurement_requested = false;
         self.verifies |= !found.is_empty();
@@ -113,7 +113,7 @@ impl Gpu {
         fx.wake(Wake::Verification(self.id), self.accounts().filter_map(Account::expires).min());
     }
 
-    /// Ends unverified frees whose time has come.
+    /// Expires unverified frees whose time has come.
     pub fn expire_unverified(&mut self, now: Time, fx: &mut Effects) {
         self.measurement_requested = false;
         for client in self.attachments.keys().copied().collect::<Vec<_>>() {

@@ -1,11 +1,11 @@
 //! A GPU: the clients that have attached it, the bytes that each may have mapped there, and the known use of the rest.
 //!
-//! All that is known of a client on one GPU is its [`Attachment`].
+//! All records of a client on one GPU are in its [`Attachment`].
 //!
-//! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are in flight.
+//! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped, messages in flight included.
 //!
-//! - `gpus`: all GPUs. `hold`: a client's lock of a GPU, and statistics of earlier ones; `drain_time`: the time that it usually
-//!   takes to finish its work and release the lock.
+//! - `gpus`: all GPUs. `hold`: a client's lock of a GPU, and statistics of earlier locks. `drain_time`: how long the
+//!   client usually takes to finish its work and release the lock.
 //! - `account`: the bytes that a client may have mapped. `ledger`: the sums over all accounts.
 //! - `capacity`: the bytes that can be charged to clients.
 //! - `verification`: frees that clients report and that no measurement has confirmed yet.
@@ -13,16 +13,16 @@
 //! - `context_queue`: clients that wait to create a context.
 //! - `reservation`: room for the driver's own allocations.
 //! - `returning`: room for the context of a client that wakes up.
-//! - `others`: what is kept free for programs that are no clients.
+//! - `others`: memory that is kept free for programs that are not clients.
 //! - `rate`: the speed at which memory moves.
 //!
 //! The decisions about one GPU's memory are methods of [`Gpu`]. They read other components through a [`Context`], change
 //! nothing but the GPU, and leave what follows in [`Effects`]:
 //!
-//! - `credit`, `eviction`: raise and lower allowances. `eviction_blocks`: memory that cannot leave.
-//! - `contexts`: contexts that do not exist yet, or leave and come back.
+//! - `credit`, `eviction`: raise and lower allowances. `eviction_blocks`: memory that cannot be evicted.
+//! - `contexts`: contexts that do not exist yet, or are removed and restored.
 //! - `rooms`: memory that is kept free for other programs. `failures`: mappings that fail.
-//! - `reports`: the clients' view of memory. `measurements`: NVML's.
+//! - `reports`: memory as clients report it. `measurements`: memory as NVML reports it.
 
 pub(crate) mod account;
 pub(crate) mod capacity;
@@ -65,22 +65,23 @@ use shortfall::{Failures, Trial};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// A client keeps growing if its demand grew twice within this time, and last no longer ago than this.
+/// A client keeps growing if its demand grew twice within this time, and last grew within this time.
 const GROWING: Duration = Duration::from_secs(1);
 
 /// What clients can do on a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Access {
-    /// They take turns, and share its capacity.
+    /// Clients take turns and share the GPU's capacity.
     #[default]
     Turns,
-    /// Nothing works there, so no client waits: turns and capacity would only keep the driver's error from clients.
+    /// Nothing works on the GPU, so no client waits: turns and capacity would only keep the driver's error from
+    /// clients.
     Gone,
-    /// Clients' memory leaves, and no client runs.
+    /// Clients' memory is evicted, and no client runs.
     Suspended,
 }
 
-/// What the decisions of a GPU read besides its own state.
+/// The inputs of a GPU's decisions besides its own state.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,
@@ -103,13 +104,13 @@ pub(crate) struct Gpu {
     pub measured: Option<u64>,
     /// The measured overhead leaves out processes that may be clients about to reconnect.
     pub incomplete: bool,
-    /// The client that may try to map more than capacity says.
+    /// The client that may try to map more than the capacity.
     pub trial: Option<Trial>,
     /// Clients' memory is measured on this GPU, so their reports are believed only as far as measurements confirm them.
     pub verifies: bool,
     /// Clients whose context may be missing in the newest measurement.
     pub unmeasured: BTreeSet<ClientId>,
-    /// Clients that have attached the GPU. They come and go by [`Gpus::attach`] and [`Gpus::detach`].
+    /// Clients that have attached the GPU. Added and removed only by [`Gpus::attach`] and [`Gpus::detach`].
     pub attachments: BTreeMap<ClientId, Attachment>,
     /// Clients that are off the GPU, and the bytes that their contexts will need.
     #[serde(default)]
@@ -118,7 +119,8 @@ pub(crate) struct Gpu {
     holders: BTreeMap<u64, ClientId>,
     /// The last holder, if it was preempted.
     preempted: Option<ClientId>,
-    /// The GPU is idle, since then, because memory of this entity, which is next, is still being moved in.
+    /// The entity that is granted the GPU next, and since when the GPU has been idle because that entity's memory is
+    /// still being moved in.
     idle_for: Option<(Entity, Time)>,
     pub ledger: Ledger,
     /// A measurement has been requested and not received.
@@ -127,21 +129,21 @@ pub(crate) struct Gpu {
     pub reservations: Vec<Reservation>,
     /// The capacity when the GPU was last settled.
     pub capacity: u64,
-    /// Whether a holder or the first request in the queue lacks bytes. Bytes that become free are theirs.
+    /// A holder or the first request in the queue lacks bytes. Bytes that become free are for them.
     pub lacking: bool,
-    /// No program uses it that is no client.
+    /// All programs that use the GPU are clients.
     #[serde(default)]
     pub has_only_clients: bool,
-    /// It is to be empty: the GPUs that each of its clients can go to.
+    /// The GPU is to become empty: its clients move to other GPUs or sleep.
     #[serde(default)]
     pub drained: bool,
-    /// It reports errors: clients that can leave it should.
+    /// The GPU reports errors, so no program should be placed there.
     #[serde(default)]
     pub failing: bool,
     /// The client that is about to be restored here.
     #[serde(default)]
     pub returning: Option<Returning>,
-    /// Clients whose restore has not ended in time, and the bytes that their contexts may take at any moment.
+    /// Clients whose restore has not ended in time, and the bytes that their contexts may still take at any moment.
     #[serde(default)]
     pub overdue: BTreeMap<ClientId, u64>,
     pub rates: Rates,
@@ -154,31 +156,32 @@ pub(crate) struct Gpu {
 pub(crate) struct Attachment {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
-    /// Its account, changed by [`Gpu::change_account`] and [`Gpu::set_state`] alone.
+    /// The client's account. Changed through the ledger only, so that its sums stay up to date.
     entry: ledger::Entry,
     pub lock: ClientLock,
-    /// Its earlier turns, from which policies predict the next ones.
+    /// The client's earlier turns, from which policies predict the next ones.
     pub history: History,
-    /// When the client was told that it may create its context, and when it first did something that needs one.
+    /// When the client was notified that it may create its context, and when it first did something that needs a
+    /// context.
     pub attached: Option<Time>,
     pub used: Option<Time>,
     pub failures: Failures,
-    /// Why the client cannot evict, and after how long it is then asked again.
+    /// Why the client cannot evict, and the delay before it is next asked to evict.
     pub eviction_block: Option<EvictionBlock>,
     pub eviction_backoff: Duration,
-    /// Bytes per second at which the client's memory leaves, copied or not, smoothed. `None`: never measured.
+    /// Bytes per second at which the client's memory is evicted, copied or not, smoothed. `None`: never measured.
     pub rate: Option<u64>,
     /// When the client's demand last grew, and whether it had grown shortly before that.
     grew: Option<Time>,
     keeps_growing: bool,
 }
 
-/// What is known of a client that is off its GPU.
+/// A client's records while they move from one GPU to another. The client is off both.
 #[derive(Debug)]
 struct Moved {
     attachment: Attachment,
     context: Option<u64>,
-    /// One that waits.
+    /// The client's unanswered reservation.
     reservation: Option<Reservation>,
 }
 
@@ -237,13 +240,13 @@ impl Gpu {
         self.end_return(client);
     }
 
-    /// A client is restored no longer, or no longer about to be. Returns whether it was.
+    /// Ends a client's restore, or its wait for one. Returns whether there was one.
     pub fn end_return(&mut self, client: ClientId) -> bool {
         let is_overdue = self.overdue.remove(&client).is_some();
         self.returning.take_if(|returning| returning.client == client).is_some() || is_overdue
     }
 
-    /// The client that is being restored has had its time: others need not wait for it any longer, but its context may still
+    /// Gives up waiting for a restore that is overdue: other clients no longer wait for it. Its context may still
     /// appear.
     pub fn give_up_return(&mut self) {
         if let Some(Returning { client, bytes, .. }) = self.returning.take() {
@@ -251,13 +254,13 @@ impl Gpu {
         }
     }
 
-    /// Bytes set aside for contexts of clients that are restored, or about to be.
+    /// Bytes set aside for the contexts of clients that are being restored, or are about to be.
     pub fn returning_bytes(&self) -> u64 {
         let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
         self.returning.map_or(0, |returning| returning.bytes).saturating_add(overdue)
     }
 
-    /// Takes out a client that is off the GPU, with all that is known of it.
+    /// Removes a client that is off the GPU and returns its records.
     fn take(&mut self, client: ClientId) -> Option<Moved> {
         let waits = |reservation: &Reservation| reservation.is_of(client) && reservation.answered.is_none();
         let moved = Moved {
@@ -270,7 +273,7 @@ impl Gpu {
         Some(moved)
     }
 
-    /// Adds a client that is off the GPU, and was so on another.
+    /// Adds a client that is off the GPU, with its records from another GPU.
     fn put(&mut self, now: Time, client: ClientId, moved: Moved) {
         let mut attachment = moved.attachment;
         attachment.entry = attachment.entry.reopen(now);
@@ -295,8 +298,8 @@ impl Gpu {
         self.attachments.values().map(Attachment::account)
     }
 
-    /// Changes a client's account, and the sums with it. Marks the GPU if requests that unevictable memory blocked may now be
-    /// served. Returns the result of `change`; `None`: the client has not attached the GPU.
+    /// Changes a client's account, and the sums with it. Marks the GPU if requests that were blocked by unevictable
+    /// memory may now be served. Returns the result of `change`; `None`: the client has not attached the GPU.
     pub fn change_account<R>(
         &mut self,
         fx: &mut Effects,
@@ -324,18 +327,18 @@ impl Gpu {
         self.holders.values().copied()
     }
 
-    /// Holders that count as such: no other client is admitted beside them unless they may run together.
+    /// Holders that are not bypassed: no other client is admitted beside them, unless they may run together.
     pub fn running(&self) -> impl Iterator<Item = ClientId> {
         self.holders().filter(|client| self.hold(*client).is_some_and(|hold| !hold.is_bypassed()))
     }
 
-    /// Bytes that holders other than `client` could give if they released the lock.
+    /// Bytes that holders other than `client` could give up after releasing the lock.
     pub fn held_by_others(&self, client: ClientId) -> u64 {
         let gives = self.running().filter(|holder| *holder != client);
         gives.filter_map(|holder| Some(self.account(holder)?.evictable())).fold(0, u64::saturating_add)
     }
 
-    /// Bytes of a client's charge that cannot leave.
+    /// Bytes of a client's charge that cannot be evicted.
     pub fn unevictable_of(&self, client: ClientId) -> u64 {
         self.attachments.get(&client).map_or(0, |attachment| attachment.entry.unevictable())
     }

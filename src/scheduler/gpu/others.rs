@@ -1,22 +1,24 @@
-//! Bytes that are kept free on a GPU for programs that are not clients: *rooms*, which users ask for, and *headroom*
-//! ahead of programs that grow. Both are relative to the memory that such programs use, so memory that they
-//! take of it is not kept free a second time; and the larger of the two is kept, since both are for the same programs.
+//! Bytes that are kept free on a GPU for programs that are not clients: *rooms*, which users request, and *headroom*,
+//! kept ahead of programs that grow. Both are relative to the memory that such programs use: memory that they have
+//! taken from a room or headroom is not kept free a second time. Only the larger of the two is kept free, since both
+//! are for the same programs.
 
 use crate::api::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// Headroom covers the growth of other programs in this time at their present rate, so growth is measured over it.
+/// Headroom covers the growth of other programs during this time at their present rate, so growth is measured over this
+/// time.
 const AHEAD: Duration = Duration::from_secs(1);
-/// For slower growth the reserve is enough.
+/// Slower growth is covered by the reserve.
 const SLOW: u64 = 64 << 20;
-/// How long headroom is kept after the last growth of other programs. A client that does not fit beside it waits that
-/// long.
+/// How long headroom is kept after the last growth of other programs. A client that does not fit beside it waits for
+/// that long.
 const HELD: Duration = Duration::from_secs(3);
-/// Only growth beyond the most that other programs had in this time counts: programs that grow and shrink again and
-/// again would always have headroom, and a client that does not fit beside it would wait forever.
+/// Growth counts only beyond the highest usage of other programs in this time. Otherwise programs that repeatedly grow
+/// and shrink would always have headroom, and a client that does not fit beside it would wait forever.
 const REMEMBERED: Duration = Duration::from_secs(60);
-/// Headroom is no larger than this part of a GPU.
+/// Headroom is at most this part of a GPU.
 const LARGEST_PART: u64 = 8;
 
 /// Bytes that are kept free at the request of a user.
@@ -25,9 +27,9 @@ pub(crate) struct Room {
     pub bytes: u64,
     /// When it was requested.
     pub since: Time,
-    /// When it ends, unless it is requested again.
+    /// When the room ends, unless it is requested again.
     pub until: Time,
-    /// Its bytes are free.
+    /// The room's bytes are free.
     pub is_ready: bool,
 }
 
@@ -36,18 +38,18 @@ pub(crate) struct Room {
 pub(crate) struct Others {
     used: u64,
     rooms: BTreeMap<RoomId, Room>,
-    /// Bytes of `used` that are not taken from a room.
+    /// Bytes of `used` that were not taken from a room.
     beside_rooms: u64,
     /// Measurements of the last [`AHEAD`], the newest last, each with its time.
     samples: VecDeque<(Time, u64)>,
     /// The highest measurement of the last [`REMEMBERED`], and its time.
     highest: (u64, Time),
-    /// The usage that other programs are expected to reach, and when that expectation ends.
+    /// The expected usage of other programs, and when that expectation ends.
     expected: Option<(u64, Time)>,
 }
 
 impl Others {
-    /// Takes a measurement.
+    /// Handles a measurement.
     pub fn measured(&mut self, now: Time, total: u64, used: u64) {
         self.used = used;
         self.beside_rooms = self.beside_rooms.min(used);
@@ -65,7 +67,7 @@ impl Others {
         self.expected.take_if(|(_, until)| *until <= now);
         if growth >= SLOW {
             let reached = self.expected.map_or(0, |(bytes, _)| bytes);
-            // Twice as far as needed, so that memory leaves once in a while and not at each measurement.
+            // Twice the needed headroom, so that memory is evicted now and then instead of at each measurement.
             let to = if used.saturating_add(growth) > reached { used.saturating_add(growth * 2) } else { reached };
             self.expected = Some((to, now + HELD));
         }
@@ -74,13 +76,13 @@ impl Others {
         }
     }
 
-    /// Starts to measure growth anew: until now, the memory of other programs could not be identified, so that a higher
-    /// value is no growth.
+    /// Restarts the measurement of growth: until now the memory of other programs could not be identified, so a higher
+    /// value does not mean growth.
     pub fn begin_again(&mut self) {
         self.samples.clear();
     }
 
-    /// Makes a room, or changes it. A ready room stays ready unless it grows.
+    /// Creates or changes a room. A ready room stays ready unless it grows.
     pub fn keep(&mut self, now: Time, id: RoomId, bytes: u64, until: Time) {
         if self.rooms.is_empty() {
             self.beside_rooms = self.used;
@@ -89,7 +91,7 @@ impl Others {
         self.rooms.insert(id, Room { bytes, since: now, until, is_ready });
     }
 
-    /// Ends a room. Memory that other programs have taken from it now counts like all their other memory.
+    /// Ends a room. Memory that other programs have taken from it now counts like the rest of their memory.
     pub fn end(&mut self, id: RoomId) -> Option<Room> {
         let taken = self.taken();
         let room = self.rooms.remove(&id)?;
@@ -116,18 +118,18 @@ impl Others {
         all.saturating_sub(self.taken())
     }
 
-    /// Bytes that are kept free in all.
+    /// Bytes that are kept free in total.
     pub fn kept(&self) -> u64 {
         let ahead = self.expected.map_or(0, |(bytes, _)| bytes.saturating_sub(self.used));
         self.in_rooms().max(ahead)
     }
 
-    /// When less is kept free without another measurement. `None`: never.
+    /// When headroom ends without another measurement. `None`: there is none.
     pub fn next(&self) -> Option<Time> {
         self.expected.map(|(_, until)| until)
     }
 
-    /// Ends headroom that no program has needed for long.
+    /// Ends headroom that has expired.
     pub fn expire(&mut self, now: Time) {
         self.expected.take_if(|(_, until)| *until <= now);
     }

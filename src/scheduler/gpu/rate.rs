@@ -1,13 +1,13 @@
-//! The speed at which memory leaves a GPU and comes back.
+//! The speed at which memory is evicted from a GPU and restored.
 
 use super::Gpu;
 use crate::api::*;
 use std::time::Duration;
 
-/// Bytes per second of evictions until one was measured, where the link's rate is unknown: half the rate of copies to
-/// registered memory (H200).
+/// Assumed eviction rate in bytes per second until one is measured, if the link's rate is unknown: half the rate of
+/// copies to registered memory (H200).
 const FIRST_RATE: u64 = 24 << 30;
-/// Bytes per second at which memory comes back, likewise: the rate of copies from registered memory (H200, PCIe 5).
+/// The same for restoring memory: the rate of copies from registered memory (H200, PCIe 5).
 const RATE_BACK: u64 = 48 << 30;
 /// A smaller eviction says little about the rate.
 const MEASURABLE: u64 = 64 << 20;
@@ -17,11 +17,11 @@ const RATES: (u64, u64) = (64 << 20, 1 << 40);
 /// Bytes per second.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Rates {
-    /// Of copies during evictions, smoothed.
+    /// Rate of copies during evictions, smoothed.
     out: u64,
-    /// Of copies of memory that comes back.
+    /// Rate of copies that restore memory.
     back: u64,
-    /// `back` is the link's, not an estimate.
+    /// `back` is the link's rate, not an estimate.
     is_known: bool,
 }
 
@@ -32,7 +32,7 @@ impl Default for Rates {
 }
 
 impl Rates {
-    /// Takes the rate of the link, in bytes per second in each direction.
+    /// Records the rate of the link, in bytes per second in each direction.
     pub fn link_found(&mut self, rate: u64) {
         self.back = rate.clamp(RATES.0, RATES.1);
         self.out = self.back;
@@ -49,13 +49,13 @@ impl Rates {
         at_rate(bytes, self.out)
     }
 
-    /// The time for `bytes` to come back.
+    /// The time to restore `bytes`.
     pub fn coming(&self, bytes: u64) -> Duration {
         at_rate(bytes, self.back)
     }
 
-    /// The time for `bytes` to leave at a client's rate (`None`: unknown) and to come back. Chunks that did not change
-    /// since they came in leave without being copied, but are copied when they come back.
+    /// The time to evict `bytes` at a client's rate (`None`: unknown) and to restore them. Chunks that did not change
+    /// since they were restored are evicted without a copy, but have to be copied when they are restored again.
     pub fn both_ways(&self, bytes: u64, rate: Option<u64>) -> Duration {
         let rate = rate.unwrap_or(self.out);
         at_rate(bytes, rate) + at_rate(bytes, rate.min(self.back))
@@ -63,11 +63,12 @@ impl Rates {
 }
 
 impl Gpu {
-    /// Learns from an eviction: the client's own rate, and the rate of clients that have not evicted yet.
+    /// Updates rates after an eviction: the client's own rate, and the rate assumed for clients that have not evicted
+    /// yet.
     pub fn learn_rate(&mut self, client: ClientId, bytes: u64, contents: u64, time: Duration) {
         let before = self.rates.out;
         if contents >= MEASURABLE {
-            // Some of it may have been in host memory already.
+            // Some contents may have been in host memory already.
             self.rates.out = measured(before, contents, time).min(self.rates.back);
         }
         if let Some(client) = self.attachments.get_mut(&client).filter(|_| bytes >= MEASURABLE) {
@@ -82,8 +83,8 @@ fn measured(rate: u64, bytes: u64, time: Duration) -> u64 {
     smoothed(rate, now.clamp(RATES.0.into(), RATES.1.into()) as u64)
 }
 
-/// A rate rises faster than it falls: what makes an eviction slow (host memory that must be allocated first, a busy
-/// CPU) says little about the next one.
+/// Smooths a rate so that it rises faster than it falls: the causes of a slow eviction (host memory that must be
+/// allocated first, a busy CPU) say little about the next one.
 fn smoothed(rate: u64, measured: u64) -> u64 {
     if measured > rate { rate / 2 + measured / 2 } else { rate / 4 * 3 + measured / 4 }
 }

@@ -1,11 +1,11 @@
-//! Takes clients' reports of their memory.
+//! Handles clients' reports of their memory.
 
 use super::{Account, Context, Gpu, account::Evicted};
 use crate::{api::*, effects::Effects, quota::Limit, timers::Wake};
 
 impl Gpu {
-    /// Takes a client's report. Returns it as far as it is believed, and whether other bytes than before are on the GPU. `None`:
-    /// the client has not attached the GPU.
+    /// Handles a client's report. Returns the believed part of the report, and whether the client's bytes on the GPU
+    /// have changed. `None`: the client has not attached the GPU.
     pub fn reported(
         &mut self,
         cx: Context,

@@ -1,6 +1,6 @@
 //! Reservations: room for the driver's own allocations inside a client's call, such as code, stacks, streams and
-//! graphs. The driver found no room, so clients that do not hold the lock evict that amount, and the room is kept free
-//! for a moment in which the client tries again.
+//! graphs. The driver found no room for them. So clients that do not hold the lock evict that amount, and the room is
+//! kept free for a moment, in which the client tries again.
 
 use crate::api::*;
 
@@ -11,7 +11,7 @@ pub(crate) struct Reservation {
     pub since: Time,
     /// Bytes that are free and kept for this client.
     pub secured: u64,
-    /// When the client was told. `None`: it waits.
+    /// When the client was notified. `None`: it is still waiting.
     pub answered: Option<Time>,
 }
 

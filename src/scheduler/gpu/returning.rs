@@ -1,22 +1,22 @@
-//! Room for the context of a client that wakes up. A restore that runs out of memory is final, so it begins only when the room
-//! has been kept for it, and measured to be free after that.
+//! Room for the context of a client that wakes up. A restore that runs out of memory cannot be repeated, so it begins
+//! only once the room has been set aside, and was measured as free after that.
 
 use crate::api::{ClientId, Time};
 
-/// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most one at a time, so
-/// memory that is measured to be free is free for it.
+/// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most one such client at a
+/// time, so memory that is measured as free is free for that client.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Returning {
     pub client: ClientId,
     /// Bytes set aside for its context.
     pub bytes: u64,
-    /// Since when nothing else is charged for these bytes. `None`: other clients still have some of them.
+    /// Since when these bytes have been free of other charges. `None`: other clients still have some of them.
     pub secured: Option<Time>,
-    /// They have been measured to be free since then.
+    /// The bytes have been measured as free since then.
     pub is_measured: bool,
-    /// Since when the client is being restored.
+    /// When the restore of the client began.
     pub restored: Option<Time>,
-    /// When a measurement was last asked for.
+    /// When a measurement was last requested.
     pub asked: Option<Time>,
 }
 
@@ -25,7 +25,7 @@ impl Returning {
         Self { client, bytes, secured: None, is_measured: false, restored: None, asked: None }
     }
 
-    /// Records whether the bytes are secured, or other clients still have some of them.
+    /// Records whether the bytes are secured; if not, other clients still have some of them.
     pub fn set_secured(&mut self, now: Time, is_secured: bool) {
         if is_secured {
             if self.secured.is_none() {
@@ -36,8 +36,8 @@ impl Returning {
         }
     }
 
-    /// Takes a measurement that began no earlier than `begun`. `free`: bytes that no client has or may map; `None`:
-    /// unknown, so the clients' reports have to do.
+    /// Handles a measurement that began no earlier than `begun`. `free`: bytes that no client has or may map. `None`:
+    /// unknown, so the clients' reports have to suffice.
     pub fn measured(&mut self, begun: Time, free: Option<u64>) {
         if self.secured.is_some_and(|since| since <= begun) {
             self.is_measured = free.is_none_or(|free| free >= self.bytes);

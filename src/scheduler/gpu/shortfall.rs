@@ -1,22 +1,22 @@
 //! Mappings that fail: the driver had no room for bytes that a client was allowed.
 //!
 //! The same plan would fail again. So the client releases the GPU, and a measurement is made that begins after the
-//! failure. If it shows less room than was assumed, that explains the failure: the ledger is overdrawn, and memory of
-//! other clients is evicted. If it still shows room, that room is not usable: it is fragmented, or in use in a way that
-//! is not measured. It is then the client's *shortfall*: the client needs that much more than it reports, so it is
-//! granted the GPU again only after this amount of other clients' memory has left. Each further failure in a row asks
-//! for twice as much, up to all that others can give. If mapping keeps failing although no other client has memory on
-//! the GPU, the demand cannot be met, and the client is told so.
+//! failure. If it shows less free memory than was assumed, that explains the failure: the ledger is overdrawn, and
+//! memory of other clients is evicted. If it still shows enough free memory, that memory is unusable: it is fragmented,
+//! or in use in a way that is not measured. It then becomes the client's *shortfall*: the client needs that much more
+//! than it reports, and is granted the GPU again only after that amount of other clients' memory has been evicted. Each
+//! further failure in a row doubles the amount, up to all evictable memory of others. If mapping keeps failing although
+//! no other client has memory on the GPU, the demand cannot be met, and the client is notified.
 //!
-//! A failure is known only from the client's report. A shortfall therefore changes only what this client needs in order
-//! to run: capacity, limits and the needs of other clients stay as they are.
+//! A failure is known only from the client's report. So a shortfall changes only the bytes that this client needs in
+//! order to run: capacity, limits and the needs of other clients stay the same.
 //!
-//! A shortfall ends when a measurement contradicts it: less is free than the shortfall says is unusable, so some of it
-//! was used; or no client has memory on the GPU any more. Otherwise mapping is the only test, so the shortfall expires
-//! after a while, and after twice as long if mapping then fails again.
+//! A shortfall ends when a measurement contradicts it: less memory is free than the shortfall declares unusable, so
+//! some of that memory was used; or no client has memory on the GPU any more. Otherwise only mapping can test it, so
+//! the shortfall expires after a while, and after twice that time if mapping then fails again.
 //!
-//! A measurement can also show too little. A client that needs more than there seems to be gets all of the GPU, and may
-//! try to map the rest ([`Trial`]). If that fails it waits before it tries again, while others run.
+//! A measurement can also underestimate the free memory. So a client whose demand exceeds the usable memory gets all of
+//! the GPU and may try to map the rest ([`Trial`]). If that fails, it waits before it tries again, while others run.
 
 use crate::api::*;
 use std::time::Duration;
@@ -27,20 +27,20 @@ const COUNTS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_se
 /// One client's failed mappings on one GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Failures {
-    /// Grants in a row that ended because the driver had no room for bytes that the client was allowed.
+    /// Consecutive grants that ended because the driver had no room for bytes that the client was allowed.
     pub in_a_row: u32,
-    /// The same, with no other client's memory on the GPU.
+    /// The same, counting only failures with no other client's memory on the GPU.
     pub alone: u32,
     /// The failure that no measurement has explained yet.
     pub unexplained: Option<MappingFailure>,
     /// The shortfall, in two parts: bytes that measurements show as free and that could not be mapped, and bytes that
-    /// are to leave in addition.
+    /// are to be evicted in addition.
     unavailable: u64,
     extra: u64,
-    /// Until when the shortfall lasts, and its last duration.
+    /// When the shortfall expires, and its last duration.
     until: Time,
     interval: Duration,
-    /// The client is not granted the GPU before this, and the length of its last delay.
+    /// The client is not granted the GPU before `not_before`. `backoff` is its last delay.
     pub not_before: Time,
     pub backoff: Duration,
 }
@@ -48,11 +48,11 @@ pub(crate) struct Failures {
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct MappingFailure {
     pub at: Time,
-    /// Other clients that had memory on the GPU that could leave.
+    /// Other clients that had evictable memory on the GPU.
     pub others: Vec<ClientId>,
 }
 
-/// A client that, while it holds the lock, may map more than capacity says.
+/// A client that may map more than the capacity while it holds the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Trial {
     pub client: ClientId,
@@ -67,7 +67,7 @@ impl Failures {
         (self.in_a_row, self.alone) = (0, 0);
     }
 
-    /// The client released the GPU for another reason.
+    /// Records that the client released the GPU for another reason.
     pub fn has_run(&mut self) {
         self.backoff = Duration::ZERO;
     }
@@ -78,7 +78,7 @@ impl Failures {
     }
 
     /// Sets the shortfall after a failure: `uncharged` bytes beyond the present shortfall are unusable, and `extra`
-    /// bytes are to leave.
+    /// bytes are to be evicted.
     pub fn learn(&mut self, now: Time, uncharged: u64, extra: u64) {
         (self.unavailable, self.extra) = (self.shortfall(now).saturating_add(uncharged), extra);
         self.interval = match self.until {
@@ -89,7 +89,8 @@ impl Failures {
         self.until = now + self.interval;
     }
 
-    /// Takes a measurement: `free` bytes in all (`None`: unknown), while clients have `in_use`.
+    /// Handles a measurement: `free` is the number of free bytes (`None`: unknown), `in_use` the number that clients
+    /// have.
     pub fn measured(&mut self, free: Option<u64>, in_use: u64) {
         self.unavailable = self.unavailable.min(free.unwrap_or(u64::MAX));
         if in_use == 0 {

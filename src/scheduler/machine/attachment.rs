@@ -56,7 +56,7 @@ impl Machine {
         }
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
         self.check(client); // the report may be a late answer
-        // The client's need may have changed, and with it whether its request can be served at all.
+        // The client's need may have changed, and with it whether its request can be served.
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))
         {

@@ -52,8 +52,8 @@ impl Machine {
     pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
         let mut bounds_changed: BTreeSet<ClientId> = groups.keys().copied().collect();
         let mut shares_changed = false;
-        // All clients change groups before any limit is computed: a member that was counted too early would get what
-        // others have.
+        // All clients change groups before any limit is computed: a member that was counted too early would get memory
+        // of other clients.
         for (client, group) in groups {
             self.leave_group(*client);
             if !self.clients.contains_key(client) {
@@ -70,7 +70,7 @@ impl Machine {
                 self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|peer| self.owner_changed(peer));
             }
             self.quota.count_member(*client, group.id, true);
-            // `memory_low` takes effect by itself: eviction reads the rule when memory leaves.
+            // `memory_low` needs no update: eviction reads the rule.
             let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } =
                 before;
             if (memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full) {
@@ -119,8 +119,8 @@ impl Machine {
         }
     }
 
-    /// Applies a change of the bounds on a client's memory: memory beyond them leaves, and the client is told. New
-    /// limits follow.
+    /// Applies a change of the bounds on a client's memory: memory beyond them is evicted, and the client is notified.
+    /// New limits follow.
     fn bounds_changed(&mut self, client: ClientId) {
         for id in self.quota.gpus_of(client) {
             self.quota.mark_changed(id);

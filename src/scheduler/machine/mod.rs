@@ -86,8 +86,8 @@ impl Machine {
     /// of unknown clients, change nothing. `now` must not decrease; an earlier time counts as the last one.
     pub fn handle(&mut self, now: Time, event: Event) -> Vec<Command> {
         self.now = self.now.max(now.min(MAX_TIME));
-        // The event goes before wake-ups that are due: an answer that comes in time counts, and clients that have just
-        // gone are not asked.
+        // The event is handled before wake-ups that are due: an answer that arrives in time counts, and clients that
+        // have just disconnected are not asked.
         self.dispatch(event);
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
@@ -322,7 +322,7 @@ impl Machine {
         Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness }
     }
 
-    /// A GPU to change, with what its decisions read and the place for their effects. `None`: it is unknown.
+    /// A GPU to change, with its decisions' inputs and the place for their effects. `None`: the GPU is unknown.
     pub(crate) fn gpu_mut(&mut self, id: GpuId) -> Option<(&mut Gpu, gpu::Context<'_>, &mut Effects)> {
         let Self { now, settings, gpus, rules, clients, queues, sleep, quota, effects, .. } = self;
         let context = gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota };
@@ -344,12 +344,12 @@ impl Machine {
         self.gpu_mut(id).map_or(0, |(gpu, cx, fx)| gpu.credit(cx, fx, client, reserved_ahead))
     }
 
-    /// Requests a measurement of a GPU, unless one is awaited.
+    /// Requests a measurement of a GPU, unless one is pending.
     pub(crate) fn measure(&mut self, id: GpuId) {
         self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
     }
 
-    /// The same even if one is awaited.
+    /// Requests a measurement even if one is pending.
     pub(crate) fn measure_again(&mut self, id: GpuId) {
         self.with_gpu(id, |gpu, _, fx| gpu.measure_again(fx));
     }

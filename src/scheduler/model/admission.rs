@@ -1,4 +1,4 @@
-//! Whether a request can be granted, and why not; and whether a holder is asked for the lock.
+//! Whether a request can be granted, and why not; and whether there is a reason to revoke a holder.
 
 use super::Model;
 use crate::{
@@ -24,7 +24,7 @@ impl Model<'_> {
         wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
     }
 
-    /// Whether the holders of a GPU let an entity be admitted now.
+    /// Whether the holders of a GPU allow an entity to be admitted now.
     pub fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
         let (true, Some(request)) = (self.gpus.contains(id), self.queues.request(entity)) else { return false };
         let is_gone = match self.access(id) {
@@ -35,7 +35,7 @@ impl Model<'_> {
         if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
             return false;
         }
-        // The same for all holders that it matters for, mostly one or none.
+        // Computed once: the result is the same for all holders that need it, usually one or none.
         let known = OnceCell::new();
         let together = || {
             let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
@@ -59,8 +59,8 @@ impl Model<'_> {
         self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
     }
 
-    /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while
-    /// it has the lock: memory that other clients wait for would stay.
+    /// Whether memory of clients that run by page faults is still being evicted. A client evicts nothing while it has
+    /// the lock, so memory that other clients wait for would stay.
     pub fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
         let evicts = |client| {
             let Some(account) = self.account(client, id) else { return false };
@@ -86,14 +86,14 @@ impl Model<'_> {
         request.wants.values().flatten().all(is_served)
     }
 
-    /// Until when a client is not granted these GPUs because mapping failed there; 0: it may be.
+    /// Until when a client is not granted these GPUs because mapping failed there; 0 if it can be granted now.
     pub fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
         let attachments = gpus.iter().filter_map(|id| self.attachment(client, *id));
         attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
     }
 
-    /// Whether a request could be served if every client gave all bytes that it can. A request with memory on the GPU
-    /// can be served as it is, unless that memory has to leave for a room.
+    /// Whether a request could be served if every client gave up all evictable bytes. A request that already has its
+    /// memory on the GPU can be served, unless that memory has to be evicted for a room.
     pub fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.gpus.get(id), self.queues.request(entity)) else { return true };
         if gpu.access != Access::Turns {
@@ -117,7 +117,7 @@ impl Model<'_> {
     }
 
     /// Whether a request that also wants other GPUs has to wait here for a request or holder of a better tier. That may
-    /// take long, and until then the request would block the other GPUs for all other clients.
+    /// take long, and the waiting request would block the other GPUs for all other clients.
     pub fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.queues.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         if self.access(id) == Access::Gone {
@@ -132,9 +132,9 @@ impl Model<'_> {
         several && (waits() || (self.gpus.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
-    /// Whether a request is admitted beside a holder that drains: in `auto`, a request that does not wait for turns to
-    /// end does not wait for queued work either, if its memory fits beside the holder's. The GPU time-slices the two
-    /// until the drain ends.
+    /// Whether a request is admitted beside a draining holder. In `auto`, a request that does not wait for turns to end
+    /// does not wait for queued work either, if its memory fits beside the holder's. The GPU time-slices the two until
+    /// the drain ends.
     pub fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
         is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before
@@ -142,7 +142,7 @@ impl Model<'_> {
 
     /// Whether there is a reason to revoke a holder.
     pub fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
-        // Others may be blocked by bytes that it cannot give, or have been admitted beside it.
+        // Requests may be blocked by bytes that the holder cannot free, or may have been admitted beside it.
         let hold = self.gpus.hold(client, id);
         let undrainable = hold.is_some_and(Hold::is_undrainable);
         let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
@@ -152,7 +152,7 @@ impl Model<'_> {
             || self.overdrawn(id) > 0
             || (exclusive && self.gpus.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
-        // It may also want the lock again itself, and has to release it first.
+        // The client may want the lock again itself, and has to release it first.
         others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.queues.waits_for(client, id)
     }
 }

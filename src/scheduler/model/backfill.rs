@@ -1,9 +1,9 @@
-//! Backfilling: while the first request of a GPU waits for other GPUs, requests for this GPU alone that stand behind it and
-//! whose memory is there are granted until the holders of those GPUs let the first one in.
+//! Backfilling: while the first request of a GPU waits for other GPUs, later requests that want only this GPU and have
+//! all their memory there are granted, until the holders of the other GPUs admit the first request.
 //!
-//! Each GPU has a time at which its holders let the first request in, from their turns alone. What is granted by backfilling
-//! ends at the latest of these times, and so never moves it: the first request waits no longer than for the turns that it would
-//! wait for anyway, a drain, and, where the other GPUs have no such time, [`SLOT`].
+//! The turns of its holders give each GPU a time at which it admits the first request. Backfilled grants end at the
+//! latest of these times, and so never delay it: the first request waits only for the turns that it would wait for
+//! anyway, a drain, and, if a time is unknown, [`SLOT`].
 
 use super::Model;
 use crate::{
@@ -13,14 +13,14 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The least time for which a request is granted, and the time granted if the wait of the first one is unknown.
+/// The minimum time granted to a request, and the time granted if the wait of the first request is unknown.
 pub(crate) const SLOT: Duration = Duration::from_millis(150);
-/// No more requests than this are looked at behind the first one.
+/// At most this many requests behind the first are considered.
 pub(crate) const LOOKS: usize = 16;
 
 impl Model<'_> {
-    /// When a GPU lets its first request in, according to the turns of its holders; 0: it would be granted this GPU
-    /// now. `None`: unknown.
+    /// When a GPU admits its first request, according to the turns of its holders; 0 if it would admit it now. `None`:
+    /// unknown.
     pub fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
         if self.access(id) == Access::Suspended || self.queues.first(id) != Some(first) {
             return None;
@@ -39,15 +39,15 @@ impl Model<'_> {
             && self.queues.request(first).is_some_and(|request| request.wants.values().flatten().any(|gpu| *gpu != id))
     }
 
-    /// When the last of the other GPUs lets the first request of this GPU in. `None`: unknown.
+    /// When the last of the other GPUs admits the first request of this GPU. `None`: unknown.
     pub fn others_open_at(&self, id: GpuId, first: Entity) -> Option<Time> {
         let request = self.queues.request(first)?;
         let others = request.wants.values().flatten().filter(|gpu| **gpu != id && self.access(**gpu) != Access::Gone);
         others.map(|gpu| self.opens_at(*gpu, first)).try_fold(Time::ZERO, |latest, opens| Some(latest.max(opens?)))
     }
 
-    /// Whether a waiting client may run on a GPU before the first request until then: it wants only that GPU, is
-    /// expected to finish by then, and all of its memory is there.
+    /// Whether a waiting client may run on a GPU ahead of the first request until `until`: it wants only that GPU, is
+    /// expected to finish by then, and has all of its memory there.
     pub fn may_backfill(&self, client: ClientId, id: GpuId, until: Time) -> bool {
         let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
         let fits = |account: &Account| account.report.demand <= account.allowance;

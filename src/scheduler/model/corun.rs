@@ -23,8 +23,8 @@ impl Model<'_> {
         self.run_together(id, self.gpus.holders(id))
     }
 
-    /// When the holders of a GPU have to take turns again, if nothing else happens. `None`: they run alone, or not in
-    /// `auto`.
+    /// When the holders of a GPU have to take turns again, if nothing changes. `None`: there is only one holder, or the
+    /// mode is not `auto`.
     pub fn together_until(&self, id: GpuId) -> Option<Time> {
         let several = || self.gpus.running_on(id).nth(1).is_some();
         let takes_turns = self.settings.anti_thrash == AntiThrash::Auto && several();
@@ -39,7 +39,7 @@ impl Model<'_> {
         Some(last.saturating_add(believed))
     }
 
-    /// Whether the utilization of all holders is known, or a turn would not tell it.
+    /// Whether the utilization of every holder is known, or cannot be measured in a turn.
     pub fn are_measured(&self, id: GpuId) -> bool {
         self.gpus.running_on(id).filter_map(|c| self.history(c, id)).all(|history| !history.utilization.is_open())
     }

@@ -1,8 +1,8 @@
-//! What the members of a gang may do for each other, and gangs that exclude each other.
+//! How the members of a gang help each other, and gangs that exclude each other.
 //!
-//! Gangs that share a GPU and use others besides conflict: one waits until the other holds nothing, and the gang that holds a
-//! lock already goes first. Otherwise each could hold a GPU that the other waits for, its kernels spinning for the missing
-//! members.
+//! Two gangs conflict if they share a GPU and one of them uses several. One of them waits until the other holds
+//! nothing; a gang that already holds a lock goes first. Otherwise each could hold a GPU that the other waits for, its
+//! kernels spinning for the missing members.
 
 use super::Model;
 use crate::{
@@ -15,8 +15,8 @@ use std::time::Duration;
 
 /// How long a gang's request waits for members that have not requested yet, so that they run together.
 const GATHERS: Duration = Duration::from_millis(5);
-/// A member that released or attached a GPU within this time is likely to request one. A gang's request waits for no
-/// other members.
+/// A member that released or attached a GPU within this time is likely to request one. A gang's request waits only for
+/// such members.
 const LATELY: Duration = Duration::from_secs(1);
 
 impl Model<'_> {
@@ -30,7 +30,7 @@ impl Model<'_> {
         self.queues.gangs().members(gang).flat_map(|client| self.gpus.of_client(client)).collect()
     }
 
-    /// Until when a new request waits for other members of its gang that ran lately. `None`: it waits for none.
+    /// Until when a new request waits for other members of its gang that ran recently. `None`: it waits for none.
     pub fn gathers_until(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;
         let is_missing = |client: &ClientId| {
@@ -45,8 +45,8 @@ impl Model<'_> {
         missing.any(had_lately).then(|| self.now + GATHERS)
     }
 
-    /// Whether a GPU is kept for another gang, which was revoked: one of its members does not drain yet, and may need
-    /// another member in order to drain that has just left this GPU.
+    /// Whether a GPU is kept for another gang that was revoked: one of that gang's members does not drain yet, and may
+    /// need a member in order to drain that has just left this GPU.
     pub fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
         let gangs = self.queues.gangs();
         let mut turns = gangs.turns().filter(|(gang, _)| entity != Entity::Gang(*gang) && gangs.is_job(*gang));
@@ -57,21 +57,22 @@ impl Model<'_> {
         })
     }
 
-    /// Whether a hold helps another member of its gang to drain, which was revoked and has not drained yet.
+    /// Whether a hold helps a revoked member of its gang to drain.
     pub fn helps_to_drain(&self, hold: &Hold) -> bool {
         let gang = hold.entity.gang().filter(|_| hold.revoked.is_none());
         gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
     }
 
-    /// How long a holder may be idle for the sake of its gang: the others may spin for it, and handing the GPU over
-    /// costs them the same. 0: it is in no gang, or no other member holds a GPU.
+    /// How long a holder may be idle for its gang's sake: the other members may be spinning for it, and a hand-over of
+    /// the GPU would cost the same time. 0: it is in no gang, or no other member holds a GPU.
     pub fn gang_grace(&self, hold: &Hold) -> Duration {
         let gang = hold.entity.gang().filter(|gang| self.queues.gangs().is_job(*gang));
         let gang = gang.filter(|gang| self.holds_of_gang(*gang).nth(1).is_some());
         gang.map_or(Duration::ZERO, |gang| self.queues.gangs().hand_over(gang).min(self.settings.time_quantum))
     }
 
-    /// When a holder's drain will lag, while other members of its gang wait that could help it. `None`: it will not.
+    /// When a holder's drain will lag, if other members of its gang are waiting that could help it. `None`: it will
+    /// not.
     pub fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let lock = self.gpus.lock(client, id)?;
         let hold = lock.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
@@ -81,9 +82,9 @@ impl Model<'_> {
         peers.any(|peer| self.queues.waiting(peer).is_some()).then(|| begun + lock.drains.lags_after())
     }
 
-    /// Whether a gang has its turn, in which its other members precede all requests of their class: for the time
-    /// quantum, and for another one if a revoked member cannot drain, which may need them. A gang that has waited for
-    /// longer would only delay them, since it waits for all of them to drain.
+    /// Whether a gang has its turn, in which its other members precede all requests of their class. The turn lasts one
+    /// time quantum, and another one if a revoked member cannot drain, since it may need the others. After that the
+    /// gang would only delay other requests, since it waits until all of its members drain.
     pub fn has_turn(&self, entity: Entity) -> bool {
         let turn = entity.gang().and_then(|gang| Some((gang, self.queues.gangs().turn_since(gang)?)));
         let Some((gang, since)) = turn else { return false };
@@ -95,14 +96,14 @@ impl Model<'_> {
         }
     }
 
-    /// When a gang may no longer have its turn because of the time that passes. `None`: it has none.
+    /// When a gang's turn may end because time passes. `None`: the gang has no turn.
     pub fn turn_passes_at(&self, entity: Entity) -> Option<Time> {
         let since = self.queues.gangs().turn_since(entity.gang()?)?;
         let ends = [1, 2].map(|quanta| since.saturating_add(self.settings.time_quantum.saturating_mul(quanta)));
         ends.into_iter().find(|at| *at > self.now)
     }
 
-    /// Whether a member was revoked and is about to drain. Until it has, no member is granted anything.
+    /// Whether a revoked member is about to drain. Until it has drained, no member is granted anything.
     pub fn is_about_to_drain(&self, entity: Entity) -> bool {
         let holds = entity.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
         holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
@@ -147,8 +148,8 @@ impl Model<'_> {
         conflicting.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
     }
 
-    /// Whether a conflicting gang, on any GPU, waits for this one to release all that it holds, or runs while this one
-    /// is bypassed.
+    /// Whether a conflicting gang, on any GPU, waits for this gang to release all locks, or runs while this gang is
+    /// bypassed.
     pub fn is_in_the_way(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.queues.gangs().are_several()) else { return false };
         let waits =
@@ -159,8 +160,8 @@ impl Model<'_> {
             && others.any(|other| (waits(other) || runs(other)) && self.gangs_conflict(gang, other))
     }
 
-    /// Whether a gang has to release what it holds because a conflicting one held something first: each would wait for
-    /// the other.
+    /// Whether a gang has to release its locks because a conflicting gang held a lock first: otherwise they would wait
+    /// for each other.
     pub fn yields(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.queues.gangs().are_several()) else { return false };
         if self.settings.anti_thrash == AntiThrash::Off {
@@ -175,7 +176,7 @@ impl Model<'_> {
         others.any(|other| first(other).is_some_and(|other| other < since) && self.gangs_conflict(gang, other))
     }
 
-    /// Since when the holder's gang has had its turn, if the waiter is a gang that conflicts with it.
+    /// Since when the holder's gang has had its turn, if the waiter is a conflicting gang.
     pub fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
         let since = self.queues.gangs().turn_since(gang)?;

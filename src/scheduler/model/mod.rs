@@ -1,11 +1,11 @@
-//! Questions about the present state that concern more than one component, and change nothing. Decisions ask them; `machine`
-//! and `settle` then make the changes.
+//! Queries about the present state that concern more than one component and change nothing. Decisions use them;
+//! `machine` and `settle` then make the changes.
 //!
 //! - `order`: the order of queues, and the precedence of waiting clients over holders.
 //! - `admission`: whether a request can be granted, and why not.
-//! - `gangs`: what a gang's members may do for each other, and gangs that exclude each other.
-//! - `corun`: which clients may hold a GPU together.
-//! - `backfill`: what may run while the first request of a GPU waits for other GPUs.
+//! - `gangs`: how a gang's members help each other, and gangs that exclude each other.
+//! - `corun`: clients that may hold a GPU together.
+//! - `backfill`: requests that may run while the first request of a GPU waits for other GPUs.
 
 mod admission;
 mod backfill;
@@ -28,7 +28,7 @@ use crate::{
 };
 use std::time::Duration;
 
-/// All state that decisions read.
+/// All state that decisions depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Model<'a> {
     pub now: Time,
@@ -51,12 +51,12 @@ impl<'a> Model<'a> {
         self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
     }
 
-    /// A client's memory on a GPU; `None`: it has not attached the GPU.
+    /// A client's records on a GPU. `None`: it has not attached the GPU.
     pub fn attachment(&self, client: ClientId, id: GpuId) -> Option<&'a Attachment> {
         self.gpus.attachment(client, id)
     }
 
-    /// What policies know of a client on a GPU.
+    /// A client's history on a GPU, for policies.
     pub fn history(&self, client: ClientId, id: GpuId) -> Option<&'a History> {
         Some(&self.attachment(client, id)?.history)
     }
@@ -65,7 +65,7 @@ impl<'a> Model<'a> {
         self.gpus.get(gpu)?.account(client)
     }
 
-    /// What the decisions of a GPU read.
+    /// The inputs of a GPU's decisions.
     pub fn gpu_context(&self) -> gpu::Context<'a> {
         let Self { now, settings, rules, clients, queues, sleep, quota, .. } = *self;
         gpu::Context { now, settings, rules, clients, queues, sleep, quota }
@@ -80,7 +80,7 @@ impl<'a> Model<'a> {
         self.gpus.get(id).is_some_and(|gpu| gpu.faults_in(self.gpu_context(), client))
     }
 
-    /// Why no memory of a client can leave a GPU now. `None`: it can.
+    /// Why none of a client's memory can be evicted from a GPU now. `None`: it can be.
     pub fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
         self.gpus.get(id)?.eviction_block(self.gpu_context(), client)
     }
@@ -94,7 +94,7 @@ impl<'a> Model<'a> {
         self.gpus.get(id).is_some_and(|gpu| gpu.is_crowded_out(self.settings, clients))
     }
 
-    /// The time for `bytes` to leave a GPU and come back: see [`Gpu::moving_both_ways`].
+    /// The time to evict `bytes` from a GPU and restore them: see [`Gpu::moving_both_ways`].
     pub fn moving_both_ways(&self, id: GpuId, bytes: u64, exempt: &[ClientId]) -> Duration {
         self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.moving_both_ways(bytes, exempt))
     }

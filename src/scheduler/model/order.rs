@@ -40,8 +40,8 @@ impl<'a> Model<'a> {
         (at, ages_after.map(|after| arrival.saturating_add(after)))
     }
 
-    /// Since when the owner of a request that arrives now has waited for these GPUs; 0 where no rule divides the time,
-    /// so that there is only one owner.
+    /// Since when the owner of a request that arrives now has been waiting for these GPUs; 0 where no rule divides the
+    /// time, since there is then only one owner.
     pub fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
@@ -51,14 +51,14 @@ impl<'a> Model<'a> {
         peers.filter_map(|entity| Some(self.queues.request(entity)?.key.joined)).min().unwrap_or(self.now)
     }
 
-    /// Owners with queued requests, where the policy orders the requests of one owner by rank alone: their finish tags
-    /// are kept even in the past, as the key that those requests share.
+    /// Owners with queued requests, where the policy orders the requests of one owner by rank alone. Their finish tags
+    /// are kept even after they have passed, as the key that these requests share.
     pub fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
         is_by_rank.then(|| self.queues.owners_waiting(id)).into_iter().flatten().collect()
     }
 
-    /// A client that waits for a GPU or holds it, as the policy sees it.
+    /// The policy's view of a client that waits for a GPU or holds it.
     pub fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
         let (Some(history), Some(gpu)) = (self.history(client, id), self.gpus.get(id)) else {
             return Waiter::default();
@@ -79,7 +79,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// A holder as the policy sees it while `first` waits.
+    /// The policy's view of a holder while `first` waits.
     pub fn policy_holder(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Entity>) -> policy::Holder {
         let waiter = self.waiter(client, id);
         policy::Holder {
@@ -95,7 +95,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// How much longer a holder can run until its owner has used more than another owner that waits. `None`: no other
+    /// How much longer a holder can run until its owner has used more than another waiting owner. `None`: no other
     /// owner waits, or the policy leaves that to the length of turns.
     pub fn other_owner_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
@@ -111,7 +111,7 @@ impl<'a> Model<'a> {
         Some(weights.service_until(key.at.saturating_sub(until)))
     }
 
-    /// The key that one client's part of a request has now.
+    /// The current key of one client's part of a request.
     pub fn queue_key(&self, client: ClientId, wants: &GpuSet, before: QueueKey) -> QueueKey {
         let class = self.shares().class(client, wants);
         let owner = self.shares().owner(client);
@@ -120,16 +120,16 @@ impl<'a> Model<'a> {
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
-    /// The finish tag of a client whose environment sets a lower weight, as far as it holds the client back. Where the policy
-    /// orders the clients of one owner by rank, they share a key, and the tag counts until that time has come: after that,
-    /// the client would stay behind every client without a tag of its own.
+    /// The finish tag of a client whose environment sets a lower weight, while it delays the client. Where the policy
+    /// orders the clients of one owner by rank, they share a key, and the tag counts only until its time: after that,
+    /// it would keep the client behind all clients without a tag of their own.
     pub fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let own = self.shares().owners(client).find(|owner| *owner == ShareOwner::Client(client))?;
         let tag = self.shares().tag_of(own, id)?;
         (self.policy().tenants_take_turns() || tag > self.now).then_some(tag)
     }
 
-    /// When the position of a request changes by itself, since a client's own finish tag no longer holds it back.
+    /// When the position of a request changes without an event, because a client's own finish tag stops delaying it.
     pub fn position_changes_at(&self, entity: Entity) -> Option<Time> {
         if self.policy().tenants_take_turns() {
             return None;
@@ -139,8 +139,8 @@ impl<'a> Model<'a> {
         wants.filter_map(|(client, id)| self.own_tag(client, id)).min()
     }
 
-    /// Whether the queue by owners matches the requests of the clients, and no request precedes the request that it
-    /// stands behind: for assertions.
+    /// For assertions: whether the queue by owners matches the clients' requests, and no request precedes the request
+    /// that it stands behind.
     pub fn owners_are_current(&self, id: GpuId) -> bool {
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
         for entity in self.queues.queued(id) {
@@ -155,7 +155,7 @@ impl<'a> Model<'a> {
     }
 
     /// Until when a holder would precede a waiting request if it released the lock and requested it again. Revoking it
-    /// sooner would only cost a drain, since it would be granted again immediately. `None`: the request goes first.
+    /// sooner would only cost a drain: it would be granted again immediately. `None`: the request goes first.
     pub fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.gpus.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
         let (owner, key) = (self.shares().owner(holder)?, self.queues.request(other)?.key);
@@ -179,7 +179,7 @@ impl<'a> Model<'a> {
         let own_tag =
             || self.queues.first_client(other).and_then(|client| self.own_tag(client, id)).unwrap_or_default();
         let other_at = if is_same_owner { key.rank.max(own_tag()) } else { key.at };
-        // While the holder keeps running, its arrival would advance as fast as time does.
+        // The holder would arrive later by as much as it keeps running.
         let mut ahead = other_at.checked_sub(arrival);
         for charged in self.shares().owners(holder) {
             let before = match self.shares().finish_tag(holder, charged, id, hold, waited) {
@@ -201,16 +201,16 @@ impl<'a> Model<'a> {
         self.shares().owner(self.queues.first_client(entity)?)
     }
 
-    /// The key of a request as of now.
+    /// The current key of a request.
     pub fn current_key(&self, entity: Entity) -> Option<QueueKey> {
         let request = self.queues.request(entity)?;
         let keys = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
-        // A gang has the last of its members' classes and the latest of their times.
+        // A gang has the worst of its members' classes and the latest of their times.
         let key = keys.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
         Some(QueueKey { has_turn: Reverse(self.has_turn(entity)), ..key })
     }
 
-    /// All requests in the queue of a GPU, in the order in which they would be served if nothing changed.
+    /// All requests in the queue of a GPU, in the order of service if nothing changed.
     pub fn whole_queue(&self, id: GpuId) -> Vec<Entity> {
         let behind =
             self.queues.behind_first(id).filter_map(|(first, entity)| Some((self.key_behind(first, entity)?, entity)));
@@ -219,8 +219,8 @@ impl<'a> Model<'a> {
         queue.into_iter().map(|(_, entity)| entity).collect()
     }
 
-    /// The key of a request that stands behind another request of its owner, whose key is `first`. That key may still
-    /// count service until a time that has passed, which is forgotten elsewhere.
+    /// The key of a request that stands behind another request of its owner. `first`: the key of that request, which
+    /// may still include a finish tag that has passed and was forgotten elsewhere.
     pub fn key_behind(&self, first: &QueueKey, entity: Entity) -> Option<QueueKey> {
         self.current_key(entity).map(|key| QueueKey { at: key.at.max(first.at), ..key })
     }

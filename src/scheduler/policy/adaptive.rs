@@ -28,11 +28,12 @@ use crate::{
 };
 use std::time::Duration;
 
-/// Where `max-wait` does not bound waits: a client waits at most this multiple of its wait if all took turns.
+/// The ageing factor where `max-wait` does not bound waits: a client waits at most this multiple of its wait if all
+/// clients took turns.
 const AGEING_FACTOR: u32 = 8;
 /// Longer than any time on a level, so that ranks of one level precede ranks of the next.
 const LEVEL: Duration = Duration::from_secs(1 << 32);
-/// The turn of a client that has aged is no shorter, whatever its size.
+/// The minimum turn of a client that has aged, whatever its size.
 const SHORTEST_AGED_TURN: Duration = Duration::from_secs(1);
 /// A client whose memory must move ranks, within its level, as if it had entered that level later by this many times
 /// the time of the move.
@@ -54,7 +55,7 @@ impl Policy for Adaptive {
             (true, false) => MEASURED.min(settings.time_quantum),
         };
         let turn = if holder.aged || first.aged {
-            // Its own memory has to come in during the turn.
+            // The client's own memory has to be moved in during the turn.
             holder.fills.saturating_mul(MOVES).max(SHORTEST_AGED_TURN).min(turn_of_all(settings, first))
         } else if first.rank < holder.rank {
             least

@@ -88,7 +88,7 @@ impl Policy for Fcfs {
     }
 }
 
-/// A quarter more: bursts of one program differ by about this.
+/// A quarter more: bursts of one program vary by about this much.
 fn a_little_more(burst: Duration) -> Duration {
     burst.saturating_add(burst / 4)
 }

@@ -26,8 +26,8 @@ impl History {
 pub(crate) struct Bursts {
     /// Smoothed. `None`: no burst has ended yet.
     estimate: Option<Duration>,
-    /// GPU time since it last had no work, over turns that were cut short, and the part in which the GPU was busy with
-    /// it.
+    /// GPU time since the client last had no work, summed over turns that were cut short, and the part of it in which
+    /// the GPU was busy with the client's work.
     attained: Duration,
     busy: Duration,
 }
@@ -43,8 +43,8 @@ impl Bursts {
         self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
     }
 
-    /// Records the end of a turn. An uncontended holder keeps the lock through idle times too, so no more of its
-    /// uncontended time is counted than one burst.
+    /// Records the end of a turn. An uncontended holder keeps the lock through idle times too, so its uncontended time
+    /// counts for at most one burst.
     pub fn ran(&mut self, contended: Duration, uncontended: Duration, busy: Duration, idle: bool) {
         let usual = self.estimate.unwrap_or(FIRST_BURST);
         self.attained = self.attained.saturating_add(contended).saturating_add(uncontended.min(usual));

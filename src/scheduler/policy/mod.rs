@@ -20,12 +20,12 @@ use std::time::Duration;
 
 /// The shortest turn in `auto`: strict turns of 20 ms cost about 5 % of throughput on an H200, of 50 ms about 1 %.
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
-/// The grace where a hand-over is free: longer than the gaps between launches of a busy program.
+/// The grace where a hand-over moves no memory: longer than the gaps between launches of a busy program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// Where memory must move, a turn lasts at least the first of these multiples of the time to move it, so that the GPU
 /// works most of the time; in `auto`, it lasts the second, and up to the third if the waiting client needs long.
 const MOVES_PER_TURN: (u32, u32, u32) = (5, 10, 15);
-/// The least of the second and of the third: where little moves, long bursts are not cut short for it.
+/// Lower bounds of the second and the third: where little memory moves, long bursts are not cut short.
 const SHORTEST_MOVING_TURN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 
 /// The precedence of a waiting request over a holder.
@@ -42,30 +42,31 @@ pub(crate) enum Precedence {
     After,
 }
 
-/// A waiting request, as far as a policy's decisions depend on it.
+/// A waiting request, as policies see it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Waiter {
     /// Its precedence over the holder by the rules of both.
     pub precedence: Precedence,
-    /// How long it is expected to run until it has no work.
+    /// The expected time until it has no work.
     pub burst: Duration,
-    /// The time to move the bytes that it lacks out and back in; for the first in the queue, only the bytes that have
-    /// to come from holders.
+    /// The time to move the bytes that it lacks out and back in. For the first request in the queue, only bytes that
+    /// have to come from holders are counted.
     pub moving: Duration,
-    /// The same for all bytes that it lacks. A turn that ends before they have arrived is wasted.
+    /// The time to move all bytes that it lacks out and back in. A turn that ends before they have arrived is wasted.
     pub arrives: Duration,
     /// Whether bytes must leave the GPU before it can run.
     pub evicts: bool,
-    /// Its utilization is unknown, and a short turn would tell; and whether the utilization of all holders is known.
+    /// Its utilization is unknown, and a short turn would measure it; and whether the utilization of all holders is
+    /// known.
     pub unmeasured: bool,
     pub holders_measured: bool,
     /// The number of requests in the queue, itself included.
     pub waiters: u32,
-    /// The GPU time that it has attained, less the time that it left to others, and since when it has been on that
+    /// The GPU time that it has attained, minus the time that it left to others, and since when it has been on that
     /// level.
     pub attained: Duration,
     pub level_since: Time,
-    /// Its rank, and whether it goes first because it has aged.
+    /// Its rank, and whether it precedes others because it has aged.
     pub rank: Time,
     pub aged: bool,
     /// It waits for several GPUs, or with other members of a gang.
@@ -87,13 +88,13 @@ impl Waiter {
     fn moving_turn(&self, holder: &Holder) -> (Duration, Duration) {
         let (_, least, most) = MOVES_PER_TURN;
         let worth = |moves, least: Duration| holder.exchange.saturating_mul(moves).max(least);
-        // Once all has arrived, the hand-over costs no more than one for which nothing moves.
+        // Once all bytes have arrived, the hand-over costs no more than a hand-over without a move.
         let least = if self.evicts { worth(least, SHORTEST_MOVING_TURN.0) } else { SHORTEST_TURN };
         if holder.batch { (Duration::MAX, Duration::MAX) } else { (least, worth(most, SHORTEST_MOVING_TURN.1)) }
     }
 }
 
-/// A holder, as far as a policy's decisions depend on it.
+/// A holder, as policies see it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Holder {
     /// The rank that it would have if it requested the GPU now.
@@ -111,8 +112,8 @@ pub(crate) struct Holder {
     pub aged: bool,
     /// The first waiting request has the same owner.
     pub same_owner: bool,
-    /// How much longer it can run until another owner that waits should have the GPU. `None`: no other owner waits, or
-    /// turns alone decide.
+    /// How much longer it can run until another waiting owner should have the GPU. `None`: no other owner waits, or
+    /// only the length of turns decides.
     pub other_owner_after: Option<Duration>,
 }
 
@@ -122,18 +123,19 @@ pub(crate) trait Policy: Debug + Sync {
     fn turn(&self, settings: &Settings, holder: &Holder, first: &Waiter) -> Duration;
     /// The rank of a request that arrives at `arrival` among the requests of its owner: the smallest is served first.
     fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
-    /// The key of a request among the requests of all owners, from its owner's finish tag, its own rank, and the time
-    /// since which its owner has waited.
+    /// The key of a request among the requests of all owners, from its owner's finish tag (`served`), its own rank, and
+    /// the time since which its owner has been waiting (`joined`).
     fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
     /// The time after which a waiting request goes before all other requests of its owner. `None`: never; its rank
     /// already bounds its wait.
     fn ages_after(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
-    /// Whether tenants take turns, however many clients they have. Otherwise all clients without a share are one owner.
+    /// Whether tenants take turns regardless of their number of clients. Otherwise all clients without a share are one
+    /// owner.
     fn tenants_take_turns(&self) -> bool;
     /// How long a contended holder may be idle before it releases the lock, if the hand-over moves memory for `moving`.
     fn grace(&self, settings: &Settings, moving: Duration) -> Duration;
     /// How long a client is expected to stay idle that has been idle for `idle` and has `before` requests ahead of its
-    /// own (`None`: it does not wait). The longer, the sooner its memory is evicted.
+    /// own (`None`: it is not waiting). The longer, the earlier its memory is evicted.
     fn expected_idle(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration;
     /// Whether [`Self::expected_idle`] depends on the position in the queue.
     fn evicts_by_queue(&self) -> bool;

@@ -1,11 +1,11 @@
-//! The GPU time that a client has attained, as `adaptive` counts it: time that it ran, less time that it left to others
-//! while it had no work. A client that runs briefly and then pauses stays on the lowest level; one that computes rises
-//! level by level. A level is a power of four.
+//! The GPU time that a client has attained, as `adaptive` counts it: the time that it ran, minus the time that it left
+//! to others while it had no work. A client that runs briefly and then pauses stays on the lowest level; a client that
+//! keeps computing rises level by level. A level is a power of four.
 
 use crate::api::Time;
 use std::time::Duration;
 
-/// Clients that have attained less are on level 0.
+/// Clients that have attained less than this are on level 0.
 const FIRST_LEVEL: Duration = Duration::from_secs(1);
 
 /// The attained GPU time of one client on one GPU.
@@ -47,7 +47,7 @@ impl Progress {
     }
 }
 
-/// The level of a client that has attained this much.
+/// The level of a client that has attained `attained`.
 pub(super) fn level(attained: Duration) -> u32 {
     let quarters = attained.as_secs() / FIRST_LEVEL.as_secs();
     quarters.checked_ilog(4).map_or(0, |level| level + 1)

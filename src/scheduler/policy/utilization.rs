@@ -1,15 +1,15 @@
 //! Utilization: the part of the time in which a client keeps a GPU busy, as the client reports it. A client can measure
-//! that only while it is the only holder. A report is believed for a while.
+//! it only while no client outside its gang holds the lock. A report is believed for a while.
 
 use std::time::Duration;
 
-/// The most utilization, in thousandths of a GPU, of clients that run together: one of them may fill it beside others
-/// that hardly use it.
+/// The highest total utilization, in thousandths of a GPU, of clients that run together: one client may fill the GPU
+/// beside others that hardly use it.
 pub(crate) const FULL: u32 = 1100;
-/// Assumed of a client that reports nothing.
+/// Assumed utilization of a client that reports nothing.
 const UNKNOWN: u32 = 1000;
-/// How long clients run together before they are measured again: the first time, and at most. It doubles whenever they
-/// report the same again.
+/// How long clients run together before they are measured again: the first time, and at most. The time doubles whenever
+/// they report the same value again.
 const TOGETHER: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(80));
 /// Reports that differ by no more than this, in thousandths, are the same.
 const SAME: u32 = 150;
@@ -21,9 +21,9 @@ pub(crate) const MEASURED: Duration = Duration::from_millis(150);
 pub(crate) struct Utilization {
     /// The newest report, while it is believed.
     report: Option<u32>,
-    /// The report before, and for how long it was believed.
+    /// The previous report, and for how long it was believed.
     before: Option<(u32, Duration)>,
-    /// The client was the only holder, contended, for long enough, and reported nothing.
+    /// The client was the only holder, contended, for long enough to measure, and reported nothing.
     silent: bool,
     /// The client ran out of work before it could report anything.
     brief: bool,
@@ -35,7 +35,7 @@ impl Utilization {
         self.report.or(self.silent.then_some(UNKNOWN))
     }
 
-    /// Whether the client wants no other client beside it, by reporting more than there is: its work cannot be
+    /// Whether the client wants the GPU alone, which it reports as a utilization above `FULL`: its work cannot be
     /// measured.
     pub fn is_for_itself(self) -> bool {
         self.report.is_some_and(|report| report > FULL)
@@ -54,7 +54,7 @@ impl Utilization {
         *self = Self { before, ..Self::default() };
     }
 
-    /// Whether a turn that is long enough would tell the utilization.
+    /// True if a sufficiently long turn would yield a utilization measurement.
     pub fn is_open(self) -> bool {
         self.permille().is_none() && !self.brief
     }
@@ -65,7 +65,7 @@ impl Utilization {
         self.brief = idle;
     }
 
-    /// Takes a report of the client.
+    /// Handles a client's report.
     pub fn reported(&mut self, permille: u32) {
         *self = Self { report: Some(permille), before: self.before, ..Self::default() };
     }

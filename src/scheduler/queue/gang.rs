@@ -1,14 +1,14 @@
-//! Gangs: clients whose kernels wait for each other and which therefore have to run at the same time. A client names
-//! its gang, or a rule makes all clients that it counts together a gang.
+//! Gangs: clients whose kernels wait for each other, so that they have to run at the same time. Either a client names
+//! its gang, or a rule makes all clients of its group a gang.
 
 use crate::api::{ClientId, Time};
 use crate::entity::Gang;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// A job has no more processes than this on one host: a few for each of its GPUs.
+/// A job has at most this many processes on one host: a few for each of its GPUs.
 const MOST_OF_A_JOB: usize = 64;
-/// Assumed of a hand-over until one was measured.
+/// Assumed duration of a hand-over until one was measured.
 const FIRST_HAND_OVER: Duration = Duration::from_millis(50);
 
 /// The members of each gang, its turn, and how long it takes to end one.
@@ -17,10 +17,10 @@ pub(crate) struct Gangs {
     #[serde(with = "crate::encoding::pairs")]
     members: BTreeMap<Gang, BTreeSet<ClientId>>,
     of: BTreeMap<ClientId, Gang>,
-    /// While a gang holds a GPU.
+    /// Turns of the gangs that hold a GPU.
     #[serde(with = "crate::encoding::pairs")]
     turns: BTreeMap<Gang, Turn>,
-    /// From the first revoke until the last member has drained, smoothed.
+    /// Duration of each gang's hand-over, from the first revoke until the last member has drained, smoothed.
     #[serde(with = "crate::encoding::pairs")]
     hand_overs: BTreeMap<Gang, Duration>,
 }
@@ -32,12 +32,12 @@ struct Turn {
     since: Time,
     /// When the first of its members was revoked.
     revoked: Option<Time>,
-    /// No member had failed to drain before: the end of the turn says how long a hand-over takes.
+    /// When the turn began, no member had failed to drain, so the end of the turn measures a hand-over.
     is_measured: bool,
 }
 
 impl Gangs {
-    /// Puts a client that is in no gang into one.
+    /// Adds a client that is in no gang to one.
     pub fn join(&mut self, client: ClientId, gang: Gang) {
         self.of.insert(client, gang);
         self.members.entry(gang).or_default().insert(client);
@@ -79,8 +79,8 @@ impl Gangs {
         self.members.len() > 1
     }
 
-    /// Begins a gang's turn at `since`, or moves its beginning back to that. `is_measured`: all members of an earlier turn
-    /// have drained.
+    /// Begins a gang's turn at `since`, or moves its beginning back to `since`. `is_measured`: all members of an
+    /// earlier turn have drained.
     pub fn begin_turn(&mut self, gang: Gang, since: Time, is_measured: bool) {
         let turn = self.turns.entry(gang).or_insert(Turn { since, revoked: None, is_measured });
         turn.since = since.min(turn.since);
@@ -93,14 +93,14 @@ impl Gangs {
         }
     }
 
-    /// Records that no member needs to release what it holds after all.
+    /// Records that no member needs to release its locks after all.
     pub fn goes_on(&mut self, gang: Gang) {
         if let Some(turn) = self.turns.get_mut(&gang) {
             turn.revoked = None;
         }
     }
 
-    /// Ends a gang's turn. `drained`: no member holds anything any more.
+    /// Ends a gang's turn. `drained`: no member holds a lock any more.
     pub fn end_turn(&mut self, now: Time, gang: Gang, drained: bool) {
         let turn = self.turns.remove(&gang).filter(|turn| turn.is_measured && drained);
         if let Some(revoked) = turn.and_then(|turn| turn.revoked).filter(|_| self.members.contains_key(&gang)) {

@@ -15,20 +15,20 @@ pub(crate) struct Request {
     /// Since when each client has waited, and for which GPUs.
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
-    /// Other members of the gang are likely to ask within a moment: the request is not granted before this.
+    /// Earliest time of the grant: other members of the gang are likely to request a GPU until then.
     pub gathers: Option<Time>,
-    /// When the request goes before all others of its owner because of its age. `None`: never.
+    /// When the request ages, and so precedes all others of its owner. `None`: never.
     pub ages: Option<Time>,
-    /// It has aged: it goes before all others of its owner.
+    /// The request has aged: it precedes all others of its owner.
     pub aged: bool,
     /// Why the request is in no queue. `None`: it is queued.
     pub blocked: Option<Blocked>,
     /// The owner of its turns, while it is queued.
     pub owner: Option<ShareOwner>,
-    /// Among the requests of its owner for a GPU, its position follows from its rank and number alone: whatever the owner
-    /// has used concerns all of them alike. So all but the first of such requests stand behind that one.
+    /// The request's position among its owner's requests for a GPU depends only on its rank and number, because the
+    /// owner's usage affects all of them alike. So all but the first of these requests stand behind the first.
     pub by_rank: bool,
-    /// The reason for waiting that its clients were last told.
+    /// The reason for waiting that was last sent to its clients.
     #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
@@ -48,16 +48,16 @@ impl Request {
 /// Why a request is in no queue. It then reserves no memory and delays no other request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Blocked {
-    /// It must wait until then: its mapping failed, or its owner has used its maximum.
+    /// It must wait until this time: its mapping failed, or its owner has used its maximum.
     Until(Time),
     /// The process of a member is stopped, or a member is held off its GPUs.
     #[serde(alias = "Stopped")] // in older recordings
     Absent,
     /// It wants a lock that the client still holds, was asked to release, and cannot drain.
     Undrained,
-    /// Unevictable memory on that GPU leaves too little room.
+    /// Unevictable memory on this GPU leaves too little room.
     Pinned(GpuId),
-    /// That GPU is wanted or held by a client of a better class, and the request also wants other GPUs.
+    /// A client of a better class wants or holds this GPU, and the request also wants other GPUs.
     Behind(GpuId),
 }
 
@@ -70,38 +70,38 @@ pub(crate) struct QueueKey {
     pub at: Time,
     pub rank: Time,
     pub number: u64,
-    /// Since when the request's owner has waited there without any of its clients being served.
+    /// Since when the request's owner has been waiting there without being served.
     pub joined: Time,
 }
 
 /// The queue of a GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Line {
-    /// Requests that want this GPU, in the order in which they are served, except requests behind another one of their
-    /// owner.
+    /// Requests that want this GPU, in the order of service, except requests behind another request of their owner.
     pub queue: BTreeSet<(QueueKey, Entity)>,
     /// All requests in the queue, by the owner of their turns.
     #[serde(with = "crate::encoding::pairs")]
     pub owners: BTreeMap<ShareOwner, OwnRequests>,
-    /// The number of these requests.
+    /// The number of all requests in `owners`.
     pub length: u32,
-    /// Requests kept out of the queue by a client of a better class, since they would block other GPUs while they wait.
+    /// Requests kept out of the queue because of a client of a better class: while waiting, they would block other
+    /// GPUs.
     pub behind: BTreeSet<Entity>,
     /// Requests that cannot be served while unevictable memory stays on this GPU.
     pub blocked_by_pinned: BTreeSet<Entity>,
-    /// The first request, if it also waits for other GPUs, and when this GPU admits it, as far as is known.
+    /// The first request, if it also waits for other GPUs, and when this GPU is expected to admit it.
     pub opens: Option<(Entity, Option<Time>)>,
 }
 
-/// The requests of one owner in the queue of a GPU. Service to the owner moves all of them: if each was in the queue, a
-/// turn of an owner with a thousand clients would move a thousand requests.
+/// The requests of one owner in the queue of a GPU. Each service to the owner changes the position of all of them. If
+/// all were in the queue, a turn of an owner with a thousand clients would move a thousand requests.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct OwnRequests {
     /// The first of the requests that are ordered by rank. It is in the queue.
     pub first: Option<(QueueKey, Entity)>,
     /// The others, by rank and number. They are not in the queue.
     pub behind_first: BTreeSet<(Time, u64, Entity)>,
-    /// Requests that have positions of their own. They are in the queue.
+    /// Requests with individual positions. They are in the queue.
     pub others: BTreeSet<Entity>,
 }
 
@@ -166,7 +166,7 @@ impl Line {
         (was_queued, was_first)
     }
 
-    /// Takes out the next of an owner's requests that stand behind its first, if that has left.
+    /// Removes and returns the next of an owner's requests behind its first, if the first has left.
     pub fn take_next(&mut self, owner: ShareOwner) -> Option<Entity> {
         let own = self.owners.get_mut(&owner).filter(|own| own.first.is_none())?;
         let (.., next) = own.behind_first.pop_first()?;

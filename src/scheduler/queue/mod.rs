@@ -1,11 +1,11 @@
-//! The queues for the GPUs' locks: requests, and the order in which they are served. `gpu` has the holders.
+//! The queues for the GPUs' locks: requests, and the order in which they are served. The holders are in `gpu`.
 //!
 //! An [`Entity`] (a client, or the members of a gang) is queued and granted as one. It is granted all GPUs that it wants or none,
 //! and has the same [`QueueKey`] in the queue of each of them, so two entities never precede each other: the first of all always
 //! makes progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
 //!
-//! [`Queues`] is the data: it keeps requests, queues and gangs consistent and marks the GPUs that a change concerns.
-//! `settle` decides which requests are granted and when turns end; it considers memory and shares too.
+//! [`Queues`] is the data: it keeps requests, queues and gangs consistent and marks the GPUs that a change affects.
+//! `settle` decides which requests are granted and when turns end, based on memory and shares too.
 //!
 //! - `line`: requests and the queue of each GPU.
 //! - `class`: the precedence of clients regardless of arrival.
@@ -50,8 +50,8 @@ impl Queues {
         self.waiting.remove(&client);
     }
 
-    /// Records the first request of a GPU if it also waits for other GPUs, and when this GPU admits it. If that has
-    /// changed, returns the previous first request.
+    /// Records the first request of a GPU if it also waits for other GPUs, and when this GPU is expected to admit it.
+    /// If either has changed, returns the previous first request.
     pub fn note_opening(&mut self, id: GpuId, opens: Option<(Entity, Option<Time>)>) -> Option<Option<Entity>> {
         let line = self.gpus.get_mut(&id).filter(|line| line.opens != opens)?;
         Some(std::mem::replace(&mut line.opens, opens).map(|(entity, _)| entity))
@@ -79,7 +79,7 @@ impl Queues {
         self.gangs.leave(client);
     }
 
-    /// The entity as which a client waits and is granted. A gang of one member is a solo client.
+    /// The entity under which a client waits and is granted. A gang of one member is a solo client.
     pub fn entity(&self, client: ClientId) -> Entity {
         let gang = self.gangs.of(client).filter(|gang| self.gangs.size(*gang) > 1);
         gang.map_or(Entity::Solo(client), Entity::Gang)
@@ -144,7 +144,7 @@ impl Queues {
         self.wanting(entity, id).collect()
     }
 
-    /// The same, one after the other.
+    /// Like `members`, as an iterator.
     pub fn wanting(&self, entity: Entity, id: GpuId) -> impl Iterator<Item = ClientId> {
         let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
         wants.filter(move |(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client)
@@ -182,7 +182,8 @@ impl Queues {
         self.queued(id).filter_map(|entity| self.first_client(entity))
     }
 
-    /// Requests kept out of the queue by a client of a better class, since they would block other GPUs while they wait.
+    /// Requests kept out of the queue because of a client of a better class: while waiting, they would block other
+    /// GPUs.
     pub fn behind(&self, id: GpuId) -> impl Iterator<Item = Entity> {
         self.gpus.get(&id).into_iter().flat_map(|line| line.behind.iter().copied())
     }
@@ -192,7 +193,7 @@ impl Queues {
         self.gpus.get(&id).is_some_and(|line| !line.blocked_by_pinned.is_empty())
     }
 
-    /// Takes the requests that unevictable memory on a GPU has blocked, to be tried again.
+    /// Removes and returns the requests that unevictable memory on a GPU has blocked, so that they can be retried.
     pub fn take_blocked_by_pinned(&mut self, id: GpuId) -> impl IntoIterator<Item = Entity> + use<> {
         self.gpus.get_mut(&id).map(|line| std::mem::take(&mut line.blocked_by_pinned)).unwrap_or_default()
     }
@@ -216,8 +217,8 @@ impl Queues {
         self.gpus.get(&id)?.owners.get(&owner)
     }
 
-    /// Puts a request, which is in no queue or is where it belongs, into the queues of the GPUs that it wants. `owner`:
-    /// the owner of its turns. `by_rank`: see [`Request::by_rank`].
+    /// Puts a request into the queues of the GPUs that it wants. It must be in no queue, or already at its position.
+    /// `owner`: the owner of its turns. `by_rank`: see [`Request::by_rank`].
     pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>, by_rank: bool) {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         (request.owner, request.by_rank) = (owner, by_rank);
@@ -231,8 +232,8 @@ impl Queues {
         }
     }
 
-    /// Takes a request out of the queues. Returns the GPU on which other requests of its owner may have stood behind
-    /// it, the owner, and its key.
+    /// Removes a request from the queues. If other requests of its owner may have stood behind it on a GPU, returns
+    /// that GPU, the owner, and the request's key.
     pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) -> Option<(GpuId, ShareOwner, QueueKey)> {
         let request = self.requests.get(&entity)?;
         let mut first_on = None;
@@ -251,7 +252,7 @@ impl Queues {
         Some((first_on?, request.owner?, request.key))
     }
 
-    /// Takes the next of an owner's requests that stand behind its first out of the queue, if that has left.
+    /// Removes the next of an owner's requests behind its first from the queue, if the first has left.
     pub fn take_next_of(&mut self, id: GpuId, owner: ShareOwner) -> Option<Entity> {
         self.gpus.get_mut(&id)?.take_next(owner)
     }
@@ -267,7 +268,7 @@ impl Queues {
                 }
             }
             Blocked::Behind(id) => {
-                // So that the holder is told that a request waits.
+                // Lets the holder be notified that a request waits.
                 if let Some(line) = self.gpus.get_mut(&id) {
                     line.behind.insert(entity);
                     fx.touch(id);
@@ -293,7 +294,7 @@ impl Queues {
         self.waiting.insert(client, entity);
     }
 
-    /// Takes a client out of its request, which is in no queue. A request without clients ends. Returns since when the
+    /// Removes a client from its request, which is in no queue. A request without clients ends. Returns since when the
     /// client has waited, and for which GPUs.
     pub fn take_from_request(&mut self, client: ClientId) -> Option<(Time, GpuSet)> {
         let entity = self.waiting.remove(&client)?;

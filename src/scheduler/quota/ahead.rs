@@ -1,4 +1,4 @@
-//! Host memory that clients have allocated ahead of the eviction of memory that is still on a GPU.
+//! Host memory that clients allocate ahead of time, for memory that is still on a GPU and may be evicted later.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects};
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 /// The host memory that each client was asked to allocate, in bytes.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Ahead {
-    /// The most for all clients together. `None`: the host lacks memory.
+    /// The maximum for all clients together. `None`: the host is short of memory.
     most: Option<u64>,
     #[serde(with = "crate::encoding::pairs")]
     asked: BTreeMap<(ClientId, GpuId), u64>,
@@ -26,22 +26,22 @@ impl Ahead {
         self.sum -= self.asked.remove(&at).unwrap_or(0);
     }
 
-    /// Follows the move of a client from one GPU to another.
+    /// Updates the entries of a client that was moved from one GPU to another.
     pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
         if let Some(bytes) = self.asked.remove(&(client, from)) {
             self.asked.insert((client, to), bytes);
         }
     }
 
-    /// Whether the host lacks memory, so that clients may keep no unused host memory.
+    /// Whether the host is short of memory, so that clients must release unused host memory.
     pub fn is_host_short(&self) -> bool {
         self.most.is_none()
     }
 }
 
 impl Quota {
-    /// The bytes of host memory that a client with `bytes` on a GPU should allocate ahead. `None`: it was asked
-    /// already, or the memory for all clients is used up.
+    /// The bytes of host memory that a client with `bytes` on a GPU should allocate ahead. `None`: it was already asked
+    /// for that much, or the maximum for all clients is reached.
     pub fn ahead(&mut self, client: ClientId, id: GpuId, bytes: u64) -> Option<u64> {
         let Ahead { most, sum, asked } = &mut self.ahead;
         let before = asked.get(&(client, id)).copied().unwrap_or(0);
@@ -55,8 +55,8 @@ impl Quota {
         Some(bytes)
     }
 
-    /// Sets the host memory that may be allocated ahead. Returns whether it was 0 before, so that all clients may be
-    /// asked.
+    /// Sets the maximum of host memory that may be allocated ahead. Returns whether it was 0 and no longer is, so that
+    /// all clients can be asked.
     pub fn host_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: Option<u64>) -> bool {
         let before = std::mem::replace(&mut self.ahead.most, bytes);
         if before.is_some() != bytes.is_some() {

@@ -1,13 +1,13 @@
-//! Clients that are off their GPUs, or on their way off or back. They are promised no more than their present memory,
-//! so that other clients can have the rest, and so that they can be moved to a GPU without spare memory. A client
-//! learns its lower limit before it has to prepare, and so acknowledges it before it is prepared. Requests for
-//! more are handled as for any other client.
+//! Clients that are off their GPUs, or on their way off or back. Their limit is their present memory, so that other
+//! clients can use the rest, and so that they can be moved to a GPU without spare memory. The lower limit is sent
+//! before the order to prepare, so a prepared client has acknowledged it. Requests for more are handled like any other
+//! client's.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};
 
 impl Quota {
-    /// Handles a client that is about to leave its GPUs, or is back (`!asleep`).
+    /// Handles a client that is about to leave its GPUs, or is back on them (`!asleep`).
     pub fn set_asleep(&mut self, cx: Context, fx: &mut Effects, client: ClientId, asleep: bool) {
         let has_changed = if asleep { self.asleep.insert(client) } else { self.asleep.remove(&client) };
         if !has_changed {

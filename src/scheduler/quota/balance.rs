@@ -1,19 +1,21 @@
-//! Brings each client's limit to the solver's result: limits that are too high are lowered first, and others rise as
-//! clients acknowledge the lower ones.
+//! Brings each client's limit to the solver's result. Limits that are too high are lowered first; others rise as
+//! clients acknowledge lower limits.
 
 use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long a client that attaches waits for others to acknowledge lower limits before it gets a lower limit itself.
+/// How long an attaching client waits for other clients to acknowledge lower limits before it gets a smaller limit
+/// itself.
 pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// A client that has acknowledged nothing for this long since its limit was lowered counts as unresponsive: its committed
-/// bytes stay.
+/// A client with a lowered limit that has acknowledged nothing for this long counts as unresponsive, and its committed
+/// bytes stay promised to it.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
-    /// Targets of the clients without limits: all that the GPU offers.
+    /// Targets of clients whose memory no rule or environment limits: the GPU's whole offer, or the present memory of a
+    /// client that is asleep.
     fn whole_gpu<'a>(
         &self,
         cx: Context,
@@ -29,12 +31,12 @@ impl Quota {
         })
     }
 
-    /// Takes note of a GPU's offer and of the number of its clients.
+    /// Updates the sums after a change of a GPU's offer or of its number of clients.
     pub fn note_offer(&mut self, cx: Context, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let offer = cx.gpus.offer(id);
         if gpu.summed_for.replace(offer) != Some(offer) {
-            // By demands, never by limits: those follow from this.
+            // Computed from demands, not from limits, because limits depend on the result.
             let most = gpu.most_in_host(offer);
             self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
             gpu.most_in_host = most;
@@ -55,7 +57,7 @@ impl Quota {
         self.host.check_scarcity();
     }
 
-    /// Brings the host's sum up to date with one GPU.
+    /// Updates the host's sum for one GPU.
     pub(super) fn count_in_host(&mut self, cx: Context, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let excess = gpu.committed.saturating_sub(cx.gpus.offer(id));
@@ -63,7 +65,7 @@ impl Quota {
         gpu.in_host = excess;
     }
 
-    /// Computes limits again: lowers those above their target, and raises others as far as there is room.
+    /// Recomputes limits: lowers those above their target, and raises others as far as there is room.
     pub fn balance(&mut self, cx: Context, fx: &mut Effects) {
         let freed = self.host.take_freed();
         if freed && !self.host.is_out_of_date() && self.requests.is_empty() && cx.rules.are_none() {
@@ -75,14 +77,14 @@ impl Quota {
         let mut joined = self.host.take_joined();
         let (changed, was_scarce) = self.host.take_changed();
         let budget = self.host.budget();
-        // Some bounds span all GPUs, and so may waiting requests.
+        // Some bounds span all GPUs, and waiting requests may do so too.
         let all = was_scarce || budget.is_some() || cx.rules.bound_swap() || self.host.awaited;
         let mut ids = match changed {
             Some(changed) if !all => changed,
             _ => self.gpus.keys().copied().collect(),
         };
         if cx.rules.bound_memory() {
-            ids.append(&mut joined); // what a group has is divided among all of its members
+            ids.append(&mut joined); // a group's memory is divided among all of its members
         }
         joined.retain(|id| !ids.contains(id));
         let targets = match budget {
@@ -111,8 +113,8 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Raises limits further towards their targets, which have not changed: where no client waits for memory and no
-    /// rule bounds it, targets follow from demands alone, not from acknowledgements.
+    /// Raises limits further towards their unchanged targets. Where no client waits for memory and no rule bounds it,
+    /// targets depend on demands alone, not on acknowledgements.
     fn raise(&mut self, cx: Context, fx: &mut Effects) {
         self.set_all_aside(cx);
         let targets = self.rising.iter().filter_map(|(id, client)| {
@@ -128,18 +130,18 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Touches GPUs with clients that attach, since these wait for limits that are up to date on every GPU.
+    /// Touches GPUs with attaching clients: these clients wait for limits that are up to date on every GPU.
     fn touch_attaching(&self, cx: Context, fx: &mut Effects) {
         fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
 
-    /// The targets of clients without limits, where host memory suffices: all that their GPU offers.
+    /// The targets of clients without a rule's or environment's limit, where host memory suffices.
     fn unbounded_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
         gpus.flat_map(|(id, gpu)| self.whole_gpu(cx, id, gpu.clients.keys())).collect()
     }
 
-    /// The same, of clients that came since limits were last computed.
+    /// Likewise, for clients that attached since limits were last computed.
     fn fresh_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
         gpus.flat_map(|(id, gpu)| self.whole_gpu(cx, id, gpu.fresh.iter())).collect()
@@ -165,7 +167,7 @@ impl Quota {
                 }
                 target
             }
-            // All or nothing.
+            // All or nothing: part of the requested memory is no use.
             Some(wanted) if wanted.bytes > limit.limit => {
                 let Some(room) = room else { return };
                 let reach = target.min(limit.committed().saturating_add(room));
@@ -174,7 +176,8 @@ impl Quota {
                 }
                 reach
             }
-            // Its bytes are others' as soon as it acknowledges that.
+            // The limit of a late client is not raised: its excess goes to other clients as soon as it acknowledges the
+            // lower limit.
             _ if late => return,
             _ => {
                 let Some(room) = room else { return };
@@ -203,14 +206,14 @@ impl Quota {
         here.saturating_add(budget.saturating_sub(self.host.committed))
     }
 
-    /// Has limits computed again at that time at the latest.
+    /// Schedules a recomputation of limits at `at` or earlier.
     pub(super) fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
         let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
         fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
     }
 
-    /// Whether a client that attaches has a limit that is close to its target, or as high as it can be: no other has a
-    /// lower one to acknowledge. For limits that are up to date.
+    /// Whether an attaching client's limit is close to its target, or cannot rise further because no other client has a
+    /// lower limit to acknowledge. Valid only while limits are up to date.
     pub fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
         let is_there = self.limit(client, id).is_some_and(|limit| limit.seq > 0 && !limit.is_below_target());
         is_there || self.falling.is_empty()
@@ -221,12 +224,12 @@ impl Quota {
         let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id) else { return };
         let (bytes, seq) = (*bytes, *seq);
         let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
-        // A request beyond the offer waits until contexts are measured, so the client may make it.
+        // `most` includes room that unmeasured contexts may leave: a request for it is held until they are measured.
         let (most, max) = (cx.gpus.offer_as_measured(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
     }
 
-    /// Sends a client its limit again, after its bounds changed, unless it has never been sent one.
+    /// Sends a client its limit again after its bounds changed, unless it was never sent one.
     pub fn tell_again(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
         if self.entry(client, id).is_some_and(|entry| entry.is_told) {
             self.tell(cx, fx, client, id);

@@ -1,36 +1,36 @@
-//! Room on a GPU for clients that are about to be moved there, or may have to come back. Their memory is set aside
-//! among the limits of that GPU as if they were there already: the limits of other clients fall, and rise no more,
-//! until there is room. So a move uses no memory that limits still promise to other clients, and is not refused because
-//! of memory that those clients might never use. The GPU that a client was moved from promises the client's place to no
-//! other client before the client has been restored on its new GPU: until then it counts there as before.
+//! Room on a GPU for clients that are about to be moved there, or may have to be moved back. Their memory is set aside
+//! among the limits of that GPU as if they were already there: the limits of other clients are lowered, and do not rise
+//! until there is room. So a move never uses memory that is still promised to other clients, and is not refused because
+//! of memory that those clients might never use. On the GPU that a client was moved from, the client counts as before
+//! until it has been restored on its new GPU; until then its place there is not promised to other clients.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Room for a client that is about to come, or may come back.
+/// Room for a client that is about to be moved to the GPU, or may be moved back to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Coming {
     pub from: GpuId,
-    /// The client's demand and the expected size of its context, in bytes. If it may come back: its committed bytes
-    /// instead of its demand.
+    /// The client's demand plus the expected size of its context, in bytes. For a client that may be moved back: its
+    /// committed bytes instead of its demand.
     pub bytes: u64,
-    /// The part of `bytes` that is set aside: all or nothing, and always all for a client that may come back.
+    /// The part of `bytes` that is set aside: all or nothing, and always all for a client that may be moved back.
     pub counted: u64,
     context: u64,
     comes_back: bool,
 }
 
-/// A place that a client may come to.
+/// A GPU that a client may be moved to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// The move there, from the GPU that it has attached.
+    /// The move to that GPU, from the GPU that the client has attached.
     pub to: Move,
-    /// Expected size of its context there, in bytes.
+    /// Expected size of the client's context there, in bytes.
     pub context: u64,
 }
 
-/// Whether limits leave room for a client on another GPU.
+/// Whether limits leave room for a client on another GPU, and when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum RoomToMove {
     None,
@@ -40,9 +40,9 @@ pub(crate) enum RoomToMove {
 }
 
 impl Quota {
-    /// Sets room aside for a client and its context on the GPUs that it may come to, and on no other.
-    /// `goes`: where it is about to be moved. `back`: where its process was, and returns if it cannot be restored on
-    /// its new GPU.
+    /// Sets room aside for a client and its context on the GPUs listed here, and releases its room on all others.
+    /// `goes`: the GPUs that the client is about to be moved to. `back`: the GPUs that its process was moved from, to
+    /// which it returns if it cannot be restored on the new ones.
     pub fn expect(&mut self, cx: Context, client: ClientId, goes: &[Expected], back: &[Expected]) {
         let there = self.gpus.iter().filter_map(|(id, gpu)| Some((*id, *gpu.coming.get(&client)?)));
         let there: BTreeMap<GpuId, Coming> = there.collect();
@@ -78,7 +78,8 @@ impl Quota {
         }
     }
 
-    /// Adjusts the room for a client that may come back to its committed bytes on the GPU where it is now.
+    /// Adjusts the room on the GPUs that a client may be moved back to, to its committed bytes on its present GPU
+    /// `from`.
     pub(super) fn follow(&mut self, cx: Context, client: ClientId, from: GpuId, committed: u64) {
         for id in self.homes(client, from) {
             let Some(gpu) = self.gpus.get_mut(&id) else { continue };
@@ -90,14 +91,14 @@ impl Quota {
         }
     }
 
-    /// The GPUs that a client may come back to from this one.
+    /// The GPUs that a client may be moved back to from `from`.
     fn homes(&self, client: ClientId, from: GpuId) -> GpuSet {
         let is_home = |coming: &Coming| coming.comes_back && coming.from == from;
         let homes = self.gpus.iter().filter(|(_, gpu)| gpu.coming.get(&client).is_some_and(is_home));
         homes.map(|(id, _)| *id).collect()
     }
 
-    /// Bytes by which a client's limit can rise, given the room on the GPUs that it may come back to.
+    /// Bytes by which a client's limit can rise, given the room on the GPUs that it may be moved back to.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
         self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
@@ -111,7 +112,7 @@ impl Quota {
         self.count_in_host(cx, id);
     }
 
-    /// Sets room aside for the clients that are coming, where there is enough.
+    /// Sets room aside for all clients in `coming`, on GPUs with enough room.
     pub(super) fn set_all_aside(&mut self, cx: Context) {
         let wanting = |(id, gpu): (&GpuId, &super::GpuLimits)| {
             let wanting = gpu.coming.iter().filter(|(_, coming)| coming.counted < coming.bytes);
@@ -127,12 +128,12 @@ impl Quota {
         }
     }
 
-    /// Takes the clients that got room since the last call.
+    /// Returns the clients for which room was set aside since the last call.
     pub fn take_expected(&mut self) -> BTreeSet<ClientId> {
         std::mem::take(&mut self.expected)
     }
 
-    /// Bytes that a client's group may still be promised on a GPU that the client has not attached yet. `None`:
+    /// Bytes that can still be promised to the client's group on a GPU that the client has not attached yet. `None`:
     /// unlimited.
     fn bytes_in_group(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let (max, group) = self.group_bound(cx, client, id).zip(cx.rules.group(client))?;
@@ -140,9 +141,10 @@ impl Quota {
         Some(max.saturating_sub(used))
     }
 
-    /// Whether the bytes promised to a client on one GPU can be kept on another: host memory suffices for the part that
-    /// would not fit there, and its group stays within its limit. `keeps`: its place on the first GPU is kept, since it
-    /// may come back. `away`: it no longer acknowledges lower limits.
+    /// Checks whether the bytes promised to a client on one GPU can be promised on another: host memory must suffice
+    /// for the part that does not fit there, and the client's group must stay within its limit. `keeps`: the client's
+    /// place on the first GPU stays reserved, since the client may be moved back. `away`: the client no longer
+    /// acknowledges lower limits.
     pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
         let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
@@ -163,7 +165,7 @@ impl Quota {
         {
             return RoomToMove::Now;
         }
-        // The least that the other clients can be promised, and the least that this client can.
+        // The lowest promises to the other clients and to this one, once all have acknowledged lower limits.
         let least = |id: GpuId| {
             let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
             clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(self.least(cx, *client, &entry.limit)))
@@ -194,13 +196,13 @@ impl Quota {
         if self.is_unresponsive(cx, client, limit) { limit.committed() } else { limit.demand() }
     }
 
-    /// Bytes of both GPUs in host memory if every client used its limit.
+    /// Host memory that both GPUs need if every client uses its limit, in bytes.
     fn excess(&self, cx: Context, Move { from, to }: Move) -> u64 {
         let of = |id| self.committed(id).saturating_sub(cx.gpus.offer(id));
         of(from).saturating_add(of(to)).min(self.host.committed)
     }
 
-    /// Whether host memory suffices for the memory that does not fit on the GPUs after a move.
+    /// Checks whether host memory suffices for the memory that does not fit on the GPUs after a move.
     fn fits(&self, cx: Context, place: Expected, keeps: bool, sums: &Sums) -> bool {
         let Expected { to: Move { from, to }, context } = place;
         let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
@@ -215,7 +217,8 @@ impl Quota {
     }
 }
 
-/// Bytes promised on two GPUs, one client's part of them, and the bytes of other GPUs in host memory.
+/// Bytes promised on the two GPUs of a move, the moving client's part of them, and the other GPUs' bytes in host
+/// memory.
 struct Sums {
     here: u64,
     leaves: u64,

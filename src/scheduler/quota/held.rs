@@ -1,28 +1,29 @@
-//! Limit requests that are held until a fresh measurement: requests beyond the room that the last one showed, or beyond
-//! a rule's limit beside a context of unknown size. Other programs may have freed memory, and the context may be small.
-//! A request that only lacks the room set aside for contexts that are still coming is held until these are measured.
+//! Limit requests that are held until the next measurement. These exceed the room that the last measurement showed
+//! (other programs may have freed memory since), or exceed a rule's limit together with a context of unknown size
+//! (which may be small). A request that lacks only the room set aside for contexts under creation is held until those
+//! are measured.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// How long a client that was admitted, and has not used its context yet, may still be creating it: the driver creates
-/// one after the other, and some take more than a second.
+/// How long after its admission a client may still be creating its context, if it has not used it yet: the driver
+/// creates contexts one at a time, and some take more than a second.
 pub(crate) const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 /// How long a request is held for a measurement.
 const SAMPLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// A context can be measured once no memory has moved for this long.
 const AT_REST: Duration = Duration::from_millis(100);
-/// How often contexts that are still coming are looked for, while a request waits for them.
+/// How often contexts under creation are measured while a request waits for them.
 const CONTEXTS_LOOK: Duration = Duration::from_millis(100);
 
 /// A request that is held for a measurement.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct HeldRequest {
     bytes: u64,
-    /// The measurement has to begin no sooner than this.
+    /// The earliest start of a measurement that can decide the request.
     since: Time,
-    /// It waits for contexts of other clients since then. `None`: it does not.
+    /// Since when the request waits for other clients' contexts. `None`: it does not.
     for_contexts: Option<Time>,
 }
 
@@ -43,8 +44,8 @@ impl Quota {
         may_fit
     }
 
-    /// Holds a request further that a measurement did not admit, and that would fit if the contexts that are still coming
-    /// were small. Returns `false` if it would not, or has waited for them long enough.
+    /// Holds a request further if the measurement did not admit it but it would fit if the contexts under creation were
+    /// small. Returns `false` if it would not fit even then, or has waited for them too long.
     pub(super) fn hold_for_contexts(
         &mut self,
         cx: Context,
@@ -59,29 +60,29 @@ impl Quota {
             let held = HeldRequest { since: cx.now + CONTEXTS_LOOK, for_contexts: Some(first), ..before };
             gpu.held_requests.insert(client, held);
             if before.for_contexts.is_none() {
-                // So that it does not give up.
+                // Keeps the client from giving up.
                 fx.command(Command::Waiting { client, gpus: GpuSet::from([id]), why: WaitReason::Memory });
             }
         }
         waits
     }
 
-    /// Holds a request of a client with a memory limit whose context counts towards that and has not been measured.
-    /// Returns whether it did.
+    /// Holds a request if the client's context counts towards its memory limit and the context's size is not yet
+    /// measured. Returns whether the request is held.
     pub(super) fn hold_for_context(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let total = cx.gpus.total(id);
         let is_bounded = cx.rules.memory_max(client, total).or(cx.rules.env_memory_max(client, total)).is_some();
         let is_open = is_bounded && self.is_context_unmeasured(cx, client, id) && cx.gpus.offer_at_best(id).is_some();
         let Some(gpu) = self.gpus.get_mut(&id).filter(|_| is_open) else { return false };
-        // A request that replaces another waits no longer than that one.
+        // A replacement request keeps the deadline of the request it replaces.
         let since = cx.now + AT_REST;
         let since = gpu.held_requests.get(&client).map_or(since, |before| before.since.min(since));
         gpu.held_requests.insert(client, HeldRequest { bytes, since, for_contexts: None });
         true
     }
 
-    /// Decides on requests that were held for a measurement, which began at `begun`. Returns whether another one is
-    /// needed.
+    /// Decides on requests that were held for a measurement which began at `begun`. Returns whether another measurement
+    /// is needed.
     #[must_use]
     pub fn answer_held(&mut self, cx: Context, fx: &mut Effects, id: GpuId, begun: Time) -> bool {
         let Some(gpu) = self.gpus.get_mut(&id) else { return false };
@@ -94,14 +95,14 @@ impl Quota {
         self.schedule_samples(cx, fx, id)
     }
 
-    /// Decides on requests for which no measurement has come in time. Returns whether another one is needed.
+    /// Decides on requests whose measurement has not arrived in time. Returns whether another measurement is needed.
     #[must_use]
     pub fn held_requests_timed_out(&mut self, cx: Context, fx: &mut Effects, id: GpuId) -> bool {
         self.answer_held(cx, fx, id, cx.now.saturating_sub(SAMPLE_TIMEOUT))
     }
 
-    /// Sets the time to look again. Returns whether a measurement has to begin now; one that began earlier would not
-    /// count.
+    /// Schedules the next check of held requests. Returns whether a measurement has to begin now; an earlier one would
+    /// not count.
     pub(super) fn schedule_samples(&self, cx: Context, fx: &mut Effects, id: GpuId) -> bool {
         let held = || self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.held_requests.values());
         let due = |held: &HeldRequest| if held.since > cx.now { held.since } else { held.since + SAMPLE_TIMEOUT };

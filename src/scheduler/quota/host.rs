@@ -12,19 +12,19 @@ pub(super) struct Host {
     pub most: u64,
     /// Bytes in host memory if every client used its limit.
     pub committed: u64,
-    /// `bytes` is less than `most`, as of the last computation.
+    /// `bytes` was less than `most` at the last computation.
     scarce: bool,
-    /// An allocation waits for memory that other clients need now.
+    /// An allocation is waiting for other clients to free memory.
     pub awaited: bool,
-    /// GPUs whose limits have to be computed again. While host memory is scarce, a change on one concerns all.
+    /// GPUs whose limits have to be recomputed. While host memory is scarce, a change on one GPU affects all.
     changed: BTreeSet<GpuId>,
-    /// GPUs with clients whose limits have never been computed, or that have gone. Where memory is not scarce and not limited by
-    /// rules, the limits of others stay.
+    /// GPUs on which clients without a computed limit have attached, or from which clients have detached. Where memory
+    /// is neither scarce nor limited by rules, the other clients' limits do not change.
     joined: BTreeSet<GpuId>,
     all_changed: bool,
-    /// Committed bytes have changed while memory is scarce: limits can rise further.
+    /// Committed bytes have changed while memory is scarce, so limits can rise further.
     freed: bool,
-    /// A demand has changed since limits were last computed. That alone is no reason to compute them again.
+    /// A demand has changed since limits were last computed. This alone does not trigger a recomputation.
     demand_changed: bool,
 }
 
@@ -40,7 +40,7 @@ impl Host {
         self.bytes
     }
 
-    /// The host memory that limits have to share. `None`: there is enough for all.
+    /// The host memory that limits have to share. `None`: there is enough for all clients.
     pub fn budget(&self) -> Option<u64> {
         self.bytes.filter(|_| self.scarce)
     }
@@ -53,7 +53,8 @@ impl Host {
         self.bytes.is_some_and(|bytes| bytes < self.most)
     }
 
-    /// Looks whether memory has become scarce, or no longer is, after `most` may have changed.
+    /// Marks all limits for recomputation if memory has become scarce, or is no longer scarce. Called when `most` may
+    /// have changed.
     pub fn check_scarcity(&mut self) {
         self.all_changed |= self.would_be_scarce() != self.scarce;
     }
@@ -62,7 +63,8 @@ impl Host {
         std::mem::take(&mut self.joined)
     }
 
-    /// Takes the GPUs whose limits have to be computed again (`None`: all), and whether memory was scarce before.
+    /// Returns the GPUs whose limits have to be recomputed (`None`: all) and clears the list. Also returns whether
+    /// memory was scarce before.
     pub fn take_changed(&mut self) -> (Option<BTreeSet<GpuId>>, bool) {
         let changed = std::mem::take(&mut self.changed);
         let all = std::mem::take(&mut self.all_changed);
@@ -76,12 +78,12 @@ impl Host {
         self.freed || self.all_changed || !self.changed.is_empty() || !self.joined.is_empty()
     }
 
-    /// Whether limits have to be computed again, not only raised towards what was computed.
+    /// Whether limits have to be recomputed, rather than only raised towards their computed targets.
     pub fn is_out_of_date(&self) -> bool {
         self.all_changed || self.demand_changed || !self.changed.is_empty() || !self.joined.is_empty()
     }
 
-    /// Whether committed bytes have changed while memory is scarce.
+    /// Returns and clears `freed`: whether committed bytes have changed while memory is scarce.
     pub fn take_freed(&mut self) -> bool {
         std::mem::take(&mut self.freed)
     }
@@ -98,18 +100,19 @@ impl Host {
         self.all_changed = true;
     }
 
-    /// Marks all limits after a demand changed, if one waits for memory.
+    /// Marks all limits for recomputation after a demand changed, if memory is scarce and an allocation is waiting for
+    /// it.
     pub fn demand_changed(&mut self) {
         self.demand_changed = true;
         self.all_changed |= self.scarce && self.awaited;
     }
 
-    /// Marks all limits, while memory is scarce: a client that acknowledged nothing answers again.
+    /// Marks all limits for recomputation, if memory is scarce: an unresponsive client answers again.
     pub fn answers_again(&mut self) {
         self.all_changed |= self.scarce;
     }
 
-    /// Makes limits rise further, while memory is scarce, after committed bytes fell, or a demand exceeded them.
+    /// Lets limits rise further, if memory is scarce, after committed bytes fell or a demand exceeded them.
     pub fn committed_changed(&mut self) {
         self.freed |= self.scarce;
     }

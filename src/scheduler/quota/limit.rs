@@ -1,4 +1,4 @@
-//! The limit on one client's demand on one GPU, and earlier limits that are not acknowledged yet.
+//! The limit on one client's demand on one GPU, and earlier limits that the client has not acknowledged yet.
 //!
 //! *Committed* is the highest demand that the client can have at this moment, whatever messages are in flight: a limit
 //! that was lowered counts until the client has acknowledged the new one.
@@ -8,9 +8,9 @@ use crate::api::{Denial, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// A client with this many unacknowledged limits is sent no lower ones.
+/// A client with this many unacknowledged limits counts as unresponsive and is sent no lower limits.
 const MANY_STEPS: usize = 64;
-/// How long a client may take to use memory that it requested and was granted, before other clients may have it again.
+/// How long memory that a client requested and was granted stays reserved for it while the client does not use it.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
@@ -18,20 +18,21 @@ pub(crate) struct Limit {
     /// The newest limit, in bytes.
     pub limit: u64,
     pub seq: u32,
-    /// The solver's limit. It is reached once there is room for it.
+    /// The limit computed by the solver. The client's limit is raised to it once there is room.
     pub target: u64,
     /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
-    /// Bytes that it requested and was granted, and until when they are kept for it.
+    /// Bytes that were granted to the client on request, and until when they stay reserved for it.
     granted: Option<(u64, Time)>,
-    /// While the client has not acknowledged the newest limit since one was lowered: since when it has acknowledged
-    /// none. A client that acknowledges each of many limits late leaves none unanswered.
+    /// Start of the current wait for an acknowledgement. Set when the limit is lowered, restarted by each
+    /// acknowledgement, cleared once the newest limit is acknowledged. So a client that acknowledges each of many
+    /// limits late still counts as responsive.
     pub lowered: Option<Time>,
-    /// The bytes that it contributes to the GPU's sum of committed bytes.
+    /// The client's bytes in the GPU's sum of committed bytes.
     pub counted: u64,
     acked: u32,
     demand: u64,
-    /// Limits that the client may still be acting on. Each is smaller than the one before it.
+    /// Limits that the client may still be applying. Each is smaller than the one before it.
     steps: VecDeque<(u32, u64)>,
 }
 
@@ -42,13 +43,13 @@ pub(crate) struct Wanted {
     pub since: Time,
     /// Orders limit requests.
     pub number: u64,
-    /// The limit that makes it wait until other clients have freed memory; the client was told so. `None`: it does not
-    /// wait for memory.
+    /// The limit that makes the request wait until other clients have freed memory. Set once the client was notified.
+    /// `None`: the request does not wait for memory.
     pub held: Option<Denial>,
 }
 
 impl Limit {
-    /// The highest demand possible, in bytes, unacknowledged limits included.
+    /// The highest possible demand, in bytes, taking unacknowledged limits into account.
     pub fn committed(&self) -> u64 {
         self.steps.front().map_or(0, |(_, bytes)| *bytes).max(self.limit).max(self.demand)
     }
@@ -57,8 +58,8 @@ impl Limit {
         self.demand
     }
 
-    /// Keeps requested memory for the client until its demand shows that it has taken the memory. Without this, two
-    /// clients with alternating grants could take it from each other while both wait.
+    /// Reserves requested memory for the client until its reported demand includes the memory. Without this,
+    /// alternating grants could take it from each of two clients while both wait.
     pub fn keep(&mut self, now: Time, bytes: u64) {
         self.granted = Some((bytes, now + GRANT_TIMEOUT));
     }
@@ -68,7 +69,7 @@ impl Limit {
         self.granted.filter(|(_, until)| now < *until).map_or(self.demand, |(bytes, _)| bytes.max(self.demand))
     }
 
-    /// Whether the limit still has to rise by enough to be worth a message.
+    /// Whether the limit is below its target by enough to be worth a message.
     pub fn is_below_target(&self) -> bool {
         self.limit.saturating_add(LIMIT_STEP) < self.target
     }
@@ -78,7 +79,7 @@ impl Limit {
         self.steps.len() < MANY_STEPS
     }
 
-    /// Sets a new limit. `told`: the client knows of earlier ones.
+    /// Sets a new limit. `told`: the client was sent earlier limits.
     pub fn set(&mut self, now: Time, bytes: u64, told: bool) {
         if !told {
             self.steps.clear();
@@ -95,7 +96,7 @@ impl Limit {
         self.limit = bytes;
     }
 
-    /// Takes a client's report. Returns whether the committed bytes fell.
+    /// Handles a client's report. Returns whether the committed bytes fell.
     pub fn reported(&mut self, now: Time, ack: u32, demand: u64) -> bool {
         let before = self.committed();
         self.demand = demand;
@@ -104,7 +105,7 @@ impl Limit {
         if std::mem::replace(&mut self.acked, acked) != acked {
             self.lowered = self.lowered.map(|_| now);
         }
-        // From the acknowledged limit the client can go on to any later one.
+        // From the acknowledged limit the client can proceed to any later one.
         while self.steps.front().is_some_and(|(seq, _)| *seq < self.acked) {
             self.steps.pop_front();
         }

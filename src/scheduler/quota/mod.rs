@@ -2,9 +2,9 @@
 //! memory: Σ over GPUs of max(0, Σ committed − capacity) ≤ host memory. Rules and environments may set lower limits.
 //!
 //! Memory that does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every
-//! client may allocate a whole GPU. Otherwise each client's limit is its demand and an equal part of the rest (its
-//! *slack*), and more on request, out of the slack of other clients. A request that can be met is granted and any other
-//! fails immediately: no client waits for memory that another one holds, unless a rule says so.
+//! client may allocate a whole GPU. Otherwise each client's limit is its demand plus an equal part of the remaining
+//! memory (its *slack*); a client that requests more gets it out of other clients' slack. A request that can be met is
+//! granted and any other request fails immediately: a client waits for another client's memory only if a rule says so.
 //!
 //! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
 //! - `host`: the host memory that limits count on.
@@ -13,9 +13,9 @@
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
-//! - `coming`: room for clients that are about to be moved to another GPU, or may come back from one.
-//! - `ahead`: host memory for memory that is still on a GPU.
-//! - `asleep`: clients that are off their GPUs, which are promised no more than their present memory.
+//! - `coming`: room set aside for clients that are about to be moved to another GPU, or may be moved back.
+//! - `ahead`: host memory that clients allocate before the memory on a GPU is evicted to it.
+//! - `asleep`: clients that are off their GPUs, whose limit is their present memory.
 //!
 //! The quota knows demands, limits and requests. It asks [`Capacities`] for the capacity of GPUs, and [`Rules`] for
 //! what rules say.
@@ -48,20 +48,20 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A new limit is sent when it differs by more than this, the driver's own granularity.
 const LIMIT_STEP: u64 = 2 << 20;
 
-/// The quota's view of GPUs. It asks at each decision, since contexts and other programs come and go.
+/// The quota's view of GPUs. It is queried at each decision, because contexts and other programs come and go.
 pub(crate) trait Capacities {
     /// The size of the GPU in bytes.
     fn total(&self, gpu: GpuId) -> u64;
     /// Bytes of the GPU that limits can count on.
     fn offer(&self, gpu: GpuId) -> u64;
-    /// The same if contexts that are not measured yet took nothing: without estimates, only memory that is certainly
-    /// not available is left out.
+    /// The offer if unmeasured contexts had size 0: without estimates, only memory that is certainly unavailable is
+    /// left out.
     fn offer_as_measured(&self, gpu: GpuId) -> u64;
-    /// Bytes that limits could count on if no other program used the GPU. `None`: nothing is measured.
+    /// Bytes that limits could count on if no other program used the GPU. `None`: the GPU was never measured.
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
-    /// Bytes that a context counts for until it has been measured.
+    /// Bytes that an unmeasured context counts for.
     fn context(&self, gpu: GpuId) -> u64;
-    /// Whether clients wait to create a context on the GPU, and so for their first limit.
+    /// Whether clients are waiting to create a context on the GPU, and so for their first limit.
     fn is_attaching(&self, gpu: GpuId) -> bool;
 }
 
@@ -79,20 +79,19 @@ pub(crate) struct Quota {
     gpus: BTreeMap<GpuId, GpuLimits>,
     host: Host,
     ahead: Ahead,
-    /// Clients whose process is stopped: they acknowledge nothing.
+    /// Clients whose process is stopped, so they acknowledge nothing.
     stopped: BTreeSet<ClientId>,
-    /// Clients that are off their GPUs, or on their way off or back: they are promised no more than their present
-    /// memory.
+    /// Clients that are off their GPUs, or on their way off or back. Their limit is their present memory.
     #[serde(default)]
     asleep: BTreeSet<ClientId>,
-    /// Limits that clients have requested, and that are neither granted nor denied.
+    /// Limits that clients have requested and that are neither granted nor denied.
     requests: BTreeSet<(GpuId, ClientId)>,
-    /// Clients for which room has been set aside since the last call of `take_expected`.
+    /// Clients for which room was set aside since the last call of `take_expected`.
     #[serde(default)]
     expected: BTreeSet<ClientId>,
-    /// Limits below their target, while host memory is scarce: they rise as others acknowledge lower ones.
+    /// Limits below their target while host memory is scarce. They rise as other clients acknowledge lower limits.
     rising: BTreeSet<(GpuId, ClientId)>,
-    /// Limits that were lowered, and that their clients have not acknowledged.
+    /// Lowered limits that their clients have not acknowledged.
     falling: BTreeSet<(GpuId, ClientId)>,
 }
 
@@ -100,12 +99,12 @@ pub(crate) struct Quota {
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GpuLimits {
     clients: BTreeMap<ClientId, ClientLimit>,
-    /// The demands of clients that have any, the least first.
+    /// The clients' demands, except demands of 0; the smallest first.
     demands: BTreeSet<(u64, ClientId)>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
     #[serde(default)]
     coming: BTreeMap<ClientId, Coming>,
-    /// Σ committed, including memory set aside for clients that are coming; and the part of each group.
+    /// Σ committed, including memory set aside for clients in `coming`; and the part of each group.
     committed: u64,
     by_group: BTreeMap<GroupId, u64>,
     /// The bytes of `committed` beyond the GPU's offer, and the bytes of Σ max(demand, offer) beyond it.
@@ -113,23 +112,24 @@ struct GpuLimits {
     most_in_host: u64,
     /// The offer that `most_in_host` was computed for. `None`: a client or a demand has changed since.
     summed_for: Option<u64>,
-    /// The offer and the number of clients when limits were last computed, except for new clients alone.
+    /// The offer and the number of clients when limits were last computed, not counting computations for new clients
+    /// only.
     solved_for: Option<(u64, usize)>,
-    /// Clients that came since limits were last computed.
+    /// Clients that attached since limits were last computed.
     fresh: BTreeSet<ClientId>,
 }
 
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct ClientLimit {
     limit: Limit,
-    /// The size of its context, once that was measured.
+    /// The size of the client's context, if it was measured.
     context: Option<u64>,
-    /// The client has been sent a limit, so its context may exist.
+    /// The client was sent a limit, so its context may exist.
     is_told: bool,
 }
 
 impl GpuLimits {
-    /// Bytes in host memory if every client used a whole GPU, or its demand where that is more.
+    /// Bytes in host memory if every client used a whole GPU, or its demand if that is larger.
     fn most_in_host(&self, offer: u64) -> u64 {
         let all = offer.saturating_mul((self.clients.len() + self.coming.len()) as u64);
         let beyond = self.demands.range((offer, ClientId(u64::MAX))..).map(|(demand, _)| demand.saturating_sub(offer));
@@ -194,8 +194,8 @@ impl Quota {
         self.ahead.forget((client, id));
     }
 
-    /// Moves a client's limit from one GPU to another; the caller says next where the client is expected. Returns the
-    /// bytes that the client has requested, which have to be requested again.
+    /// Moves a client's limit from one GPU to another; the caller calls `expect` next. Returns the bytes that the
+    /// client has requested; the caller must request them again.
     #[must_use]
     pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
         let gpu = self.gpus.get_mut(&from)?;
@@ -245,7 +245,7 @@ impl Quota {
         }
     }
 
-    /// Updates the sums of a group for a client that has joined it, or is about to leave it.
+    /// Updates the group sums for a client that has joined the group, or is about to leave it.
     pub fn count_member(&mut self, client: ClientId, group: GroupId, joins: bool) {
         for gpu in self.gpus.values_mut() {
             let coming = gpu.coming.get(&client).map_or(0, |coming| coming.counted);
@@ -257,7 +257,7 @@ impl Quota {
         }
     }
 
-    /// Sends a client that may create its context its first limit.
+    /// Sends the first limit to a client that may now create its context.
     pub fn admit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
         if let Some(entry) = self.entry_mut(client, id) {
             entry.is_told = true;
@@ -265,7 +265,7 @@ impl Quota {
         self.tell(cx, fx, client, id);
     }
 
-    /// Takes a client's report of its demand, and of the newest limit in effect.
+    /// Handles a client's report of its demand and of the newest limit in effect.
     pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
         let Some(limit) = self.limit(client, id) else { return };
         let (committed, needed, was_unresponsive) =
@@ -296,7 +296,7 @@ impl Quota {
         }
     }
 
-    /// Takes the measured sizes of contexts.
+    /// Records measured context sizes.
     pub fn contexts_measured(&mut self, cx: Context, id: GpuId, sizes: &BTreeMap<ClientId, u64>) {
         for (client, bytes) in sizes {
             let Some(entry) = self.entry_mut(*client, id) else { continue };
@@ -306,7 +306,7 @@ impl Quota {
         }
     }
 
-    /// The size of a client's context, once that was measured.
+    /// The size of a client's context, if it was measured.
     pub fn measured_context(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.entry(client, id)?.context
     }
@@ -315,7 +315,7 @@ impl Quota {
         self.host.found(bytes);
     }
 
-    /// Marks the limits on a GPU to be computed again.
+    /// Marks the limits on a GPU for recomputation.
     pub fn mark_changed(&mut self, id: GpuId) {
         self.host.mark_changed(id);
     }
@@ -324,19 +324,20 @@ impl Quota {
         self.host.mark_all_changed();
     }
 
-    /// Whether limits have to be computed again.
+    /// Whether limits have to be recomputed.
     pub fn has_changed(&self) -> bool {
         self.host.has_changed()
     }
 
-    /// Marks the limits on a GPU if they depend on this client's demand: if its memory is limited.
+    /// Marks the limits on a GPU for recomputation if the client's memory is limited, since they then depend on its
+    /// demand.
     fn mark_bounded_changed(&mut self, cx: Context, client: ClientId, id: GpuId) {
         if cx.rules.is_bounded(client) {
             self.host.mark_changed(id);
         }
     }
 
-    /// Whether a member of the client's group waits for a limit that the client's demand may delay.
+    /// Whether a member of the client's group is waiting for a limit that depends on the client's demand.
     fn is_awaited(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let everywhere = cx.rules.swap_max(client).is_some();
         cx.rules.group_peers(client).any(|member| {
@@ -345,14 +346,14 @@ impl Quota {
         })
     }
 
-    /// Whether a client does not acknowledge lower limits, and so gives nothing back.
+    /// Whether a client does not acknowledge lower limits, so that its memory cannot be promised to others.
     fn is_unresponsive(&self, cx: Context, client: ClientId, limit: &Limit) -> bool {
         self.stopped.contains(&client)
             || !limit.is_responsive()
             || limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT)
     }
 
-    /// Records the limit that a client has requested; `None`: the request has ended.
+    /// Records the limit that a client has requested. `None`: the request has ended.
     fn set_wanted(&mut self, client: ClientId, id: GpuId, wanted: Option<Wanted>) {
         let Some(entry) = self.entry_mut(client, id) else { return };
         entry.limit.wanted = wanted;
@@ -363,7 +364,7 @@ impl Quota {
         }
     }
 
-    /// Brings the sums up to date with one client's limit.
+    /// Updates the sums after a change of one client's limit.
     fn recommit(&mut self, cx: Context, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let Some(limit) = gpu.clients.get_mut(&client).map(|entry| &mut entry.limit) else { return };
@@ -401,7 +402,7 @@ impl Quota {
         self.gpus.get(&id).map_or(0, |gpu| gpu.committed)
     }
 
-    /// Bytes of host memory that limits may count on (`None`: unbounded), and the bytes that they do count on.
+    /// Bytes of host memory that limits may count on (`None`: unbounded), and the bytes that they count on now.
     pub fn host(&self) -> (Option<u64>, u64) {
         (self.host.bytes(), self.host.committed)
     }

@@ -1,9 +1,9 @@
-//! Requests for a higher limit. An allocation waits for each of them. A request that can be met is granted; any other
-//! is denied, once it is certain that no acknowledgement of lower limits could help, or, where a rule says so, waits
-//! until other clients have freed enough. Of a group's waiting requests, the oldest is served first.
+//! Requests for a higher limit. The client's allocation blocks until its request is answered. A request that can be met
+//! is granted. Any other request is denied once acknowledgements of lower limits can no longer help; if a rule says so,
+//! it waits instead until other clients have freed enough. Of a group's waiting requests, the oldest is served first.
 //!
-//! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for
-//! ever.
+//! If every client that could free memory is waiting itself, the newest request is denied: otherwise they would
+//! deadlock.
 
 use super::{
     Context, Quota,
@@ -15,11 +15,11 @@ use crate::{api::*, effects::Effects};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long a request waits for other clients to acknowledge lower limits before it is denied. A driver that creates
-/// contexts for several programs at the same time may keep a process from answering for seconds.
+/// How long a request waits for other clients to acknowledge lower limits before it is denied. While the driver creates
+/// contexts for several programs at once, a process may be unable to answer for seconds.
 const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A limit request while all limits are computed.
+/// A limit request, during the computation of all limits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LimitRequest {
     pub client: ClientId,
@@ -30,14 +30,16 @@ pub(super) struct LimitRequest {
 }
 
 impl Quota {
-    /// Takes a client's request for a limit of `bytes`. Returns whether a measurement has to begin now for it.
+    /// Handles a client's request for a limit of `bytes`. Returns whether the request needs a measurement that begins
+    /// now.
     #[must_use]
     pub fn request(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId, bytes: u64) -> bool {
         self.decide_request(cx, fx, client, id, bytes, None)
     }
 
-    /// Decides on a request. A request beyond the present room is denied only after another measurement, for which it
-    /// was `held`, and not while only an estimate speaks against it. Returns whether a measurement has to begin now.
+    /// Decides on a request. A request that exceeds the present room is denied only after another measurement (`held`:
+    /// the request was held for that measurement), and not while only an estimate stands in its way. Returns whether
+    /// the request needs a measurement that begins now.
     pub(super) fn decide_request(
         &mut self,
         cx: Context,
@@ -50,11 +52,11 @@ impl Quota {
         let number = fx.number();
         let Some(limit) = self.limit(client, id) else { return false };
         let before = limit.wanted;
-        // Other members may free memory, but the client's own context stays.
+        // Other members may free memory, but the client's own context stays allocated.
         let context = self.context(cx, client, id);
         let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(context));
         let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
-        // A client may keep its present memory.
+        // Requests up to the client's present memory are always granted.
         let never = if bytes <= limit.limit.max(limit.demand()) {
             self.keep(cx, client, id, bytes);
             self.tell(cx, fx, client, id);
@@ -83,7 +85,7 @@ impl Quota {
             self.set_wanted(client, id, None);
             fx.command(Command::Denied { client, gpu: id, bytes, why });
         } else {
-            // A client that repeats a request keeps its position.
+            // A client that repeats a request keeps its place in the order.
             let fresh = Wanted { bytes, since: cx.now, number, held: None };
             self.set_wanted(client, id, Some(before.map_or(fresh, |before| Wanted { bytes, ..before })));
             self.host.mark_all_changed();
@@ -91,8 +93,8 @@ impl Quota {
         false
     }
 
-    /// Grants the requests that can be met, in order, and denies the others, unless they wait or acknowledgements that are late
-    /// could help. Returns those granted.
+    /// Grants the requests that can be met, in order. Denies the others, unless they wait by rule or outstanding
+    /// acknowledgements could still help. Returns the granted requests.
     pub(super) fn serve_requests(
         &mut self,
         cx: Context,
@@ -102,7 +104,7 @@ impl Quota {
         budget: Option<u64>,
     ) -> Vec<At> {
         let mut granted = Vec::new();
-        // Groups with a waiting request that is served before all later ones.
+        // Groups with a waiting request, which is served before all later requests of the group.
         let mut held: BTreeMap<(GroupId, GpuId), Denial> = BTreeMap::new();
         self.host.awaited = false;
         requests.sort_unstable_by_key(|request| request.wanted.number);
@@ -116,12 +118,12 @@ impl Quota {
             }
             match problem.grant(at, wanted.bytes, budget) {
                 Ok(()) => granted.push(at),
-                // No other client can give what the client's own environment denies it.
+                // Memory freed by other clients cannot lift the client's own environment limit.
                 Err(why) if waits && why != Denial::EnvLimit => {
                     held.extend(place.map(|place| (place, why)));
                     self.hold_back(fx, client, gpu, why);
                 }
-                // It waits for acknowledgements, but no longer than `LIMIT_REQUEST_TIMEOUT`.
+                // The request waits for acknowledgements, for up to `LIMIT_REQUEST_TIMEOUT`.
                 Err(_) if problem.is_possible_later(at, wanted.bytes, budget) => {}
                 Err(why) => self.deny(fx, client, gpu, why),
             }
@@ -129,7 +131,7 @@ impl Quota {
         granted
     }
 
-    /// Makes a request wait for other clients to free memory, and tells its client.
+    /// Makes a request wait for other clients to free memory, and notifies its client.
     fn hold_back(&mut self, fx: &mut Effects, client: ClientId, gpu: GpuId, why: Denial) {
         self.host.awaited = true;
         let wanted = self.entry_mut(client, gpu).and_then(|entry| entry.limit.wanted.as_mut());
@@ -138,7 +140,7 @@ impl Quota {
         }
     }
 
-    /// Ends requests that are met, or have waited for too long.
+    /// Ends requests that are met or have timed out.
     pub(super) fn finish_requests(&mut self, cx: Context, fx: &mut Effects) {
         let requests = self.requests.iter().filter_map(|(id, client)| {
             let limit = self.limit(*client, *id)?;
@@ -161,8 +163,8 @@ impl Quota {
         }
     }
 
-    /// Whether all clients whose memory this request could be given wait themselves, and it is the newest of their
-    /// requests.
+    /// Whether every client that could free memory for this request is waiting too, and this request is the newest of
+    /// all of theirs. Denying it then resolves a deadlock.
     fn is_last_of_all(&self, cx: Context, client: ClientId, held: Option<Denial>) -> bool {
         let newest = |client: ClientId| {
             let requests = self.limits_of(client).filter_map(|(_, limit)| limit.wanted);
@@ -176,7 +178,7 @@ impl Quota {
         for other in clients.into_iter().filter(|other| *other != client && has_some(other)) {
             let newest = newest(other).filter(|wanted| Some(wanted.number) < number);
             of_all &= newest.is_some();
-            // Memory that another member waits for may come from outside the group.
+            // Another member's request may be met with memory from outside the group.
             let is_member = group.is_some() && cx.rules.group(other) == group;
             of_group &= !is_member || newest.is_some_and(|wanted| wanted.held != Some(Denial::NoRoom));
             if !(of_group || of_all) {
@@ -186,7 +188,7 @@ impl Quota {
         of_all || (of_group && held != Some(Denial::NoRoom))
     }
 
-    /// Keeps the memory that a client requested, which is within its limit.
+    /// Reserves memory that a client requested and that is within its limit, until the client uses it.
     fn keep(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
         self.entry_mut(client, id).into_iter().for_each(|entry| entry.limit.keep(cx.now, bytes));
     }

@@ -1,6 +1,6 @@
 //! Computes every client's limit at one moment, from demands, requests, capacities, host memory and the limits of
-//! groups: max-min fairness by water-filling. The water level is the *slack* that every client has beyond its demand;
-//! a search finds it, since the use of host memory grows with it. `balance` brings limits there.
+//! groups: max-min fairness by water-filling. The water level is the *slack* that every client gets beyond its demand.
+//! It is found by a search, since the use of host memory grows with it. `balance` moves limits to the result.
 
 use super::{Context, Quota, request::LimitRequest};
 use crate::{api::*, effects::Effects};
@@ -12,9 +12,9 @@ pub(super) struct Target {
     pub client: ClientId,
     pub gpu: GpuId,
     pub bytes: u64,
-    /// Even small differences are sent.
+    /// The limit is sent even if it differs only slightly from the client's present limit.
     pub exact: bool,
-    /// The highest sum of its group's demands on the GPU. `None`: no limit.
+    /// The highest sum of the demands of the client's group on the GPU. `None`: no limit.
     pub bound: Option<u64>,
 }
 
@@ -29,17 +29,17 @@ pub(super) struct At {
 #[derive(Debug)]
 struct ClientQuota {
     client: ClientId,
-    /// The least that it gets, regardless of other clients.
+    /// The least that the client gets, regardless of other clients.
     floor: u64,
     /// The demand; slack is added to it.
     base: u64,
-    /// The limit that it requested and was granted; 0: none.
+    /// The limit that was requested and granted; 0: none.
     granted: u64,
-    /// The most that it can get, unless the floor is higher.
+    /// The most that the client can get, unless the floor is higher.
     most: u64,
-    /// The most slack that its group leaves it; none while it is off its GPUs.
+    /// The most slack that the client's group leaves it; 0 while the client is off its GPUs.
     slack: u64,
-    /// Its limit if its group exceeds its bound.
+    /// The client's limit if its group exceeds its bound.
     cap: u64,
     /// The client does not acknowledge limits.
     unresponsive: bool,
@@ -48,7 +48,7 @@ struct ClientQuota {
 }
 
 impl ClientQuota {
-    /// The variables of a client that is about to come to a GPU: fixed, and including its context.
+    /// The variables of a client that is about to be moved to the GPU: fixed, and including its context.
     fn fixed(client: ClientId, bytes: u64) -> Self {
         Self {
             client,
@@ -69,7 +69,7 @@ impl ClientQuota {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
     }
 
-    /// The least that it needs once it has acknowledged a lower limit.
+    /// The least that the client needs once it has acknowledged a lower limit.
     fn acknowledged(&self) -> u64 {
         if self.unresponsive { self.base.max(self.granted) } else { self.at(0) }
     }
@@ -86,7 +86,7 @@ struct GpuQuota {
     id: GpuId,
     capacity: u64,
     quotas: Vec<ClientQuota>,
-    /// A client waits for its first limit.
+    /// A client is waiting for its first limit.
     attaching: bool,
 }
 
@@ -113,7 +113,7 @@ impl QuotaProblem {
         self.gpus.get_mut(at.gpu)?.quotas.get_mut(at.quota)
     }
 
-    /// Bytes in host memory if every client has this slack and uses its limit.
+    /// Bytes in host memory if every client has this slack and uses its whole limit.
     fn in_host(&self, slack: u64) -> u64 {
         let excess = |gpu: &GpuQuota| {
             let sum = gpu.quotas.iter().fold(0u64, |sum, quota| sum.saturating_add(quota.at(slack)));
@@ -130,7 +130,7 @@ impl QuotaProblem {
     /// Raises a client's floor to `bytes`.
     ///
     /// # Errors
-    /// A bound, the client's own most, or the budget does not allow it. Nothing has changed then.
+    /// The group's bound, the client's own maximum or the budget does not allow it. Nothing has changed then.
     pub fn grant(&mut self, at: At, bytes: u64, budget: Option<u64>) -> Result<(), Denial> {
         if let Some(why) = self.obstacle(at, bytes, budget, |quota| quota.at(0)) {
             return Err(why);
@@ -141,12 +141,13 @@ impl QuotaProblem {
         Ok(())
     }
 
-    /// Whether a request that cannot be granted now could be, once clients that are late have acknowledged lower limits.
+    /// Whether a request that cannot be granted now could be granted once late clients have acknowledged lower limits.
     pub fn is_possible_later(&self, at: At, bytes: u64, budget: Option<u64>) -> bool {
         self.obstacle(at, bytes, budget, ClientQuota::acknowledged).is_none()
     }
 
-    /// Why a client cannot have `bytes` while all other clients have the bytes that `of` returns. `None`: it can.
+    /// The reason that a client cannot have `bytes` while each other client has the bytes that `of` returns for it.
+    /// `None`: it can.
     fn obstacle(&self, at: At, bytes: u64, budget: Option<u64>, of: impl Fn(&ClientQuota) -> u64) -> Option<Denial> {
         let Some(own) = self.quota(at) else { return Some(Denial::NoRoom) };
         let more = bytes.saturating_sub(of(own));
@@ -173,7 +174,8 @@ impl QuotaProblem {
         no_room.then_some(Denial::NoRoom)
     }
 
-    /// Divides each group's bound among its members. The clients of `granted` wait for their limits.
+    /// Divides each group's bound among its members. `granted`: clients whose request was granted and who wait for the
+    /// new limit.
     fn divide(&mut self, granted: &[At]) {
         for bound in std::mem::take(&mut self.bounds) {
             // The highest value, up to `most`, for which the members together stay within the bound.
@@ -195,7 +197,7 @@ impl QuotaProblem {
                 .quotas
                 .iter()
                 .any(|at| granted.contains(at) || self.gpus.get(at.gpu).is_some_and(|gpu| gpu.attaching));
-            // To the byte, unless that is not worth the messages.
+            // Limits are computed to the byte, unless that is not worth the messages.
             let exact = over || awaited || bound.quotas.len() == 1;
             for at in bound.quotas {
                 if let Some(quota) = self.quota_mut(at) {
@@ -206,8 +208,9 @@ impl QuotaProblem {
         }
     }
 
-    /// The highest slack that every client can have within the budget: the use of host memory grows with it. It mostly grows
-    /// in proportion, so the next slack to try is interpolated; every other is the middle, which bounds their number.
+    /// The highest slack that all clients can have within the budget. Host memory use grows with the slack, mostly in
+    /// proportion, so the next slack to try is interpolated; every second try is the middle, which bounds the number of
+    /// tries.
     fn slack(&self, budget: Option<u64>) -> u64 {
         let budget = budget.unwrap_or(u64::MAX);
         let (mut low, mut high) = (0, self.gpus.iter().map(|gpu| gpu.capacity).max().unwrap_or(0));
@@ -238,14 +241,15 @@ impl QuotaProblem {
 }
 
 impl Quota {
-    /// Returns the target of each client, first of those whose requests are granted, in the order of their requests.
-    /// Denies requests that cannot be met. Without a budget, only for clients with limits.
+    /// Returns the target of each client; clients with granted requests come first, in the order of their requests.
+    /// Denies requests that cannot be met. Without a budget, handles only clients that a rule or environment limits.
     pub(super) fn solve(&mut self, cx: Context, fx: &mut Effects, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
         let (mut problem, requests) = self.load(cx, budget, ids);
         let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
         problem.divide(&granted);
         let slack = problem.slack(budget);
-        // What others keep beyond their targets, each less than a step, may be all that a granted request lacks.
+        // The excess that other clients keep above their targets, each less than a step, may be all that a granted
+        // request lacks.
         let is_awaited = budget.is_some() && !granted.is_empty();
         let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
             client: quota.client,
@@ -259,11 +263,11 @@ impl Quota {
         first.chain(all).collect()
     }
 
-    /// The problem as it is now, and the requests.
+    /// Builds the problem from the present state, and lists the requests.
     fn load(&self, cx: Context, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<LimitRequest>) {
         let mut problem = QuotaProblem::default();
         let mut requests = Vec::new();
-        // Bounds of each group on each GPU (`Some`: its index), and over all GPUs.
+        // The bounds of each group: on each GPU (`Some`: the GPU's index), and over all GPUs (`None`).
         let mut bounds: BTreeMap<(GroupId, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut quotas = Vec::new();

@@ -1,15 +1,15 @@
-//! Host memory that clients allocate ahead. The first time that memory leaves a GPU, allocating host memory for it takes
-//! longer than copying it. So a client whose memory has been at rest on a GPU is asked to allocate that beforehand, as far as
-//! the daemon has told that the host can spare it.
+//! Host memory that clients allocate ahead. At the first eviction of memory, allocating host memory takes longer than
+//! copying. So a client whose memory on a GPU has not changed for a while is asked to allocate host memory beforehand,
+//! within the amount that the daemon says the host can spare.
 
 use crate::{api::*, gpu::Account, machine::Machine, timers::Wake};
 use std::time::Duration;
 
-/// For how long a client's memory has to be at rest: programs that end soon, or are still allocating, would gain nothing.
+/// How long a client's memory has to be unchanged: programs that end soon, or are still allocating, would gain nothing.
 const AT_REST: Duration = Duration::from_secs(3);
 
 impl Machine {
-    /// Notes that a client's memory on a GPU has changed.
+    /// Records that a client's memory on a GPU has changed.
     pub(crate) fn memory_changed(&mut self, client: ClientId, id: GpuId) {
         self.effects.wake(Wake::Ahead(client, id), Some(self.now + AT_REST));
     }

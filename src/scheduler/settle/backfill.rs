@@ -1,4 +1,4 @@
-//! Grants requests before the first one of a GPU: see `model::backfill`.
+//! Grants requests ahead of the first request of a GPU: see `model::backfill`.
 
 use crate::{
     api::*,
@@ -9,8 +9,8 @@ use crate::{
 };
 
 impl Machine {
-    /// Marks the other GPUs of this GPU's first request, and of its previous first request, after a change of the time
-    /// at which this GPU lets the first one in.
+    /// Marks the other GPUs that this GPU's present and previous first requests want, after a change of the time at
+    /// which this GPU admits the first request.
     pub(super) fn note_opening(&mut self, id: GpuId) {
         let first = self.queues.first(id).filter(|first| self.model().wants_others(id, *first));
         let opens = first.map(|first| (first, self.model().opens_at(id, first)));
@@ -21,10 +21,10 @@ impl Machine {
         }
     }
 
-    /// Grants a request for this GPU alone that stands behind the first one, while that waits for other GPUs. Returns
-    /// whether there was one.
+    /// Grants a request for this GPU alone that stands behind the first request, while the first request waits for
+    /// other GPUs. Returns whether a request was granted.
     pub(super) fn backfill(&mut self, id: GpuId, first: Entity) -> bool {
-        // Where rules divide the time, requests of all classes would have to be distinguished.
+        // Where rules divide the time, the classes of requests would have to be considered.
         if !self.model().wants_others(id, first)
             || self.model().shares().have_classes()
             || self.model().access(id) != Access::Turns

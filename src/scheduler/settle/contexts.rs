@@ -4,20 +4,20 @@
 use crate::{api::*, machine::Machine, quota::FIRST_LIMIT_TIMEOUT};
 use std::time::Duration;
 
-/// How long a client that attaches waits for room. Then it is admitted in any case, and the driver decides.
+/// How long an attaching client waits for room. Then it is admitted in any case, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a restore may take once it has room. After that, no other client waits for its end any longer, whether it
-/// attaches or wakes: a process that is stopped keeps its restore from ending.
+/// How long a restore may take once it has room. After that, other clients that attach or wake no longer wait for it: a
+/// stopped process can delay its restore indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {
-    /// Whether a client's context existed, all of it, by `begun`.
+    /// Whether a client's complete context existed by `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
         self.gpus.get(id).is_some_and(|gpu| gpu.has_context(client, begun))
     }
 
-    /// Admits clients that attach, once there is room or they have waited long enough. Returns when to look again.
+    /// Admits attaching clients once there is room or they have waited long enough. Returns the time of the next check.
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             let (gpu, cx, fx) = self.gpu_mut(id)?;

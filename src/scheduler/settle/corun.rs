@@ -6,9 +6,9 @@
 use crate::{api::*, machine::Machine, policy::utilization::FULL};
 
 impl Machine {
-    /// Takes a client's report of its utilization. A value above `FULL` means that it wants the GPU alone.
+    /// Handles a client's report of its utilization. A value above `FULL` means that it wants the GPU alone.
     pub(crate) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
-        // Work of its gang members at the same time can only make it seem to use more.
+        // Work that its gang members run at the same time can only raise the measured value.
         let entity = self.gpus.hold(client, id).map(|hold| hold.entity);
         let is_alone = entity.is_some() && self.gpus.holds_on(id).all(|(_, hold)| Some(hold.entity) == entity);
         let is_measured = permille > FULL || is_alone;
@@ -17,7 +17,7 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Stops believing what holders reported before they ran together.
+    /// Discards the utilization that holders reported before they ran together.
     pub(crate) fn forget_utilization(&mut self, id: GpuId) {
         for client in self.gpus.running_on(id).collect::<Vec<_>>() {
             if let Some(history) = self.history_mut(client, id) {

@@ -1,4 +1,4 @@
-//! Requests that wait because mapping failed: `gpu::failures` says until when.
+//! Requests that wait because mapping failed. `gpu::failures` decides for how long.
 
 use crate::{
     api::*,
@@ -19,7 +19,7 @@ impl Machine {
         }
     }
 
-    /// Lets a client's request wait as long as its failures say.
+    /// Delays a client's request according to its failures.
     fn delay_changed(&mut self, client: ClientId) {
         let waiting = self.queues.waiting(client);
         let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.queues.request(entity)?))) else {
@@ -59,7 +59,7 @@ impl Machine {
         }
     }
 
-    /// Decides on failures for which no measurement has come in time.
+    /// Decides on failures whose measurement has not arrived in time.
     pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.measurement_requested = false; // the answer may never come

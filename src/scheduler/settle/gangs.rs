@@ -11,8 +11,8 @@ use crate::{
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// A gang's turn lasts at least this many of its hand-overs. In a hand-over, members spin for members that have
-/// drained: spinning then costs 3 % of the time.
+/// A gang's turn lasts at least this many of its hand-overs. During a hand-over, members spin for members that have
+/// already drained; with this ratio, spinning costs 3 % of the time.
 const HAND_OVERS_PER_TURN: u32 = 33;
 
 impl Machine {
@@ -33,7 +33,7 @@ impl Machine {
         }
     }
 
-    /// Records that members of a gang need not release what they hold after all, unless others still have to.
+    /// Records that a gang's members need not release their locks after all, unless some are still revoked.
     pub(super) fn gang_continues(&mut self, entity: Entity) {
         let continues = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.revoked.is_none());
         if let Some(gang) = entity.gang().filter(continues) {
@@ -41,8 +41,8 @@ impl Machine {
         }
     }
 
-    /// The least that a gang's turn on a GPU lasts, so that hand-overs cost little, as far as the time quantum and
-    /// `max-wait` allow. A turn to measure is short: perhaps they can all run together.
+    /// The minimum length of a gang's turn on a GPU, so that hand-overs cost little, within the time quantum and
+    /// `max-wait`. A turn that only measures utilization is short: the clients may turn out to be able to run together.
     pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId, waiter: Option<Waiter>) -> Duration {
         let measures = |waiter: Waiter| !waiter.evicts && (waiter.unmeasured || !waiter.holders_measured);
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
@@ -66,7 +66,7 @@ impl Machine {
         self.queues.gangs().members(gang).collect::<Vec<_>>().into_iter().for_each(|member| self.check(member));
     }
 
-    /// Records that a holder's drain lags, so that other members of its gang go first.
+    /// Records that a holder's drain lags, so that other members of its gang are granted first.
     pub(crate) fn lags(&mut self, client: ClientId, id: GpuId) {
         if let Some(hold) = self.gpus.hold_mut(client, id) {
             hold.lags = true;
@@ -75,7 +75,7 @@ impl Machine {
         self.touch_gang_peers(client);
     }
 
-    /// Requeues the requests of a client's gang members, after the reason changed for which they may go first.
+    /// Requeues the requests of a client's gang members after their reason to precede other requests has changed.
     pub(crate) fn touch_gang_peers(&mut self, client: ClientId) {
         let waiting: BTreeSet<Entity> =
             self.queues.gang_peers(client).filter_map(|peer| self.queues.waiting(peer)).collect();
@@ -86,7 +86,7 @@ impl Machine {
         }
     }
 
-    /// Revokes the rest of a gang after a member that was revoked has drained: they ran only to let it drain.
+    /// Revokes the rest of a gang after a revoked member has drained: they ran only to let it drain.
     pub(crate) fn revoke_gang(&mut self, gang: Gang) {
         let is_left = |hold: &Hold| hold.entity == Entity::Gang(gang) && hold.revoked.is_none();
         let first = self.queues.gangs().members(gang).find_map(|client| {
@@ -112,8 +112,8 @@ impl Machine {
         self.members_changed(gang);
     }
 
-    /// Updates the members of a gang after one came or went: their class changes, and they may be a gang now, or none
-    /// any more.
+    /// Updates the members of a gang after one joined or left: their class changes, and the members may have become a
+    /// gang or ceased to be one.
     fn members_changed(&mut self, gang: Gang) {
         for member in self.queues.gangs().members(gang).collect::<Vec<_>>() {
             self.update_entity(member);

@@ -1,10 +1,11 @@
-//! Measurements that concern more than their GPU: limits that wait for one, restores, failed mappings.
+//! Measurements that affect more than their GPU: limits that wait for one, restores, failed
+//! mappings.
 
 use crate::{api::*, machine::Machine};
 use std::collections::BTreeMap;
 
 impl Machine {
-    /// Takes a measurement of clients' memory.
+    /// Handles a measurement of clients' memory.
     pub(crate) fn clients_measured(
         &mut self,
         id: GpuId,

@@ -1,21 +1,21 @@
-//! The steps that bring one GPU up to date after an event: memory first, then the lock, then messages to holders. Settling
-//! a GPU on which nothing changed does nothing.
+//! The steps that bring one GPU up to date after an event: memory first, then the lock, then messages to holders.
+//! Settling an unchanged GPU does nothing.
 //!
-//! Each component owns its state and the decisions about it: `gpu` those about one GPU's memory. Every decision that changes
-//! more than one of them is here.
+//! Each component owns its state and the decisions about it; `gpu` makes the decisions about one GPU's memory.
+//! Decisions that change several components are here.
 //!
 //! Memory:
 //! - `serve`: bytes for holders, then for the queue, and grants. `protection`: memory beyond the limits of rules.
 //! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
-//! - `sleep`: clients that leave their GPUs altogether, and room for them to come back. `moves`: clients that come back
-//!   on another GPU.
-//! - `ahead`: host memory for memory that may have to leave. `measurements`: what waits for them. `failures`: requests
-//!   that wait because mapping failed.
+//! - `sleep`: clients that are taken off their GPUs, and room to restore them. `moves`: clients that are restored on
+//!   another GPU.
+//! - `ahead`: host memory allocated ahead of evictions. `measurements`: limits, restores and failures that wait for a
+//!   measurement. `failures`: requests that wait because mapping failed.
 //!
 //! The lock:
 //! - `requests`: from request to release. `order`: the order of queues.
 //! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
-//! - `backfill`: what runs on a GPU while its first request waits for other GPUs.
+//! - `backfill`: grants on a GPU while its first request waits for other GPUs.
 //! - `gangs`: clients that run together or not at all.
 //! - `unresponsive`: clients that do not answer.
 
@@ -40,20 +40,20 @@ use crate::{api::*, gpu::Access, machine::Machine, policy::Waiter, queue::Entity
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
-/// How often a gang that waits for another gang is looked at again: whether the two can run together depends on reports
-/// about other GPUs, too.
+/// How often a gang that waits for another gang is checked: whether the two can run together also depends on reports
+/// about other GPUs.
 const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
 /// Why holders of a GPU should release it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
-    /// Bytes that are lacking and that only holders can give.
+    /// Bytes that are lacking and that only holders can free.
     short: u64,
-    /// The holder that lacks them itself, and so is not asked for them.
+    /// The holder that lacks these bytes itself, and so is not asked for them.
     grower: Option<ClientId>,
     /// Holders or reservations lack bytes, not only the queue.
     overdue: bool,
-    /// The bytes are for other programs: no turn is finished before they are given.
+    /// The bytes are for other programs, so holders are revoked before their turn ends.
     at_once: bool,
     /// The first request in the queue, or a gang that waits for these holders from other queues.
     first: Option<Entity>,
@@ -64,8 +64,8 @@ struct Pressure {
 }
 
 impl Pressure {
-    /// Adds the bytes that reservations lack and that only holders can give. From here on, more than the queue lacks
-    /// bytes.
+    /// Adds the bytes that reservations lack and that only holders can free. From here on, the queue is not the only
+    /// one that lacks bytes.
     fn add_reservations(&mut self, needs: &ReservationNeeds) {
         if needs.short > self.short {
             self.short = needs.short;
@@ -93,8 +93,8 @@ impl Machine {
             return self.effects.wake(Wake::Gpu(id), next);
         }
 
-        // Memory, in the order in which clients get it: contexts and holders, then reservations, then the queue. Of the
-        // bytes that are being freed, `reserved_ahead` are for needs before the queue.
+        // Memory, in order of precedence: contexts and holders, then reservations, then the queue. Of the bytes being
+        // freed, `reserved_ahead` are for needs before the queue.
         let mut pressure = Pressure::default();
         let holders_lack = self.serve_holders(id, &mut pressure);
         let reserved = self.serve_reservations(id, holders_lack);
@@ -128,7 +128,7 @@ impl Machine {
         self.effects.wake(Wake::Gpu(id), next);
     }
 
-    /// Grants all requests for a GPU that is gone that can be granted the other GPUs that they want.
+    /// Grants requests for a GPU that is gone, if the other GPUs that they want can be granted too.
     fn let_through(&mut self, id: GpuId) {
         for entity in self.model().whole_queue(id) {
             for member in self.queues.members(entity, id) {

@@ -1,9 +1,9 @@
-//! Clients that go from one GPU to another of the same kind: each sleeps, is moved, and comes back there.
+//! Clients that are moved from one GPU to another of the same kind: each sleeps, is moved, and is restored there.
 //!
 //! A sleeping client has nothing on a GPU except the scheduler's records. So a move takes these out of one GPU's maps
-//! and puts them into the other's, whatever state the client is in, and it wakes there as it would have woken at home.
-//! `sleep` knows where the process was and where the client is attached now, hence where the process is restored; the
-//! client is told once it is awake.
+//! and puts them into the other's, whatever state the client is in, and the client wakes there as it would have on its
+//! old GPU. `sleep` knows where the process was and where the client is attached now, hence where the process has to be
+//! restored. The client is notified once it is awake.
 
 use crate::{
     api::*,
@@ -45,8 +45,8 @@ impl Machine {
     /// Why a client cannot be moved, whether or not it can sleep.
     fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
         let total = |id| self.gpus.get(id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
-        // Whether clients can be measured shows only on a GPU that has clients. On the first GPU they can, or the
-        // client would not sleep.
+        // Whether clients can be measured is known only for GPUs that have clients. On the first GPU they can be
+        // measured, or the client would not sleep.
         let is_measured = self.gpus.get(to).is_some_and(|gpu| gpu.measured.is_some());
         let is_gang = self.queues.gang_peers(client).next().is_some();
         let is_like_it = total(to).is_some() && total(to) == self.gpus.get(from).map(|gpu| gpu.total);
@@ -62,20 +62,21 @@ impl Machine {
         first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
     }
 
-    /// Whether the client's attachment of a third GPU may have to come back to the GPU that the client would move to.
+    /// Whether the client's attachment of a third GPU may have to be moved back to the GPU that the client would move
+    /// to.
     fn is_way_back(&self, client: ClientId, Move { from, to }: Move) -> bool {
         self.sleep.ways_back(client).into_iter().any(|back| back.to == to && back.from != from)
     }
 
-    /// Bytes that a client's context will need on a GPU other than this one.
+    /// Bytes that a client's context will need on a GPU other than `from`.
     pub(super) fn context_elsewhere(&self, client: ClientId, from: GpuId) -> u64 {
         let away = self.gpus.get(from).and_then(|gpu| gpu.away.get(&client).copied());
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
-    /// Whether there is room for a client on another GPU: for its context and its demand beside memory that cannot
-    /// leave, and for its context beside the needs of any other client there. And whether the bytes that it was
-    /// promised can be kept there.
+    /// Whether another GPU has room for a client: for its context and its demand beside unevictable memory, and for its
+    /// context beside the need of any other client there. Also checks whether the bytes that it was promised can be
+    /// promised there.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.model().account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
@@ -84,19 +85,19 @@ impl Machine {
         let context = self.context_elsewhere(client, from);
         let room = here.saturating_sub(context);
         let runs_all_at_once = |id: &ClientId| gpu.attachments.get(id).is_some_and(|it| it.engine != Engine::Managed);
-        // Clients whose needs do not fit anyway are no worse off.
+        // Clients whose needs do not fit anyway are not affected.
         let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
         let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
         if need.max(most) > room {
             return RoomToMove::None;
         }
         let is_away = self.sleep.is_away(client);
-        // The client may have to come back to the GPU where its process was.
+        // The client's place is kept on a GPU that its process may have to return to.
         let keeps = self.sleep.ways_back(client).iter().all(|back| back.from != from);
         self.ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
     }
 
-    /// Moves a sleeping client that has a move to make.
+    /// Moves a sleeping client that has a pending move.
     pub(super) fn move_sleeper(&mut self, client: ClientId) {
         while let Some(to) = self.sleep.due_move(client) {
             let why = match self.move_obstacle(client, to) {
@@ -110,20 +111,20 @@ impl Machine {
         }
     }
 
-    /// Gives up the move of a sleeping client. A client that has to leave a drained GPU tries the next one.
+    /// Cancels the move of a sleeping client. A client that has to leave a drained GPU tries the next GPU.
     fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
         self.sleep.cannot_move(client, why);
         self.answer_move(client);
         self.leave_drained(client);
     }
 
-    /// Retries the move of a client: limits have room for it on the GPU that it moves to.
+    /// Retries a client's move after limits have made room for it on the target GPU.
     pub(crate) fn retry_move(&mut self, client: ClientId) {
         self.move_sleeper(client);
         self.take_step(client, Step::Nothing);
     }
 
-    /// Moves a client back to where it was, since it could not be restored on other GPUs.
+    /// Moves a client back to its old GPUs because it could not be restored on the new ones.
     pub(super) fn move_back(&mut self, client: ClientId) {
         for back in self.sleep.ways_back(client) {
             self.sleep.misses(client, back.from);
@@ -132,7 +133,7 @@ impl Machine {
         self.cannot_move(client, MoveObstacle::Failed);
     }
 
-    /// Reports the outcome of a move, if it is known by now.
+    /// Reports the outcome of a move, if it is known.
     pub(crate) fn answer_move(&mut self, client: ClientId) {
         let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
         self.limit_sleeper(client);
@@ -155,7 +156,7 @@ impl Machine {
         self.gpus.get(id).is_some_and(|gpu| gpu.drained)
     }
 
-    /// Whether a client has a context on a drained GPU, or comes back to one.
+    /// Whether a client has a context on a drained GPU, or would be restored to one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
         let has_context =
@@ -163,7 +164,7 @@ impl Machine {
         self.model().gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
-    /// Makes a client leave its GPUs because one of them is drained, or come back because none is any more.
+    /// Takes a client off its GPUs because one of them is drained, or restores it because none is drained any more.
     pub(crate) fn drain_client(&mut self, client: ClientId) {
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         let step = self.sleep.set_drained(client, is_drained, number);
@@ -193,8 +194,8 @@ impl Machine {
         }
     }
 
-    /// Moves the attachment of a sleeping client from one GPU to another, and its limit and its request with it. Does nothing if that GPU is unknown, or the
-    /// client is already there.
+    /// Moves the attachment of a sleeping client from one GPU to another, together with its limit and its request. Does
+    /// nothing if the target is unknown, or the client has already attached it.
     fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
         if !self.gpus.move_client(self.now, client, both) {
             return;

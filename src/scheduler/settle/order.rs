@@ -10,7 +10,7 @@ use crate::{
 use std::time::Duration;
 
 impl Machine {
-    /// Ranks all requests anew after a change of the policy. Finish tags of the former policy are forgotten.
+    /// Reranks all requests after a change of the policy. Finish tags of the former policy are dropped.
     pub(crate) fn rerank_all(&mut self) {
         self.fairness.clear_finish_tags();
         for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
@@ -71,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// The finish tags of a client that is granted a GPU: its owner's, and its own. Advances virtual time first.
+    /// The finish tags of a client at its grant: its owner's, and its own. Advances virtual time first.
     pub(crate) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
         let ahead = self.model().shares().virtual_time_lead(id, client);
         if !ahead.is_zero() {
@@ -82,7 +82,7 @@ impl Machine {
         self.model().shares().finish_tags_before(client, id)
     }
 
-    /// Moves a queued request to its present position.
+    /// Moves a queued request to its current position.
     pub(crate) fn requeue(&mut self, entity: Entity) {
         let Some(request) = self.queues.request(entity).filter(|request| request.blocked.is_none()) else { return };
         let Some(key) = self.model().current_key(entity).filter(|key| *key != request.key) else { return };
@@ -93,7 +93,7 @@ impl Machine {
         self.enqueue(entity);
     }
 
-    /// Takes requests out of a queue that would only block other GPUs, since one of a better tier waits here.
+    /// Removes requests from a queue that would only block other GPUs, because a request of a better tier waits here.
     pub(crate) fn defer_behind(&mut self, id: GpuId) {
         if !self.model().shares().have_classes() {
             return;
@@ -103,7 +103,7 @@ impl Machine {
         behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
-    /// Moves all requests to their present positions after a change of rules.
+    /// Moves all requests to their current positions after a change of rules.
     pub(crate) fn requeue_all(&mut self) {
         for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
             self.requeue(entity);
@@ -117,7 +117,7 @@ impl Machine {
         self.effects.touch_all(self.gpus.ids());
     }
 
-    /// Moves requests whose class depends on usage to their present positions. Returns when to look again.
+    /// Moves requests whose class depends on usage to their current positions. Returns the time of the next check.
     pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
         if !self.model().shares().are_watched() {
             return None;

@@ -1,4 +1,4 @@
-//! Memory beyond the limits of rules, which leaves the GPU.
+//! Memory beyond the limits of rules, which is evicted.
 
 use crate::{api::*, machine::Machine};
 
@@ -35,8 +35,8 @@ impl Machine {
         !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))
     }
 
-    /// Evicts memory beyond the limit of a client or its group, if the client does not run there. Clients that run keep
-    /// the memory that they need.
+    /// Evicts memory beyond the limit of a client or its group, if the client does not run there. A running client
+    /// keeps the memory that it needs.
     pub(crate) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
         if !self.is_over_limit(client, id) {
             return;

@@ -19,14 +19,14 @@ impl Machine {
         if !self.clients.contains_key(&client) {
             return;
         }
-        // It need not wait for locks that it holds; a lock that was revoked has to be released first.
+        // No wait is needed for locks that the client holds; a revoked lock has to be released first.
         let is_wanted = |gpu: &GpuId| {
             self.gpus.lock(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
         };
         let wants: GpuSet = gpus.into_iter().filter(is_wanted).collect();
         let (entity, is_absent) = (self.queues.entity(client), self.model().is_absent(client));
         let not_before = self.model().delayed_until(client, &wants);
-        // A request that replaces another keeps its key.
+        // A replacement request keeps the key of the request it replaces.
         let before = self.queues.waiting(client).and_then(|entity| self.queues.request(entity));
         let old = before.and_then(|request| request.since.get(&client).copied());
         let key = before.map(|request| (request.key, request.ages, request.aged));
@@ -63,7 +63,7 @@ impl Machine {
         let (key, gathers) = (self.model().current_key(entity), self.model().gathers_until(entity));
         if let Some(request) = self.queues.request_mut(entity) {
             request.key = key.unwrap_or(request.key);
-            // A member that asks late does not make the others wait longer.
+            // A member that requests late does not prolong the wait of the others.
             request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
         }
         if is_absent {
@@ -76,14 +76,14 @@ impl Machine {
         self.check_gang_peers(entity);
     }
 
-    /// Puts a request into the queues of its GPUs, unless it would only delay others there.
+    /// Puts a request into the queues of its GPUs, unless it would only delay other requests there.
     pub(crate) fn enqueue(&mut self, entity: Entity) {
         if self.join_queues(entity) {
             self.admit_if_needless(entity);
         }
     }
 
-    /// The same, without granting it immediately. Returns whether it is queued.
+    /// Like `enqueue`, but does not grant the request immediately. Returns whether it is queued.
     pub(crate) fn join_queues(&mut self, entity: Entity) -> bool {
         if self.queues.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Absent)) {
             return false; // it is queued again when all of its members run
@@ -103,10 +103,11 @@ impl Machine {
         true
     }
 
-    /// Why a request would only delay others in queues. Splits off members that would. `None`: it should be queued.
+    /// Why a request would only delay others in queues. Splits off members whose part of the request would. `None`: it
+    /// should be queued.
     fn stays_out(&mut self, entity: Entity) -> Option<Blocked> {
-        // A client that waits for itself must not delay others. The other members of its gang continue without it: it
-        // may need them in order to drain.
+        // A client that waits for its own lock must not delay others. The other members of its gang continue without
+        // it, because it may need them in order to drain.
         let undrained = self.model().undrained(entity);
         if !undrained.is_empty() {
             if undrained.len() == self.queues.request(entity)?.wants.len() {
@@ -117,7 +118,7 @@ impl Machine {
         if let Some(until) = self.model().shares().request_capped_until(entity) {
             return Some(Blocked::Until(until));
         }
-        // A request that would take bytes on other GPUs, and could not use them, stays out.
+        // A request that would take bytes on other GPUs without being able to use them stays out.
         let ids = self.queues.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
             let members = self.queues.members(entity, **id);
@@ -132,11 +133,11 @@ impl Machine {
         if request.blocked.take().is_some() {
             request.key = key.unwrap_or(request.key);
         }
-        // Holders of other GPUs are not revoked for a request that has to wait here.
+        // Holders of other GPUs are not revoked for a request that has to wait on this one.
         ids.into_iter().find(|id| self.model().waits_behind(entity, *id)).map(Blocked::Behind)
     }
 
-    /// Takes a request out of the queues. The next request behind it is handled as if it came now.
+    /// Removes a request from the queues. The next request behind it is queued as if it arrived now.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
         let Some((id, owner, first)) = self.queues.leave_queues(&mut self.effects, entity) else { return };
         while let Some(next) = self.queues.take_next_of(id, owner) {
@@ -148,7 +149,7 @@ impl Machine {
         }
     }
 
-    /// Takes a request out of the queues until something changes. It then reserves no bytes and delays no other
+    /// Keeps a request out of the queues until something changes. Until then it reserves no bytes and delays no other
     /// request.
     pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
         self.dequeue(entity);
@@ -163,7 +164,7 @@ impl Machine {
         }
     }
 
-    /// Takes a client out of its request.
+    /// Removes a client from its request.
     pub(crate) fn withdraw(&mut self, client: ClientId) {
         let Some(entity) = self.queues.waiting(client) else { return };
         self.dequeue(entity);
@@ -196,7 +197,7 @@ impl Machine {
         }
     }
 
-    /// Tells the clients of a request why it waits, if the reason changed.
+    /// Notifies the clients of a request why it waits, if the reason changed.
     pub(crate) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
         let Some(request) = self.queues.request_mut(entity).filter(|request| request.told != Some(why)) else { return };
         request.told = Some(why);
@@ -206,7 +207,7 @@ impl Machine {
     }
 
     /// Grants a request immediately if it needs neither bytes nor turns: managed memory with anti-thrash off. While its
-    /// memory is leaving for others, it waits in the queue like they do.
+    /// memory is being evicted for other clients, it waits in the queue like them.
     fn admit_if_needless(&mut self, entity: Entity) {
         let Some(request) = self.queues.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
@@ -243,13 +244,14 @@ impl Machine {
                 if self.gpus.lock(client, *id).is_none() {
                     continue;
                 }
-                // Time in which no client could run, because this client's memory was being moved in, counts as its
-                // own.
+                // Time in which no client could run, because this client's memory was being moved in, is charged to
+                // this client.
                 let idle_since = self.gpus.take_idle_since(*id, entity);
                 let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
-                // Nothing leaves while it holds the lock. Where its pages fault in, it is granted although some are still leaving.
+                // Nothing is evicted from a client that holds the lock. A client that runs by page faults is granted
+                // even while some of its pages are being evicted.
                 self.with_gpu(*id, |gpu, cx, fx| gpu.stop_evicting(cx, fx, client));
                 self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 if let Some(lock) = self.gpus.lock_mut(client, *id) {
@@ -266,7 +268,7 @@ impl Machine {
         self.lock_changed(client, id);
     }
 
-    /// Takes over locks that a previous scheduler granted. Their turns begin now.
+    /// Takes over locks that a previous scheduler granted. Their turns restart.
     pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
         let (entity, now, group) = (self.queues.entity(client), self.now, self.effects.number());
         self.begin_gang_turn(entity, now);
@@ -278,8 +280,8 @@ impl Machine {
         }
     }
 
-    /// Revokes a lock and all locks that were granted with it: a program that needs several GPUs at the same time gains
-    /// nothing from some of them.
+    /// Revokes a lock and all locks that were granted with it: a program that needs several GPUs at once gains nothing
+    /// from some of them.
     pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
         let Some(hold) = self.gpus.hold(client, id) else { return };
         let (entity, group) = (hold.entity, hold.group);
@@ -292,7 +294,7 @@ impl Machine {
         }
     }
 
-    /// Sends a revoke. `again`: it repeats one, with this backoff.
+    /// Sends a revoke. `again`: the revoke is repeated, with this backoff.
     pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
@@ -340,7 +342,7 @@ impl Machine {
         self.check(client);
     }
 
-    /// Ends a client's hold of a GPU. `idle`: because it had no more work.
+    /// Ends a client's hold of a GPU. `idle`: it ended because the client had no more work.
     pub(crate) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
         let Some(hold) = self.gpus.end_hold(client, id, !idle) else { return };
@@ -351,7 +353,7 @@ impl Machine {
             lock.ended(now, &hold);
         }
         if let Some(history) = self.history_mut(client, id) {
-            // As with bursts: of its uncontended time, no more than one burst counts if the client ran out of work.
+            // As with bursts, uncontended time counts for at most one burst if the client ran out of work.
             let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
             history.progress.ran(now, ran, idle);
             history.bursts.ran(waited, uncontended, busy, idle);
@@ -374,7 +376,8 @@ impl Machine {
         }
     }
 
-    /// Splits members off a gang's request: each waits by itself. The rest of the request is in no queue afterwards.
+    /// Splits members off a gang's request: each then waits by itself. The rest of the request is in no queue
+    /// afterwards.
     pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
         self.dequeue(entity);
         for client in members {

@@ -1,14 +1,14 @@
-//! Serves reservations (see `memory::reservation`): clients that do not hold the lock evict the requested bytes.
+//! Serves reservations (see `gpu::reservation`): clients that do not hold the lock evict the requested bytes.
 
 use crate::{api::*, gpu::Gpu, gpu::reservation::Reservation, machine::Machine};
 use std::time::Duration;
 
 /// How long a reservation waits for room; the client waits longer.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// How long room is kept after the client was told. By then, or soon after, a measurement shows how much of it the
+/// How long room is kept after the client was notified. By then, or soon after, a measurement shows how much of it the
 /// driver took.
 const KEPT: Duration = Duration::from_millis(500);
-/// A reservation is no larger than this part of a GPU: no driver needs more.
+/// A reservation is at most this part of a GPU: no driver needs more.
 const LARGEST_PART: u64 = 4;
 
 /// Bytes that reservations wait for.
@@ -16,15 +16,15 @@ const LARGEST_PART: u64 = 4;
 pub(crate) struct ReservationNeeds {
     /// Bytes being freed that are reserved for them.
     pub lacking: u64,
-    /// Bytes that only holders can give, and the client that needs them, which is not asked for them.
+    /// Bytes that only holders can free, and the client that needs them, which is not asked for them.
     pub short: u64,
     pub caller: Option<ClientId>,
-    /// When to look again.
+    /// The time of the next check.
     pub next: Option<Time>,
 }
 
 impl Machine {
-    /// Takes a client's reservation, which replaces its earlier one.
+    /// Handles a client's reservation, which replaces its earlier one.
     pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
         if self.model().attachment(client, id).is_none() {

@@ -11,8 +11,8 @@ use crate::{
 };
 
 impl Machine {
-    /// Serves the needs that come before any waiting client: contexts and other programs, then holders that grow.
-    /// Returns the bytes of those being freed that are reserved for them.
+    /// Serves the needs that precede all waiting clients: contexts and other programs, then holders that grow. Returns
+    /// the number of bytes being freed that are reserved for these needs.
     pub(super) fn serve_holders(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
         let mut reserved_ahead = self.model().overdrawn(id);
         let next = self.model().members_of_first(id);
@@ -30,8 +30,8 @@ impl Machine {
                 reserved_ahead = reserved_ahead.saturating_add(lacking);
                 let short = self.collect(id, reserved_ahead, &[holder], &next);
                 if short > 0 {
-                    // It waits for bytes of other holders. Only the first one granted does: two holders that wait for
-                    // each other would wait forever, so the others are revoked even if they lack bytes themselves.
+                    // The holder waits for bytes of other holders. Only the holder granted first does: two holders that
+                    // wait for each other would never continue, so the others are revoked even if they lack bytes.
                     pressure.short = pressure.short.max(short);
                     pressure.grower = Some(holder);
                 }
@@ -41,8 +41,8 @@ impl Machine {
         reserved_ahead
     }
 
-    /// Frees `bytes` in all, from clients without the lock. Returns how many of them only holders can give. Clients in
-    /// `exempt` give none; clients in `last` give theirs last.
+    /// Frees bytes of clients without the lock until `bytes` are free or being freed. Returns the number of bytes that
+    /// only holders can give. Clients in `exempt` give none; clients in `last` give theirs last.
     pub(crate) fn collect(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) -> u64 {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
         let arriving = gpu.arriving(cx, fx, exempt);
@@ -57,7 +57,7 @@ impl Machine {
         bytes.saturating_sub(arriving)
     }
 
-    /// Allows bytes to the first request, grants it if possible and continues with the next, until a request has to
+    /// Allows bytes to the first request, grants it if possible and continues with the next request, until one has to
     /// wait. Returns the bytes that this request lacks.
     pub(super) fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
@@ -128,7 +128,7 @@ impl Machine {
     }
 
     /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all waiting
-    /// requests, and no holder gives anything for them. Returns the bytes that they lack.
+    /// requests, and no holder frees memory for them. Returns the bytes that they lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let holders = self
             .gpus
@@ -146,8 +146,8 @@ impl Machine {
         lacking
     }
 
-    /// Whether a request fits on the GPU. If not it leaves the queue, so that it does not delay others, until
-    /// unevictable memory leaves; a gang that is too large together is split.
+    /// Whether a request fits on the GPU. If not, it leaves the queue until unevictable memory becomes evictable, so
+    /// that it does not delay others; a gang that is too large together is split.
     fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         if self.model().has_room(entity, id, members) {
             return true;

@@ -1,9 +1,9 @@
-//! Clients that leave their GPUs altogether, and come back. `sleep` tracks how far each has got; this module applies
-//! that to the lock, to memory and to contexts.
+//! Clients that are taken off their GPUs altogether, and restored. `sleep` tracks each client's progress; this module
+//! applies it to the lock, to memory and to contexts.
 //!
-//! A client that is held off its GPUs gets no lock and no memory; a paused client is first asked for the locks that it
-//! has, like any holder. A client comes back when there is room for its contexts on all of its GPUs, which other
-//! clients make by evicting. One client at a time comes back to a GPU, in the order in which they wake.
+//! A client that is held off its GPUs gets no lock and no memory; a paused client's locks are first revoked, like any
+//! holder's. A client is restored when there is room for its contexts on all of its GPUs, which other clients make by
+//! evicting. Clients are restored to a GPU one at a time, in the order in which they wake.
 
 use super::contexts::RESTORE;
 use crate::{
@@ -31,8 +31,8 @@ impl Machine {
         self.return_next(client);
     }
 
-    /// Puts to sleep the client that has been idle for longest, and for long enough, where other clients lack room.
-    /// Returns when the next client will have been idle for long enough.
+    /// Puts the longest idle client to sleep if it has been idle for long enough and other clients lack room. Returns
+    /// when the next client will have been idle for long enough.
     pub(super) fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
         let (client, due) = self.next_sleeper(id)?;
         if self.now < due {
@@ -42,8 +42,8 @@ impl Machine {
         None // what follows changes the GPU
     }
 
-    /// The next client to put to sleep on a GPU, and when. One after the other, since the memory of one may be enough,
-    /// and the GPU is measured first.
+    /// The next client to put to sleep on a GPU, and when. One at a time: its memory may be enough, and the GPU is
+    /// measured first.
     fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
         let gpu = self.gpus.get(id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
         let lacks_contexts = self.lacks_contexts(id);
@@ -52,7 +52,7 @@ impl Machine {
             false => gpu.account(*client).map_or(0, |account| account.report.demand),
         };
         let usable = gpu.usable(&self.settings);
-        // Mostly the demands fit even if sleeping clients count.
+        // Usually the demands fit even if sleeping clients are counted.
         if !lacks_contexts && gpu.ledger.demanded() <= usable {
             return None;
         }
@@ -75,7 +75,7 @@ impl Machine {
         candidates.filter_map(|client| Some((due(client)?, *client))).min().map(|(due, client)| (client, due))
     }
 
-    /// Whether room for contexts is lacking on a GPU, and other clients could sleep to make it.
+    /// Whether contexts lack room on a GPU, and other clients could sleep to make it.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
         self.gpus.get(id).is_some_and(|gpu| gpu.lacks_contexts(self.model().gpu_context()))
     }
@@ -91,7 +91,7 @@ impl Machine {
         }
     }
 
-    /// Keeps a client that is held off from running: its request waits, and the locks that it has are revoked.
+    /// Keeps a held-off client from running: its request waits, and its locks are revoked.
     pub(super) fn hold_off(&mut self, client: ClientId) {
         if !self.sleep.is_held_off(client) {
             return;
@@ -111,7 +111,7 @@ impl Machine {
         if !self.sleep.is_to_prepare(client) {
             return;
         }
-        // Does not end its turn in vain.
+        // Its turn is not ended for a sleep that is impossible.
         if let Some(why) = self.lasting_obstacle(client).filter(|_| self.sleep.is_drained(client)) {
             return self.stays_awake(client, why);
         }
@@ -152,7 +152,7 @@ impl Machine {
         is_busy.then_some(SleepObstacle::Busy).or_else(|| self.lasting_obstacle(client))
     }
 
-    /// The same, regardless of its work.
+    /// Like `obstacle`, but regardless of the client's work.
     pub(super) fn lasting_obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
         if !matches!(self.queues.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
@@ -184,7 +184,7 @@ impl Machine {
     pub(crate) fn sleep_ready(&mut self, client: ClientId) {
         let is_there = |id: &GpuId| self.model().account(client, *id).is_some_and(|account| account.charge > 0);
         let is_any_there = self.model().gpus_of(client).iter().any(is_there);
-        // It may have asked for a lock or attached another GPU since.
+        // The client may have requested a lock or attached another GPU since it was asked to prepare.
         let obstacle = is_any_there.then_some(SleepObstacle::Immovable).or_else(|| self.obstacle(client));
         let step = self.sleep.ready(self.now, client, obstacle);
         self.take_step(client, step);
@@ -202,7 +202,7 @@ impl Machine {
         }
     }
 
-    /// Handles the attachment of a client, which may have left its GPUs long ago.
+    /// Handles the attachment of a GPU by a client that may be off its GPUs already.
     pub(crate) fn attached_asleep(&mut self, client: ClientId) {
         if self.sleep.is_away(client) {
             self.has_left(client);
@@ -281,7 +281,8 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Updates limits for a client's sleep, and for the GPUs that it will be moved to or may come back to.
+    /// Updates limits for a client's sleep, for the GPU that it will be moved to, and for the GPUs that it may be moved
+    /// back to.
     pub(crate) fn limit_sleeper(&mut self, client: ClientId) {
         let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
         let place = |to: Move| Expected { to, context: self.context_elsewhere(client, to.from) };
@@ -297,7 +298,7 @@ impl Machine {
         self.effects.wake(Wake::Sleep(client), self.sleep.due(client));
     }
 
-    /// Handles a client that has nothing on its GPUs any more.
+    /// Handles a client that is off its GPUs now.
     fn has_left(&mut self, client: ClientId) {
         self.quota.set_stopped(client, true); // it reads no message
         for id in self.model().gpus_of(client) {
@@ -339,8 +340,8 @@ impl Machine {
         self.gpus.get(id).map_or(0, |gpu| gpu.context_of(self.model().gpu_context(), client))
     }
 
-    /// Sets room aside for waking clients, in their order; clients behind another one that waits for the same GPU wait
-    /// for it. `changed`: the client whose state may have changed.
+    /// Sets room aside for waking clients, in their order. A client behind another one that waits for the same GPU
+    /// waits for it. `changed`: the client whose state may have changed.
     pub(super) fn return_next(&mut self, changed: ClientId) {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
@@ -381,7 +382,7 @@ impl Machine {
         }
     }
 
-    /// Starts the restore of a client once there is room for it on all of its GPUs. Returns when to look again.
+    /// Starts the restore of a client once there is room for it on all of its GPUs. Returns the time of the next check.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
         let gpu = self.gpus.get_mut(id)?;

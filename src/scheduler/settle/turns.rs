@@ -12,7 +12,7 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A holder is told again of bytes that it is likely to lose when they have grown by this amount.
+/// A holder is asked again to prepare an eviction when the expected number of bytes has grown by this amount.
 const PREPARE_STEP: u64 = 256 << 20;
 
 /// The state that is common to all holders of a GPU.
@@ -22,19 +22,19 @@ struct Holders {
     /// They may continue together. `first`: the entity that stays if they may not.
     together: bool,
     first: Option<Entity>,
-    /// Requests outside the queue wait for a client of a better class, or contexts for clients that may go when they
-    /// are idle.
+    /// Requests outside the queue wait because of a client of a better class, or contexts wait for clients that could
+    /// sleep when idle.
     awaited: bool,
-    /// The number of waiting requests, at least 1, and the grace to tell holders.
+    /// The number of waiting requests, at least 1, and the grace period, both as sent to holders.
     waiters: u32,
     grace: Duration,
 }
 
 /// The state of one holder's turn.
 struct TurnState {
-    /// It keeps a waiting client from running.
+    /// The holder keeps a waiting client from running.
     wanted: bool,
-    /// Bytes that it will have to evict after its turn.
+    /// Bytes that the holder will have to evict after its turn.
     leaves: u64,
 }
 
@@ -63,7 +63,7 @@ impl Machine {
         let first = self.gpus.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
         Holders {
             exclusive: self.settings.anti_thrash != AntiThrash::Off,
-            // Whether a lone holder may continue is a question of its turn.
+            // A lone holder may always continue here; its turn decides when it has to stop.
             together: self.gpus.holders(id).nth(1).is_none() || self.model().may_stay(id),
             first: first.map(|hold| hold.entity),
             awaited: self.queues.behind(id).next().is_some() || self.lacks_contexts(id),
@@ -75,8 +75,8 @@ impl Machine {
         }
     }
 
-    /// The state of a holder's turn. Deducts its part of the `short` bytes that holders have to give. `None`: it was
-    /// revoked already.
+    /// The state of a holder's turn. Deducts the holder's part of the `short` bytes that holders have to free. `None`:
+    /// the holder was already revoked.
     fn turn_state(
         &self,
         client: ClientId,
@@ -92,12 +92,12 @@ impl Machine {
         let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
         let leaves = if gives { evictable.min(*short) } else { 0 };
         *short -= leaves;
-        // Its allowance may exceed its memory.
+        // The allowance may exceed the mapped memory.
         let leaves = leaves.min(account.report.mapped);
         hold.revoked.is_none().then_some(TurnState { wanted, leaves })
     }
 
-    /// Informs one holder, or revokes it. Returns when to look at it again.
+    /// Informs one holder, or revokes it. Returns the time of its next check.
     fn update_holder(
         &mut self,
         client: ClientId,
@@ -116,8 +116,8 @@ impl Machine {
         let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
         let capped = self.model().shares().capped_at(client, id);
         let helps = self.model().helps_to_drain(hold);
-        // Of holders that may not continue together, all but the first have to go; so does a gang that conflicts with
-        // an earlier one.
+        // If holders may not continue together, all but the first have to release the lock. So does a gang that
+        // conflicts with an earlier gang.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.model().yields(hold.entity);
         // Memory for other programs does not wait until a turn is over.
@@ -143,10 +143,10 @@ impl Machine {
         let over = ends <= now;
         let spent = capped.is_some_and(|at| at <= now);
         let goes = !helps && (surplus || spent || vacates || self.suspended || (wanted && over));
-        // Host memory takes longer to allocate than to fill, and now there is time.
+        // Host memory takes longer to allocate than to fill, and until the turn ends there is time.
         let prepare = state.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
         hold.prepared = if prepare { state.leaves } else { hold.prepared };
-        // A holder that is revoked is told nothing else.
+        // A holder that is revoked is sent nothing else.
         let tell = tell.filter(|_| !goes);
         hold.told = tell.or(hold.told);
         if let Some((waiters, grace)) = tell {
@@ -163,7 +163,7 @@ impl Machine {
         ends.filter(|at| *at < Time::MAX && !helps).min()
     }
 
-    /// When the turn of a holder ends, if it is wanted until then. `None`: the client has no history there.
+    /// When a holder's turn ends if other clients keep waiting for it. `None`: the client has no history there.
     fn turn_ends(
         &self,
         client: ClientId,
@@ -182,8 +182,8 @@ impl Machine {
         let is_overruled = pressure.overdue && precedence == Precedence::After;
         let precedence = if is_overruled { Precedence::Equal } else { precedence };
         let equal = precedence == Precedence::Equal;
-        // A client that wants the GPU for itself reports nothing about its work, so it has the quantum that the
-        // administrator set.
+        // A client that wants the GPU for itself reports nothing about its work, so its turn is the administrator's
+        // time quantum.
         let for_itself = self.model().history(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {

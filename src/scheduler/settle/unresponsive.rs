@@ -3,9 +3,10 @@
 //! client themselves.
 //!
 //! A holder that reports itself stuck, or does not answer, and does not drain in time is *undrainable*: it no longer
-//! counts as a holder, and other clients are admitted beside it where its memory leaves room. It is still revoked now
-//! and then, and counts again once it has released the lock. A client that does not answer is charged for its measured
-//! memory, and is given no more: a process that is not on the GPU withholds nothing from others, whatever it reported.
+//! counts as a holder, and other clients are admitted beside it where its memory leaves room. It is still revoked
+//! periodically, and counts again once it has released the lock. A client that does not answer is charged only for its
+//! measured memory, and gets no more: a process cannot withhold memory that it does not have on the GPU, whatever it
+//! reported.
 
 use crate::{
     api::*,
@@ -16,15 +17,15 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A stuck holder is revoked again after the first of these times; the time doubles with each attempt, up to the
+/// A stuck holder is revoked again after the first of these times. The time doubles with each attempt, up to the
 /// second.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder may take to drain from the first revoke on: a holder that reports itself stuck; and a holder that
-/// also did not drain in its last hold, which need not report it again. This lets two programs that wait for each other
-/// make progress.
+/// How long a holder may take to drain after the first revoke: if it reports itself stuck; and if it also failed to
+/// drain in its last hold, in which case it need not report again. This lets two programs that wait for each other make
+/// progress.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
-/// The same for a holder that runs and does not answer the revoke: since its last message, and in any case. A library
-/// that moves memory answers late, but sends messages until then.
+/// The same for a holder that runs and does not answer the revoke: since its last message, and in total. A library that
+/// is moving memory answers late, but keeps sending messages.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
 /// How long the answer to a revoke may take before the process is probed.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
@@ -47,7 +48,7 @@ impl Machine {
             return gpus.iter().for_each(|id| self.with_gpu(*id, |gpu, cx, fx| gpu.cannot_evict(cx, fx, client, why)));
         }
         if reason == StuckReason::NeedsHost {
-            // Its gate is open again and no thread waits there, so its own request must not be a reason to revoke it.
+            // The client's gate is open again and no thread waits there, so its own request must not cause a revoke.
             self.cancel(client, gpus);
         }
         let now = self.now;
@@ -66,7 +67,7 @@ impl Machine {
         self.check(client);
     }
 
-    /// Handles a process that was stopped, or runs again.
+    /// Handles a process that was stopped, or has been continued.
     pub(crate) fn stopped(&mut self, client: ClientId, stopped: bool) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let changed = state.stopped != stopped;
@@ -81,7 +82,7 @@ impl Machine {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
-                    // It still has to read the revoke, and gets time to answer and to drain.
+                    // The client still has to read the revoke, and gets time to answer and to drain.
                     hold.suspended = false;
                     revoked.first = now;
                     revoked.since = now;
@@ -102,9 +103,9 @@ impl Machine {
         self.check(client);
     }
 
-    /// Keeps a request from being granted while the process of one of its clients is stopped. Members of a gang that
-    /// they named themselves wait with it, since they cannot run without it; a rule may make a gang of many clients
-    /// that need not wait for each other.
+    /// Keeps a request from being granted while the process of one of its clients is stopped. In a gang that the
+    /// members named themselves, the other members wait too, since they cannot run without it. A gang made by a rule
+    /// may contain clients that need not wait for each other, so there only the stopped client waits.
     pub(crate) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
         if let Entity::Gang(Gang::Group(_)) = entity {
             self.split(entity, &[client]);
@@ -124,7 +125,7 @@ impl Machine {
         }
     }
 
-    /// Checks the answers that a client has to give, asks again where it is time, and sets the time of the next check.
+    /// Checks the answers that a client owes, asks again where that is due, and sets the time of the next check.
     pub(crate) fn check(&mut self, client: ClientId) {
         let now = self.now;
         let Some(state) = self.clients.get(&client) else { return };
@@ -151,7 +152,8 @@ impl Machine {
                 Some(due) => sooner(&mut next, due),
                 None => {}
             }
-            // Time decides, not the number of reports: a client whose work makes no call reports once.
+            // The decision depends on time, not on the number of reports: a client whose work makes no call reports
+            // once.
             if !hold.undrainable && !state.stopped {
                 let due = match (lock.slow_to_drain, hold.stuck) {
                     (true, _) => revoked.first + DRAIN.1,
@@ -215,7 +217,7 @@ impl Machine {
         }
     }
 
-    /// Marks holds as undrainable: others are admitted beside them from now on.
+    /// Marks holds as undrainable: other clients are admitted beside them from now on.
     fn schedule_around(&mut self, client: ClientId, gpus: GpuSet) {
         if gpus.is_empty() {
             return;

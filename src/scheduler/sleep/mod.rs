@@ -1,11 +1,11 @@
-//! Which clients are off their GPUs, and how far each has got on the way there or back:
-//! awake → preparing → checkpointing → asleep → waking → restoring → awake.
+//! Clients that are off their GPUs, and each client's progress on the way off or back: awake → preparing →
+//! checkpointing → asleep → waking → restoring → awake.
 //!
-//! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client is asked nothing
-//!   until it has answered, so an answer cannot be mistaken for the answer to a later request.
-//! - A call of the checkpoint helper ends with the daemon's answer, which always comes. If the answer leaves the state
-//!   of the process open, the helper is asked to settle it, again and again: a process counts as awake, or as asleep,
-//!   only when it is known to be.
+//! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client is not asked again
+//!   until it has answered, so a late answer cannot be mistaken for the answer to a later request.
+//! - A call of the checkpoint helper ends with the daemon's answer, which always arrives. If the answer leaves the
+//!   state of the process open, the helper is asked repeatedly to settle it: a process counts as awake, or as asleep,
+//!   only when that is certain.
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;
@@ -14,8 +14,8 @@ use std::time::Duration;
 
 /// How long a client may take to prepare: longer than the library itself waits.
 const PREPARATION: Duration = Duration::from_secs(40);
-/// How long a client that is moved asleep waits for other clients to acknowledge lower limits: a little longer than the
-/// quota waits.
+/// How long a client that is moved while asleep waits for other clients to acknowledge lower limits: a little longer
+/// than the quota waits for acknowledgements.
 const ROOM: Duration = Duration::from_secs(5);
 /// The delay before a failed step is first retried, and its maximum. It doubles with each failure.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
@@ -33,11 +33,11 @@ enum Stage {
     Settling {
         asked: bool,
     },
-    /// It can never be restored: its calls return the driver's error.
+    /// The client can never be restored: its calls return the driver's error.
     Lost,
 }
 
-/// What follows from an event.
+/// The action that an event requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     Nothing,
@@ -46,9 +46,9 @@ pub(crate) enum Step {
     Call(SleepOperation),
     /// The client is off its GPUs, and stays there.
     Sleeps,
-    /// The client is off its GPUs, and waits for room to come back.
+    /// The client is off its GPUs, and waits for room to be restored.
     Wakes,
-    /// The client runs, and has to be told, because it was asked to prepare.
+    /// The client runs, and has to be notified because it was asked to prepare.
     Runs,
     /// The client runs, and knows it.
     Stays,
@@ -56,31 +56,32 @@ pub(crate) enum Step {
     IsLost,
 }
 
-/// A client that is not awake, should sleep, or could not.
+/// A client that is not awake, should sleep, or failed to sleep.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
     state: Stage,
     /// It should sleep.
     is_wanted: bool,
-    /// It is held off its GPUs until it is resumed; otherwise until it wants to enter the driver.
+    /// The client is held off its GPUs until it is resumed. Otherwise it sleeps only until it wants to enter the
+    /// driver.
     is_paused: bool,
     /// A GPU that it has attached is drained. The client sleeps until that GPU is in use again, or another GPU has
     /// taken its place.
     #[serde(default)]
     is_drained: bool,
-    /// GPUs that it could not be moved to since its own GPU was drained.
+    /// GPUs that the client could not be moved to since its own GPU was drained.
     #[serde(default)]
     missed: GpuSet,
     /// Its unanswered move to another GPU.
     moving: Option<Moving>,
-    /// The GPUs that it was moved to, each with the GPU where its process was.
+    /// The GPUs that the client was moved to, each with the GPU where its process was.
     homes: BTreeMap<GpuId, GpuId>,
-    /// The outcome of a move, until it is taken.
+    /// The outcome of a move, until it is reported.
     answer: Option<(Move, Option<MoveObstacle>)>,
     /// It has not answered a preparation that timed out.
     owes_answer: bool,
     obstacle: Option<SleepObstacle>,
-    /// When it last could not sleep.
+    /// When the client last failed to sleep.
     tried: Option<Time>,
     /// Why it wakes, and since when.
     waking_for: Option<(WakeReason, Time)>,
@@ -90,7 +91,7 @@ struct Entry {
     /// asked immediately.
     #[serde(default)]
     unknown: Duration,
-    /// When to look again.
+    /// The time of the next check.
     due: Option<Time>,
 }
 
@@ -98,10 +99,10 @@ struct Entry {
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Moving {
     to: Move,
-    /// Its attachment is on the other GPU, where the client has not been restored yet. Before that, the client has to
-    /// sleep.
+    /// The client's attachment is on the other GPU, where the client has not been restored yet. Before `is_moved`, the
+    /// client has to sleep.
     is_moved: bool,
-    /// Until when it waits, asleep, for limits to leave room there.
+    /// Until when the sleeping client waits for limits to leave room there.
     #[serde(default)]
     until: Option<Time>,
 }
@@ -133,7 +134,7 @@ impl Entry {
         self.due = Some(now + self.backoff);
     }
 
-    /// Whether it has to sleep in order to be moved.
+    /// Whether the client has to sleep in order to be moved.
     fn is_to_move(&self) -> bool {
         self.moving.is_some_and(|moving| !moving.is_moved)
     }
@@ -148,7 +149,7 @@ impl Entry {
         self.is_wanted || self.is_drained
     }
 
-    /// Whether it could not sleep, and is asked again later.
+    /// Whether the client failed to sleep, and is asked again later.
     fn is_left_alone(&self) -> bool {
         self.state == Stage::Awake && (self.due.is_some() || self.owes_answer)
     }
@@ -159,7 +160,7 @@ impl Entry {
         }
     }
 
-    /// Keeps the client awake for this reason. A paused or drained client is asked again later.
+    /// Records why the client stays awake. A paused or drained client is asked again later.
     fn cannot(&mut self, now: Time, why: SleepObstacle) {
         self.answer_move(Some(MoveObstacle::Sleep(why)));
         (self.state, self.obstacle, self.tried) = (Stage::Awake, Some(why), Some(now));
@@ -210,13 +211,13 @@ impl Sleep {
         matches!(self.state_of(client), Stage::Asleep | Stage::Waking(_) | Stage::Lost)
     }
 
-    /// Whether a client is on its way off its GPUs. A client that is being settled does not count, since it may never
-    /// get off them: it stays in that state while its process is stopped.
+    /// Whether a client is on its way off its GPUs. A client in `Settling` does not count, since it may never leave
+    /// them: it stays in that state while its process is stopped.
     pub fn is_leaving(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), Stage::Preparing | Stage::Checkpointing)
     }
 
-    /// When a client last could not sleep.
+    /// When a client last failed to sleep.
     pub fn tried(&self, client: ClientId) -> Option<Time> {
         self.clients.get(&client)?.tried
     }
@@ -237,7 +238,7 @@ impl Sleep {
         self.clients.get(&client).is_some_and(is_to)
     }
 
-    /// Clients that wait for room, in the order in which they get it.
+    /// Clients that wait for room, in the order in which they are served.
     pub fn waking(&self) -> Vec<ClientId> {
         let number = |(client, entry): (&ClientId, &Entry)| match entry.state {
             Stage::Waking(number) => Some((number, *client)),
@@ -248,7 +249,7 @@ impl Sleep {
         waking.into_iter().map(|(_, client)| client).collect()
     }
 
-    /// When to look at a client again.
+    /// The time of a client's next check.
     pub fn due(&self, client: ClientId) -> Option<Time> {
         self.clients.get(&client)?.due
     }
@@ -275,7 +276,7 @@ impl Sleep {
         }
     }
 
-    /// Asks that the client sleep; `paused`: until it is resumed.
+    /// Requests that the client sleep. `paused`: until it is resumed.
     pub fn want(&mut self, client: ClientId, paused: bool) {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         entry.is_wanted = true;
@@ -314,7 +315,7 @@ impl Sleep {
         }
     }
 
-    /// Asks for a move of the client, which has attached `to.from`. Returns why it cannot be moved.
+    /// Requests a move of the client, which has attached `to.from`. Returns why it cannot be moved.
     pub fn want_move(&mut self, client: ClientId, to: Move) -> Option<MoveObstacle> {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         match entry.state {
@@ -328,12 +329,12 @@ impl Sleep {
         None
     }
 
-    /// The move that a client still has to make.
+    /// The pending move of a client.
     pub fn coming(&self, client: ClientId) -> Option<Move> {
         self.clients.get(&client).filter(|entry| entry.is_to_move())?.moving.map(|moving| moving.to)
     }
 
-    /// The move for which a client sleeps now.
+    /// The pending move of a client that is asleep, so that it can be made now.
     pub fn due_move(&self, client: ClientId) -> Option<Move> {
         let entry = self.clients.get(&client).filter(|entry| entry.is_to_move())?;
         matches!(entry.state, Stage::Asleep | Stage::Waking(_)).then_some(entry.moving?.to)
@@ -352,7 +353,7 @@ impl Sleep {
         now < until
     }
 
-    /// Gives up the move of a sleeping client.
+    /// Cancels the move of a sleeping client.
     pub fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.missed.extend(entry.moving.map(|moving| moving.to.to));
@@ -370,8 +371,8 @@ impl Sleep {
         self.clients.get(&client).is_some_and(|entry| entry.missed.contains(&id))
     }
 
-    /// Records that the attachment of a sleeping client is on another GPU now. `is_drained`: another of its GPUs is
-    /// still drained.
+    /// Records that the attachment of a sleeping client is now on another GPU. `is_drained`: another of the client's
+    /// GPUs is still drained.
     pub fn moved(&mut self, client: ClientId, to: Move, is_drained: bool, number: u64) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let home = entry.homes.remove(&to.from).unwrap_or(to.from);
@@ -392,7 +393,7 @@ impl Sleep {
         }
     }
 
-    /// Handles a client that has left a GPU: its move from or to that GPU ends.
+    /// Handles a client that has detached a GPU: its move from or to that GPU ends.
     pub fn detached(&mut self, client: ClientId, id: GpuId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.homes.remove(&id);
@@ -414,7 +415,7 @@ impl Sleep {
         moves.into_iter().map(|Move { from, to }| Move { from: to, to: from }).collect()
     }
 
-    /// Takes the moves of [`Self::moves`], which the client is told of now.
+    /// Returns the moves of [`Self::moves`] and clears them: the client is being notified.
     pub fn take_moves(&mut self, client: ClientId) -> Vec<Move> {
         let moves = self.moves(client);
         if let Some(entry) = self.clients.get_mut(&client) {
@@ -430,7 +431,7 @@ impl Sleep {
             && self.clients.get(&client).is_some_and(|entry| is_restored(entry) && !entry.homes.is_empty())
     }
 
-    /// Takes the outcome of a move.
+    /// Returns and clears the outcome of a move.
     pub fn take_answer(&mut self, client: ClientId) -> Option<(Move, Option<MoveObstacle>)> {
         self.clients.get_mut(&client)?.answer.take()
     }
@@ -446,7 +447,7 @@ impl Sleep {
         Step::Call(SleepOperation::Settle)
     }
 
-    /// Wakes the client; `resumed`: even if it is paused. `number` counts up.
+    /// Wakes the client. `resumed`: even if it is paused. `number` increases with each call.
     pub fn wake(&mut self, now: Time, client: ClientId, resumed: bool, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| resumed || !entry.is_paused) else {
             return Step::Nothing;
@@ -471,7 +472,7 @@ impl Sleep {
         }
     }
 
-    /// Starts the preparation of a client that should sleep, and was found able to.
+    /// Starts the preparation of a client that should sleep and has no known obstacle.
     pub fn prepare(&mut self, now: Time, client: ClientId) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Awake) else {
             return Step::Nothing;
@@ -480,7 +481,7 @@ impl Sleep {
         Step::Prepare
     }
 
-    /// Keeps a client awake that cannot be prepared now.
+    /// Records that a client cannot be prepared now, and stays awake.
     pub fn cannot_prepare(&mut self, now: Time, client: ClientId, why: SleepObstacle) {
         if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Awake) {
             entry.cannot(now, why);
@@ -576,7 +577,7 @@ impl Sleep {
         }
     }
 
-    /// Acts on a client whose due time has come.
+    /// Handles a client whose check is due.
     pub fn look(&mut self, now: Time, client: ClientId, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.due.is_some_and(|due| due <= now)) else {
             return Step::Nothing;
