@@ -51,7 +51,7 @@ pub async fn accept(
                 }
                 tokio::task::yield_now().await;
             }
-            // Linux reports this before it checks for a waiting connection, so there may be none to refuse.
+            // Linux reports this error before it checks for a pending connection, so there may be none to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");

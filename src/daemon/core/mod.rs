@@ -6,15 +6,15 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
 //!   from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory.
-//! - `event_log` and `refusals`: log lines; `counts`: counters, and `metrics`: the figures that are made of them.
 //! - `event_log` and `refusals`: log lines; `counts`: counters, and `metrics`: the figures derived from them.
+//! - `usage`: usage of tenants, units and containers, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `lock_files`: files that clients lock while no scheduler runs.
-//! - `pressure`: the part of the time for which clients are kept from GPUs.
 //! - `pressure`: the share of time for which clients are stalled on GPUs.
 //! - `sleep`: suspend of the host, and sleep of programs; `moves`: moves of programs between GPUs.
-//! - `explain`: why a program does not run, in sentences.
+//! - `rooms`: memory that is kept free for programs that are not clients.
 //! - `explain`: explains in sentences why a program does not run.
+//! - [`View`] (`view`): a copy of the state, for all readers; [`views`]: the parts that D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
 pub mod claims;
