@@ -40,7 +40,7 @@ fn main() {
         directory => directory.into(),
     };
     fs::create_dir_all(&directory).expect("the directory");
-    // Keeps the simulated GPU's pages: allocating them would take as long as reading them.
+    // Keeps the simulated GPU's pages: allocating them again would take as long as reading them.
     stage.simulate(memory + BESIDE, &[("CUDA_SIM_KEEP_MEMORY", "1".into())]);
 
     let mut best: Option<(f64, &str, u32)> = None;

@@ -149,7 +149,7 @@ impl Waiter {
     }
 }
 
-/// Connects a client as one of the users, or as the own user without root.
+/// Connects a client as one of the users. Without root, connects as this process's user.
 fn connect(daemon: &Daemon, users: u32, number: usize) -> Client {
     let user = FIRST_USER + number as u32 % users;
     let becomes = |user: u32| {

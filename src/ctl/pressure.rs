@@ -52,7 +52,8 @@ fn text(groups: &[Pressure]) -> String {
         }
         let name = match group.kind.as_str() {
             "tenant" => status::tenant(&group.name),
-            // Enough to tell GPUs apart, so that the table fits a terminal; JSON has the whole UUID.
+            // Long enough to distinguish GPUs, and short enough for a terminal. JSON has the whole
+            // UUID.
             "gpu" => group.name.chars().take(SHORT_UUID).collect(),
             _ => group.name.clone(),
         };

@@ -17,7 +17,7 @@ use crate::identity::user_name;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
     pub colour: bool,
-    /// The longest line, in characters. Longer lines are cut.
+    /// Maximum length of a line in characters. Longer lines are cut.
     pub width: Option<usize>,
 }
 
@@ -377,7 +377,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// Whether the engine is unusual enough for a sentence below the table.
+/// True if the engine is unusual enough for a sentence below the table.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())
