@@ -178,7 +178,7 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Sends clients their limits on new GPUs.
+/// Sends clients their limits on GPUs that other clients have named.
 async fn announce_limits(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {

@@ -4,7 +4,7 @@
 //! - `connections`: the bus and the control socket.
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
 //! - `announce`: PropertiesChanged and the signals.
-//! - `sleep`: logind's announcement before the host suspends.
+//! - `suspend`: evicts programs' memory before the host suspends, as logind announces.
 //! - `gate`: admits calls. `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
 
 mod announce;

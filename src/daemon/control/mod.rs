@@ -121,7 +121,7 @@ impl Control {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // Taken after reading the file, so that changes made meanwhile are included.
+        // Taken after reading the file, to include changes made while it was read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);

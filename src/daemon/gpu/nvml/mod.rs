@@ -69,11 +69,11 @@ pub enum Report {
     Gpus(Listing),
     Used(Vec<Sample>),
     Driver(DriverVersions),
-    /// Whether the daemon answers queries from now on.
+    /// NVML's state from now on: whether queries are answered.
     State(NvmlState),
 }
 
-/// Whether NVML can be queried.
+/// NVML's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NvmlState {
     /// NVML is open, or will be opened for the next query.
