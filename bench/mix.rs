@@ -1,7 +1,7 @@
-//! Measures equal jobs that run concurrently against the same jobs run serially, on a GPU that has room for one of
-//! them. Each job needs a fraction of the GPU's memory and of its time, in periods, with different time quanta.
-//! Overlap gains time, and moving memory costs time. Requires an NVIDIA GPU on which another program occupies all but
-//! the needed room.
+//! Measures equal jobs that run concurrently against the same jobs run serially, on a GPU that has
+//! room for one of them. Each job needs a fraction of the GPU's memory and of its time, in periods,
+//! with different time quanta. Overlap gains time, and moving memory costs time. Requires an NVIDIA
+//! GPU on which another program occupies all but the needed room.
 //!
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
 //! [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`

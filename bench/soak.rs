@@ -238,7 +238,7 @@ impl fmt::Display for Sample {
     }
 }
 
-/// A process that ends with this value.
+/// A process that is killed when this is dropped.
 struct Running(Child);
 
 impl Drop for Running {

@@ -143,9 +143,9 @@ impl Calls<'_> {
         self.call(Step::Unlock, |pid| self.driver.unlock(pid))
     }
 
-    /// Makes the call that `next` returns for the present state, until `next` returns none. An operation of a
-    /// killed helper may still be in progress: a call then fails with `ILLEGAL_STATE`, and the state is read
-    /// again.
+    /// Makes the call that `next` returns for the present state, until `next` returns none. An
+    /// operation of a killed helper may still be in progress: a call then fails with
+    /// `ILLEGAL_STATE`, and the state is read again.
     fn until_done(&self, next: impl Fn(ProcessState) -> Option<Result<(), FailedStep>>) -> Result<(), FailedStep> {
         loop {
             let state = self.state()?;

@@ -36,10 +36,10 @@ pub struct LockRequest {
     pub on_loss: OnLoss,
 }
 
-/// How the command is treated when the lock is lost.
+/// What happens to the command when the lock is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum OnLoss {
-    /// The command continues, concurrently with other programs.
+    /// The command continues, beside other programs.
     #[default]
     Continue,
     /// The command is stopped (SIGSTOP) until the lock has been reacquired.
@@ -169,8 +169,8 @@ fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) 
     });
 }
 
-/// Reads the scheduler's messages about a lock. The lock ends with this process, or when the scheduler ends it. The
-/// command does not inherit the descriptor.
+/// Reads the scheduler's messages about a lock. The lock ends with this process, or when the
+/// scheduler ends it. The command does not inherit the descriptor.
 fn follow(lock: LockFd, notices: Sender<Notice>) {
     thread::spawn(move || {
         for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {

@@ -46,7 +46,7 @@ fn text(groups: &[Pressure]) -> String {
             group.full_avg300,
         ];
         let averages = averages.map(|percent| format!("{percent:.1}%"));
-        // Of programs that have ended, or that never waited. A GPU has its line in any case.
+        // Omits groups whose programs never waited, or ended long ago. A GPU always has its line.
         if group.kind != "gpu" && averages.iter().all(|percent| percent == "0.0%") {
             continue;
         }

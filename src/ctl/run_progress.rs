@@ -1,6 +1,6 @@
-//! A terminal line with the reason for which a command of `nvsharectl run` waits, until its first
-//! turn. Since the command has replaced nvsharectl, a separate process shows the line. That process
-//! is not a child of the command, inherits only the terminal, and ends at the first turn.
+//! A terminal line that tells why a command of `nvsharectl run` waits for its first turn. Since the
+//! command has replaced nvsharectl, a separate process shows the line. That process is not a child
+//! of the command, inherits only the terminal, and ends at the first turn.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};

@@ -74,7 +74,8 @@ trait Service {
     fn slice(&self) -> zbus::Result<String>;
 }
 
-/// Path, arguments, whether failures are ignored, the start and end time on two clocks each, process ID, code, status.
+/// Path, arguments, whether failures are ignored, the start and end time on two clocks each,
+/// process ID, code, status.
 type ExecCommand = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32);
 
 /// A service as systemd has loaded it.

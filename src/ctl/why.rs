@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::{CtlError, Target, block_on, pause};
 use crate::bus::{Client, EXPECTED, UNKNOWN_START};
 
-/// The reasons for which clients wait: sentences by client id.
+/// Why clients wait: sentences by client id.
 pub type Waits = BTreeMap<u64, Vec<String>>;
 
 /// The sentences about a program, one per line, below the process id if there are several

@@ -59,7 +59,7 @@ pub enum What {
     Evicted(u64),
     /// Evicted bytes, and how long the eviction took.
     MemoryLeft(u64, Duration),
-    /// Bytes that returned from the host, and the time that this took.
+    /// Restored bytes, and how long the restore took.
     MemoryReturned(u64, Duration),
     /// The bytes of a refused allocation.
     Denied(u64),

@@ -22,9 +22,9 @@ pub enum Activity {
     Waits,
     /// The program holds the lock.
     Holds,
-    /// The program's memory moves to the host.
+    /// The program's memory is evicted to the host.
     Leaves,
-    /// The program's memory returns from the host.
+    /// The program's memory is restored from the host.
     Returns,
 }
 

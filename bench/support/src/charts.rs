@@ -1,6 +1,7 @@
-//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`: each figure beside its aim, and tables that compare several
-//! methods. The values come from `figures.toml`, `results.json` and the tables of the page. Each chart is one SVG file without
-//! scripts or fonts, drawn for light and for dark pages.
+//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`: each figure beside its aim, and tables
+//! that compare several methods. The values come from `figures.toml`, `results.json` and the tables
+//! of the page. Each chart is one SVG file without scripts or fonts, drawn for light and for dark
+//! pages.
 
 use crate::figures::{Figures, Wanted, digits};
 use std::fmt::Write;

@@ -45,7 +45,7 @@ impl Socket {
         Ok(Self { path: path.to_owned(), listener })
     }
 
-    /// Answers each probe with the reasons why the agent's connections are down, or with [`WELL`].
+    /// Answers each probe with the reasons why the agent's connections are down, or with `WELL`.
     pub async fn serve(&self, links: [watch::Receiver<Trouble>; 2]) {
         loop {
             let mut stream = match self.listener.accept().await {

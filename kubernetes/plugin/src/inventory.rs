@@ -75,7 +75,7 @@ struct Known {
     published: Devices,
     /// GPUs that a CDI file has named earlier: their absence is a fault.
     named: BTreeSet<String>,
-    /// Other GPUs that lack only their name in a CDI file, with the time since which they do.
+    /// Other GPUs whose only problem is that no CDI file names them, and since when.
     unnamed: BTreeMap<String, Instant>,
     /// The end of the earliest wait for a name.
     unnamed_until: Option<Instant>,

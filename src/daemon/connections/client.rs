@@ -23,7 +23,8 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// A connection that sends nothing for this long is closed. A client that was stopped during that time reconnects.
+/// A connection that sends nothing for this long is closed. A client that was stopped during that
+/// time reconnects.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// The cost, in messages, of identifying a process and of adding or removing a client.
 const ARRIVAL_TOKENS: u32 = 10;

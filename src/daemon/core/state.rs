@@ -219,7 +219,7 @@ pub struct Arrival {
     /// The gang's number as sent by the client; 0: none.
     pub gang: u64,
     pub library: String,
-    /// As in [`Client`].
+    /// As in `Client`.
     pub lock: Option<Rc<LockFiles>>,
     /// The client was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
