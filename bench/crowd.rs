@@ -10,7 +10,7 @@ use test_support::daemon::{self, Client, Daemon, GIB, GPU};
 
 const HAND_OVERS: usize = 5_000;
 
-/// Starts a daemon with these lines at the end of its configuration.
+/// Starts a daemon with additional lines at the end of its configuration.
 pub fn daemon(more: impl Fn(&std::path::Path) -> String) -> Daemon {
     Daemon::start_with(|command, directory| {
         let file = directory.join("nvshare.toml");

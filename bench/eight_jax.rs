@@ -5,8 +5,9 @@
 //!
 //! `cargo bench --bench eight-jax -- [--scale 8] [--used 0.5] [--steps 20] [--directory DIR] [--programs DIR] [--json FILE]`
 //!
-//! `--used` is the part of its reservation that each program writes, in `--steps` steps. `--directory`, on a disk, has the swap files
-//! (default: the directory of this benchmark). `--programs`: see `swap_file.rs`. Requires root to create a control group.
+//! `--used` is the fraction of its reservation that each program writes, in `--steps` steps. `--directory`, on a disk, is for
+//! the swap files (default: the directory of this benchmark). `--programs`: see `swap_file.rs`. Requires root to create a
+//! control group.
 
 use std::{
     fs,
@@ -31,7 +32,7 @@ const LINK: f64 = 25.0 * GIB;
 const BOTH_WAYS: f64 = 35.0 * GIB;
 /// The scheduler's default part of the host's memory for swapped memory.
 const SWAP_PART: f64 = 0.8;
-/// The part of its memory that the host must have available at any time.
+/// The fraction of the host's memory that must be available at any time.
 const LEAST_AVAILABLE: f64 = 0.1;
 /// The exit status of a program that was refused memory.
 const REFUSED: i32 = 3;

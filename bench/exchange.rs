@@ -27,7 +27,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 const SETTINGS: &str = "time-quantum = 1\nanti-thrash = \"on\"\n";
 /// The number of exchanges without nvshare.
 const BARE_RUNS: usize = 5;
-/// The idle time of a program before its memory leaves for the first time.
+/// How long a program is idle before its memory is evicted for the first time.
 const IDLE: Duration = Duration::from_secs(10);
 
 fn main() {
@@ -154,7 +154,8 @@ fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
 }
 
 struct HandOver {
-    /// From the revoke to the release, from there to the next grant, and to the last byte of the next program, in ms.
+    /// Durations in ms: from the revoke to the release, from the release to the next grant, and from the release to the last
+    /// byte of the next program's memory.
     drain: f64,
     grant: f64,
     mapped: f64,
@@ -173,7 +174,7 @@ fn hand_overs(moves: &[Move]) -> Vec<HandOver> {
             "grant" => {
                 let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
                 let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
-                // The program's moves from the release on, until it releases the lock itself.
+                // The program's moves after the release, until it releases the lock itself.
                 let own = |m: &&Move| m.pid == pid;
                 let back =
                     moves[at..].iter().position(|m| own(&m) && m.what == "release").map_or(moves.len(), |n| at + n);

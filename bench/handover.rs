@@ -19,8 +19,8 @@ use waiting::Waiting;
 const HAND_OVERS: usize = 20_000;
 const WAITING_CLIENTS: usize = 1_000;
 const WAITING_HAND_OVERS: usize = 5_000;
-/// Numbers of users of waiting clients. The clients of one user take its turns in the order of
-/// their requests.
+/// Numbers of users among whom waiting clients are divided. One user's clients get its turns in the
+/// order of their requests.
 const WAITING_USERS: [u32; 3] = [1, 2, 50];
 const IDLE_CLIENTS: usize = 1_000;
 const IDLE_TIME: Duration = Duration::from_secs(10);
@@ -35,7 +35,8 @@ fn main() {
     results.write();
 }
 
-/// Measures two clients that take turns beside idle ones, and a daemon whose clients are all idle.
+/// Measures two clients that take turns while the others are idle, and a daemon whose clients are
+/// all idle.
 fn two_take_turns(results: &mut Results) {
     row("limit: a thread that passes it on", &limit());
     for others in [0, 200] {
@@ -139,7 +140,7 @@ fn pair() -> [OwnedFd; 2] {
     }
 }
 
-/// The time from the call of `give` to the return of `wait`, which runs in its own thread.
+/// Time from the call of `give` until `wait`, which runs in its own thread, returns.
 fn between(give: impl FnOnce(), wait: impl FnOnce() + Send) -> Duration {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
@@ -159,7 +160,7 @@ fn sorted(times: impl Iterator<Item = Duration>) -> Vec<Duration> {
     times
 }
 
-/// CPU time of the daemon while its clients do nothing, in percent of one core.
+/// CPU time of the daemon while its clients are idle, in percent of one core.
 fn idle() -> f64 {
     let daemon = quiet();
     let _clients = crowd(&daemon, IDLE_CLIENTS);

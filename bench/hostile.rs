@@ -73,8 +73,8 @@ struct Measured {
     handover: Duration,
 }
 
-/// Prints the times of hand-overs beside floods, the longest time without an answer of the loop,
-/// and the longest time until a new program was welcomed.
+/// Prints the times of hand-overs during floods, the longest time for which the loop did not
+/// answer, and the longest time until a new program was welcomed.
 fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
     // With the default limits.
     let daemon = Daemon::start_with(|command, directory| {
@@ -104,7 +104,7 @@ fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
     })
 }
 
-/// The longest time until the only client of a GPU has the lock.
+/// Measures the longest time until the only client of a GPU gets the lock.
 fn longest_gap(daemon: &Daemon, done: &AtomicBool) -> Duration {
     let client = daemon.client();
     client.attach_gpu(OURS, 1 << 40);
@@ -147,14 +147,14 @@ fn call(control: &Path, done: &AtomicBool) {
     });
 }
 
-/// Lowers the calling thread's priority: it should load the scheduler, but not take processor time
-/// from it.
+/// Lowers the calling thread's priority: it should load the scheduler, but not compete with it for
+/// processor time.
 fn lower_priority() {
     // SAFETY: the call takes no pointers.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
 }
 
-/// A hostile tenant, until it is dropped.
+/// A hostile tenant. Dropping it ends the tenant's process.
 struct Flood(Child);
 
 impl Flood {
@@ -213,7 +213,8 @@ fn discard(client: &Client) {
     {}
 }
 
-/// A client of the newest protocol version, attached to two GPUs; `None` if the daemon refuses it.
+/// A client of the newest protocol version that is attached to two GPUs. `None` if the daemon
+/// refuses it.
 fn attached(socket: &Path) -> Option<Client> {
     let mut client = Client::connect(socket).ok()?;
     client.send(daemon::hello_of(version::MAX, version::MAX));

@@ -73,7 +73,7 @@ fn scrape(path: &Path) -> usize {
 /// The sorted durations, the size of the last answer, and the processor time of the scheduling loop
 /// per scrape.
 fn scrapes(daemon: &Daemon, path: &Path) -> (Vec<Duration>, usize, Duration) {
-    // Excludes the loop's own activity during that time.
+    // The loop's own activity during that time, which is subtracted.
     let time = PAUSE * SCRAPES;
     let idle = {
         let before = loop_time(daemon);

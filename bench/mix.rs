@@ -1,7 +1,7 @@
-//! Equal jobs run concurrently, compared with the same jobs run serially, on a GPU that has room
-//! for one of them. Each job needs a part of the GPU's memory and a part of its time, in periods,
-//! under time quanta. Overlap gains time, and moving memory loses it. Requires an NVIDIA GPU, of
-//! which another program occupies all but the needed room.
+//! Measures equal jobs that run concurrently against the same jobs run serially, on a GPU that has
+//! room for one of them. Each job needs a fraction of the GPU's memory and of its time, in periods,
+//! with different time quanta. Overlap gains time, and moving memory costs time. Requires an NVIDIA
+//! GPU on which another program occupies all but the needed room.
 //!
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
 //! [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
@@ -77,7 +77,7 @@ fn main() {
     results.write();
 }
 
-/// The name of this case's figure, if it is one.
+/// The name of the figure that this case measures, if any.
 fn figure(jobs: usize, memory: &str, share: f64, period: f64, quantum: f64) -> Option<&'static str> {
     match (jobs, memory, share, period, quantum) {
         (2, "15.3G", 0.5, 10.0, 30.0) => Some("big-0.5-period10-tq30-over-serial"),

@@ -33,8 +33,8 @@ const PROGRAM: usize = 4;
 const CONTEXT: usize = 1;
 /// Memory of a protocol client; its GPU has 16 GiB.
 const MEMORY: u64 = 9 * GIB;
-/// The pause between two rounds of a program: long enough for the library to release the lock,
-/// which it does after 1 ms to 2 ms of idleness while another program waits.
+/// The pause between two rounds of a program: long enough for the library to release the lock, which it does after 1 ms to 2 ms
+/// without work while another program waits.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Rounds of a short-lived program. Each interval has one.
 const VISIT: usize = 10;
@@ -84,7 +84,7 @@ fn main() {
         visitor.end();
         visitors += 1;
         programs.iter_mut().for_each(Program::finish);
-        // Observes while the observed program has all of its memory on the GPU.
+        // Observes while all memory of the observed program is on the GPU.
         programs[0].begin(1);
         programs[0].finish();
         let seen = log.observe(by_library.len());
@@ -165,7 +165,7 @@ struct Log {
     scheduler: u32,
     client: u32,
     begin: Instant,
-    /// Prints one of this many observations.
+    /// Prints only every n-th observation.
     every: f64,
 }
 
@@ -238,7 +238,7 @@ impl fmt::Display for Sample {
     }
 }
 
-/// A process that ends with this value.
+/// A process that is killed when this is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -277,7 +277,7 @@ impl Program {
         assert!(n > 0, "the program has ended: {:?}", self.child.wait());
     }
 
-    /// Tells the program to exit, and waits until it has.
+    /// Requests the program to exit, and waits until it has exited.
     fn end(mut self) {
         self.begin(0);
         assert!(self.child.wait().expect("a child").success(), "a program failed");

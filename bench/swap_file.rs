@@ -5,7 +5,7 @@
 //! `cargo bench --bench swap-file -- [--directory DIR] [--mem 2G] [--rounds 5] [--programs DIR] [--json FILE]`
 //!
 //! One program with `--mem` of memory is evicted by another program, completely into its swap file, since no host memory is allowed. When
-//! the other program has ended, the memory returns, and the program checks it. Alternating with that, `fio` reads a file of the same size,
+//! the other program has ended, the memory is restored, and the program checks it. Alternating with that, `fio` reads a file of the same size,
 //! in the library's block size, with io_uring and with threads, at depths of 1 to 16; its best result is the disk's speed. `--directory`,
 //! on a disk, has these files (default: the directory of this benchmark). `--programs` is the directory of release builds of
 //! nvshare-scheduler, libnvshare.so, cuda-program and the simulated driver (default: the directory of this benchmark).
@@ -40,7 +40,7 @@ fn main() {
         directory => directory.into(),
     };
     fs::create_dir_all(&directory).expect("the directory");
-    // Keeps the simulated GPU's pages: allocating them would take as long as reading them.
+    // Keeps the simulated GPU's pages: allocating them again would take as long as reading them.
     stage.simulate(memory + BESIDE, &[("CUDA_SIM_KEEP_MEMORY", "1".into())]);
 
     let mut best: Option<(f64, &str, u32)> = None;
@@ -127,7 +127,7 @@ impl Told {
         told
     }
 
-    /// Makes the program work, and returns the seconds that its memory took to return.
+    /// Makes the program work, and returns the seconds until its memory was restored.
     fn work(&mut self) -> f64 {
         writeln!(self.to).expect("it runs");
         self.hear().parse().expect("seconds")

@@ -11,7 +11,7 @@ use test_support::daemon::{self, Client, Daemon, GPU, PATIENCE};
 
 /// Demand of each client, in bytes. The GPU has room for all clients.
 const DEMAND: u64 = 8 << 20;
-/// The time without a message after which the work of the last hand-over is done.
+/// The last hand-over counts as done after this time without a message.
 const QUIET: Duration = Duration::from_micros(500);
 const FIRST_USER: u32 = 60_000;
 
@@ -149,7 +149,7 @@ impl Waiter {
     }
 }
 
-/// Connects a client as one of the users, or as the own user without root.
+/// Connects a client as one of the users. Without root, connects as this process's user.
 fn connect(daemon: &Daemon, users: u32, number: usize) -> Client {
     let user = FIRST_USER + number as u32 % users;
     let becomes = |user: u32| {

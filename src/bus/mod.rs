@@ -16,10 +16,11 @@ pub mod status;
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
 
-/// Holds a lock, or a place in its queue, until it is closed.
+/// Represents a lock or a place in its queue. Closing it releases the lock or leaves the queue.
 pub use zbus::OwnedFd as LockFd;
 
-/// Keeps memory of a GPU free until it is closed or its time is over. Any write renews the time.
+/// Represents a room of GPU memory, which is kept free until this is closed or the room's time is over. Any write renews the
+/// room.
 pub use zbus::OwnedFd as RoomFd;
 
 /// An in-memory file with a debug bundle or a timeline.
@@ -70,7 +71,7 @@ pub struct Room {
     pub ends_in: f64,
 }
 
-/// The time for which a group of clients was kept from a GPU: in percent of the last 10, 60 and 300 seconds, and in seconds since
+/// Time for which a group of clients was stalled on a GPU: in percent of the last 10, 60 and 300 seconds, and in seconds since
 /// the scheduler first saw the group.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
@@ -87,8 +88,8 @@ pub struct Pressure {
     pub full_total: f64,
 }
 
-/// GPU usage. The optional fields are the query's grouping: the hour or day, given by its beginning and its length in seconds, the
-/// GPU, the tenant, the unit and the container. The figures are sums over everything else.
+/// GPU usage. The query's grouping decides which optional fields are present: the hour or day, given by its beginning and its
+/// length in seconds, the GPU, the tenant, the unit and the container. The figures are summed over the other columns.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Usage {
@@ -157,7 +158,7 @@ pub struct Pod {
     pub name: String,
     /// The name of each container, by its id.
     pub containers: HashMap<String, String>,
-    /// Keys of the rule that applies to this pod if no other rule does; may be empty.
+    /// Keys of the rule that applies to this pod unless another rule does; may be empty.
     pub rule: HashMap<String, OwnedVariant>,
     /// The keys of `rule` that come from the agent's configuration rather than from the pod. `None`: sent by an older agent.
     pub defaults: Option<Vec<String>>,
@@ -170,7 +171,7 @@ pub struct Claim {
     pub uid: String,
     pub namespace: String,
     pub name: String,
-    /// Keys of the rule that applies to the claim's programs if no other rule does.
+    /// Keys of the rule that applies to the claim's programs unless another rule does.
     pub rule: HashMap<String, OwnedVariant>,
 }
 
@@ -186,7 +187,7 @@ pub struct GpuUse {
     pub demand: u64,
     pub resident: u64,
     pub swapped: u64,
-    /// Bytes in swap files; `None` if there are none.
+    /// Bytes in swap files; `None` if the client has none.
     pub in_file: Option<u64>,
     pub pinned: u64,
     pub allowance: u64,
@@ -338,7 +339,7 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
     }
 }
 
-/// The reason why none of a client's memory can leave a GPU.
+/// Why a client's memory cannot be evicted from a GPU.
 pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     match block {
         EvictionBlock::HostFull => "host memory is full",
@@ -411,9 +412,9 @@ pub fn wake_reason_name(reason: WakeReason) -> &'static str {
 
 /// The limit of pods per node: ten times the largest number known from any node.
 pub const MAX_PODS: usize = 5_000;
-/// The limit of claims per node. Each claim takes a socket of the scheduler.
+/// The limit of claims per node. Each claim needs a socket of the scheduler.
 pub const MAX_CLAIMS: usize = 5_000;
-/// The longest name that Kubernetes allows.
+/// Maximum length of a name in Kubernetes.
 const MAX_POD_NAME: usize = 253;
 
 /// True if the text has the form of the UID of a pod or claim.

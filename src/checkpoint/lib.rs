@@ -2,8 +2,9 @@
 //! socket that is its standard input. A request comes with a pidfd of the process. Numbers are
 //! little-endian. Another request may follow an answer.
 //!
-//! The caller may wait for any time. Closing the socket cancels a request as far as possible: the
-//! process is never left locked. It runs, or sleeps if its checkpoint had already begun.
+//! The caller may wait as long as it likes. Closing the socket cancels a request as far as
+//! possible: the process is never left locked. It runs, or it sleeps if its checkpoint had
+//! already begun.
 
 use std::time::Duration;
 
@@ -11,14 +12,14 @@ use std::time::Duration;
 const VERSION: u8 = 1;
 /// `CUuuid`
 pub type Uuid = [u8; 16];
-/// The time for which the helper waits for a request before it exits.
+/// How long the helper waits for a request before it exits.
 pub const IDLE: Duration = Duration::from_secs(10);
-/// The most GPUs that a process can be moved between.
+/// Maximum number of GPU pairs in a request.
 pub const MAX_PAIRS: usize = 64;
-/// The length of the longest request.
+/// Maximum length of a request in bytes.
 pub const MAX_REQUEST: usize = HEADER + MAX_PAIRS * 32;
 const HEADER: usize = 12;
-/// The length of an answer.
+/// The length of an answer in bytes.
 pub const ANSWER: usize = 8;
 
 /// An operation on a process. Each may be requested again after any outcome.
@@ -37,8 +38,8 @@ pub struct Request {
     pub operation: Operation,
     /// The uid that a process must have in order to be put to sleep.
     pub uid: u32,
-    /// Timeout for calls and work of the process to end, in milliseconds. Not 0, which the driver
-    /// takes as no timeout.
+    /// How long to wait for calls and work of the process to end, in milliseconds. Must not be 0,
+    /// which the driver treats as no timeout.
     pub lock_timeout_ms: u32,
     /// The old and the new GPU, for each GPU that the process sees; empty to restore in place.
     pub pairs: Vec<(Uuid, Uuid)>,
@@ -53,7 +54,7 @@ impl Request {
         packet
     }
 
-    /// `None` if the packet is not a request of this version.
+    /// Decodes a request. `None` if the packet is not a request of this version.
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let (header, pairs) = packet.split_at_checked(HEADER)?;
         let word = |at: usize| Some(u32::from_le_bytes(header.get(at..at + 4)?.try_into().ok()?));
@@ -79,7 +80,7 @@ impl Request {
     }
 }
 
-/// The state in which the process is left.
+/// The state of the process after the operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Runs,
@@ -123,7 +124,7 @@ impl Reply {
         packet
     }
 
-    /// `None` if the packet is not an answer of this version.
+    /// Decodes an answer. `None` if the packet is not an answer of this version.
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let packet: &[u8; ANSWER] = packet.try_into().ok()?;
         let [VERSION, outcome, failed, _, error @ ..] = *packet else { return None };

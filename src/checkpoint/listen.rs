@@ -1,5 +1,5 @@
-//! Starts this program for each connection where systemd is absent, for example in a pod. Elsewhere
-//! `nvshare-checkpoint.socket` does.
+//! Starts this program for each connection on hosts without systemd, for example in a pod.
+//! Elsewhere `nvshare-checkpoint.socket` does this.
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-/// The same as `MaxConnections=` of the socket unit, which gives the reason.
+/// The same value as `MaxConnections=` of the socket unit, which explains it.
 const MAX_CONNECTIONS: usize = 64;
 /// The same as `RuntimeMaxSec=` of the service, in seconds.
 const MAX_RUNTIME_S: i64 = 155;
@@ -70,7 +70,7 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     }
 }
 
-/// Counts a running helper until it is dropped.
+/// Counts a running helper. Dropping it ends the count.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {

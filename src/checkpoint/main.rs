@@ -66,7 +66,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Whether the peer of the socket is the scheduler's user, or root.
+/// True if the peer of the socket is the scheduler's user or root.
 fn is_scheduler(socket: BorrowedFd<'_>, scheduler: u32) -> bool {
     let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid.as_raw() == scheduler;
     rustix::net::sockopt::socket_peercred(socket).is_ok_and(is_allowed)
@@ -143,9 +143,9 @@ impl Calls<'_> {
         self.call(Step::Unlock, |pid| self.driver.unlock(pid))
     }
 
-    /// Makes the call that `next` returns for the state, until it returns none. An operation of a
-    /// killed helper may still be in progress: a call then fails with `ILLEGAL_STATE`, and the
-    /// state is read again.
+    /// Makes the call that `next` returns for the present state, until `next` returns none. An
+    /// operation of a killed helper may still be in progress: a call then fails with
+    /// `ILLEGAL_STATE`, and the state is read again.
     fn until_done(&self, next: impl Fn(ProcessState) -> Option<Result<(), FailedStep>>) -> Result<(), FailedStep> {
         loop {
             let state = self.state()?;

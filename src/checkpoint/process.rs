@@ -15,8 +15,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// `None` if `pidfd` is not of a living process in this PID namespace, but for example of a
-    /// thread.
+    /// The process of a pidfd. `None` if `pidfd` is not of a living process in this PID namespace,
+    /// for example if it is of a thread.
     pub fn from_pidfd(pidfd: OwnedFd) -> Option<Self> {
         let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
         let pid =
@@ -25,7 +25,7 @@ impl Process {
         (process.status("Tgid:")? == [i64::from(pid)] && process.is_alive()).then_some(process)
     }
 
-    /// Whether all uids of the process are `uid`. False for a set-user-ID program.
+    /// True if all uids of the process are `uid`. False for a set-user-ID program.
     pub fn is_of(&self, uid: u32) -> bool {
         self.status("Uid:").is_some_and(|all| !all.is_empty() && all.iter().all(|id| *id == i64::from(uid)))
     }
@@ -48,7 +48,7 @@ impl Process {
     }
 }
 
-/// Whether the peer has closed the socket.
+/// True if the peer has closed the socket.
 pub fn has_hung_up(socket: impl AsFd) -> bool {
     let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
     poll(&mut fds, Some(&Timespec::default())) != Ok(0)

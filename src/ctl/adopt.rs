@@ -18,7 +18,7 @@ use super::systemd::Systemd;
 use super::{CtlError, Target, block_on, rules};
 use crate::bus::SchedulerProxy;
 
-/// The longest name that a rule can have.
+/// Maximum length of a rule's name.
 const LONGEST_NAME: usize = 64;
 
 /// The service or container to adopt or release.

@@ -12,7 +12,7 @@ pub enum CtlError {
     Failed(String),
     /// The scheduler is not running: exit code 3.
     NotRunning(String),
-    /// A command cannot be run: exit code 127 if it does not exist, else 126.
+    /// A command cannot be run. The exit code is 127 if the command does not exist, else 126.
     CannotRun { command: String, error: std::io::Error },
 }
 
@@ -85,7 +85,7 @@ impl From<zbus::Error> for CtlError {
         let text = text.unwrap_or_else(|| name.clone());
         match name.as_str() {
             name if NOBODY.contains(&name) => Self::not_running(text),
-            // sudo does not help if root is not authorized either.
+            // Suggests sudo only to other users: it does not help if root is not authorized either.
             "org.freedesktop.DBus.Error.AccessDenied" if !nix::unistd::geteuid().is_root() => {
                 Self::Failed(format!("{text} (try it with sudo)"))
             }

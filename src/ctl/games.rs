@@ -90,7 +90,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
     })
 }
 
-/// Whether a game is registered. The query does not activate GameMode.
+/// True if a game is registered. The query does not activate GameMode.
 async fn is_game_running(bus: &DBusProxy<'_>, games: &GameModeProxy<'_>) -> bool {
     let name = games.inner().destination().to_owned();
     bus.name_has_owner(name).await.unwrap_or(false) && games.client_count().await.unwrap_or(0) > 0

@@ -169,8 +169,8 @@ fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) 
     });
 }
 
-/// Reads the scheduler's messages about a lock. The lock ends with this process or by the
-/// scheduler; the command does not inherit the descriptor.
+/// Reads the scheduler's messages about a lock. The lock ends with this process, or when the
+/// scheduler ends it. The command does not inherit the descriptor.
 fn follow(lock: LockFd, notices: Sender<Notice>) {
     thread::spawn(move || {
         for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {

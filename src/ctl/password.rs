@@ -64,7 +64,7 @@ fn needs_password(error: &zbus::Error) -> bool {
 
 static ASKS: AtomicBool = AtomicBool::new(false);
 
-/// Whether polkit may be asking for a password on the terminal: a progress line would overwrite its
+/// True if polkit may be asking for a password on the terminal. A progress line would overwrite its
 /// prompt.
 pub(super) fn asks() -> bool {
     ASKS.load(Ordering::Relaxed)
@@ -90,8 +90,8 @@ impl Drop for Question {
 struct Agent(Child);
 
 impl Agent {
-    /// Starts an agent and waits until it is registered. Without it, only a desktop's agent can
-    /// ask.
+    /// Starts an agent and waits until it is registered. Without an agent on the terminal, only a
+    /// desktop's agent can ask for a password.
     fn start() -> Option<Self> {
         let mut command = Command::new("pkttyagent");
         // The agent uses the terminal directly, and closes the notify descriptor once it is

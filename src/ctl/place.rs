@@ -31,8 +31,8 @@ pub struct GpuRequest {
     pub memory: Option<u64>,
 }
 
-/// Requests `CUDA_VISIBLE_DEVICES` for the command. `None` leaves it unchanged, also if no
-/// scheduler answers.
+/// Requests the value of `CUDA_VISIBLE_DEVICES` for the command. `None`: the variable stays
+/// unchanged, for instance because no scheduler answers.
 ///
 /// # Errors
 /// No GPU satisfies the request.

@@ -46,13 +46,14 @@ fn text(groups: &[Pressure]) -> String {
             group.full_avg300,
         ];
         let averages = averages.map(|percent| format!("{percent:.1}%"));
-        // Of programs that have ended, or that never waited. A GPU has its line in any case.
+        // Omits groups whose programs never waited, or ended long ago. A GPU always has its line.
         if group.kind != "gpu" && averages.iter().all(|percent| percent == "0.0%") {
             continue;
         }
         let name = match group.kind.as_str() {
             "tenant" => status::tenant(&group.name),
-            // Enough to tell GPUs apart, so that the table fits a terminal; JSON has the whole UUID.
+            // Long enough to distinguish GPUs, and short enough for a terminal. JSON has the whole
+            // UUID.
             "gpu" => group.name.chars().take(SHORT_UUID).collect(),
             _ => group.name.clone(),
         };

@@ -32,7 +32,7 @@ pub fn about(time: f64) -> String {
     }
 }
 
-/// A short description of a program's state on a GPU. `moves_in`: memory is returning to that GPU.
+/// A short description of a program's state on a GPU. `moves_in`: memory is being restored to that GPU.
 pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_in: bool) -> (String, Tone) {
     let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));
     let percent = |part: u64| (part as f64 * 100.0 / (resident.saturating_add(swapped).max(1) as f64)).floor();

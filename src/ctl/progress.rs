@@ -11,7 +11,7 @@ use crate::identity::printable;
 const QUIET: Duration = Duration::from_secs(1);
 /// The interval between updates.
 pub const LOOK: Duration = Duration::from_millis(200);
-/// The longest line, in characters, so that it fits one line of a terminal.
+/// Maximum length of the line in characters, so that it fits one line of a terminal.
 const WIDTH: usize = 78;
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ impl Progress {
         Self { is_shown: std::io::stderr().is_terminal(), since: Instant::now(), length: 0 }
     }
 
-    /// Whether standard error is a terminal.
+    /// True if standard error is a terminal.
     pub fn is_shown(&self) -> bool {
         self.is_shown
     }

@@ -32,7 +32,7 @@ const RENEWAL: Duration = Duration::from_secs(DEFAULT_ROOM.as_secs() / 3);
 pub struct RoomRequest {
     pub gpu: String,
     pub bytes: u64,
-    /// `None`: until this process or its command ends.
+    /// How long the room is kept; `None`: until this process or its command ends.
     pub lasts: Option<Duration>,
 }
 
@@ -62,7 +62,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
                 },
                 () = room.lasts() => {}
             }
-            // The scheduler has ended the room at the end of its time.
+            // The scheduler ended the room because its time is over.
             if ends.is_some_and(|ends| ends <= Instant::now() + RETRY) {
                 at(ends).await;
                 continue;
@@ -166,8 +166,8 @@ impl FreeRoom {
 /// The running command.
 struct Running {
     child: Child,
-    /// Signals that a terminal also sends to the command. They are ignored here, so that the room
-    /// is kept until the command has ended.
+    /// Signals that the terminal also sends to the command. They are ignored here, so that the
+    /// room is kept until the command has ended.
     _ignored: Vec<Signal>,
 }
 

@@ -50,7 +50,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
     let one = |mut rule: HashMap<String, OwnedVariant>| {
         let origin = rule.remove("origin").and_then(|origin| String::try_from(origin).ok()).unwrap_or_default();
         let mut keys: Vec<(String, OwnedVariant)> = rule.into_iter().collect();
-        // Unknown keys, of later versions, come first.
+        // Unknown keys, from later versions, come first.
         let place = |key: &str| SUBJECT_KEYS.iter().chain(&LIMIT_KEYS).position(|known| *known == key);
         keys.sort_by_key(|(key, _)| (place(key), key.clone()));
         let lines = keys.into_iter().filter_map(|(key, value)| {

@@ -1,6 +1,6 @@
-//! A terminal line with the reason for which a command of `nvsharectl run` waits, until its first
-//! turn. Since the command has replaced nvsharectl, a separate process shows the line. That process
-//! is not a child of the command, inherits only the terminal, and ends at the first turn.
+//! A terminal line that tells why a command of `nvsharectl run` waits for its first turn. Since the
+//! command has replaced nvsharectl, a separate process shows the line. That process is not a child
+//! of the command, inherits only the terminal, and ends at the first turn.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use super::{CtlError, Target, block_on};
 use crate::bus::{Client, Gpu, SchedulerProxy};
 use crate::sys::detached;
 
-/// A command that has not used a GPU after this time may never do so.
+/// How long to wait for the command to use a GPU. A command that has not by then may never do so.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Starts the process that shows the line for the command that is about to replace this process.
@@ -42,7 +42,7 @@ fn watch(target: &Target, command: Pid, process: &OwnedFd) -> Result<(), CtlErro
             }
             match look(&scheduler, command).await? {
                 Step::Unknown if begin.elapsed() > PATIENCE => return Ok(()),
-                // Polls less often, the longer the command does not use a GPU.
+                // The interval grows with the time for which the command has used no GPU.
                 Step::Unknown => pause = (pause * 2).min(Duration::from_secs(2)),
                 Step::Runs => return Ok(()),
                 Step::Idle => progress.show(""),
@@ -65,7 +65,7 @@ fn has_ended(process: &OwnedFd, pause: Duration) -> bool {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// The command does not use a GPU yet.
+    /// The command has not used a GPU yet.
     Unknown,
     /// The command has no work for a GPU.
     Idle,

@@ -104,8 +104,8 @@ fn gpus(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// For each job: the mean completion time of its programs, and its ratio to a run alone. If no
-/// program has ended: its share of the GPU time.
+/// For each job: the mean completion time of its programs, and its ratio to the time alone. If no
+/// program has ended: the job's share of the GPU time.
 fn jobs(report: &Report) -> Vec<String> {
     let policies = report.policies.iter().map(|figures| figures.policy.to_uppercase());
     let names: Vec<String> = ["JOB".to_owned(), "ALONE".to_owned()].into_iter().chain(policies).collect();

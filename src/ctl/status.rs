@@ -17,7 +17,7 @@ use crate::identity::user_name;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
     pub colour: bool,
-    /// The longest line, in characters. Longer lines are cut.
+    /// Maximum length of a line in characters. Longer lines are cut.
     pub width: Option<usize>,
 }
 
@@ -56,7 +56,7 @@ pub(super) async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Status, CtlE
     })
 }
 
-/// The status as a table. `waits`: the reasons for which programs wait.
+/// The status as a table. `waits`: why programs wait.
 pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     let mut out = String::new();
     let _ = writeln!(
@@ -309,7 +309,7 @@ fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
             None => shared.push((what, client.rule_group, vec![client])),
         }
     }
-    // The flag: the clients are one group.
+    // The flag is true if the clients share one group's limits.
     let mut lines: Vec<(String, bool, Vec<&Client>)> = Vec::new();
     for (what, _, clients) in shared {
         let is_one = clients.len() > 1;
@@ -377,7 +377,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// Whether the engine is unusual enough for a sentence below the table.
+/// True if the engine is unusual enough for a sentence below the table.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())

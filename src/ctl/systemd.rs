@@ -11,7 +11,7 @@ use super::preload::drop_in::Manager;
 use crate::ctl::CtlError;
 use crate::ctl::progress::Progress;
 
-/// systemctl's own timeout of `daemon-reload`, which runs every generator.
+/// systemctl's own timeout for `daemon-reload`, which runs every generator.
 const PATIENCE: Duration = Duration::from_secs(90);
 /// Interval between checks whether a service has started.
 const LOOK: Duration = Duration::from_millis(100);
@@ -74,7 +74,8 @@ trait Service {
     fn slice(&self) -> zbus::Result<String>;
 }
 
-/// Path, arguments, whether failures are ignored, when it started and ended by two clocks each, process, code, status.
+/// Path, arguments, whether failures are ignored, the start and end time on two clocks each,
+/// process ID, code, status.
 type ExecCommand = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32);
 
 /// A service as systemd has loaded it.
@@ -83,12 +84,12 @@ pub struct Service {
     /// The service's name, which may differ from the requested alias.
     pub id: String,
     pub environment: Vec<String>,
-    /// Files with further variables, which take precedence over `environment`.
+    /// Files with further variables. They take precedence over `environment`.
     pub environment_files: Vec<String>,
     pub unset_environment: Vec<String>,
     pub root_directory: String,
     pub root_image: String,
-    /// Whether the service may use Unix sockets.
+    /// True if the service may use Unix sockets.
     pub unix_sockets: bool,
     pub apparmor_profile: String,
     /// The programs in `ExecStart=`.
@@ -124,7 +125,7 @@ impl Systemd {
         Self { connection }
     }
 
-    /// Whether a unit is loaded, and whether it is active, in systemd's words.
+    /// The load state and the active state of a unit, in systemd's words.
     pub async fn states(&self, name: &str) -> zbus::Result<(String, String)> {
         let path = self.manager().await?.load_unit(name).await?;
         let unit =
@@ -174,7 +175,7 @@ impl Systemd {
         reloaded.map_err(|e| CtlError::Failed(format!("cannot make systemd read its files again (daemon-reload): {e}")))
     }
 
-    /// The properties of a service, or of a template as far as its instances share them.
+    /// The properties of a service. For a template, the properties that all instances share.
     ///
     /// # Errors
     /// The service does not exist or cannot be started.

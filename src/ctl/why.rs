@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::{CtlError, Target, block_on, pause};
 use crate::bus::{Client, EXPECTED, UNKNOWN_START};
 
-/// The reasons for which clients wait: sentences by client id.
+/// Why clients wait: sentences by client id.
 pub type Waits = BTreeMap<u64, Vec<String>>;
 
 /// The sentences about a program, one per line, below the process id if there are several
@@ -32,8 +32,8 @@ pub fn show(target: &Target, program: &str, as_json: bool) -> Result<String, Ctl
     Ok(text(&all))
 }
 
-/// The reasons of all waiting clients whose process is known. Omits clients that have just ended,
-/// and returns nothing if the scheduler is too old for the query.
+/// The reasons for the waits of all clients whose process is known. Omits clients that have just
+/// ended. Returns nothing if the scheduler is too old for the query.
 ///
 /// # Errors
 /// The scheduler cannot be reached.

@@ -34,45 +34,45 @@ use crate::sys::listen::{self, Bound};
 use crate::sys::socket::Kind;
 use crate::sys::{descriptors, privileges};
 
-/// Every user may connect: a client's rights depend on its identity, not on the mode of the socket.
+/// Every user may connect: a client's rights depend on its identity, not on the socket's mode.
 const CLIENTS_MODE: u32 = 0o666;
 const CONTROL_MODE: u32 = 0o660;
 
-/// Time to wait for the first reports of NVML.
+/// How long to wait for NVML's first reports.
 const FIRST_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time to wait for the name on the bus before systemd is told that the daemon is ready.
+/// How long to wait for the name on the bus before systemd is notified that the daemon is ready.
 const BUS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Time to wait at the end until usage has been saved.
+/// How long to wait at the end for usage to be saved.
 const USAGE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The command line.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// The clients' socket, unless systemd passes one.
+    /// The path of the clients' socket, unless systemd passes the socket.
     pub socket: Option<PathBuf>,
     pub control_socket: Option<PathBuf>,
     pub config: Option<PathBuf>,
     pub log_level: Option<LogLevel>,
     /// The file for the scheduler's recording.
     pub record: Option<PathBuf>,
-    /// The address of a bus instead of the system bus.
+    /// The address of a bus to use instead of the system bus.
     pub bus_address: Option<String>,
     pub no_bus: bool,
-    /// The daemon is a node's scheduler in a pod.
+    /// The daemon is the scheduler of a node, and runs in a pod.
     pub in_pod: bool,
-    /// The directory that contains a directory for the socket of each ResourceClaim.
+    /// The parent of the directories with the ResourceClaims' sockets.
     pub claims: Option<PathBuf>,
-    /// Overrides the configuration's time quantum, until another is set at run time.
+    /// Overrides the configured time quantum until it is changed at run time.
     pub time_quantum: Option<Duration>,
 }
 
-/// A sentence that explains why the daemon cannot start.
+/// Why the daemon cannot start, as a sentence.
 #[derive(Debug)]
 pub struct StartError {
     text: String,
-    /// The journal already has the error.
+    /// The error is already in the journal.
     pub is_logged: bool,
 }
 
@@ -90,7 +90,7 @@ impl fmt::Display for StartError {
 
 impl std::error::Error for StartError {}
 
-/// Runs the daemon until SIGTERM or SIGINT. Call it from the only thread of the process.
+/// Runs the daemon until SIGTERM or SIGINT. Must be called while the process has only one thread.
 ///
 /// # Errors
 /// If the daemon cannot start.
@@ -115,7 +115,7 @@ pub fn run(options: Options) -> Result<(), StartError> {
 /// The configuration with which the daemon starts.
 struct Configuration {
     config: Config,
-    /// The error of the configuration files that it replaces.
+    /// The error of the configuration files, if this configuration replaces them.
     error: Option<String>,
     is_default: bool,
     last_good: LastGood,
@@ -150,8 +150,8 @@ fn run_logged(
         node::sees_the_host().map_err(StartError::new)?;
     }
     let sockets = Sockets::open(&options, &config, state.is_some())?;
-    // The daemon needs no privileges: `/proc` and NVML answer every user. As a service it starts without any. No thread is
-    // started before this, so that none inherits privileges.
+    // The daemon needs no privileges: `/proc` and NVML answer every user. As a service it starts without privileges. No thread
+    // is started before this, so that none inherits privileges.
     privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
     log.begin();
     systemd::start();
@@ -159,7 +159,7 @@ fn run_logged(
     config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
     changes.apply(&mut config);
     let record = options.record.as_deref().map(|path| {
-        // The recording has the names of all users' programs.
+        // Only for the owner: the recording contains the names of all users' programs.
         let created = File::options().write(true).create(true).truncate(true).mode(0o600).open(path);
         created.map_err(|e| StartError::new(format!("cannot write the record {}: {e}", path.display())))
     });
@@ -186,7 +186,7 @@ fn run_logged(
     let (claims, in_pod) = (options.claims, options.in_pod);
     let daemon = Startup { control, config, error, sockets, record, bus, state, claims, in_pod };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
-    // A hanging directory service does not keep the daemon from stopping.
+    // Does not wait for tasks: a hanging directory service must not keep the daemon from stopping.
     runtime.shutdown_background();
     result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
@@ -196,22 +196,22 @@ struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
     metrics: Vec<OwnedFd>,
-    /// The reason why metrics are not served on the configured address.
+    /// Why metrics are not served on the configured address.
     metrics_error: Option<String>,
     clients_path: PathBuf,
     stored: Vec<StoredConnection>,
-    /// Names of descriptors that this version does not know.
+    /// Names of passed descriptors that this version does not know.
     unknown: Vec<String>,
     /// Removes the files of sockets that the daemon bound itself.
     _bound: Vec<Bound>,
 }
 
 impl Sockets {
-    /// A service (`is_service`) starts without the socket for metrics if that cannot be opened: without a scheduler no limit of
-    /// any rule would hold.
+    /// Opens the sockets. A service (`is_service`) starts even if the metrics socket cannot be opened: without a scheduler, no
+    /// rule's limit would be enforced.
     ///
     /// # Errors
-    /// If another socket cannot be opened.
+    /// If any other socket cannot be opened.
     fn open(options: &Options, config: &Config, is_service: bool) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut all_bound = Vec::new();
@@ -260,7 +260,8 @@ impl Sockets {
     }
 }
 
-/// The control socket that belongs to a clients' socket: in a directory beside that one's, which containers may see.
+/// The path of the control socket that belongs to a clients' socket: in a separate directory beside the clients' directory,
+/// since containers may have the latter mounted.
 fn control_path(clients: &Path) -> PathBuf {
     let directory = clients.parent().filter(|d| d.file_name().is_some()).unwrap_or(Path::new("nvshare"));
     let mut control = directory.as_os_str().to_owned();
@@ -268,23 +269,23 @@ fn control_path(clients: &Path) -> PathBuf {
     Path::new(&control).join("control.sock")
 }
 
-/// All that the scheduling loop starts with.
+/// Everything that the scheduling loop needs to start.
 struct Startup {
     control: Control,
     config: Config,
-    /// The error of the configuration files, if it is another one.
+    /// The error of the configuration files, if `config` replaces them.
     error: Option<String>,
     sockets: Sockets,
     record: Option<File>,
     bus: Bus,
-    /// Where to keep what outlives this daemon.
+    /// The directory for state that outlives this daemon.
     state: Option<PathBuf>,
     claims: Option<PathBuf>,
     in_pod: bool,
 }
 
 impl Startup {
-    /// Starts everything else, and runs the scheduling loop.
+    /// Starts all other parts, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
         let Self { control, config, error, sockets, record, bus, state, claims, in_pod } = self;
         let control = Rc::new(control);
@@ -325,7 +326,7 @@ impl Startup {
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
-        // Before clients of an earlier daemon are taken over, which may be asleep.
+        // Set up before clients of an earlier daemon are taken over, since these may be asleep.
         match helpers(in_pod) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}
@@ -342,7 +343,7 @@ impl Startup {
         let mut feed = tokio::time::interval(watchdog.unwrap_or(Duration::from_secs(3600)));
         loop {
             tokio::select! {
-                // The scheduler must handle an event for systemd to see that the loop works.
+                // Handles an event of the scheduler first, so that the watchdog notification proves that the loop works.
                 _ = feed.tick(), if watchdog.is_some() => {
                     core.borrow_mut().tick();
                     systemd::watchdog();
@@ -351,7 +352,7 @@ impl Startup {
                 Some(reply) = scrapes.recv() => control.views.answer(reply),
                 Some(request) = requests.recv() => {
                     control.answer(&core, &connections, claims.as_mut(), request);
-                    // However many requests there are, clients are served between them.
+                    // Serves clients between requests, however many requests are pending.
                     tokio::task::yield_now().await;
                 }
                 _ = hang_up.recv() => {
@@ -371,11 +372,11 @@ impl Startup {
     }
 }
 
-/// How programs are taken off their GPUs. In a pod it takes a container with capabilities, which the pod need not have.
+/// How programs are taken off their GPUs. In a pod this requires a separate container with capabilities, which is optional.
 fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
     let socket = Path::new(checkpoint::SOCKET);
     if in_pod {
-        // That container may be started later, and again. Its socket is in a directory that only a pod with such a container has.
+        // The container may be started or restarted later. The socket's directory exists only in pods with such a container.
         let has_one = socket.parent().is_some_and(Path::exists);
         return Ok(has_one.then(Helpers::by_socket));
     }
@@ -383,8 +384,8 @@ fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
     if has_one { Ok(Some(Helpers::by_socket())) } else { Helpers::of_children().map(Some) }
 }
 
-/// Starts the NVML thread, and waits a moment for its first reports: the GPUs and the memory in use there should be known
-/// before the first client asks for memory. NVML can take much longer to initialize.
+/// Starts the NVML thread, and waits a moment for its first reports: the GPUs and their memory in use should be known before
+/// the first client requests memory. NVML's initialization can take much longer.
 async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
     let (report, mut reports) = mpsc::unbounded_channel();
     core.borrow_mut().use_nvml(nvml::start(report));
@@ -403,7 +404,7 @@ async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
     reports
 }
 
-/// Takes over stored connections, accepts new ones, and tells systemd that the daemon is ready when both are possible.
+/// Takes over stored connections and accepts new ones. Notifies systemd that the daemon is ready once both are possible.
 fn start_connections(
     core: &Rc<RefCell<Core>>,
     views: &Views,

@@ -1,8 +1,7 @@
-//! Files for swapped memory that host memory has no room for (`[swap] file`).
+//! Files for swapped memory that does not fit into host memory (`[swap] file`).
 //!
-//! A separate thread creates them and reserves their space, since a disk can be slow: the scheduling loop sends it jobs and never
-//! waits. A file has no name and ends when its last holder closes it, the daemon or the one client, so no file is ever left
-//! behind.
+//! A separate thread creates the files and reserves their space, since a disk can be slow: the scheduling loop sends it jobs
+//! and never waits. A file has no name, and ends when the daemon and its client have closed it, so no file is ever left behind.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -19,28 +18,28 @@ use tokio::sync::mpsc::UnboundedSender;
 use crate::config::swap::SwapMax;
 use crate::scheduler::ClientId;
 
-/// The step in which space is reserved, in bytes. It bounds how long one call may keep the disk busy.
+/// Granularity of reserved space, in bytes. Bounds how long one call may keep the disk busy.
 pub const STEP: u64 = 256 << 20;
-/// The unit of the library's buffers, in bytes: less space is useless.
+/// Granularity of the library's buffers, in bytes. Less space is useless.
 const GRANULE: u64 = 2 << 20;
-/// Bytes that a file may take beyond its reserved space: file systems need some for their own data.
+/// Bytes that a file may occupy beyond its reserved space, for the file system's own data.
 const SLACK: u64 = 64 << 20;
 
 /// A job for the thread.
 #[derive(Debug)]
 pub enum Job {
-    /// Reserves space for a client, `to` bytes in all, in a new file if the client has none.
+    /// Reserves space until the client has `to` bytes in all. Creates the file if the client has none.
     Grow { client: ClientId, directory: PathBuf, file: Option<Arc<File>>, reserved: u64, to: u64 },
-    /// Checks whether a client has written more than is reserved.
+    /// Checks whether a client has written beyond its reserved space.
     Check { client: ClientId, file: Arc<File>, reserved: u64 },
 }
 
 /// A report of the thread.
 #[derive(Debug)]
 pub enum Report {
-    /// `reserved` bytes are reserved for the client; `error` is the reason if they are fewer than requested.
+    /// `reserved` bytes are now reserved for the client; `error` tells why they are fewer than requested.
     Grown { client: ClientId, file: Option<Arc<File>>, reserved: u64, error: Option<io::Error> },
-    /// The client has written beyond its reserved space. The contents of its file are gone.
+    /// The client has written beyond its reserved space. The contents of its file were discarded.
     Overrun { client: ClientId },
 }
 
@@ -110,27 +109,28 @@ fn create(directory: &Path) -> io::Result<File> {
     if !directory.exists() {
         DirBuilder::new().mode(0o700).create(directory)?;
     }
-    // Such a file would take RAM, and be charged to the scheduler's own control group, which is allowed little.
+    // A file in RAM would save no memory, and would be charged to the scheduler's own control group, which has a low limit.
     if IN_MEMORY.contains(&statfs(directory)?.f_type) {
         return Err(io::Error::other("it is in RAM: use a directory on a disk"));
     }
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
     let mode = Mode::RUSR | Mode::WUSR;
-    // Page cache would take the memory that the file is meant to save. Some file systems do not support `O_DIRECT`.
+    // Avoids the page cache, which would use the memory that the file is meant to save. Some file systems do not support
+    // `O_DIRECT`.
     match open(directory, flags | OFlags::DIRECT, mode) {
         Err(Errno::INVAL) => Ok(open(directory, flags, mode)?.into()),
         opened => Ok(opened?.into()),
     }
 }
 
-/// The size of the file system that has this directory, or will have it, in bytes.
+/// The size in bytes of the file system that has this directory, or would have it.
 fn size_of(directory: &Path) -> Option<u64> {
     let there = directory.ancestors().find(|directory| directory.exists())?;
     let system = statvfs(there).ok()?;
     system.f_frsize.checked_mul(system.f_blocks)
 }
 
-/// The most space for all files together, in bytes.
+/// Maximum space for all files together, in bytes.
 pub fn most(directory: &Path, max: SwapMax) -> u64 {
     match max {
         SwapMax::Percent(_) => size_of(directory).map_or(0, |total| max.bytes(total)),
@@ -138,17 +138,17 @@ pub fn most(directory: &Path, max: SwapMax) -> u64 {
     }
 }
 
-/// Rounds up to the unit of the library's buffers.
+/// Rounds up to the granularity of the library's buffers.
 pub fn rounded(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes)
 }
 
-/// Rounds down to the unit of the library's buffers.
+/// Rounds down to the granularity of the library's buffers.
 pub fn usable(bytes: u64) -> u64 {
     bytes - bytes % GRANULE
 }
 
-/// The text of an error for users.
+/// Describes an error for users.
 pub fn in_words(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
         Some(Errno::NOSPC | Errno::DQUOT) => "the disk is full".into(),
@@ -173,7 +173,7 @@ mod tests {
 
     const CLIENT: ClientId = ClientId(1);
 
-    /// A directory on a disk; the directory for temporary files may not be on one.
+    /// A directory on a disk. The directory for temporary files may be in RAM.
     fn there() -> Directory {
         let tests = std::env::current_exe().expect("this test").with_file_name("swap-files");
         static COUNT: AtomicU32 = AtomicU32::new(0);

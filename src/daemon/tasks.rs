@@ -1,4 +1,4 @@
-//! Periodic jobs of the scheduling loop. Each sleeps until a signal of the core says that there may be something to do.
+//! Periodic jobs of the scheduling loop. Each sleeps until a signal of the core announces possible work.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -20,36 +20,36 @@ use crate::daemon::usage::HoursUsed;
 use crate::scheduler::ClientId;
 use crate::sys::clock;
 
-/// Time between samples of memory while clients are active, and while they are idle.
+/// Interval between samples of memory while clients are active, and while they are idle.
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 
-/// Time between samples of host memory while idle clients have memory that others may need.
+/// Interval between samples of host memory while idle clients have memory that others may need.
 const HOST_PERIOD: Duration = Duration::from_secs(1);
 
-/// Shortest time between two changes of the D-Bus property `Holders`, and between two lists of clients whose differences are
-/// announced: each makes a copy of all of them.
+/// Minimum time between two changes of the D-Bus property `Holders`, and between two lists of clients whose differences are
+/// announced. Each copies all holders or all clients.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
-/// Shortest time between two announcements of limits to all clients.
+/// Minimum time between two announcements of limits to all clients.
 const LIMITS_PERIOD: Duration = Duration::from_millis(100);
 
-/// The most clients that are told their limits before the loop serves other clients.
+/// Maximum number of clients that are sent their limits before the loop serves other clients.
 const LIMITS_AT_ONCE: usize = 64;
 
-/// Time between two saves of programs' usage, which is the most that a crash can lose.
+/// Interval between two saves of programs' usage: the most that a crash can lose.
 const USAGE_PERIOD: Duration = Duration::from_secs(60);
 
-/// Time between checks of the GPU time that programs have used, where rules limit it.
+/// Interval of checks of the GPU time that programs have used, where rules limit it.
 const HOURS_PERIOD: Duration = Duration::from_secs(5);
 
-/// Time between checks of stopped processes.
+/// Interval of checks of stopped processes.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 
-/// Shortest time between two changes of the status line: turns change many times a second.
+/// Minimum time between two changes of the status line, since locks change hands many times a second.
 const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
-/// Starts the task that takes clients' processes off their GPUs and puts them back, as the scheduler decides.
+/// Starts the task that takes clients' processes off their GPUs and restores them, on the scheduler's requests.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     let (request, mut requests) = mpsc::unbounded_channel();
     core.borrow_mut().use_checkpoints(request);
@@ -73,7 +73,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 };
                 drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
-                // The process of a client that moves is put back immediately.
+                // A client that moves is woken immediately, with the same helper.
                 if core.borrow().is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
@@ -82,7 +82,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     });
 }
 
-/// Starts the thread that creates files for memory that neither GPUs nor RAM have room for.
+/// Starts the thread that creates files for memory that fits neither on GPUs nor in RAM.
 ///
 /// # Errors
 /// If no thread can be started.
@@ -98,7 +98,7 @@ pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts all jobs except the ones above and [`keep_status_line`].
+/// Starts all other jobs except [`keep_status_line`].
 pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients: watch::Sender<ClientPids>) {
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
@@ -109,7 +109,7 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(save_usage(core.clone()));
 }
 
-/// Wakes the scheduler at its deadlines.
+/// Passes the scheduler's deadlines to it when they are due.
 async fn tick(core: Rc<RefCell<Core>>) {
     let timer = core.borrow().timer();
     while timer.expired().await.is_ok() {
@@ -117,15 +117,15 @@ async fn tick(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Measures memory: often while clients are active, rarely while they are idle, and never while there are none; and on a nearly
-/// full GPU, often enough for other programs that grow there.
+/// Measures memory: often while clients are active, rarely while they are idle, and never without clients. On a nearly full
+/// GPU, measures often enough to notice other programs' growth in time.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
-            // Samples twice for the next client: when most processes have freed their memory, and again when the last must have
-            // freed it. Otherwise the memory of a slow one would count as other programs' until then.
+            // Samples twice before the next client connects: when most ended processes have freed their memory, and again when
+            // the last must have freed it. Otherwise a slow process's memory would count as other programs' until then.
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
@@ -164,7 +164,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Watches stopped processes until they run again.
+/// Checks stopped processes until they run again.
 async fn check_stopped(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
@@ -178,7 +178,7 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Tells clients their limits on GPUs that other clients have named.
+/// Sends clients their limits on GPUs that other clients have named.
 async fn announce_limits(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
@@ -217,7 +217,7 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
     }
 }
 
-/// Adds the hours that an earlier daemon counted, once they have been read.
+/// Adds the hours that an earlier daemon counted, once they have been read from disk.
 pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
     let core = core.clone();
     spawn_local(async move {
@@ -227,8 +227,8 @@ pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>)
     });
 }
 
-/// Saves the usage of programs at each full minute of the clock, so that a minute never belongs to two hours. Enforces
-/// `gpu-hours` more often, where rules have them.
+/// Saves programs' usage at each full minute of the clock, so that no minute belongs to two hours. Checks `gpu-hours` more
+/// often, if any rule has them.
 async fn save_usage(core: Rc<RefCell<Core>>) {
     loop {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -245,7 +245,7 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Keeps the line that `systemctl status` shows current.
+/// Keeps the line that `systemctl status` shows up to date.
 pub async fn keep_status_line(core: &Rc<RefCell<Core>>, views: &Views) {
     let signals = core.borrow().signals.clone();
     let mut shown = String::new();

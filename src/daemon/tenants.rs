@@ -1,16 +1,15 @@
-//! Budgets of tenants: how much of the scheduler the clients of one tenant may take together, so that no tenant can keep the
-//! scheduler from the others.
+//! Budgets of tenants: limits on each tenant's use of the scheduler, so that no tenant can deny the scheduler to others.
 //!
-//! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. A tenant has one slice at a time, however many
-//!   clients it has, and then every other tenant that has sent messages has one. So a message waits for one slice of each other
-//!   tenant, however much these send.
-//! - *Messages per second*, limited by a token bucket; a costly message counts as several. The daemon does not read from a tenant
-//!   that has spent its tokens until it has new ones. No message is lost: unread messages stay in the tenant's sockets.
-//! - *Amounts*: clients, arrivals, open ranges of other clients' memory, GPUs that NVML does not list, bytes that clients have
-//!   not read. A [`Share`] is a part of an amount, and returns it when it is dropped.
+//! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. Round robin over tenants with pending
+//! messages: each tenant gets one slice per round, regardless of its number of clients. So a message waits for at
+//! most one slice of each other tenant, however many messages these send.
+//! - *Messages per second*, limited by a token bucket; a costly message counts as several. The daemon stops reading a
+//! tenant's messages while the tenant has no tokens. No message is lost: unread messages stay in the tenant's sockets.
+//! - *Amounts*: clients, arrivals, open ranges of other clients' memory, GPUs that NVML does not list, bytes that clients
+//! have not read. A [`Share`] is a part of an amount, and returns it when it is dropped.
 //!
-//! A tenant that leaves and comes back before its bucket would be full finds the bucket as it left it. root of the host has
-//! [`ROOT_FACTOR`] times as much of everything.
+//! A tenant whose clients all disconnect keeps its bucket until the bucket would be full, so reconnecting yields no tokens. The
+//! limits of root on the host are [`ROOT_FACTOR`] times as high.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -23,24 +22,24 @@ use crate::identity::Tenant;
 use crate::scheduler::Time;
 use crate::sys::clock;
 
-/// Time after which a slice ends, once the current message is handled.
+/// Time after which a slice ends, as soon as the current message is handled.
 const SLICE: Duration = Duration::from_micros(100);
 /// Messages that a tenant may send per second on average, and in one burst. Two clients that only take turns send about 8,000.
 const MESSAGES_PER_SECOND: u32 = 10_000;
-/// The time of the scheduling loop that counts as one message, so that a tenant with costly messages, because it has many
-/// clients, takes no more than two fifths of the loop's time.
+/// Time of the scheduling loop that costs one token. So a tenant with costly messages, because it has many clients, gets at
+/// most two fifths of the loop's time.
 const TOKEN_TIME: Duration = Duration::from_micros(40);
-/// The factor of the limits of root on the host.
+/// The limits of root on the host are this many times as high.
 const ROOT_FACTOR: u32 = 8;
 
-/// A resource that is limited for each tenant.
+/// A resource with a limit for each tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// Clients, including those before the handshake; the configuration has the limit.
+    /// Clients, including connections before the handshake. The limit is in the configuration.
     Clients,
     /// Connections that are not identified yet.
     Arrivals,
-    /// Connections beyond the limit of clients that are being told of the limit.
+    /// Connections beyond the limit of clients, until they have been sent the refusal.
     Refusals,
     /// Ranges of other clients' memory that clients have open.
     Imports,
@@ -53,14 +52,14 @@ pub enum What {
 impl What {
     const COUNT: usize = 6;
 
-    /// The limit of a tenant, given the limit of clients.
+    /// A tenant's limit, given the configured limit of clients.
     fn limit(self, clients: u32) -> u32 {
         match self {
             Self::Clients => clients,
             Self::Arrivals => clients.saturating_add(64),
             Self::Refusals => 32,
             Self::Imports => 4096,
-            // The number that one client can attach.
+            // Maximum number of GPUs that one client can attach.
             Self::Gpus => nvshare_wire::MAX_SLOTS,
             Self::Queued => 16 << 20,
         }
@@ -75,12 +74,12 @@ pub struct Budgets {
 }
 
 impl Budgets {
-    /// Budgets with this limit of clients for each tenant.
+    /// Creates budgets with this limit of clients for each tenant.
     pub fn new(clients: u32) -> Self {
         Self { tenants: RefCell::default(), clients: Rc::new(Cell::new(clients)) }
     }
 
-    /// Sets the limit of clients for each tenant. Clients beyond it stay.
+    /// Sets the limit of clients for each tenant. Clients beyond it stay connected.
     pub fn set_clients(&self, clients: u32) {
         self.clients.set(clients);
     }
@@ -106,7 +105,7 @@ pub struct Budget {
     clients: Rc<Cell<u32>>,
     used: [Cell<u32>; What::COUNT],
     slice: Semaphore,
-    /// The time at which the bucket is full again. Each message moves it on by one token's time.
+    /// Time at which the token bucket is full again. Each message postpones it by the time of one token.
     full: Cell<Time>,
 }
 
@@ -123,40 +122,40 @@ impl Budget {
         if self.tenant == Tenant::Root { ROOT_FACTOR } else { 1 }
     }
 
-    /// The tenant's limit.
+    /// The tenant's limit of a resource.
     pub fn limit(&self, what: What) -> u32 {
         what.limit(self.clients.get()).saturating_mul(self.factor())
     }
 
-    /// Takes a part of an amount; `None` if it would exceed the limit.
+    /// Takes part of an amount. `None` if that would exceed the limit.
     pub fn take(self: &Rc<Self>, what: What, amount: u32) -> Option<Share> {
         let is_there = self.used(what).get().saturating_add(amount) <= self.limit(what);
         is_there.then(|| self.hold(what, amount))
     }
 
-    /// Takes a part of an amount even if it exceeds the limit.
+    /// Takes part of an amount even if that exceeds the limit.
     pub fn hold(self: &Rc<Self>, what: What, amount: u32) -> Share {
         let used = self.used(what);
         used.set(used.get().saturating_add(amount));
         Share { budget: self.clone(), what, amount }
     }
 
-    /// The amount left until the limit.
+    /// The rest of the amount up to the limit.
     pub fn left(&self, what: What) -> u32 {
         self.limit(what).saturating_sub(self.used(what).get())
     }
 
     fn used(&self, what: What) -> &Cell<u32> {
-        // The array has an element for each variant.
+        // In range: the array has an element for each variant.
         self.used.get(what as usize).unwrap_or(&self.used[0])
     }
 
-    /// The time in which the tenant gets one token.
+    /// The time per token.
     fn token(&self) -> Duration {
         Duration::from_secs(1) / MESSAGES_PER_SECOND.saturating_mul(self.factor())
     }
 
-    /// Waits until the tenant has its time slice and has tokens.
+    /// Waits for the tenant's turn to get a time slice, and until it has tokens.
     pub async fn slice(&self) -> Slice<'_> {
         let permit = self.slice.acquire().await.ok();
         loop {
@@ -168,8 +167,8 @@ impl Budget {
         }
     }
 
-    /// Begins a time slice immediately, even if the tenant has another slice or no tokens: for work that other tenants wait for,
-    /// and whose amount is limited for each tenant.
+    /// Begins a time slice immediately, even if the tenant has another slice or no tokens. For work that other tenants wait
+    /// for, and that is limited for each tenant.
     pub fn slice_at_once(&self) -> Slice<'_> {
         self.begin(None, clock::now())
     }
@@ -178,13 +177,13 @@ impl Budget {
         Slice { budget: self, ends: now.saturating_add(SLICE), spent: Cell::new(now), permit }
     }
 
-    /// The time until the tenant has tokens.
+    /// Time until the tenant has tokens.
     fn wait(&self, now: Time) -> Duration {
-        // The bucket holds one second's tokens.
+        // The bucket holds the tokens of one second.
         self.full.get().saturating_sub(now.saturating_add(Duration::from_secs(1)))
     }
 
-    /// Whether the tenant has spent its tokens, and waits for new ones.
+    /// True if the tenant is out of tokens.
     pub fn is_spent(&self) -> bool {
         !self.wait(clock::now()).is_zero()
     }
@@ -198,7 +197,7 @@ impl Budget {
     }
 }
 
-/// A tenant's time slice. It lasts until it is dropped.
+/// A tenant's time slice. Dropping it ends the slice.
 #[derive(Debug)]
 pub struct Slice<'a> {
     budget: &'a Budget,
@@ -209,8 +208,8 @@ pub struct Slice<'a> {
 }
 
 impl Slice<'_> {
-    /// Spends `tokens`, or the tokens for the time since the last call if they are more. Returns whether the slice has time for
-    /// more.
+    /// Spends `tokens`, or the tokens for the time since the last call if these are more. Returns true if the slice has time
+    /// left.
     pub fn spend(&self, tokens: u32) -> bool {
         let now = clock::now();
         let time = now.saturating_sub(self.spent.replace(now));
@@ -219,13 +218,13 @@ impl Slice<'_> {
         now < self.ends && (self.permit.is_none() || self.budget.wait(now).is_zero())
     }
 
-    /// Ends the slice. The tenant gets its next one after the runtime has checked for messages of other tenants.
+    /// Ends the slice. The tenant gets its next slice after the runtime has checked for other tenants' messages.
     pub async fn end(self) {
         tokio::task::yield_now().await;
     }
 }
 
-/// A part of an amount, taken until it is dropped.
+/// Part of an amount, returned when this is dropped.
 #[derive(Debug)]
 pub struct Share {
     budget: Rc<Budget>,

@@ -56,7 +56,7 @@ pub struct Header {
     pub made: u64,
     /// The time of entries at that moment.
     pub now_ns: u64,
-    /// Whether the bundle has names and command lines of programs.
+    /// True if the bundle has names and command lines of programs.
     pub command_lines: bool,
 }
 
@@ -76,7 +76,7 @@ pub struct Process {
     pub name: String,
     pub unit: String,
     pub container: String,
-    /// Whether the client was connected to an earlier scheduler.
+    /// True if the client was connected to an earlier scheduler.
     pub resumed: bool,
 }
 
@@ -192,7 +192,7 @@ fn line(to: &mut impl Write, content: &impl Serialize) -> io::Result<()> {
 pub struct RecordFile {
     file: File,
     line: Vec<u8>,
-    /// The record's own samples: the recorder's samples restart with each span.
+    /// Samples of the file, which has no spans. The recorder's own samples restart with each span.
     samples: Samples,
 }
 
@@ -438,7 +438,7 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
-/// serde_json adds its own line number, which is always 1 here.
+/// Formats the error without serde_json's line number, which is always 1 here.
 fn cause(error: &serde_json::Error) -> String {
     error.to_string().replace(" at line 1 column ", ", at column ")
 }

@@ -35,8 +35,9 @@ pub const ENTRIES: u64 = 10_000;
 /// A span ends, and a checkpoint is taken, after this many entries or bytes.
 const SPAN_ENTRIES: u64 = 5_000;
 const SPAN_BYTES: usize = 4 << 20;
-/// The memory limit of the recording with its checkpoints; one entry may exceed it. Most entries take about 100 bytes; an
-/// entry that changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes per client and GPU.
+/// Maximum size of the recording in memory, including its checkpoints; one entry may exceed it. Most entries take about 100
+/// bytes; an entry that changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes per client and
+/// GPU.
 const MOST_BYTES: usize = 16 << 20;
 /// The buffer grows by this size instead of doubling.
 const GROWTH: usize = 256 << 10;
@@ -64,7 +65,7 @@ pub struct Recorder {
 #[derive(Debug, Clone)]
 struct Span {
     checkpoint: Arc<[u8]>,
-    /// The number of its first entry.
+    /// The number of the span's first entry.
     first: u64,
     count: u64,
     entries: Vec<u8>,
@@ -101,7 +102,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Writes a client's process to the file, if there is a file.
+    /// Writes a client's process to the file, if the recording is also written to a file.
     pub fn name(&mut self, process: impl FnOnce() -> Process) {
         self.append(|file| file.client(&process()));
     }
@@ -227,7 +228,7 @@ fn encode(value: &(impl Serialize + ?Sized), to: &mut Vec<u8>) {
     debug_assert!(written.is_ok(), "{written:?}");
 }
 
-/// Appends what postcard writes to a buffer.
+/// Appends postcard's output to a buffer.
 struct Append<'a>(&'a mut Vec<u8>);
 
 impl Append<'_> {

@@ -1,4 +1,4 @@
-//! Infers the times at which a client's memory left a GPU and returned. The client's reports contain amounts, not moves.
+//! Infers when a client's memory was evicted from a GPU and restored. The client's reports contain amounts, not moves.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub struct Move {
     pub bytes: u64,
 }
 
-/// The memory of a client on one GPU, as far as the recording shows it.
+/// A client's memory on one GPU, as the recording shows it.
 #[derive(Debug, Default)]
 pub struct Movement {
     allowance: u64,
@@ -31,7 +31,7 @@ pub struct Movement {
     reported: Option<Time>,
     /// The time since which the client has exceeded its allowance.
     evicts: Option<Time>,
-    /// The newest grant or raised allowance since memory last left: the cause of memory that returns.
+    /// The newest grant or raised allowance since the last eviction: the cause of a restore.
     admitted: Option<Time>,
     newest: Option<Move>,
 }
@@ -46,7 +46,7 @@ impl Movement {
         self.check(at);
     }
 
-    /// Sets a new allowance. Returns the bytes that must leave because of it.
+    /// Sets a new allowance. Returns the bytes that must be evicted because of it.
     pub fn allow(&mut self, at: Time, bytes: u64) -> u64 {
         let before = std::mem::replace(&mut self.allowance, bytes);
         if bytes > before {
@@ -60,8 +60,8 @@ impl Movement {
         self.admitted = Some(at);
     }
 
-    /// The move in a report, and whether it continues the newest move. The host memory in use distinguishes memory that leaves
-    /// without an eviction from freed memory, and returning memory from new memory.
+    /// The move that a report shows, and whether it continues the newest move. The host memory in use distinguishes evicted
+    /// memory from freed memory even if no eviction was requested, and restored memory from new memory.
     pub fn report(&mut self, at: Time, report: &MemoryReport) -> Option<(Move, bool)> {
         let (mapped, swapped) = (self.mapped, self.swapped);
         let dropped = mapped.saturating_sub(report.mapped);
@@ -107,7 +107,8 @@ mod tests {
         Time::from_millis(ms)
     }
 
-    /// Reports `mapped` and `swapped` at that time: the bytes, the beginning and the end of the move, and whether it continues.
+    /// Reports `mapped` and `swapped` at a time. Returns the bytes, beginning and end of the move, and whether it continues the
+    /// previous one.
     fn report(movement: &mut Movement, at: u64, mapped: u64, swapped: u64) -> Option<(Direction, u64, u128, bool)> {
         let report = MemoryReport { mapped, swapped, ..MemoryReport::default() };
         let (Move { direction, since, until, bytes }, continues) = movement.report(ms(at), &report)?;

@@ -57,9 +57,9 @@ pub enum What {
     Released(ReleaseReason, Duration),
     /// The bytes that the client must move to the host.
     Evicted(u64),
-    /// Bytes that left the GPU, and the time that this took.
+    /// Evicted bytes, and how long the eviction took.
     MemoryLeft(u64, Duration),
-    /// Bytes that returned from the host, and the time that this took.
+    /// Restored bytes, and how long the restore took.
     MemoryReturned(u64, Duration),
     /// The bytes of a refused allocation.
     Denied(u64),
@@ -292,7 +292,7 @@ impl Observer {
         }
     }
 
-    /// `None` if the client neither waited for the GPU nor held it.
+    /// Handles a client's detach from a GPU. `None` if the client neither waited for the GPU nor held it.
     fn leave(&mut self, client: ClientId, gpu: GpuId, entry: u64, at: Time) -> Option<Moment> {
         let mut attachment = self.attachments.remove(&(client, gpu))?;
         let tally = self.tallies.entry((client, gpu)).or_default();

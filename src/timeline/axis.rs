@@ -17,7 +17,7 @@ pub struct Tick {
     pub text: String,
 }
 
-/// Round times within the timeline, no more than `most`.
+/// Round times within the timeline: at most `most`.
 pub fn ticks(timeline: &Timeline, most: f64) -> Vec<Tick> {
     let (begin, end) = timeline.span.unwrap_or_default();
     let length = end.saturating_sub(begin).as_secs_f64().max(1e-6);
@@ -80,8 +80,8 @@ fn time_of_day(at: Duration, step: f64) -> String {
     }
 }
 
-/// The smallest round number of seconds that is at least `least`. Up to 20 s and from 12 h on, it is one, two or five times a power
-/// of ten, in seconds or days; in between, a fraction of an hour or of a day.
+/// The smallest round number of seconds not below `least`. Up to 20 s and from 12 h on, it is one, two or five times a power of
+/// ten, in seconds or days; in between, a fraction of an hour or of a day.
 fn round_step(least: f64) -> f64 {
     let parts = [1.0, 2.0, 5.0, 10.0, 30.0].map(|minutes| minutes * MINUTE).into_iter();
     let mut parts = parts.chain([1.0, 2.0, 6.0, 12.0].map(|hours| hours * HOUR)).filter(|step| *step >= least);

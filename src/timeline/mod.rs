@@ -22,9 +22,9 @@ pub enum Activity {
     Waits,
     /// The program holds the lock.
     Holds,
-    /// The program's memory moves to the host.
+    /// The program's memory is evicted to the host.
     Leaves,
-    /// The program's memory returns from the host.
+    /// The program's memory is restored from the host.
     Returns,
 }
 
@@ -39,7 +39,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Whether the span is visible. A grant without a wait, for example, takes no time and moves
+    /// True if the span is visible. For example, a grant without a wait takes no time and moves
     /// nothing.
     fn is_seen(&self) -> bool {
         self.to > self.from || self.bytes > 0
@@ -56,8 +56,8 @@ pub struct Lane {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Timeline {
-    /// The host whose clock gave the times, which are since 1970. `None`: times are since the
-    /// beginning.
+    /// The host on whose clock the times are based, which are then since 1970. `None`: times are
+    /// since the beginning of the timeline.
     pub host: Option<String>,
     /// The first and the last moment.
     pub span: Option<(Duration, Duration)>,
@@ -76,8 +76,8 @@ impl Timeline {
         lanes.entry(client).or_insert_with(|| Lane { label: label(), spans: Vec::new() })
     }
 
-    /// Adds the lanes of another timeline, whose times may differ. `name` returns the new name of
-    /// each of its GPUs.
+    /// Adds the lanes of another timeline, which may cover a different period. `name` returns the
+    /// new name of each of its GPUs.
     pub fn append(&mut self, other: Self, name: impl Fn(&str) -> String) {
         let (first, last) = other.span.unwrap_or_default();
         self.reach(first);
@@ -105,8 +105,8 @@ impl Timeline {
         self.lanes.values_mut().for_each(|lanes| lanes.retain(|_, lane| !lane.spans.is_empty()));
     }
 
-    /// Keeps only this GPU, given by its UUID or a beginning of it, with or without the UUID's
-    /// prefix. False if the GPU does not exist.
+    /// Keeps only this GPU, given by its UUID or a prefix of it, with or without `GPU-` or
+    /// `MIG-`. Returns false if the GPU does not exist.
     pub fn keep_gpu(&mut self, name: &str) -> bool {
         let plain = |name: &str| name.trim_start_matches("GPU-").trim_start_matches("MIG-").to_ascii_lowercase();
         let wanted = plain(name);
@@ -115,8 +115,7 @@ impl Timeline {
     }
 }
 
-/// The `most` lanes whose programs held the GPU or moved memory for the longest time, in their
-/// original order.
+/// The `most` lanes whose programs held the GPU or moved memory longest, in their original order.
 fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>, most: usize) -> Vec<&'a Lane> {
     let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
     if all.len() > most {

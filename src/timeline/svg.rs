@@ -1,8 +1,8 @@
 //! Timelines as SVG: a self-contained picture, without scripts, fonts or external resources.
 //!
-//! The picture's size is bounded. Short spans that are closer than a pixel are drawn as one piece,
-//! whose opacity is the fraction of time that they take. At most [`MOST_LANES`] programs per GPU
-//! are drawn: the most active ones.
+//! The picture's size is bounded. Short spans less than a pixel apart are drawn as one piece, whose
+//! opacity is the fraction of time that they cover. At most [`MOST_LANES`] programs per GPU are
+//! drawn: the most active ones.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -19,7 +19,7 @@ pub const MOST_LANES: usize = 200;
 // All lengths are pixels.
 const WIDTH: f64 = 1200.0;
 const LEFT: f64 = 250.0;
-/// Leaves space for half of the last time below.
+/// Width of the right margin. Half of the last time label below extends into it.
 const RIGHT: f64 = 44.0;
 const ROW: f64 = 24.0;
 const HEADING: f64 = 30.0;
@@ -75,7 +75,7 @@ struct Piece {
 }
 
 impl Piece {
-    /// The fraction of the piece's time that its spans take; 1 for a single span.
+    /// The fraction of the piece's time that its spans cover; 1 for a single span.
     fn opacity(&self) -> f64 {
         let all = self.to.saturating_sub(self.from).as_secs_f64();
         if self.count == 1 || all <= 0.0 { 1.0 } else { (self.time.as_secs_f64() / all).clamp(FAINTEST, 1.0) }

@@ -1,6 +1,7 @@
-//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`: each figure beside its aim, and the tables that compare several ways
-//! to do the same. The values come from `figures.toml`, `results.json` and the tables of the page. Each chart is one SVG file
-//! without scripts or fonts, drawn for light and for dark pages.
+//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`: each figure beside its aim, and tables
+//! that compare several methods. The values come from `figures.toml`, `results.json` and the tables
+//! of the page. Each chart is one SVG file without scripts or fonts, drawn for light and for dark
+//! pages.
 
 use crate::figures::{Figures, Wanted, digits};
 use std::fmt::Write;
@@ -243,7 +244,7 @@ impl Scale {
         place.clamp(0.0, 1.0)
     }
 
-    /// Whether a value is within the scale.
+    /// True if a value is within the scale.
     fn has(self, value: f64) -> bool {
         match self {
             Self::Linear { to } => value <= to,

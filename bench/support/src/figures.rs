@@ -1,4 +1,5 @@
-//! The page `bench/FIGURES.md`, made of `bench/figures.toml` (what is measured, and the aims) and `bench/results.json` (the values).
+//! Generates the page `bench/FIGURES.md` from `bench/figures.toml` (what is measured, and the aims) and `bench/results.json`
+//! (the values).
 
 use crate::results::{self, Row};
 use serde::Deserialize;
@@ -34,7 +35,7 @@ fn nearly_all() -> Vec<String> {
 }
 
 impl Wanted {
-    /// Whether this value meets the aim; `None` without an aim.
+    /// True if this value meets the aim; `None` without an aim.
     pub fn is_met(&self, value: f64) -> Option<bool> {
         match (self.at_most, self.at_least) {
             (Some(most), _) => Some(value <= most),
@@ -151,8 +152,8 @@ impl Figures {
         text
     }
 
-    /// The number of commits that have changed a row's code since it was measured. `None` if git
-    /// does not know its commit.
+    /// The number of commits since a row's measurement that changed the measured code. `None` if git does not know the row's
+    /// commit.
     pub fn commits_since(&self, row: &Row) -> Option<u32> {
         let wanted = self.wanted.iter().find(|wanted| wanted.name == row.name)?;
         let mut command = Command::new("git");

@@ -108,11 +108,11 @@ impl Stage {
         all.iter().chain(settings).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     }
 
-    /// Starts a program that holds all but `leave` bytes of the GPU.
+    /// Starts a program that occupies all but `leave` bytes of the GPU.
     pub fn ballast(&self, leave: u64) -> Child {
         let free = self.ask(&["info"]).and_then(|info| info["free"].as_u64()).expect("free memory");
-        // The free memory that `info` reports excludes its own context, and so leaves room for the
-        // ballast's context.
+        // `info` measures the free memory beside its own context, so room for the ballast's context
+        // remains.
         let bytes = free.saturating_sub(leave).to_string();
         let holder = self.program(&["stranger", "--mem", &bytes, "--seconds", "3600"]).stdout(Stdio::null()).spawn();
         std::thread::sleep(Duration::from_secs(5));

@@ -20,7 +20,7 @@ use crate::{kubernetes, node, scheduler};
 /// The limit of queued changes. Further changes wait at the API server.
 const QUEUE: usize = 64;
 
-/// The time for threads that look up names to end.
+/// How long to wait for threads that look up names to end.
 const END: Duration = Duration::from_millis(200);
 
 /// The command line.

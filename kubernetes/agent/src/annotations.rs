@@ -10,7 +10,7 @@ use crate::permissions::{KEYS, Permissions};
 /// The prefix of annotations for nvshare.
 pub const PREFIX: &str = "nvshare.com/";
 
-/// The length limit of a value, in bytes. The longest useful value, a list of all slices of eight GPUs by UUID,
+/// Maximum length of a value, in bytes. The longest useful value, a list of all slices of eight GPUs by UUID,
 /// has 2300 bytes.
 const LONGEST: usize = 4096;
 

@@ -1,8 +1,8 @@
 //! Reads the pods of a node from the API server: first a list, then changes.
 //!
-//! This uses kube's requests rather than its watcher, which does not report when a failed watch works again: on a quiet
-//! node the agent would not know whether it is connected. A watch continues where the previous watch ended; if that is
-//! too long ago, all pods are listed again.
+//! Uses kube's requests rather than its watcher, which does not report when a failed watch works again: on a quiet node
+//! the agent would not know whether it is connected. A new watch continues where the previous watch ended. If that is too
+//! long ago, all pods are listed again.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
-/// The longest pause before another attempt.
+/// Maximum pause before the next attempt.
 const RETRY: Duration = Duration::from_secs(30);
 
 /// A watch that has lasted this long has worked, even without a change.

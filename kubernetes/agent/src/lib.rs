@@ -1,4 +1,4 @@
-//! `nvshare-agent`: tells the scheduler of a node the names of the pods there, and the rules that they request.
+//! `nvshare-agent`: sends a node's scheduler the names of the node's pods, and the rules that they request.
 //!
 //! - [`config`]: the configuration file; [`permissions`]: the keys that pods may set. Both are shared with the device plugin.
 //! - [`annotations`]: a pod's annotations as a rule. [`pod`]: one pod. [`node`]: all pods of the node, and the

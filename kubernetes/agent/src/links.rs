@@ -3,7 +3,7 @@
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// The reason why a connection is down; `None` if it is up.
+/// Why a connection is down; `None` if it is up.
 pub type Trouble = Option<String>;
 
 /// The connection to the API server or the scheduler.

@@ -26,7 +26,7 @@ pub enum Change {
     Deleted(Pod),
 }
 
-/// The pods for the scheduler; `None` until Kubernetes has listed them.
+/// The pods as sent to the scheduler; `None` until Kubernetes has listed them.
 pub type Told = Option<Arc<Vec<bus::Pod>>>;
 
 /// The pods, by their UIDs in Kubernetes.

@@ -1,4 +1,5 @@
-//! `nvshare-agent --probe`: asks the running agent, on a socket of its own, whether its connections are up.
+//! `nvshare-agent --probe`: queries the running agent, on a separate socket, whether its connections are
+//! up.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -44,7 +45,7 @@ impl Socket {
         Ok(Self { path: path.to_owned(), listener })
     }
 
-    /// Answers each probe with the reason why one of the agent's connections is down, if any is.
+    /// Answers each probe with the reasons why the agent's connections are down, or with `WELL`.
     pub async fn serve(&self, links: [watch::Receiver<Trouble>; 2]) {
         loop {
             let mut stream = match self.listener.accept().await {

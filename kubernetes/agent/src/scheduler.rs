@@ -25,7 +25,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// Pause between attempts. It is short because attempts are cheap, and pods have no names until one succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// At most one part in this many of the time is spent on sending, even if pods change constantly.
+/// Sending takes at most one part in this many of the time, even if pods change constantly.
 const SHARE: u32 = 10;
 
 /// Sends each new list, until the sender of lists is dropped.

@@ -38,7 +38,7 @@ pub fn documents() -> Vec<(PathBuf, Value)> {
     all
 }
 
-/// The part of a document that the schema knows. Kubernetes does not know the other fields.
+/// The part of a document that the schema defines. Kubernetes ignores other fields.
 fn known<T: DeserializeOwned + Serialize>(document: &Value) -> Result<Value, String> {
     let typed: T = serde_json::from_value(document.clone()).map_err(|e| e.to_string())?;
     serde_json::to_value(typed).map_err(|e| e.to_string())

@@ -79,8 +79,8 @@ impl Choice<'_> {
         (self.taken.get(&at).copied().unwrap_or(0), preferred)
     }
 
-    /// The NUMA distance: 0 on the node of a picked GPU, else 1. Before the first pick, it is smaller the more GPUs of equal
-    /// rank are on the same node.
+    /// The NUMA distance: 0 on the node of a picked GPU, else 1. Before the first pick, it decreases with the number of GPUs
+    /// of equal rank on the same node.
     fn strangeness(&self, at: usize) -> usize {
         let node = |at: usize| self.devices.gpu(at).and_then(|gpu| gpu.numa);
         let (mine, rank) = (node(at), self.rank(at));

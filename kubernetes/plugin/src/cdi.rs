@@ -1,5 +1,6 @@
-//! Checks whether containers would get the CDI devices that the plugin promises: a CDI file on the node must name each
-//! device, and containerd must heed the files. Unknown cases count as heeded: other runtimes, and unreadable settings.
+//! Checks that containers get the CDI devices that the plugin promises: a CDI file on the node must name each device,
+//! and containerd must heed the files. If that cannot be determined, as for other runtimes and unreadable settings,
+//! devices count as heeded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -68,7 +68,7 @@ pub enum Offer {
     Dra,
 }
 
-/// The way to give GPUs to a container.
+/// How GPUs are injected into a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inject {
@@ -102,7 +102,7 @@ pub struct Mounts {
     /// The directory of the clients' socket, mounted as `/run/nvshare` in containers.
     #[serde(deserialize_with = "read_path")]
     pub sockets: PathBuf,
-    /// Whether to pass the driver's device files, too, for runtimes other than NVIDIA's.
+    /// True if the driver's device files are passed too, for runtimes other than NVIDIA's.
     pub device_nodes: bool,
 }
 
@@ -187,7 +187,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Whether any GPU can be offered by this API.
+    /// True if any GPU can be offered by this API.
     pub fn offers_by(&self, offer: Offer) -> bool {
         self.offer == offer || self.gpus.iter().any(|entry| entry.offer == Some(offer))
     }

@@ -1,5 +1,5 @@
-//! containerd's settings: whether it heeds CDI devices. containerd 1.7 does so only with `enable_cdi`; later versions do
-//! unless it is false. Their files differ by `version`: version 3 is for containerd 2 only.
+//! Determines from containerd's settings whether it heeds CDI devices. containerd 1.7 does so only with `enable_cdi`;
+//! later versions do so unless it is false. The files differ by `version`: version 3 is for containerd 2 only.
 
 use std::path::{Path, PathBuf};
 
@@ -65,7 +65,7 @@ fn imports(path: &Path, settings: &Table) -> Vec<PathBuf> {
     paths.flat_map(|pattern| glob::glob(&pattern).into_iter().flatten().flatten()).collect()
 }
 
-/// `None`: the file does not exist.
+/// Reads a settings file. `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<Table>, String> {
     let wrong = |why: String| format!("{}: {why}", path.display());
     match std::fs::read_to_string(path) {
@@ -106,7 +106,7 @@ mod tests {
                 "",
             ),
             ("version = 2\nimports = [\"none/*.toml\"]\n".to_owned(), "does not set"),
-            // Invalid settings reveal nothing.
+            // Invalid settings are treated as unknown.
             ("version = ".to_owned(), ""),
         ] {
             std::fs::write(directory.join("conf.d/99-nvidia.toml"), format!("version = 2\n{cri}enable_cdi = true\n"))

@@ -47,7 +47,7 @@ pub struct SchedulerGpu {
     pub index: Option<u32>,
     /// Bytes of memory.
     pub total: u64,
-    /// Whether an administrator has drained the GPU.
+    /// True if an administrator has drained the GPU.
     pub drained: bool,
 }
 
@@ -56,7 +56,7 @@ pub struct SchedulerGpu {
 pub struct SchedulerView {
     /// The scheduler's newest list of GPUs.
     pub gpus: Vec<SchedulerGpu>,
-    /// The reason why the scheduler has been silent for too long.
+    /// Why the scheduler counts as silent; `None` if it answers.
     pub silence: Option<String>,
 }
 

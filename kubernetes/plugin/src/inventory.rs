@@ -15,7 +15,7 @@ use crate::config::{Config, Offer};
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
-/// The time for which the first list waits for missing reports: a driver that must wake its GPUs takes seconds per GPU.
+/// How long the first list waits for missing reports. A driver that must wake its GPUs takes seconds per GPU.
 const START: Duration = Duration::from_secs(30);
 
 /// The time for which CDI files may lack a new GPU. The container `cdi` learns of a GPU at the same time as the plugin, and writes
@@ -75,7 +75,7 @@ struct Known {
     published: Devices,
     /// GPUs that a CDI file has named earlier: their absence is a fault.
     named: BTreeSet<String>,
-    /// Other GPUs that lack only their name in a CDI file, with the time since which they do.
+    /// Other GPUs whose only problem is that no CDI file names them, and since when.
     unnamed: BTreeMap<String, Instant>,
     /// The end of the earliest wait for a name.
     unnamed_until: Option<Instant>,
@@ -100,8 +100,8 @@ impl Known {
         });
     }
 
-    /// The list to publish; `None` until each kind of report has arrived. A GPU that may still get its name in a CDI file stays as
-    /// published.
+    /// The list to publish; `None` until each kind of report has arrived. A GPU that may still get its name in a CDI file keeps
+    /// its published state.
     fn devices(&mut self, config: &Config, now: Instant) -> Option<Devices> {
         let (nvml, scheduler, cdi) = (self.nvml.as_ref()?, self.scheduler.as_ref()?, self.cdi.as_ref()?);
         let mut devices = Devices::new(config, nvml.as_deref(), scheduler, cdi);

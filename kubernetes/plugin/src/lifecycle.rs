@@ -1,5 +1,5 @@
-//! The plugin's life with kubelet: creates, serves and registers the socket, and repeats this whenever kubelet restarts. A
-//! restarting kubelet removes the socket and creates its own again.
+//! The plugin's registration with kubelet: creates, serves and registers the socket, and repeats this whenever kubelet
+//! restarts. A restarting kubelet removes the plugin's socket and re-creates its own.
 
 use std::path::Path;
 use std::time::Duration;
@@ -74,7 +74,7 @@ async fn bind(
     }
 }
 
-/// Keeps the plugin registered with kubelet while the socket exists. Returns what happened to the socket.
+/// Keeps the plugin registered with kubelet while the socket exists. Returns how the socket ended.
 async fn stay_registered(
     directory: &Path,
     resource: &str,
@@ -132,13 +132,13 @@ async fn stay_registered(
     }
 }
 
-/// Whether a kubelet that has registered the plugin watches its list.
+/// Tracks whether a kubelet that has registered the plugin watches its list.
 #[derive(Debug)]
 struct Attention {
     watchers: watch::Receiver<usize>,
-    /// The time since which kubelet does not watch.
+    /// Since when kubelet has not been watching.
     idle: Option<Instant>,
-    /// Whether kubelet has watched since it registered the plugin.
+    /// True if kubelet has watched since it registered the plugin.
     was_watched: bool,
     /// The number of consecutive registrations without a watch.
     ignored: u32,
@@ -214,7 +214,7 @@ impl Retry {
     }
 }
 
-/// The current problem. It is logged once, until it is over or another problem follows.
+/// The current problem. It is logged once, until it is resolved or another problem replaces it.
 #[derive(Debug, Default)]
 pub struct Trouble(Option<String>);
 

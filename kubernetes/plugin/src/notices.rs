@@ -10,10 +10,10 @@ use tokio::io::unix::AsyncFd;
 use tokio::time::sleep;
 use tracing::debug;
 
-/// Waiting time without inotify, for example because the directory does not exist yet.
+/// Polling interval without inotify, for example because the directory does not exist yet.
 const UNHEARD: Duration = Duration::from_secs(1);
 
-/// Room for many events. The name in an event has at most 255 bytes.
+/// Size of the buffer, for many events. The name in an event has at most 255 bytes.
 const BUFFER: usize = 4096;
 
 /// Changes of one directory.

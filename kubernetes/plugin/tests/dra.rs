@@ -27,7 +27,7 @@ fn node(gpus: usize) -> (Node, Api) {
     (node, api)
 }
 
-/// The same node with everything running.
+/// The same node with all processes running.
 async fn running(gpus: usize) -> (Node, Api, Process, Process, Driver) {
     let (node, api) = node(gpus);
     let (scheduler, process) = (node.scheduler(), node.plugin());
@@ -128,7 +128,7 @@ async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
     until("it is ready", async || ready(&node).await.is_empty()).await;
     assert!(node.ask_plugin("--probe").status.success());
     driver.health().await.until(&[HealthStatus::Healthy, HealthStatus::Healthy]).await;
-    // The device plugin API offers nothing, so its socket does not even exist.
+    // The device plugin API offers nothing, so its socket is not created.
     assert!(!node.socket().exists());
 }
 
@@ -312,7 +312,7 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
     assert_eq!(names(rules(&node).await), ["team-a/claim-1", "team-a/claim-2"]);
     let sockets = [1, 2].map(|number| socket(&node, answers[&uid(number)].as_ref().expect("it is prepared")));
     let _programs = sockets.map(|socket| Program::connect_soon(&socket));
-    // Without a scheduler, programs of both claims would take turns by the same files.
+    // Without a scheduler, programs of both claims would take turns through the same files.
     let turn = |number: u32| {
         let name = format!("nvshare-{}.turn", gpu_uuid(&node.machine(), 1).trim_start_matches("GPU-"));
         node.claims().join(uid(number)).join(name).metadata().expect("a lock file").ino()

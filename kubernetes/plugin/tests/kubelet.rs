@@ -7,7 +7,7 @@ use crate::support::{Node, PATIENCE, Process, QUICK};
 use nvshare_device_plugin::protocol::Device;
 use tonic::{Code, Status};
 
-/// A node with everything running.
+/// A node with all processes running.
 async fn running(node: &Node) -> (Process, Process, Kubelet, Plugin) {
     let scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());

@@ -104,7 +104,7 @@ fn first_line(undo: &str) -> String {
     format!("# Written by nvsharectl(1); `nvsharectl {undo}` removes it.")
 }
 
-/// Whether the drop-in's text names `undo` as the command that removes it.
+/// True if the drop-in's text names `undo` as the command that removes it.
 pub fn is_removed_by(text: &str, undo: &str) -> bool {
     text.lines().next() == Some(first_line(undo).as_str())
 }
@@ -132,8 +132,8 @@ pub fn write(manager: Manager, unit: &str, text: &str) -> io::Result<Option<Stri
     Ok(before)
 }
 
-/// Removes a unit's drop-in, and its directory if that is then empty. False if there was no
-/// drop-in.
+/// Removes a unit's drop-in, and its directory if that is then empty. Returns false if the unit
+/// had no drop-in.
 pub fn remove(manager: Manager, unit: &str) -> io::Result<bool> {
     let path = manager.path(unit);
     match std::fs::remove_file(&path) {

@@ -21,7 +21,8 @@ pub enum Refusal {
 /// The ranges of the entries, in order.
 pub fn entries(text: &[u8]) -> Vec<Range<usize>> {
     let seen = without_comments(text);
-    // The loader stops at a NUL. Entries after it count here, so that they are removed too.
+    // The loader stops at a NUL. Entries after it count here nevertheless, so that they are removed
+    // too.
     let separates = |byte: u8| matches!(byte, b' ' | b'\t' | b'\n' | b':' | 0);
     let mut found = Vec::new();
     let mut start = None;
@@ -43,8 +44,8 @@ pub fn names(text: &[u8]) -> Vec<&[u8]> {
     entries(text).into_iter().map(|entry| &text[entry]).collect()
 }
 
-/// Whether the name is of a `libnvshare.so`. In a line that ends in CR LF, the CR belongs to the
-/// last name, as for the loader.
+/// True if this is the name of a `libnvshare.so`. In a line that ends in CR LF, the CR belongs to
+/// the last name, as in the loader.
 pub fn is_ours(name: &[u8]) -> bool {
     let name = name.strip_suffix(b"\r").unwrap_or(name);
     name.rsplit(|byte| *byte == b'/').next() == Some(LIBRARY)

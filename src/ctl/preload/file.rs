@@ -84,7 +84,7 @@ impl Found {
         self.before.as_ref().map_or(&[], |(text, _)| text)
     }
 
-    /// Whether some user cannot read the file. The loader then silently ignores it.
+    /// True if some user cannot read the file. The loader then silently ignores it for that user.
     pub fn is_hidden(&self) -> bool {
         self.before.as_ref().is_some_and(|(_, metadata)| metadata.mode() & 0o044 != 0o044)
     }

@@ -12,8 +12,8 @@ use object::read::elf::{FileHeader, ProgramHeader};
 const READ_MAX: u64 = 1 << 20;
 const SETUID_OR_SETGID: u32 = 0o6000;
 
-/// The reason for which a program ignores `LD_PRELOAD`, as far as its file shows. Its child
-/// programs may still heed it.
+/// Why a program ignores `LD_PRELOAD`, if its file shows that it does. Its child programs
+/// may still heed it.
 pub fn obstacle(program: &Path) -> Option<&'static str> {
     let metadata = program.metadata().ok()?;
     let mut bytes = Vec::new();

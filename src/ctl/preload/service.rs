@@ -388,7 +388,7 @@ impl UnitState {
 }
 
 impl Service {
-    /// The reason for which the running service has not loaded the library.
+    /// Why the running service has not loaded the library.
     fn problem(&self) -> Option<String> {
         let Self { id, main_pid, .. } = self;
         if drop_in::ours(drop_in::assigned(&self.environment)).is_none() {

@@ -85,7 +85,7 @@ pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String>
     })
 }
 
-/// Gives this thread a private `/etc` in which one file differs.
+/// Gives this thread a private `/etc` with one changed file.
 fn stage(text: &[u8]) -> std::io::Result<()> {
     // SAFETY: `unshare` without `FILES` keeps descriptors shared, so no descriptor becomes invalid;
     // only the thread's root, working directory, umask and mounts become private.

@@ -67,7 +67,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     report
 }
 
-/// Whether programs fail because of the other entries.
+/// True if the other entries alone make programs fail.
 fn others_are_bad(rehearse: &[u8]) -> bool {
     let others = entries::without(rehearse);
     let trials = trial::all(By::Rehearsal(&others), Path::new(""), &[User::Caller]).unwrap_or_default();

@@ -1,6 +1,6 @@
-//! `nvsharectl top`: GPUs and programs on the whole terminal, updated every second, with keys that
-//! act on them. Without a terminal, or on a terminal that cannot move its cursor, it prints the
-//! same as text.
+//! `nvsharectl top`: GPUs and programs on the whole terminal, updated every second, with keys to
+//! control them. Without a terminal, or on a terminal that cannot move its cursor, it prints the
+//! same data as text.
 //!
 //! All data comes from the scheduler over D-Bus or the control socket. Separate tasks query it, so
 //! that keys work even if the scheduler does not respond. `model` computes the displayed data,
@@ -47,7 +47,7 @@ const HELP: [&str; 8] = [
     "q, Ctrl-C        quit",
 ];
 
-/// Shows the screen until a key ends it, or for `iterations` updates.
+/// Shows the screen until a key ends it, or until it has been updated `iterations` times.
 ///
 /// # Errors
 /// The scheduler does not answer the first query, or the terminal fails.
@@ -244,7 +244,7 @@ struct Ui {
     snapshot: Option<Snapshot>,
     selected: Option<Key>,
     popup: Option<Popup>,
-    /// The program to migrate, and the GPU as typed so far.
+    /// The program to migrate, and the part of the GPU's name typed so far.
     migrate: Option<(Program, String)>,
     message: Option<(String, Instant)>,
 }

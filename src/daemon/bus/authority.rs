@@ -1,8 +1,8 @@
 //! Authorization by polkit of users other than root. The subject is the sender of a message, by its unique name on the bus.
 //! Unlike a process ID, that name is never reused. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
 //!
-//! An answer takes until a user has typed a password, and polkit can hang. So each check has a timeout, and the check of a sender
-//! that leaves the bus is cancelled. `gate` limits the number of calls, and thus the number of checks.
+//! A check can take until a user has typed a password, and polkit can hang. So each check has a timeout, and is cancelled when
+//! its sender leaves the bus. `gate` limits the number of calls, and thus the number of checks.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -16,7 +16,7 @@ use zbus::proxy::{CacheProperties, MethodFlags};
 use zbus::{Connection, MatchRule, MessageStream, message};
 use zbus_polkit::policykit1::{self as polkit, AuthorityProxy, AuthorizationResult, CheckAuthorizationFlags};
 
-/// Time to find a password and to type it.
+/// Time for the user to look up and type a password.
 const INTERACTIVE_TIMEOUT: Duration = Duration::from_secs(120);
 /// For checks that must not delay the caller.
 const QUICK_TIMEOUT: Duration = Duration::from_millis(500);
@@ -65,10 +65,10 @@ impl Subject {
     }
 }
 
-/// The time that an answer may take.
+/// How long a check may take, and whether it may ask for a password.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// The time that a user needs to type a password, which polkit may ask for.
+    /// The time that a user needs to type a password. polkit may ask for one.
     Interactive,
     /// The same time, but polkit may not ask for a password.
     Patient,
@@ -76,11 +76,11 @@ pub enum Manner {
     Quick,
 }
 
-/// The answer of polkit.
+/// polkit's decision.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Authorization {
     Yes,
-    /// Not authorized; the reason, to follow a colon.
+    /// Not authorized, with the reason, which follows a colon in the message.
     No(String),
     /// Authorized only with a password, which polkit was not allowed to ask for.
     Challenge,
@@ -95,7 +95,7 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// Asks polkit whether the subject may do something.
+    /// Asks polkit whether the subject may perform an action.
     pub async fn check<'a>(
         &self,
         connection: &'a Connection,
@@ -132,7 +132,7 @@ struct Check<'a> {
     action: Action,
     details: Details<'a>,
     interactive: bool,
-    /// Identifies the check when it is cancelled.
+    /// The ID by which the check is cancelled.
     id: String,
 }
 
@@ -150,14 +150,14 @@ impl Check<'_> {
         if !DBusProxy::new(self.connection).await?.name_has_owner(self.subject.sender.clone().into()).await? {
             return Ok(None);
         }
-        // A unique name changes its owner only when its connection closes.
+        // The owner of a unique name changes only when its connection closes.
         Ok(Some(async move {
             let _ = std::future::poll_fn(|cx| Pin::new(&mut changes).poll_next(cx)).await;
         }))
     }
 
     async fn polkit(&self) -> zbus::Result<AuthorityProxy<'_>> {
-        // No property is read, so none need be cached.
+        // No property is read, so caching them is useless.
         AuthorityProxy::builder(self.connection).cache_properties(CacheProperties::No).build().await
     }
 
@@ -189,11 +189,11 @@ impl Check<'_> {
         }
     }
 
-    /// Cancels the check, so that polkit does not go on asking for a password. Does not wait for a reply.
+    /// Cancels the check, so that polkit does not keep asking for a password. Does not wait for a reply.
     async fn cancel(&self) {
         let flags = MethodFlags::NO_REPLY_EXPECTED | MethodFlags::NO_AUTO_START;
         if let Ok(polkit) = self.polkit().await {
-            // It is no error if polkit has gone.
+            // Not an error if polkit is gone.
             let id = self.id.as_str();
             let _ = polkit.inner().call_with_flags::<_, _, ()>("CancelCheckAuthorization", flags, &id).await;
         }
@@ -254,7 +254,7 @@ mod tests {
                 _ => ["auth_admin", "auth_admin", "auth_admin_keep"],
             };
             assert_eq!(defaults, expected);
-            // Without this, polkit answers no question of a service that is not root.
+            // Without this annotation, polkit refuses every check requested by a service that does not run as root.
             let owner = action.descendants().find(|node| node.has_tag_name("annotate")).expect("an owner");
             assert_eq!(owner.attribute("key"), Some("org.freedesktop.policykit.owner"));
             assert_eq!(owner.text(), Some("unix-user:nvshare"));

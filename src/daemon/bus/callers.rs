@@ -23,7 +23,7 @@ use crate::sys::access;
 pub enum Callers {
     /// The bus identifies each sender, and polkit authorizes it.
     Bus { authority: Authority, senders: Senders, gate: Gate },
-    /// The peer of a socket is the only caller; the kernel identifies it.
+    /// The peer of the socket is the only caller. The kernel identifies it.
     Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
 }
 
@@ -55,7 +55,7 @@ enum From<'a> {
         authority: &'a Authority,
         connection: &'a Connection,
         subject: Subject,
-        /// The call allows polkit to ask for a password.
+        /// True if the call's flags let polkit ask for a password.
         interactive: bool,
     },
     Peer,
@@ -66,7 +66,7 @@ impl Callers {
         Self::Bus { authority: Authority::default(), senders: Senders::default(), gate: Gate::default() }
     }
 
-    /// Admits a call as far as possible without a request to the bus.
+    /// Applies the limits of the sender's connection. Sends no request to the bus.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -78,7 +78,7 @@ impl Callers {
         }
     }
 
-    /// Admits a call of a user, and identifies the user for this.
+    /// Identifies the calling user, and applies the user's limits.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -91,7 +91,7 @@ impl Callers {
         }
     }
 
-    /// Admits a call that waits for its turn.
+    /// Applies the user's limit of calls that queue for records or a timeline.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -157,8 +157,8 @@ impl Caller<'_> {
         self.is_of_the_host("see what others do")
     }
 
-    /// Processes in containers are not authorized for anything, even as root. A process may pass its connection on, so the
-    /// process that connected must still exist, on the host.
+    /// Refuses processes in containers, even if they run as root. A process may pass its connection on, so the process that
+    /// opened the connection must still exist, and be on the host.
     fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
         let text = match self.process.place() {
             Where::Host => return Ok(()),
@@ -182,27 +182,27 @@ impl Caller<'_> {
         self.is_of_the_host(what)?;
         let identity = Identity { groups: self.groups.clone(), ..self.process.describe() };
         if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
-            // It is in the host's PID namespace, but may still lack the host's devices.
+            // The process is in the host's PID namespace, but may still be in a container that lacks the host's devices.
             return Err(denied(format!("a process in a container may not {what}")));
         }
         Ok(identity)
     }
 
     /// # Errors
-    /// If the caller may not change settings. `what` completes "may not ..." in the message; `rule` is the name of the rule
-    /// that changes.
+    /// If the caller may not change settings. `what` completes the message's "may not ..."; `rule` is the name of the changed
+    /// rule, or empty.
     pub async fn may_change(&self, what: &str, rule: &str) -> fdo::Result<()> {
         self.may_administer(Action::ChangeSettings, what, rule).await
     }
 
     /// # Errors
-    /// If the caller may not have a debug bundle, which shows all users' clients.
+    /// If the caller may not create a debug bundle, which shows all users' clients.
     pub async fn may_debug(&self) -> fdo::Result<()> {
         self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
 
     /// # Errors
-    /// If the caller may not pause and resume programs of this user. It may with its own.
+    /// If the caller may not pause and resume this user's programs. Callers on the host may pause their own.
     pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
         match user == self.uid {
             true => self.is_of_the_host(what),
@@ -235,15 +235,16 @@ impl Caller<'_> {
     }
 
     /// # Errors
-    /// If the caller may not have memory of this GPU kept free: it must be able to use the GPU.
+    /// If the caller may not reserve memory of this GPU: it must be able to use the GPU.
     pub async fn may_make_room(&self, gpu: &NamedGpu) -> fdo::Result<()> {
         self.may_use(Action::MakeRoom, gpu, "", &format!("have memory of {} kept free", gpu.label)).await
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
-        // The user that the scheduler runs as controls it anyway. On a machine without a GPU, a simulated GPU has no device file.
+        // The user that runs the scheduler controls the GPUs anyway. A simulated GPU on a machine without GPUs has no device
+        // file.
         if self.uid != 0 && self.uid != rustix::process::geteuid().as_raw() {
-            // For a GPU that NVML does not know, no device file is known either.
+            // The device file is only known for GPUs that NVML lists.
             if let Some(minor) = gpu.minor {
                 self.may_open(&format!("/dev/nvidia{minor}"), what)?;
             }
@@ -279,12 +280,12 @@ impl Caller<'_> {
         user_in_words(self.uid)
     }
 
-    /// The caller, for the log: `user root (nvsharectl, process 77)`.
+    /// The caller as log lines show it: `user root (nvsharectl, process 77)`.
     pub fn label(&self) -> String {
         format!("{} ({}, process {})", self.user(), printable(&self.program()), self.pid)
     }
 
-    /// The short name of the caller's process, for users.
+    /// The short name of the caller's process, as users see it.
     fn program(&self) -> String {
         peer::name(self.pid).unwrap_or_else(|| "a program".into())
     }

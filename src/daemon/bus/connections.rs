@@ -1,4 +1,4 @@
-//! The two places where the object is found: the bus, and the control socket.
+//! Serves the object in two places: on the bus and on the control socket.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -23,7 +23,8 @@ use crate::sys::{credentials, descriptors, socket};
 
 /// Time before another attempt to connect to the bus.
 const RETRY: Duration = Duration::from_secs(5);
-/// The most concurrent connections to the control socket; more wait.
+/// Maximum number of concurrent connections to the control socket. Further connections
+/// wait.
 const MAX_PEERS: usize = 64;
 /// A peer that does not finish the handshake in this time is disconnected.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -39,7 +40,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
             Bus::Address(address) => connection::Builder::address(address.as_str()),
         };
         let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus() });
-        // The name is requested last, so that its owner always has the object.
+        // The name is requested last, so that its owner always serves the object.
         let connected = builder
             .serve_at(bus::PATH, Served(object))
             .name(bus::NAME)
@@ -67,7 +68,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
     }
 }
 
-/// Serves the control socket: the same object, without a bus between.
+/// Serves the same object on the control socket, without a bus in between.
 pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
     let listener = match descriptors::watch(listener) {
         Ok(listener) => listener,
@@ -101,7 +102,8 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let groups = credentials::groups(stream.as_fd(), gid)?;
     let process = Process::of_socket(stream.as_fd())?;
     if process.place() != Where::Host {
-        // The control socket was mounted into a container: the peer sees no changes either.
+        // The control socket was mounted into a container. Its peer must not see changes
+        // either.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;

@@ -1,4 +1,4 @@
-//! The error of a call: one of the interface, or one of D-Bus itself.
+//! The error of a call: an error of the interface or of D-Bus itself.
 
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;

@@ -1,6 +1,6 @@
-//! Admission of calls, before the daemon starts any work for them: it limits each user's concurrent calls and calls per second. A
-//! call beyond a limit is refused immediately, or dropped if it expects no reply. So a user's calls take neither memory nor other
-//! users' time. The bus and the control socket have separate gates, so neither can be closed through the other.
+//! Admits calls before the daemon does any work for them. Limits each user's concurrent calls and calls per second, so that no
+//! user's calls exhaust memory or delay other users. A call beyond a limit is refused immediately, or dropped if it expects no
+//! reply. The bus and the control socket have separate gates, so neither can be closed through the other.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,17 +12,17 @@ use zbus::names::OwnedUniqueName;
 
 use super::callers::Known;
 
-/// Concurrent calls of one connection to the bus.
+/// Maximum number of concurrent calls of one connection to the bus.
 const MAX_OF_SENDER: usize = 16;
-/// Concurrent calls of one user, who can have many connections.
+/// Maximum number of concurrent calls of one user, who can have many connections.
 const MAX_OF_USER: usize = 32;
-/// Calls of one user that wait for their turn to read records or a timeline, which are read one after the other.
+/// Maximum number of one user's calls that queue for records or a timeline, which are read one call at a time.
 const MAX_LONG: usize = 2;
-/// Calls of a user per second on average, and in one burst.
+/// Calls of one user per second on average, and the size of a burst.
 const CALLS_PER_SECOND: u32 = 200;
-/// The factor of root's limits.
+/// Root's limits are this many times a user's.
 const ROOT_FACTOR: u32 = 8;
-/// Connections and users that are remembered without calls.
+/// Maximum number of connections and users kept after their last call has ended.
 const MAX_IDLE: usize = 256;
 
 /// The limits of all users.
@@ -34,11 +34,11 @@ struct User {
     places: Arc<Semaphore>,
     long: Arc<Semaphore>,
     token: Duration,
-    /// The time at which the bucket of tokens is full again. Each call moves it on by one token's time.
+    /// Time at which the token bucket is full again. Each call postpones it by the time of one token.
     full: Mutex<Instant>,
 }
 
-/// A call that is being answered. It lasts until it is dropped.
+/// Permit of an admitted call. Dropping it ends the call.
 pub type Place = OwnedSemaphorePermit;
 
 impl User {
@@ -57,7 +57,7 @@ impl User {
         let mut full = self.full.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let next = (*full).max(now) + self.token;
-        // The bucket holds one second's tokens.
+        // The bucket holds the tokens of one second.
         let is_there = next <= now + Duration::from_secs(1);
         if is_there {
             *full = next;
@@ -84,7 +84,7 @@ impl Gate {
         users.entry(uid).or_insert_with(|| Arc::new(User::new(uid))).clone()
     }
 
-    /// Admits a call of a user. `None`: the bus does not identify the user; all such calls count as one user's.
+    /// Admits a call of a user. `None`: the bus cannot identify the user. All such calls share one user's limits.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -94,7 +94,7 @@ impl Gate {
         if user.take_token() { Ok(place) } else { Err(too_many("of this user have come within a second")) }
     }
 
-    /// Admits a call that waits for its turn.
+    /// Admits a call that queues for records or a timeline.
     ///
     /// # Errors
     /// `LimitsExceeded`
@@ -104,7 +104,7 @@ impl Gate {
     }
 }
 
-/// Connections to the bus, by their unique names, which are never used again.
+/// Connections to the bus by unique name. Unique names are never reused.
 #[derive(Debug, Default)]
 pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
 
@@ -112,7 +112,7 @@ pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
 #[derive(Debug)]
 pub struct Sender {
     places: Arc<Semaphore>,
-    /// The bus's credentials of the connection, requested until the bus has answered.
+    /// The bus's credentials of the connection, requested again until the bus answers.
     pub known: OnceCell<Arc<Known>>,
 }
 
@@ -131,7 +131,7 @@ impl Senders {
 }
 
 impl Sender {
-    /// Admits a call of the connection; `None`: it belongs to root, and only the user's limits apply.
+    /// Admits a call of the connection. `None` if the connection belongs to root, to which only the user's limits apply.
     ///
     /// # Errors
     /// `LimitsExceeded`

@@ -1,10 +1,10 @@
-//! The D-Bus object, on the bus and on the control socket. It has a separate thread and runtime, so that no call can delay a
-//! hand-over; it talks to the scheduling loop through channels.
+//! The D-Bus object, on the bus and on the control socket. It has its own thread and runtime, so that no call can delay a
+//! hand-over, and exchanges messages with the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
 //! - `announce`: PropertiesChanged and the signals.
-//! - `sleep`: logind's announcement before the host suspends.
+//! - `suspend`: evicts programs' memory before the host suspends, as logind announces.
 //! - `gate`: admits calls. `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
 
 mod announce;
@@ -44,31 +44,31 @@ use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
 use gate::Gate;
 
-/// Time that a stopping daemon waits for this thread.
+/// How long a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
-/// A request of the object to the scheduling loop.
+/// A request from the object to the scheduling loop.
 #[derive(Debug)]
 pub enum Request {
-    /// The next view of the state.
+    /// The next view of the scheduler's state.
     View(oneshot::Sender<Arc<View>>),
     /// The recorded usage.
     Usage(Query, oneshot::Sender<UsageAnswer>),
-    /// Changes a setting. The caller's name is for the log, here and in the other requests with a name.
+    /// Changes a setting. The string is the caller's name for the log, as in the other requests with a string.
     Set(Change, String, oneshot::Sender<Result<(), Failure>>),
     SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),
-    /// Sets all pods of this node. The answer has the refused rules.
+    /// Replaces all pods of this node. The answer lists the refused rules.
     SetPods(Pods, oneshot::Sender<Refused>),
-    /// Sets all claims of this node. The answer has the refused claims; an error if this daemon has no claims.
+    /// Replaces all claims of this node. The answer lists the refused claims, or is an error if this daemon serves no claims.
     SetClaims(Claims, oneshot::Sender<fdo::Result<Refused>>),
-    /// Checks whether the caller may acquire a lock, as far as the scheduling loop can tell.
+    /// Checks the parts of a lock request that the scheduling loop knows. Authorization is separate.
     CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Checks whether the caller may have a room, as far as the scheduling loop can tell. The answer is the GPU.
+    /// Checks the parts of a request for room that the scheduling loop knows. The answer is the GPU.
     CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
-    /// Makes a room. The answer comes once its memory is free.
+    /// Makes room. The answer is sent once the memory is free.
     Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Ends the lock of this client, for an administrator.
+    /// Ends this client's lock, on an administrator's order.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
     /// The users of the program with this process ID.
     UsersOf(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
@@ -79,8 +79,8 @@ pub enum Request {
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
-    /// Moves the program with this process ID to this GPU, if it belongs to one of these users. The answer comes once the program
-    /// is there, or has not been moved.
+    /// Moves the program with this process ID to this GPU, if it belongs to one of these users. The answer is sent once the
+    /// move has succeeded or failed.
     Migrate {
         pid: u32,
         gpu: String,
@@ -89,18 +89,19 @@ pub enum Request {
     },
     /// Drains a GPU, or allows its use again (`false`).
     Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Adds the other contents of a debug bundle to a view.
+    /// Adds to a view the rest of a debug bundle's contents.
     Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
-    /// Releases the driver for this time at most. The answer has the programs that still use it.
+    /// Releases the driver for at most this time. The answer lists the programs that still use it.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
-    /// The host is about to suspend, or has resumed. The answer comes once all memory that can leave the GPUs has left.
+    /// The host is about to suspend, or has resumed. The answer is sent once all evictable memory has been evicted from the
+    /// GPUs.
     Suspend(bool, oneshot::Sender<()>),
     Reload(String, oneshot::Sender<Result<(), String>>),
-    /// Forgets every `Set`.
+    /// Discards all settings changed at run time.
     Reset(String, oneshot::Sender<Result<(), Failure>>),
 }
 
-/// A changed setting, of an authorized caller.
+/// A changed setting. The caller is authorized.
 #[derive(Debug, Clone, Copy)]
 pub enum Change {
     TimeQuantum(Duration),
@@ -128,8 +129,7 @@ pub struct BusServer {
 }
 
 impl BusServer {
-    /// Starts the thread. The receiver is notified, or its sender dropped, after the first attempt to connect to the
-    /// bus.
+    /// Starts the thread. The receiver completes after the first attempt to connect to the bus, successful or not.
     pub fn start(
         bus: Bus,
         control: Option<OwnedFd>,
@@ -162,7 +162,7 @@ impl BusServer {
         Ok((Self { stop, stopped }, first))
     }
 
-    /// Leaves the bus and hangs up on the peers.
+    /// Leaves the bus and disconnects the peers.
     pub fn stop(self) {
         let _ = self.stop.send(());
         if self.stopped.recv_timeout(STOP_PATIENCE) == Err(RecvTimeoutError::Timeout) {
@@ -171,7 +171,7 @@ impl BusServer {
     }
 }
 
-/// Which bus to be on.
+/// The bus to connect to.
 #[derive(Debug, Clone)]
 pub enum Bus {
     None,
@@ -179,7 +179,7 @@ pub enum Bus {
     Address(String),
 }
 
-/// Values that the scheduling loop publishes.
+/// Values that the scheduling loop publishes to the object.
 #[derive(Debug, Clone)]
 pub struct Followed {
     pub settings: watch::Receiver<Settings>,
@@ -187,18 +187,18 @@ pub struct Followed {
     pub holders: watch::Receiver<Holders>,
     pub clients: watch::Receiver<ClientPids>,
     pub gpus: watch::Receiver<Present>,
-    /// Whether a program has a GPU attached.
+    /// True if any program has a GPU attached.
     pub attached: watch::Receiver<bool>,
 }
 
 #[derive(Debug, Clone)]
 struct Shared {
     requests: mpsc::UnboundedSender<Request>,
-    /// Held while a debug bundle is made: it takes memory, so there is one at a time.
+    /// Held while a debug bundle is created: bundles take memory, so only one is created at a time.
     bundling: Arc<Mutex<()>>,
-    /// Held while a timeline is made, and for a while afterwards.
+    /// Held while a timeline is drawn, and for a pause afterwards.
     drawing: Arc<Mutex<()>>,
-    /// Held while it is read what was used, which can be much.
+    /// Held while usage records are read, which can be large.
     reading_usage: Arc<Mutex<()>>,
     /// Admits the calls of all connections to the control socket.
     control_gate: Arc<Gate>,

@@ -23,15 +23,15 @@ use crate::daemon::core::views::{ClientView, Holders};
 use crate::daemon::core::{RoomRequest, View};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
-/// Shortest time between two answers to queries for usage.
+/// Minimum time between two answers to queries for usage.
 const USAGE_PERIOD: Duration = Duration::from_millis(50);
 
-/// Shortest time between two timelines. It is also at least `TIMELINE_REST` times the time that the last one took.
+/// Minimum pause after a timeline. The pause is at least `TIMELINE_REST` times as long as drawing the timeline took.
 const TIMELINE_PERIOD: Duration = Duration::from_millis(500);
 const TIMELINE_REST: u32 = 4;
 
-/// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every method takes `&self`, for
-/// the reason given in [`super::served`].
+/// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every method takes `&self`:
+/// [`super::served`] explains why.
 #[derive(Debug)]
 pub struct Object {
     pub shared: Shared,
@@ -56,7 +56,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Client>, Failure> {
-        // A caller that the bus does not identify sees what every user may see.
+        // A caller that the bus cannot identify sees only what every user may see.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
         let clients = self.read(|view| view.list_clients()).await?;
@@ -108,7 +108,7 @@ impl Object {
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
         let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
-        // The scheduling loop reads all clients for an answer, so it gets time for other work before the next one.
+        // Each answer makes the scheduling loop read all clients, so it gets time for other work before the next query.
         tokio::spawn(async move {
             tokio::time::sleep(USAGE_PERIOD).await;
             drop(turn);
@@ -132,7 +132,7 @@ impl Object {
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
-        // Checked before a user is asked for a password for it.
+        // Checked first, so that no user is asked for a password for an invalid request.
         let checked = request.clone();
         let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
         caller.may_lock(&lockable).await?;
@@ -151,7 +151,7 @@ impl Object {
         let lasts = room_options(&options)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
-        // Checked before a user is asked for a password for it.
+        // Checked first, so that no user is asked for a password for an invalid request.
         let checked = request.clone();
         let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
         caller.may_make_room(&gpu).await?;
@@ -240,7 +240,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
-        // Before the rule is read: reading may look up users elsewhere, which takes authorization.
+        // Authorized before the rule is parsed: parsing may look up users in a directory service.
         let caller = self.callers.identify(Some(&header), connection).await?;
         caller.may_change(&format!("change the rule {name:?}"), &name).await?;
         let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
@@ -306,8 +306,8 @@ impl Object {
         let view = self.ask(Request::View).await?;
         let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
-        // Replaying a recording keeps a processor busy for a while, so timelines get only a small part of one, however often they
-        // are requested.
+        // Replaying a recording keeps a processor busy for a while. The pause limits timelines to a small part of one
+        // processor, however often they are requested.
         let rest = TIMELINE_PERIOD.max(begin.elapsed() * TIMELINE_REST);
         tokio::spawn(async move {
             tokio::time::sleep(rest).await;
@@ -362,7 +362,7 @@ impl Object {
     #[zbus(signal)]
     pub async fn client_removed(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
 
-    // `Served` announces changes, by the loop's word that they happened; the macro would announce every call.
+    // `Served` announces changes once the scheduling loop reports them. The macro would announce every call.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {
         seconds(self.shared.followed.settings.borrow().time_quantum)
@@ -472,7 +472,7 @@ impl Object {
     /// The users of a program.
     ///
     /// # Errors
-    /// If the caller may not do this to the program. It may with its own.
+    /// If the caller may not perform this action on the program. Callers may act on their own programs.
     async fn authorize_for(
         &self,
         pid: u32,
@@ -489,7 +489,7 @@ impl Object {
         Ok(users)
     }
 
-    /// Reads the state, on a thread for that: it can take a while if there are many clients.
+    /// Reads the state on a separate thread, since that can take a while if there are many clients.
     async fn read<T: Send + 'static>(&self, read: impl FnOnce(&View) -> T + Send + 'static) -> Result<T, Error> {
         let view = self.ask(Request::View).await?;
         let read = tokio::task::spawn_blocking(move || read(&view)).await;
@@ -504,7 +504,7 @@ impl Object {
     }
 }
 
-/// Usage, with the columns that the query groups by.
+/// Converts usage for D-Bus, with only the columns that the query groups by.
 fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
     let ((begins, lasts), account) = (key.time, key.account);
     let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));
@@ -526,7 +526,7 @@ fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usa
     }
 }
 
-/// Whether the options request names and command lines of programs.
+/// Reads the options: true if names and command lines of programs are requested.
 fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     let mut command_lines = false;
     for (name, value) in options {
@@ -544,7 +544,7 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     Ok(command_lines)
 }
 
-/// The time for which a room is kept, unless it is renewed.
+/// Reads the options: the time for which the room is kept unless it is renewed.
 fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     let mut lasts = settings::DEFAULT_ROOM;
     for (name, value) in options {

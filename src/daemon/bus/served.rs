@@ -1,9 +1,9 @@
 //! The object as zbus serves it.
 //!
-//! Calls can take minutes, and zbus holds read locks during a call: on the interface, and for a property also on `Properties` and
-//! on the object tree. Readers do not block each other, but a writer would wait for all of them, and all later calls would wait
-//! for the writer. So nothing writes: no method takes `&mut self`, which [`shared`] ensures, and [`ObjectServer::at`] and
-//! `remove` are not called once the object is registered. Each admitted call has a separate task.
+//! Calls can take minutes, and zbus holds read locks during a call: on the interface, and for a property also on `Properties`
+//! and on the object tree. Readers do not block each other, but a writer would wait for all of them, and all later calls would
+//! wait for the writer. So nothing takes a write lock: no method takes `&mut self`, which [`shared`] ensures, and
+//! [`ObjectServer::at`] and `remove` are not called once the object is registered. Each admitted call runs in its own task.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use zbus::{BoxDBusError, Connection, Message, ObjectServer, OwnedVariant, Varian
 
 use super::object::Object;
 
-/// [`Object`] with the installed XML as its introspection data, which declares how changes are announced.
+/// [`Object`] with the installed XML as its introspection data. The XML declares how changes are announced.
 pub struct Served(pub Arc<Object>);
 
 const XML: &str = include_str!("../../../dbus/org.nvshare.Scheduler1.xml");
@@ -48,8 +48,8 @@ impl Interface for Served {
         self.0.get_all(server, connection, header, emitter).await
     }
 
-    /// zbus would start a task for each call before the daemon could refuse it. It awaits `call`, which starts a task once the
-    /// call is admitted.
+    /// Disabled: zbus would start a task for each call before the daemon could refuse it. With `false`, zbus awaits `call`,
+    /// which starts a task once the call is admitted.
     fn spawn_tasks_for_methods(&self) -> bool {
         false
     }
@@ -136,7 +136,7 @@ impl Interface for Served {
 
     fn introspect_to_writer(&self, writer: &mut dyn std::fmt::Write, level: usize) {
         for line in interface(XML).lines() {
-            // An error of the writer cannot be reported.
+            // An error of the writer has nowhere to be reported.
             let _ = writeln!(writer, "{:level$}{}", "", line.strip_prefix("  ").unwrap_or(line));
         }
     }
@@ -151,7 +151,7 @@ async fn reply_error(connection: &Connection, message: &Message, error: BoxDBusE
     connection.reply_dbus_error(&header, error).await.map_err(|e| fdo::Error::from(e).into())
 }
 
-/// Accepts calls that take `&self`; other methods are not found.
+/// Accepts only methods that take `&self`; others are reported as not found.
 fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
     match dispatched {
         DispatchResult::RequiresMut => DispatchResult::NotFound,
@@ -159,7 +159,7 @@ fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
     }
 }
 
-/// The element `interface` of a file.
+/// The `interface` element of a file.
 fn interface(xml: &str) -> &str {
     let end = "</interface>";
     let start = xml.find("  <interface ").unwrap_or(0);
@@ -179,7 +179,7 @@ mod tests {
     use crate::daemon::core::views::{ClientPids, Holders};
     use crate::daemon::transport::peer::Process;
 
-    /// XML without comments and blank lines, one element a line.
+    /// XML without comments and blank lines, one element per line.
     fn bare(xml: &str) -> Vec<String> {
         let mut rest = xml;
         let mut kept = String::new();
@@ -214,12 +214,12 @@ mod tests {
         let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
-        // Changes of these are announced by `announce`, which the macro does not know.
+        // `announce` announces changes of these properties, which the macro does not know.
         let silent = "<annotation name=\"org.freedesktop.DBus.Property.EmitsChangedSignal\" value=\"false\"/>";
         let mut written = bare(interface(XML));
         let mut generated: Vec<String> = bare(&generated);
         generated.retain(|line| line != silent);
-        // Two ways to write an element without children.
+        // An element without children can be written in two ways.
         for lines in [&mut written, &mut generated] {
             let joined = lines.join("\n").replace(">\n</property>", "/>").replace(">\n</method>", "/>");
             *lines = joined.lines().map(str::to_owned).collect();

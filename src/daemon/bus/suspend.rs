@@ -1,8 +1,9 @@
-//! Suspend and hibernation, through logind: before the host suspends, programs' memory leaves the GPUs. The driver keeps the
-//! contents of GPU memory only if it is set up for that (`NVreg_PreserveVideoMemoryAllocations`), and then has less to write.
+//! Suspend and hibernation through logind: programs' memory is evicted from the GPUs before the host suspends. The driver
+//! preserves the contents of GPU memory only if it is configured to (`NVreg_PreserveVideoMemoryAllocations`), and then has less
+//! to write.
 //!
-//! While a program has a GPU attached, an inhibitor delays suspend. It is closed once all memory that can leave the GPUs has
-//! left; logind waits for it no longer than `InhibitDelayMaxSec`, 5 seconds by default.
+//! While a program has a GPU attached, an inhibitor delays suspend. It is closed once all evictable memory has been evicted.
+//! logind waits at most `InhibitDelayMaxSec`, 5 seconds by default.
 
 use std::time::Duration;
 
@@ -13,10 +14,10 @@ use zbus::{Connection, OwnedFd};
 
 use super::{Request, Shared};
 
-/// logind reports when the host has resumed. If it does not, programs run again after this time awake.
+/// logind reports when the host has resumed. If it does not, programs run again after the host has been awake for this time.
 const RESUMED_AFTER: Duration = Duration::from_secs(60);
 
-/// Time before an inhibitor is requested again if none was available.
+/// Time before an inhibitor is requested again after a failure.
 const RETRY: Duration = Duration::from_secs(30);
 
 #[zbus::proxy(
@@ -46,15 +47,15 @@ pub async fn follow(connection: &Connection, shared: &Shared) {
     }
 }
 
-/// Tells the scheduling loop that the host is about to suspend, or has resumed. The receiver is notified once all memory that can
-/// leave the GPUs has left.
+/// Notifies the scheduling loop that the host is about to suspend, or has resumed. The receiver completes once all evictable
+/// memory has been evicted from the GPUs.
 fn tell(shared: &Shared, suspended: bool) -> oneshot::Receiver<()> {
     let (done, evacuated) = oneshot::channel();
     let _ = shared.requests.send(Request::Suspend(suspended, done)); // the loop may be stopping
     evacuated
 }
 
-/// `suspended`: the host is about to suspend, and memory may still be leaving.
+/// `suspended`: present from logind's announcement until the host has resumed; completes once memory has been evicted.
 async fn prepare(
     connection: &Connection,
     shared: &Shared,
@@ -104,7 +105,7 @@ async fn inhibit(logind: &ManagerProxy<'_>) -> Option<OwnedFd> {
     inhibitor.map_err(|e| debug!("suspend cannot be delayed: {e}")).ok()
 }
 
-/// Waits until all memory that can leave the GPUs has left.
+/// Waits until all evictable memory has been evicted from the GPUs.
 async fn evacuated(suspended: &mut Option<oneshot::Receiver<()>>) {
     match suspended {
         Some(evacuated) => drop(evacuated.await),

@@ -1,10 +1,10 @@
-//! The daemon takes clients' processes off their GPUs and puts them back through `nvshare-checkpoint`, a separate program that
-//! runs once per process: a driver call may take seconds, and never returns while the process is stopped. This module starts
-//! these helpers and sends them requests. Every request is answered in bounded time, whatever happens to the helper.
+//! Takes clients' processes off their GPUs and restores them, through `nvshare-checkpoint`. That is a separate program that
+//! runs once per process, because a driver call may take seconds, and never returns while the process is stopped. This module
+//! starts these helpers and sends them requests. Every request is answered in bounded time, even if its helper hangs or dies.
 //!
 //! A helper initialises the driver as soon as it starts, which takes 0.2 s for each GPU that no process has open [H100]. So the
-//! daemon starts one when it tells the client to prepare. If the client then moves straight to another GPU, the same helper wakes
-//! it.
+//! daemon starts the helper when it sends the client the order to prepare. If the client then moves straight to another GPU,
+//! the same helper wakes it.
 
 #[cfg(test)]
 mod tests;
@@ -35,38 +35,38 @@ use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// The socket that starts a helper for each connection: systemd's (`nvshare-checkpoint.socket`), or in a pod a container's
-/// (`--listen`).
+/// The socket whose listener starts a helper for each connection: systemd (`nvshare-checkpoint.socket`), or in a pod a separate
+/// container (`--listen`).
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
-/// The most helpers that the daemon waits for at a time. Each has the driver loaded and initialised, which takes host memory and
-/// processor time, and the memory that they move crosses the same links.
+/// Maximum number of helpers that the daemon waits for at a time. Each initialises the driver, which takes host memory and
+/// processor time, and all of them move memory over the same links.
 const MAX_HELPERS: usize = 8;
-/// The most helpers for processes of one tenant, late ones included: a user who stops a process keeps its helper from ending.
-/// `MaxConnections=` of the socket has room for the helpers of many tenants.
+/// Maximum number of helpers for processes of one tenant, including late ones: a user who stops a process keeps its helper from
+/// ending. `MaxConnections=` of the socket leaves room for the helpers of many tenants.
 const MAX_HELPERS_OF_TENANT: usize = 4;
-/// The most helpers that wait for a request; beyond these, a helper is started when it is needed.
+/// Maximum number of prepared helpers. Beyond it, helpers are started on demand.
 const MAX_PREPARED: usize = 8;
-/// How long a lock waits for the process's calls and work to end. The process has been prepared, so none are expected.
+/// How long a lock waits for the process's calls and work to end. A prepared process should have none.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long requests wait.
+/// Timeouts of a request.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// For a place among the running helpers.
+    /// Wait for a place among the running helpers.
     place: Duration,
-    /// For the answer to a sleep or a wake. Each takes less than a second if the memory of the process was moved out before
+    /// Wait for the answer to a sleep or a wake. Each takes less than a second if the process's memory was moved out before
     /// (`bench/RESULTS.md`), and otherwise 0.5 s for each GiB.
     answer: Duration,
-    /// For the answer to `Settle`, which waits for a driver call that is still under way.
+    /// Wait for the answer to `Settle`, which itself waits for a driver call in progress.
     settled: Duration,
-    /// For a child to end after the daemon has hung up: the child first undoes its unfinished work. `RuntimeMaxSec=` is systemd's
-    /// counterpart.
+    /// Wait for a child to end after the daemon has hung up: the child first undoes its unfinished work. `RuntimeMaxSec=` is
+    /// the counterpart for helpers that systemd starts.
     end: Duration,
 }
 
-/// `RuntimeMaxSec=` of the service is longer than two of `answer`, the waits before them ([`IDLE`]), and `end` together.
+/// `RuntimeMaxSec=` of the service must exceed the sum of two `answer`s, the waits before them ([`IDLE`]), and `end`.
 const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
@@ -77,9 +77,9 @@ const PATIENCE: Patience = Patience {
 /// How a helper is started.
 #[derive(Debug)]
 enum Start {
-    /// By the listener on this socket, for a connection to it.
+    /// Through the listener on this socket, which starts a helper for each connection.
     Connect(PathBuf),
-    /// As a child, with the user of this process: it reaches only processes of that user.
+    /// As a child with this process's user, which reaches only processes of that user.
     Child(PathBuf),
 }
 
@@ -142,7 +142,7 @@ impl HelperFailure {
     }
 }
 
-/// Starts helpers. It lives on one thread, in a `LocalSet`, and never blocks the thread.
+/// Starts helpers. Runs on one thread in a `LocalSet`, and never blocks the thread.
 #[derive(Debug)]
 pub struct Helpers {
     start: Start,
@@ -151,7 +151,7 @@ pub struct Helpers {
     tenants: RefCell<HashMap<Tenant, Weak<Semaphore>>>,
 }
 
-/// A helper's right to run.
+/// Permission for one helper to run, counted against its tenant and against all helpers.
 struct Place {
     of_tenant: OwnedSemaphorePermit,
     of_all: OwnedSemaphorePermit,
@@ -179,20 +179,20 @@ impl Helpers {
         Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), tenants: RefCell::default() }
     }
 
-    /// Starts a helper for a request that will follow soon. It ends by itself if none does.
+    /// Starts a helper for a request that is expected soon. The helper ends by itself if no request arrives.
     pub fn prepare(&self) -> Option<Helper> {
         self.start().ok() // `ask` reports the error
     }
 
-    /// Takes a process off its GPUs or puts it back. If the future is dropped early, the helper undoes its work as far as possible,
-    /// and the caller must settle the state of the process.
+    /// Takes a process off its GPUs or restores it. If the future is dropped early, the helper undoes its work as far as
+    /// possible, and the caller must settle the state of the process.
     ///
-    /// `prepared`: a helper that was started before. `process`: a pidfd. `uid`: the user that a process must have to be put to
-    /// sleep. `tenant`: the tenant of the process. `pairs`: for a wake, each GPU that the process sees and the GPU on which its
-    /// memory is restored; empty to restore all memory where it was; at most `MAX_PAIRS`.
+    /// `prepared`: a helper that was started earlier. `process`: a pidfd. `uid`: the user that must own a process for it to be
+    /// put to sleep. `tenant`: the tenant of the process. `pairs`: for a wake, each GPU that the process sees and the GPU on
+    /// which its memory is restored, at most `MAX_PAIRS`; empty to restore all memory where it was.
     ///
-    /// The answer comes after 120 seconds at the latest. A process that was to sleep, and that no helper has touched, runs. If
-    /// the process now sleeps, the helper is returned and can be asked again.
+    /// Returns after at most 120 seconds. A process that was to sleep, and that no helper has touched, is reported as running.
+    /// If the process now sleeps, the helper is returned too, and accepts another request.
     pub async fn ask(
         &self,
         prepared: Option<Helper>,
@@ -217,14 +217,15 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        // The caller does not wait for the helper to end, and may be gone before it does, but the place is taken until then.
+        // The caller does not wait for the helper to end, and may be gone before it does, but the helper keeps its place until
+        // then.
         spawn_local(async move {
             let Place { of_tenant: _of_tenant, of_all } = place;
             let answer = select! {
                 answer = timeout(patience, helper.answer()) => answer.ok(),
                 () = asker.closed() => None,
             };
-            // A late helper may never end, so it gives back its place among all helpers, and takes up only one of its tenant's.
+            // A late helper may never end, so it returns its place among all helpers, and keeps only its tenant's.
             let _of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
@@ -240,7 +241,7 @@ impl Helpers {
             None => unknown(HelperFailure::TimedOut),
             Some(None) => unknown(HelperFailure::Died),
             Some(Some(answer)) => match HelperFailure::of(answer.failed, answer.error) {
-                // The helper cannot determine the state, but has done nothing.
+                // The helper cannot determine the state of the process, but has not changed it.
                 Some(failure) if answer.failed == Step::Driver => not_begun(failure),
                 failure => HelperAnswer { outcome: answer.outcome, failure },
             },
@@ -257,7 +258,7 @@ impl Helpers {
             tenants.insert(tenant.clone(), Arc::downgrade(&places));
             places
         };
-        // A request that waits for a place among all helpers holds only a place of its own tenant, so it holds up no other
+        // A request that waits for a place among all helpers holds only a place of its own tenant, so it delays no other
         // tenant.
         match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
             (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
@@ -265,10 +266,11 @@ impl Helpers {
         }
     }
 
-    /// Sends a request to the prepared helper, or to a new one if there is none or it has ended since.
+    /// Sends a request to the prepared helper, or to a new one if none is prepared or the prepared one has ended.
     ///
     /// # Errors
-    /// [`HelperFailure::NotStarted`]; [`HelperFailure::Died`] if the new helper has ended already, which says nothing of the next one.
+    /// [`HelperFailure::NotStarted`]; [`HelperFailure::Died`] if the new helper has already ended. A retry may still succeed
+    /// then.
     fn send(
         &self,
         prepared: Option<Helper>,
@@ -309,13 +311,13 @@ impl Helpers {
     }
 }
 
-/// Helpers that wait for a request, each for one client.
+/// Started helpers that wait for a request, at most one per client.
 #[derive(Debug, Default)]
 pub struct Prepared(Vec<(ClientId, Instant, Helper)>);
 
 impl Prepared {
-    /// Keeps the helper that `helper` returns, unless the client already has one or too many are kept; `helper` is not called
-    /// then. So a client that is repeatedly told to prepare, and refuses, does not start a helper each time.
+    /// Keeps the helper that `helper` returns. Does not call `helper` if the client already has one or too many are kept. So a
+    /// client that refuses repeated orders to prepare does not start a helper each time.
     pub fn keep(&mut self, now: Instant, client: ClientId, helper: impl FnOnce() -> Option<Helper>) {
         self.0.retain(|(_, since, _)| now < *since + IDLE); // older helpers have ended
         if self.0.len() < MAX_PREPARED && self.0.iter().all(|(other, ..)| *other != client) {
@@ -329,7 +331,7 @@ impl Prepared {
     }
 }
 
-/// A helper that was started. Dropping it hangs up, and the helper undoes what it can; the runtime reaps a child.
+/// A started helper. Dropping it hangs up, and the helper then undoes what it can. The runtime reaps a child.
 #[derive(Debug)]
 pub struct Helper {
     socket: AsyncFd<OwnedFd>,
@@ -337,7 +339,7 @@ pub struct Helper {
 }
 
 impl Helper {
-    /// The helper's reply; `None` if it ended or sent something else.
+    /// The helper's reply. `None` if the helper ended or sent anything else.
     async fn answer(&self) -> Option<nvshare_checkpoint::Reply> {
         let mut packet = [0; ANSWER];
         let length = self.receive(&mut packet).await.ok()?;
@@ -350,7 +352,7 @@ impl Helper {
     }
 
     /// Hangs up, and waits until the helper has ended. A child that does not end within `patience` is killed; other helpers are
-    /// killed by the service that started them. `Operation::Settle` then undoes what is left.
+    /// killed by the service that started them. `Operation::Settle` then undoes the unfinished work.
     async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
         match &mut self.child {
@@ -360,7 +362,7 @@ impl Helper {
                     let _ = child.wait().await;
                 }
             }
-            // The other end is closed once the helper's process is gone.
+            // The other end closes once the helper's process is gone.
             None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
         }
     }

@@ -1,4 +1,4 @@
-//! The clients' listening socket: accepts connections even when descriptors are short.
+//! The clients' listening socket. Accepts connections even when the process runs out of descriptors.
 
 use std::cell::RefCell;
 use std::io;
@@ -19,7 +19,7 @@ use crate::identity::Tenant;
 use crate::sys::descriptors::{self, Spare};
 use crate::sys::socket;
 
-/// Time to wait before accepting again, after an error that may pass.
+/// Pause before the next attempt to accept, after an error that may be temporary.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Accepts connections until the daemon ends. `claim` is the UID of the claim that the socket belongs to, or empty.
@@ -51,7 +51,7 @@ pub async fn accept(
                 }
                 tokio::task::yield_now().await;
             }
-            // Linux reports this before it checks for a waiting connection, so there may be none to refuse.
+            // Linux reports this error before it checks for a pending connection, so there may be none to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
@@ -59,7 +59,7 @@ pub async fn accept(
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
                     refuse(socket.as_fd(), Refusal::TooMany, "the scheduler has no file descriptors left");
                 });
-                // Before another task runs, which could take the descriptor and keep it.
+                // Done before another task runs, which could take the free descriptor and keep it.
                 spare.refill();
                 match refused {
                     Ok(()) => {}
@@ -67,7 +67,7 @@ pub async fn accept(
                     Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
                 }
             }
-            // The client gave up before it was accepted.
+            // The client disconnected before it was accepted.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => {}
             Err(e) => {
                 if log_limit.borrow_mut().allows("accept", &Tenant::Root) {
@@ -79,8 +79,8 @@ pub async fn accept(
     }
 }
 
-/// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards the data sent on it.
-/// The client can send no more during this, so reading ends.
+/// Sends a client the reason why it is refused. Reads its packets first, because closing a socket with unread data discards the
+/// data sent on it. Reading ends, since the client can no longer send.
 pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];

@@ -1,9 +1,9 @@
-//! A listening socket for each ResourceClaim of Kubernetes that is prepared on this node. Containers that were given a claim find
-//! the directory of its socket in the place of the usual one, and no other container sees it. So the socket through which a
-//! program connects identifies its claim, whatever the program itself reports.
+//! A listening socket for each Kubernetes ResourceClaim that is prepared on this node. The directory of the claim's socket is
+//! mounted over the usual directory in containers that were given the claim, and in no other container. So the socket through
+//! which a program connects identifies its claim, whatever the program itself reports.
 //!
-//! A directory stays until its claim goes: containers keep it, and a starting daemon learns from it which claims exist before the
-//! device plugin has listed them.
+//! A directory is kept until its claim is removed, because running containers have it mounted. A starting daemon also reads
+//! from the directories which claims exist, before the device plugin has listed them.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +30,7 @@ pub struct ClaimSockets {
     open: BTreeMap<String, ClaimSocket>,
 }
 
-/// A socket that is served. Dropping it removes the socket, and leaves the directory.
+/// A served socket. Dropping it removes the socket and keeps the directory.
 #[derive(Debug)]
 struct ClaimSocket {
     path: PathBuf,
@@ -45,7 +45,7 @@ impl Drop for ClaimSocket {
 }
 
 impl ClaimSockets {
-    /// Opens the sockets of the claims that an earlier daemon had in this directory.
+    /// Opens the sockets of the claims that an earlier daemon left in this directory.
     pub fn new(directory: &Path, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) -> Self {
         core.borrow_mut().create_lock_files_of_claims_in(directory);
         let (core, connections) = (core.clone(), connections.clone());
@@ -58,8 +58,8 @@ impl ClaimSockets {
         sockets
     }
 
-    /// Replaces all claims: when this returns, new claims have sockets, and claims that are gone have none. Claims without a
-    /// socket are left out, and returned with the reasons.
+    /// Replaces all claims. On return, new claims have sockets, and removed claims have none. Claims whose socket cannot be
+    /// opened are left out, and returned with the reasons.
     pub fn set(&mut self, mut claims: Claims) -> Refused {
         let mut refused = Refused::new();
         let uids: BTreeSet<String> = claims.uids().map(str::to_owned).collect();

@@ -1,4 +1,4 @@
-//! One client's connection: the handshake, its packets, its end.
+//! One client's connection: the handshake, its packets, and its end.
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,11 +23,12 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// A connection that sends nothing for this long is closed. A client that was stopped during this time connects again.
+/// A connection that sends nothing for this long is closed. A client that was stopped during that
+/// time reconnects.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// The cost of identifying a process, and of adding or removing a client, in messages.
+/// The cost, in messages, of identifying a process and of adding or removing a client.
 const ARRIVAL_TOKENS: u32 = 10;
-/// The most packets that are read after a process has ended, more than a socket holds.
+/// Maximum number of packets that are read after a process has ended: more than a socket holds.
 const MAX_LAST_PACKETS: usize = 1024;
 
 /// Completes a log line that begins with a program's name.
@@ -38,7 +39,7 @@ pub(super) struct Incoming {
     pub socket: OwnedFd,
     /// The UID of the claim whose socket the connection came through, or empty.
     pub claim: String,
-    /// Of its presumed tenant, and its place there.
+    /// The budget of the presumed tenant, and the connection's place in it.
     pub budget: Rc<Budget>,
     pub arrival: Share,
 }
@@ -68,7 +69,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     let budget = connections.budgets.of(&identity.tenant);
     let (place, too_many) = match budget.take(What::Clients, 1) {
         Some(place) => (place, false),
-        // The client is told of the limit, unless too many refused clients are being told already.
+        // The client is sent the reason, unless too many refused clients are being sent theirs.
         None => match budget.take(What::Refusals, 1) {
             Some(place) => (place, true),
             None => return,
@@ -128,13 +129,13 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     drop(place);
 }
 
-/// The reason why another client of a tenant is refused.
+/// The reason why a tenant's next client is refused.
 pub(super) fn too_many_clients(budget: &Budget) -> String {
     let (tenant, most) = (budget.tenant(), budget.limit(What::Clients));
     format!("{tenant} has {most} programs connected; max-clients-per-tenant allows no more")
 }
 
-/// Exchanges packets with a client that has been welcomed, until either side ends the connection.
+/// Exchanges packets with a welcomed client until either side ends the connection.
 pub async fn converse(
     core: &RefCell<Core>,
     client: ClientId,
@@ -146,7 +147,7 @@ pub async fn converse(
     let end = tokio::select! {
         end = read(core, client, connection) => end,
         () = connection.overflowed() => End::Violation(Violation::Unread),
-        // Sending never ends the connection.
+        // This branch never completes: sending does not end the connection.
         () = async { connection.flush().await; std::future::pending().await } => End::Closed,
         () = died(pidfd) => End::Died,
     };
@@ -168,10 +169,10 @@ pub async fn converse(
     slice.end().await;
 }
 
-/// Reads what a process sent before it ended: its end can be noticed before its last packets.
+/// Reads packets that a process sent before it ended: its end can be noticed before they are read.
 fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
     let mut buffer = [0; MAX_LEN];
-    // Bounded, since a process that shares the socket could send forever.
+    // Bounded, since another process that shares the socket could send forever.
     for _ in 0..MAX_LAST_PACKETS {
         let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, &mut Vec::new()) else {
             return;
@@ -180,10 +181,10 @@ fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connec
     }
 }
 
-/// The end of a connection.
+/// How a connection ended.
 enum End {
     Closed,
-    /// The process has ended, although a child of it may still have the socket.
+    /// The process has ended, although its child may still have the socket open.
     Died,
     Violation(Violation),
 }
@@ -202,7 +203,7 @@ pub struct Hello {
     pub max: u16,
     /// The client's ID on an earlier connection, or 0.
     pub resume: u64,
-    /// An earlier scheduler told the client to sleep.
+    /// True if an earlier scheduler put the client to sleep.
     pub is_asleep: bool,
     pub gang: u64,
     pub library: Text<32>,

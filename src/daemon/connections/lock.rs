@@ -1,12 +1,13 @@
-//! GPU locks that are acquired over D-Bus, without the library: `AcquireLock`, and with it `nvsharectl lock`.
+//! GPU locks acquired over D-Bus, without the library: `AcquireLock`, and `nvsharectl lock`, which calls it.
 //!
-//! The caller becomes a client like any other: it has its own identity and therefore its own rule, waits in the same queue, takes
-//! the same turns, and counts against the same limit of its tenant; a [`LockKeeper`] speaks the protocol for it. The caller gets
-//! one end of a socket pair; closing it releases the lock, or ends the wait for it. A revoked lock is released immediately,
-//! whether the caller reads or not, and requested again.
+//! The caller becomes a client like any other: it has its own identity and therefore its own rule, waits in the same queue,
+//! gets the same turns, and counts against its tenant's limit. A [`LockKeeper`] speaks the protocol on its behalf. The caller
+//! gets one end of a socket pair. Closing that end releases the lock or cancels the request. A revoked lock is released
+//! immediately, whether the caller reads or not, and requested again.
 //!
-//! The daemon's end of the pair outlives the daemon in systemd's descriptor store, together with a memory file ([`Record`]) from
-//! which the next daemon continues. If the store no longer has it, the lock is lost, and the caller reads the end of its socket.
+//! The daemon's end of the pair outlives the daemon in systemd's descriptor store, together with a memory file ([`Record`])
+//! with the state for the next daemon. If the store has lost the descriptors, the lock is lost, and the caller reads
+//! end-of-file.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -39,14 +40,14 @@ use crate::identity::{Cgroup, Identity, printable};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// The most characters of a name or a reason.
+/// Maximum length of a name or a reason, in characters.
 const MAX_TEXT: usize = 200;
-/// The only slot of a lock's client.
+/// The only slot of the client that represents a lock.
 const SLOT: u32 = 0;
 const GPUS: u64 = 1 << SLOT;
 /// Utilization in permille that keeps all other clients from running concurrently.
 const EXCLUSIVE: u32 = 2000;
-/// The most bytes of a record that are read: a process can have 65536 groups.
+/// Maximum size of a record in bytes: a process can have 65536 groups.
 const MAX_RECORD: u64 = 1 << 20;
 
 /// The arguments of `AcquireLock`, and the caller.
@@ -59,11 +60,11 @@ pub struct LockRequest {
     pub caller: Identity,
 }
 
-/// A lock that the caller may acquire, as far as the scheduling loop can tell.
+/// A lock that the scheduling loop would let the caller acquire.
 #[derive(Debug, Clone)]
 pub struct Lockable {
     pub gpu: NamedGpu,
-    /// The name of the caller's rule for messages; empty if it has none.
+    /// The name of the caller's rule, for messages; empty if it has none.
     pub rule: String,
 }
 
@@ -85,7 +86,7 @@ pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
     Ok(Lockable { gpu, rule })
 }
 
-/// Queues the caller for the lock. Returns the caller's end of the pair of sockets.
+/// Queues the caller for the lock. Returns the caller's end of the socket pair.
 ///
 /// # Errors
 /// If the request is invalid or not allowed, or the caller's tenant has too many clients.
@@ -116,7 +117,7 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
     Ok(theirs.into())
 }
 
-/// The data of a lock that the next daemon needs. Its file begins with one more byte, which tells whether the lock is held.
+/// The state of a lock that is saved for the next daemon. In the file it follows one byte that tells whether the lock is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Record {
@@ -130,7 +131,7 @@ struct Record {
     uid: u32,
     groups: Vec<u32>,
     command: String,
-    /// The path of the caller's control group, if the kernel showed it.
+    /// The path of the caller's control group, if the kernel reported it.
     cgroup: Option<String>,
 }
 
@@ -154,7 +155,7 @@ impl Record {
         }
     }
 
-    /// Creates the file of a lock that is not held.
+    /// Creates the file of a lock that is not held yet.
     fn create(&self) -> io::Result<File> {
         let file = File::from(rustix::fs::memfd_create("nvshare-lock", MemfdFlags::CLOEXEC)?);
         let text = serde_json::to_vec(self)?;
@@ -163,7 +164,7 @@ impl Record {
         Ok(file)
     }
 
-    /// Reads a file of an earlier daemon. Returns whether the lock is held, too.
+    /// Reads a file of an earlier daemon. The flag tells whether the lock is held.
     fn read(file: &File) -> io::Result<(Self, bool)> {
         let mut held = NOT_HELD;
         file.read_exact_at(&mut held, 0)?;
@@ -192,7 +193,7 @@ impl Record {
             ..Identity::default()
         };
         if let Some(path) = cgroup {
-            // The caller was on the host, or it would not have got the lock.
+            // The caller was on the host, since no other caller can acquire a lock.
             peer::place(&mut identity, Cgroup { path: path.clone() }, true, true);
         }
         identity
@@ -219,14 +220,14 @@ impl Record {
     }
 }
 
-/// A lock that an earlier daemon granted or queued, before its request is repeated.
+/// A lock taken over from an earlier daemon. If it was only queued, its request has yet to be repeated.
 pub struct TakenOver {
     keeper: LockKeeper,
     held: bool,
     place: Share,
 }
 
-/// Takes over a lock of an earlier daemon, with the identity that its caller had then. If this fails, the lock ends.
+/// Takes over a lock of an earlier daemon, with the identity that its caller had then. Ends the lock if that fails.
 pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: StoredConnection) -> Option<TakenOver> {
     let StoredConnection { name, socket, record } = stored;
     let end = socket.try_clone().ok();
@@ -248,7 +249,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         Err(e) => {
             warn!(name: "lock-lost", client = name.client, "cannot restore a lock held over D-Bus, releasing it: {e}");
             systemd::forget(&name.to_string());
-            // Closing is not enough: systemd still has the socket open.
+            // Closing is not enough: systemd has a copy of the socket.
             end.iter().for_each(|socket| socket::shut_down(socket.as_fd()));
             return None;
         }
@@ -265,7 +266,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
 }
 
 impl TakenOver {
-    /// Repeats the request, if the lock is not held, and keeps the lock from now on.
+    /// Repeats the request if the lock is not held, and keeps the lock from now on.
     pub fn go_on(self) {
         let Self { keeper, held, place } = self;
         if !held {
@@ -275,7 +276,7 @@ impl TakenOver {
     }
 }
 
-/// The parts of a [`LockKeeper`] whose client has no ID yet.
+/// The parts of a [`LockKeeper`] that exist before its client has an ID.
 struct Unattached {
     record: Record,
     connection: Rc<Connection>,
@@ -290,7 +291,7 @@ impl Unattached {
     }
 }
 
-/// Speaks the protocol for the owner of a lock.
+/// Speaks the protocol on behalf of a lock's owner.
 struct LockKeeper {
     core: Rc<RefCell<Core>>,
     client: ClientId,
@@ -302,7 +303,7 @@ struct LockKeeper {
 
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
-        // These messages follow the protocol.
+        // Errors are ignored: these messages never violate the protocol.
         let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
@@ -322,23 +323,23 @@ impl LockKeeper {
         self.send(ClientMessage::Request { gpus: GPUS });
     }
 
-    /// Keeps the lock until the owner closes its end.
+    /// Keeps the lock until the owner closes its end of the socket.
     async fn keep(self, place: Share) {
         let why = tokio::select! {
             () = self.serve() => "is ended by an administrator",
             () = self.owner_closes() => "no longer wants the lock",
-            // Sending never ends the connection.
+            // This branch never completes: sending does not end the connection.
             () = async { self.connection.flush().await; std::future::pending().await } => "",
         };
         self.core.borrow_mut().disconnect(self.client, why);
-        // systemd may still have a copy, which would keep the owner from reading the end of its socket.
+        // systemd may have a copy, which would keep the owner from reading end-of-file.
         socket::shut_down(self.files.owner.as_fd());
         drop(place);
     }
 
-    /// Writes a line to the owner, which need not read it.
+    /// Writes a line to the owner, which may not read it.
     fn tell(&self, line: &str) {
-        // Not through tokio, which would not try before it has seen that the socket is writable.
+        // Not through tokio, which sends nothing before it has seen the socket become writable.
         let _ = socket::send(self.files.owner.as_fd(), line.as_bytes());
     }
 
@@ -349,8 +350,8 @@ impl LockKeeper {
         }
     }
 
-    // If the daemon dies between the steps of these functions, the next daemon sends `granted` again; the owner never believes
-    // that it has a lock that it does not have.
+    // If the daemon dies between the steps of these functions, the next daemon sends `granted` again. The owner never believes
+    // that it holds a lock that it does not hold.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });
@@ -385,7 +386,7 @@ impl LockKeeper {
         }
     }
 
-    /// Waits until the owner's end is closed. Data that the owner writes is discarded.
+    /// Waits until the owner closes its end. Discards data that the owner writes.
     async fn owner_closes(&self) {
         let mut buffer = [0; 64];
         while self.files.owner.readable().await.is_ok() {

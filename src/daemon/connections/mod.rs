@@ -2,9 +2,9 @@
 //!
 //! - [`accept`]: the listening socket. [`claims`]: the sockets of claims.
 //! - `client`: one connection: the handshake, its packets, its end.
-//! - [`resume`]: connections of an earlier daemon.
-//! - [`room`]: memory that is kept free on request over D-Bus.
-//! - [`lock`]: GPU locks that are acquired over D-Bus, for which the daemon acts as a client.
+//! - [`resume`]: connections taken over from an earlier daemon.
+//! - [`room`]: memory that is kept free on requests over D-Bus.
+//! - [`lock`]: GPU locks acquired over D-Bus, for which the daemon acts as a client.
 
 pub mod accept;
 pub mod claims;
@@ -29,7 +29,7 @@ use crate::identity::Identity;
 pub struct Connections {
     log_limit: RefCell<LogRateLimit>,
     pub budgets: Rc<Budgets>,
-    /// True once clients of an earlier daemon have been taken over.
+    /// Becomes true once clients of an earlier daemon have been taken over.
     resumed: watch::Receiver<bool>,
 }
 
@@ -38,7 +38,8 @@ impl Connections {
         Self { log_limit: RefCell::default(), budgets, resumed }
     }
 
-    /// Waits until clients of an earlier daemon have been taken over. Before that, no other client's requests are read.
+    /// Waits until clients of an earlier daemon have been taken over. Requests of other clients are read only after
+    /// that.
     async fn resumed(&self) {
         let _ = self.resumed.clone().wait_for(|resumed| *resumed).await;
     }

@@ -1,10 +1,10 @@
-//! Connections of an earlier daemon, which systemd stored (`FDSTORE=1`). The new daemon does not know which messages were sent on
-//! them: messages that the earlier daemon had read and not handled are lost, and so are decisions that it had not sent. So each
-//! client is told to send its whole state again (`Resume`), and packets before its answer are discarded.
+//! Takes over connections of an earlier daemon, which systemd stored (`FDSTORE=1`). The new daemon does not know which messages
+//! were exchanged on them: messages that the earlier daemon read but did not handle are lost, and so are decisions that it did
+//! not send. So each client is asked to send its whole state again (`Resume`), and packets before its answer are discarded.
 //!
-//! No lock is granted before all clients have answered, since a silent client may hold it. The scheduler does not wait for stopped
-//! processes, nor for tenants that have sent more than their budget: their clients are taken over after all others, when they
-//! answer. Programs that connect in the meantime are welcomed, and their packets are read afterwards.
+//! No lock is granted before all clients have answered, since a silent client may hold it. The scheduler does not wait for
+//! stopped processes, nor for tenants that have exceeded their message budget: their clients are taken over after all others,
+//! when they answer. Programs that connect in the meantime are welcomed, but their packets are read only afterwards.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -34,14 +34,14 @@ use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// Time for a client to answer. A client that is moving its memory takes a moment.
+/// Time for a client to answer. A client that is moving its memory answers late.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time between checks whether silent clients are stopped.
+/// Interval of checks whether silent clients are stopped.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
-/// The most packets of a client's whole state.
+/// Maximum number of packets in a client's state.
 const MAX_PACKETS: usize = 1024;
 
-/// A client that was asked for its state.
+/// A stored client that was asked for its state.
 struct StoredClient {
     name: ConnectionName,
     connection: Rc<Connection>,
@@ -50,7 +50,7 @@ struct StoredClient {
     place: Share,
 }
 
-/// The state of a client.
+/// A client's answer.
 struct ClientState {
     asked: StoredClient,
     hello: Hello,
@@ -58,7 +58,7 @@ struct ClientState {
     held: SlotSet,
 }
 
-/// Takes over stored connections. Returns when all clients except stopped ones have answered.
+/// Takes over stored connections. Returns once all clients except stopped ones have answered.
 pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
@@ -126,7 +126,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     });
 }
 
-/// Takes over a client once its tenant has tokens.
+/// Takes over a client as soon as its tenant has tokens.
 fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) {
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
@@ -136,11 +136,11 @@ fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Con
     });
 }
 
-/// Asks a client for its state. `None` if its process has ended, or the connection cannot be taken over.
+/// Asks a client for its state. `None` if its process has ended, or its connection cannot be taken over.
 fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
     let is_supported = (version::MIN..=version::MAX).contains(&name.version);
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
-        // A child of the process may still have the connection.
+        // A child of the process may still have the connection open.
         let is_alive = identity.pid == 0 || pidfd.is_some();
         is_alive
             && (name.start_time == 0
@@ -163,7 +163,7 @@ async fn read_state(asked: StoredClient) -> Option<ClientState> {
     let (hello, packets, held) = tokio::select! {
         answer = read_answer(&asked.connection, asked.name) => answer?,
         () = client::died(asked.pidfd.as_deref()) => return None,
-        // Sending never ends the connection.
+        // This branch never completes: sending does not end the connection.
         () = async { asked.connection.flush().await; std::future::pending().await } => return None,
     };
     Some(ClientState { asked, hello, packets, held })
@@ -174,7 +174,7 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
     let mut hello = None;
     let mut packets = Vec::new();
     loop {
-        // Descriptors belong to answers to the earlier daemon: they are closed.
+        // Descriptors are answers to the earlier daemon, and are closed.
         let packet = connection.receive(&mut buffer, &mut Vec::new()).await.ok()??;
         match ClientMessage::decode(packet, name.version) {
             Ok(ClientMessage::Hello { min_version: min, max_version: max, flags, resume, gang, library }) => {
@@ -200,10 +200,11 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
     }
 }
 
-/// Feeds packets to the scheduler until a time slice ends.
+/// Feeds packets to the scheduler until the time slice ends.
 fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut impl Iterator<Item = Vec<u8>>) {
     for packet in packets {
-        // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.
+        // Another thread of the client may have sent packets about a GPU before the GPU was named. These violate the protocol,
+        // but are sent again.
         let _ = core.borrow_mut().receive(client, &packet, Vec::new());
         if !slice.spend(1) {
             break;
@@ -211,8 +212,8 @@ fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut
     }
 }
 
-/// Takes clients over: first their memory, then the locks that they hold, then their requests. Returns those whose tenants had
-/// spent their tokens when it was their turn, unless they are `late` already.
+/// Takes clients over: first their memory, then the locks that they hold, then their requests. Returns the clients whose
+/// tenants were out of tokens at that time, unless `late` is set.
 async fn admit(
     core: &Rc<RefCell<Core>>,
     mut states: Vec<ClientState>,

@@ -1,8 +1,8 @@
-//! Rooms that are requested over D-Bus: `MakeRoom`, and with it `nvsharectl make-room`.
+//! Rooms requested over D-Bus: `MakeRoom`, and `nvsharectl make-room`, which calls it.
 //!
-//! The caller gets one end of a socket pair once the memory is free. Closing its last copy gives the memory back; data written to
-//! it renews the room's time. The caller reads the end of the socket when the room is over. The daemon's end is not passed on to
-//! the next daemon: rooms end with this one.
+//! The caller gets one end of a socket pair once the memory is free. Closing its last copy ends the room; writing to it renews
+//! the room. When the room has ended, the caller reads end-of-file. Rooms end with the daemon: its end of the pair is not
+//! passed on to the next daemon.
 
 use std::cell::RefCell;
 use std::io;
@@ -20,14 +20,14 @@ use crate::daemon::core::{Core, PendingRoom, RoomRequest};
 use crate::scheduler::RoomId;
 use crate::sys::socket;
 
-/// Shortest time between two renewals of a room. Each renewal costs the scheduling loop time in proportion to the number of
+/// Minimum time between two renewals of a room. A renewal takes time on the scheduling loop in proportion to the number of
 /// clients.
 const RENEWAL_PERIOD: Duration = Duration::from_millis(500);
 
-/// The most reads before a renewal, more than a socket holds.
+/// Maximum number of reads before a renewal: more than a socket holds.
 const MAX_READS: usize = 256;
 
-/// Makes a room, and answers with the caller's end of the socket pair once its memory is free.
+/// Makes a room. Once its memory is free, answers with the caller's end of the socket pair.
 pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
     let pending = core.borrow_mut().request_room(request);
     let PendingRoom { room, ready, ended } = match pending {
@@ -58,7 +58,7 @@ pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Send
     });
 }
 
-/// A room, which is closed when this is dropped.
+/// A room. Dropping it ends the room.
 struct Kept {
     core: Rc<RefCell<Core>>,
     room: RoomId,
@@ -79,7 +79,7 @@ impl Kept {
             }
             if wrote {
                 self.core.borrow_mut().renew_room(self.room);
-                // Data written until then renews the room once.
+                // Everything written during the pause renews the room only once.
                 tokio::time::sleep(RENEWAL_PERIOD).await;
             }
         }

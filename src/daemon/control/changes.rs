@@ -1,8 +1,8 @@
-//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved in the
-//! directory that systemd provides (`StateDirectory=`); without a directory, they last until the daemon ends. The configuration
-//! file is never written.
+//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved in
+//! the directory that systemd provides (`StateDirectory=`). Without a directory they last until the daemon ends. The
+//! configuration file is never written.
 //!
-//! A change takes effect once it is saved, and not at all if that fails: settings in effect survive a restart.
+//! A change takes effect only once it is saved, so every setting in effect survives a restart.
 
 use std::cell::RefCell;
 use std::io;
@@ -27,23 +27,23 @@ const FILE: &str = "settings.toml";
 const HEADER: &str =
     "# Settings changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` forgets them.\n";
 
-/// The settings that were changed at run time, as they are saved.
+/// The settings changed at run time, in the form in which they are saved.
 #[derive(Debug, Default)]
 pub struct Changes {
     changed: RefCell<Changed>,
     saver: Option<Saver>,
-    /// Changes are made one after another: each is saved before the next one begins.
+    /// Serializes changes: each is saved before the next one begins.
     turn: Mutex<()>,
 }
 
-/// The thread that saves the changes, since writing can take long.
+/// The thread that saves the changes, since writing can be slow.
 #[derive(Debug)]
 struct Saver {
     path: PathBuf,
     texts: Sender<(String, oneshot::Sender<io::Result<()>>)>,
 }
 
-/// The file's content. Keys of later versions are ignored.
+/// The content of the file. Unknown keys, from later versions, are ignored.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Changed {
@@ -59,7 +59,7 @@ struct Changed {
     rule: Added,
 }
 
-/// Reads the rules. Invalid rules are ignored.
+/// Reads the rules. Invalid rules are logged and ignored.
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
@@ -69,7 +69,7 @@ fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
 }
 
 impl Changes {
-    /// Reads the settings that an earlier daemon saved in `directory`. A wrong file is logged and ignored.
+    /// Reads the settings that an earlier daemon saved in `directory`. An invalid file is logged and ignored.
     pub fn open(directory: Option<&Path>) -> Self {
         let Some(directory) = directory else { return Self::default() };
         let path = directory.join(FILE);
@@ -98,7 +98,7 @@ impl Changes {
         Self { changed: RefCell::new(changed), saver: Some(Saver { path, texts: sender }), turn: Mutex::default() }
     }
 
-    /// Applies the changes to a configuration that was read from its file.
+    /// Applies the changes to a configuration that was read from files.
     pub fn apply(&self, config: &mut Config) {
         let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = *self.changed.borrow();
         config.rules.put_first(rule);
@@ -109,13 +109,13 @@ impl Changes {
         settings.policy = policy.unwrap_or(settings.policy);
     }
 
-    /// Waits until no other change is under way, and keeps other changes from beginning.
+    /// Waits until no other change is in progress, and keeps others from beginning.
     pub async fn begin(&self) -> Turn<'_> {
         Turn { changes: self, _turn: self.turn.lock().await }
     }
 }
 
-/// The right to change the settings.
+/// Exclusive permission to change the settings.
 #[derive(Debug)]
 pub struct Turn<'a> {
     changes: &'a Changes,
@@ -123,7 +123,7 @@ pub struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// Saves one more change.
+    /// Saves an additional change.
     ///
     /// # Errors
     /// `IOError` if it cannot be saved. Then nothing has changed.
@@ -148,10 +148,10 @@ impl Turn<'_> {
         self.save(changed).await
     }
 
-    /// Forgets all changes.
+    /// Discards all changes.
     ///
     /// # Errors
-    /// `IOError` if that cannot be saved. Then nothing has changed.
+    /// `IOError` if this cannot be saved. Then nothing has changed.
     pub async fn reset(&self) -> fdo::Result<()> {
         self.save(Changed::default()).await
     }

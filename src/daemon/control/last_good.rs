@@ -1,6 +1,6 @@
-//! The last configuration without an error, kept in the directory that systemd provides (`StateDirectory=`). If the configuration
-//! files have an error, the scheduler starts with this configuration: without a scheduler no limit of any rule would hold, and
-//! programs would not take turns.
+//! The last valid configuration, kept in the directory that systemd provides (`StateDirectory=`). The scheduler starts with it
+//! if the configuration files have an error: without a scheduler, no rule's limit would be enforced and programs would not take
+//! turns.
 
 use std::path::{Path, PathBuf};
 
@@ -13,15 +13,15 @@ use crate::sys::atomic_file;
 const FILE: &str = "configuration.toml";
 const HEADER: &str = "# The configuration files as they were last read without an error: the scheduler starts with them if those have one.\n";
 
-/// The file that has their texts. Without a state directory there is none.
+/// The file with the texts of the configuration files. `None` without a state directory.
 #[derive(Debug, Clone, Default)]
 pub struct LastGood(Option<PathBuf>);
 
-/// A configuration to start with if the files have an error.
+/// The configuration to start with if the files have an error.
 #[derive(Debug)]
 pub struct Fallback {
     pub config: Config,
-    /// It is the default configuration: none was kept.
+    /// True if no configuration was kept, so that this is the default one.
     pub is_default: bool,
 }
 
@@ -30,7 +30,7 @@ impl LastGood {
         Self(directory.map(|directory| directory.join(FILE)))
     }
 
-    /// Reads the configuration files, and keeps their texts if they have no error.
+    /// Reads the configuration files, and keeps their texts if they are valid.
     ///
     /// # Errors
     /// The error of the files.
@@ -48,8 +48,8 @@ impl LastGood {
         Ok(config)
     }
 
-    /// The kept configuration, or else the default one. `None` without a state directory: a scheduler that is started by hand
-    /// reports the error and ends.
+    /// The kept configuration, or the default one if none was kept. `None` without a state directory: a scheduler that is
+    /// started by hand reports the error and exits.
     pub fn fallback(&self) -> Option<Fallback> {
         self.0.as_ref()?;
         let kept = self.read().and_then(|sources| sources.config_as_before().ok());
@@ -64,7 +64,7 @@ impl LastGood {
     }
 }
 
-/// The error of the files, and the configuration that is in effect instead.
+/// Describes the error of the files and the configuration that is in effect instead.
 pub fn in_effect_despite(error: &str, is_default: bool) -> String {
     let instead = if is_default { "the default settings" } else { "the last configuration without an error" };
     format!("{error} (in effect: {instead})")

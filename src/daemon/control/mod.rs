@@ -1,7 +1,7 @@
-//! Requests of the D-Bus object, carried out on the scheduling loop: views, changed settings and rules, reloading.
+//! Carries out requests of the D-Bus object on the scheduling loop: views, changed settings and rules, reloading.
 //!
 //! - [`changes`]: settings changed at run time.
-//! - [`last_good`]: the last configuration without an error, for a start with wrong files.
+//! - [`last_good`]: the last valid configuration, for a start with invalid files.
 //! - [`status_line`]: the line that `systemctl status` shows.
 //! - [`views`]: copies of the state, for readers.
 
@@ -34,20 +34,20 @@ use changes::Changes;
 use last_good::{LastGood, in_effect_despite};
 use views::Views;
 
-/// Answers requests.
+/// Carries out the D-Bus object's requests.
 pub struct Control {
-    /// The configuration file, if it is not the usual one.
+    /// The path of the configuration file, if it is not the default one.
     pub config: Option<PathBuf>,
-    /// The log level, if the command line sets it.
+    /// The log level, if set on the command line.
     pub log_level: Option<LogLevel>,
-    /// The time quantum, if the command line sets it.
+    /// The time quantum, if set on the command line.
     pub time_quantum: Option<Duration>,
     pub log: logging::Control,
     pub changes: Changes,
     pub last_good: LastGood,
-    /// The default configuration is in effect, since the files had an error at the start.
+    /// True if the files had an error at the start and the default configuration is in effect.
     pub is_default: Cell<bool>,
-    /// Held while the configuration is read, so that the last one requested is the last to take effect.
+    /// Held while the configuration is read, so that the last requested reload is the last to take effect.
     pub loading: Mutex<()>,
     pub views: Views,
 }
@@ -61,7 +61,7 @@ impl Control {
         claims: Option<&mut ClaimSockets>,
         request: Request,
     ) {
-        // The caller may have stopped waiting, which is no error.
+        // The caller may have stopped waiting, which is not an error.
         match request {
             Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
@@ -93,7 +93,7 @@ impl Control {
                 core.borrow_mut().suspend(suspended);
                 spawn_local(evacuate(core.clone(), done));
             }
-            // The others read or write files, which must not hold the scheduling loop up.
+            // The remaining requests read or write files, which must not block the scheduling loop.
             Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.reload(&core, &by).await) });
@@ -113,15 +113,15 @@ impl Control {
         }
     }
 
-    /// Reads the configuration file again. `by`: the caller, for the log.
+    /// Reads the configuration files again. `by`: the caller, for the log.
     ///
     /// # Errors
-    /// If the file is wrong. Then nothing changes.
+    /// If the files are invalid. Then nothing changes.
     pub async fn reload(&self, core: &RefCell<Core>, by: &str) -> Result<(), String> {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // Includes changes made while the file was read.
+        // Taken after reading the file, to include changes made while it was read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
@@ -165,10 +165,10 @@ impl Control {
         Ok(())
     }
 
-    /// Forgets the changes made at run time.
+    /// Discards the changes made at run time.
     async fn reset(&self, core: &RefCell<Core>, by: &str) -> Result<(), Failure> {
         let _one_at_a_time = self.loading.lock().await;
-        // Read before anything is forgotten, so that a mistake in the file leaves everything as it is.
+        // Read before anything is discarded, so that an error in the file leaves everything unchanged.
         let config = self.load(core).await.map_err(Error::InvalidConfiguration)?;
         let turn = self.changes.begin().await;
         turn.reset().await?;
@@ -177,8 +177,8 @@ impl Control {
         Ok(())
     }
 
-    /// Loads the configuration from its files. Its rules name users and groups, and looking these up in a directory service can
-    /// take long.
+    /// Reads the configuration files, on another thread: their rules name users and groups, and looking these up in a directory
+    /// service can take long.
     async fn load(&self, core: &RefCell<Core>) -> Result<Config, String> {
         let (path, last_good) = (self.config.clone(), self.last_good.clone());
         let read = spawn_blocking(move || last_good.load(path.as_deref()).map_err(|e| e.to_string()));
@@ -198,10 +198,10 @@ impl Control {
     }
 }
 
-/// Time between two checks whether memory has left the GPUs.
+/// Interval of checks whether memory has been evicted from the GPUs.
 const EVACUATION_LOOK: Duration = Duration::from_millis(20);
 
-/// Answers once all memory that can leave the GPUs has left, or the host has resumed.
+/// Answers once all evictable memory has been evicted from the GPUs, or the host has resumed.
 async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
     while !core.borrow().is_evacuated() {
         tokio::time::sleep(EVACUATION_LOOK).await;
@@ -209,12 +209,12 @@ async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
     let _ = done.send(());
 }
 
-/// Answers a caller whose order is in effect, once it is saved for the next daemon.
+/// Replies to the caller once its order is in effect and saved for the next daemon.
 fn answer_when_saved(ordered: fdo::Result<Saving>, reply: oneshot::Sender<fdo::Result<()>>) {
     spawn_local(async move {
         let result = match ordered {
             Ok(saving) => {
-                // Without a directory there is nothing to save in.
+                // Fails only without a state directory, where nothing can be saved.
                 let _ = saving.await;
                 Ok(())
             }

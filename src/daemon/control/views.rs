@@ -1,6 +1,6 @@
-//! Views of the state for all readers. A view costs the scheduling loop time in proportion to the number of clients, so it is
-//! made at most once in [`PERIOD`], only if there is a reader, and for all readers that have requested one since the last view.
-//! Each view is newer than the request, so a caller whose change was answered reads the changed state.
+//! Views of the state, shared by all readers. A view takes time on the scheduling loop in proportion to the number of clients,
+//! so it is created at most once in [`PERIOD`], only if a reader waits, and then for all waiting readers. Each view is newer
+//! than its request, so a caller whose change was answered sees the changed state.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -12,12 +12,13 @@ use tokio::task::spawn_local;
 
 use crate::daemon::core::{Core, View};
 
-/// Shortest time between two views.
+/// Minimum time between two views.
 const PERIOD: Duration = Duration::from_millis(100);
-/// The loop spends at most one part in this many of its time on views.
+/// The pause after a view is at least this many times as long as creating the view took, so views take at most one part in
+/// `REST` of the loop's time.
 const REST: u32 = 20;
 
-/// The readers that wait for a view.
+/// Readers that wait for a view.
 #[derive(Debug, Default, Clone)]
 pub struct Views(Rc<Waiting>);
 
@@ -40,7 +41,7 @@ impl Views {
                 }
                 let begin = Instant::now();
                 let view = Arc::new(core.borrow().view());
-                // A reader may have stopped waiting, which is no error.
+                // A reader may have stopped waiting, which is not an error.
                 readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
                 drop_elsewhere(view);
                 tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;
@@ -48,13 +49,13 @@ impl Views {
         });
     }
 
-    /// Answers with the next view.
+    /// Sends the next view to the reader.
     pub fn answer(&self, reader: oneshot::Sender<Arc<View>>) {
         self.0.readers.borrow_mut().push(reader);
         self.0.wake.notify_one();
     }
 
-    /// The next view. `None`: the scheduling loop ends.
+    /// The next view. `None` if the scheduling loop ends.
     pub async fn next(&self) -> Option<Arc<View>> {
         let (reader, view) = oneshot::channel();
         self.answer(reader);
@@ -62,7 +63,7 @@ impl Views {
     }
 }
 
-/// Freeing a view takes about the same time as making it.
+/// Frees a view on another thread, since freeing takes about as long as creating it.
 fn drop_elsewhere(view: Arc<View>) {
     tokio::task::spawn_blocking(move || drop(view));
 }

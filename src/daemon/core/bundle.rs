@@ -24,22 +24,22 @@ use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, Process, nano
 use crate::scheduler::{ClientId, Placement, Time};
 use crate::sys::clock;
 
-/// The content of a bundle.
+/// The contents of a bundle.
 #[derive(Debug)]
 pub struct Snapshot {
     pub now: Time,
     pub config: Config,
     pub view: Arc<View>,
-    /// Clients that have ended, the newest last.
+    /// Clients that have ended, newest last.
     pub ended: Vec<(ClientId, Arc<Identity>)>,
-    /// The newest measurement of each GPU, by its label.
+    /// The newest measurement of each GPU, by the GPU's label.
     pub samples: Vec<(String, Sample)>,
     pub driver: DriverVersions,
     pub recording: Recording,
 }
 
 impl Core {
-    /// Adds the other contents of a bundle to a view. They are formatted and written outside the scheduling loop.
+    /// Adds to a view the rest of a bundle's contents. They are formatted and written outside the scheduling loop.
     pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
         let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
         Snapshot {
@@ -55,8 +55,8 @@ impl Core {
 }
 
 impl Snapshot {
-    /// Writes the bundle to a sealed memory file. Without `command_lines` it has neither command lines nor names of programs,
-    /// and only the numbers of limits from their environment.
+    /// Writes the bundle to a sealed memory file. Without `command_lines`, it leaves out command lines and names of programs,
+    /// and of limits from their environment it keeps only the numbers.
     pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {
         let recording = self.recording.clone();
         let circumstances = self.circumstances(command_lines);
@@ -96,12 +96,12 @@ impl Snapshot {
     }
 }
 
-/// The kernel's description of the system.
+/// Reads one of the kernel's descriptions of the system.
 fn proc_text(name: &str) -> String {
     std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().into()
 }
 
-/// The first line of a bundle or a record that is made at `now`.
+/// The first line of a bundle or record created at `now`.
 pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> Header {
     Header {
         format: FORMAT,
@@ -117,13 +117,13 @@ pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> 
     }
 }
 
-/// A client's process, as bundles and records name it.
+/// A client's process, in the form that bundles and records use.
 pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> Process {
     let Identity { pid, name, unit, container, .. } = identity.clone();
     Process { client: client.0, pid, name, unit, container, resumed }
 }
 
-/// Creates a sealed file in memory with the data that `write` writes; its offset is at the beginning.
+/// Creates a sealed memory file with the data that `write` writes. Its offset is at the beginning.
 pub(super) fn sealed(
     name: &CStr,
     write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
@@ -142,12 +142,12 @@ fn visible(client: &ClientView, command_lines: bool) -> bus::Client {
     let client = client.present(command_lines);
     match command_lines {
         true => client,
-        // The remarks in `environment_ignored` quote variables.
+        // Cleared too: the remarks in `environment_ignored` quote variables.
         false => bus::Client { name: String::new(), why: String::new(), environment_ignored: Vec::new(), ..client },
     }
 }
 
-/// The keys of the configuration file with the values in effect.
+/// The keys of the configuration file, with the values in effect.
 fn configuration(config: &Config) -> Value {
     let Config {
         settings,

@@ -1,5 +1,5 @@
-//! The ResourceClaims that are prepared on this node, as the device plugin learns them from Kubernetes: their names, and rules
-//! for their allocations.
+//! The ResourceClaims prepared on this node, with their names and the rules for their allocations. The device plugin reports
+//! them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -21,11 +21,11 @@ struct Known {
 }
 
 impl Claims {
-    /// Checks the claims of a device plugin. A claim with an invalid rule is left out: without a rule its programs would have
-    /// more than they were allocated.
+    /// Validates the claims that a device plugin sent. Leaves out a claim with an invalid rule: without the rule, its programs
+    /// would get more than their allocation.
     ///
     /// # Errors
-    /// A sentence if the list as a whole is wrong.
+    /// A sentence, if the list as a whole is invalid.
     pub fn read(claims_of_node: Vec<bus::Claim>) -> Result<(Self, Refused), String> {
         if claims_of_node.len() > MAX_CLAIMS {
             let count = claims_of_node.len();
@@ -53,7 +53,7 @@ impl Claims {
         self.0.keys().map(String::as_str)
     }
 
-    /// Removes a claim, as if it had not been there.
+    /// Removes a claim, as if it had never existed.
     pub fn remove(&mut self, uid: &str) {
         self.0.remove(uid);
     }
@@ -62,7 +62,7 @@ impl Claims {
         self.0.values().map(|claim| claim.rule.clone()).collect()
     }
 
-    /// Sets the names of a process's claim.
+    /// Adds the claim's names to a process's identity.
     pub fn name(&self, identity: &mut Arc<Identity>) {
         if identity.claim.uid.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! Clients connect, send messages and disconnect.
+//! Clients that connect, send messages and disconnect.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,14 +26,14 @@ use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
-/// The most disconnected processes that are kept before older ones are forgotten.
+/// Maximum number of disconnected processes kept; older ones are forgotten.
 const MAX_DEPARTED: usize = 1024;
-/// The most ended clients whose names are kept for pictures and bundles.
+/// Maximum number of ended clients whose names are kept for timelines and bundles.
 const MAX_ENDED: usize = 1024;
-/// The shortest time between two measurements of host memory for limit requests.
+/// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// The pod of a process, as far as the agent has named it, as a suffix of the process's name.
+/// Formats the process's pod as a suffix of its name, with the parts that the agent has reported.
 fn of_pod(identity: &Identity) -> String {
     let Pod { uid, namespace, name, container } = &identity.pod;
     match (&**uid, &**name, &**container) {
@@ -44,8 +44,8 @@ fn of_pod(identity: &Identity) -> String {
     }
 }
 
-/// Whether a client with this library name asks which GPUs a command may use, as `nvsharectl run` does, and uses none itself. Its
-/// log line has other words; a client that lies about its name is still logged.
+/// True if a client with this library name only queries GPUs for a command, as `nvsharectl run` does, and uses none itself.
+/// Affects only the wording of its log line, so a client gains nothing by a false name.
 fn asks_for_a_command(library: &str) -> bool {
     library == "nvsharectl"
 }
@@ -104,7 +104,7 @@ impl Core {
         self.apply_rule(client);
     }
 
-    /// The scheduler's number of the gang that a client names. Members of one gang share the name and the tenant.
+    /// The scheduler's number of the gang that a client names. Members of a gang share its name and their tenant.
     fn gang(&mut self, client: ClientId, arrival: &Arrival) -> u64 {
         if arrival.gang == 0 {
             return 0;
@@ -122,7 +122,7 @@ impl Core {
         gang.number
     }
 
-    /// Takes a client out of its gang.
+    /// Removes a client from its gang.
     fn leave_gang(&mut self, client: ClientId, gone: &Client) {
         let key = (gone.identity.tenant.clone(), gone.gang.0);
         if let Some(gang) = self.gangs.get_mut(&key) {
@@ -133,7 +133,7 @@ impl Core {
         }
     }
 
-    /// Keeps this ID from being given to another client.
+    /// Reserves this ID, so that no other client gets it.
     pub fn reserve_id(&mut self, client: ClientId) {
         self.next_client = self.next_client.max(client.0.saturating_add(1));
     }
@@ -169,8 +169,8 @@ impl Core {
         self.mark_active();
     }
 
-    /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. A client that has not attached
-    /// a GPU yet loses nothing by connecting again.
+    /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. Not needed for a client that
+    /// has attached no GPU, which loses nothing by reconnecting.
     fn store(&mut self, client: ClientId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let (kind, version, descriptors) = match &entry.lock {
@@ -187,7 +187,7 @@ impl Core {
         }
     }
 
-    /// A client of an earlier daemon reports the locks that it holds.
+    /// Handles the report of a client of an earlier daemon about the locks that it holds.
     pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.attached(slots);
@@ -196,7 +196,7 @@ impl Core {
         }
     }
 
-    /// Ends a D-Bus lock: its keeper reads the end of the connection.
+    /// Ends a D-Bus lock. Its keeper then reads the end of the connection.
     ///
     /// # Errors
     /// `InvalidArgs` if the client is not such a lock.
@@ -227,7 +227,7 @@ impl Core {
             info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
         }
         if self.departed.len() >= MAX_DEPARTED {
-            // Measurements also do this, if there are any.
+            // Measurements do this too, but may be unavailable.
             self.departed.retain(|_, left| now < *left + EXIT_TIME);
         }
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
@@ -235,7 +235,7 @@ impl Core {
         self.signals.clients.set(self.clients.len());
         self.signals.arrivals.notify_one();
         self.mark_active();
-        // Before the client's memory counts as free: memory that other clients have open stays in use.
+        // Done before the client's memory counts as free, since memory that other clients have open stays in use.
         let (adopters, unanswered) = self.shared_memory.leave(client);
         self.ask_to_adopt(adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
@@ -256,7 +256,7 @@ impl Core {
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
 
-    /// Handles one packet of a client, and the descriptors that came with it.
+    /// Handles one of a client's packets, with the descriptors that came with it.
     ///
     /// # Errors
     /// If the client broke the protocol: the caller must close its connection.
@@ -288,7 +288,8 @@ impl Core {
                     (stats.host, stats.in_file) = (host, in_file);
                 }
                 let (total, measured) = self.gpus.get(&gpu).map_or((0, false), |gpu| (gpu.total, gpu.index.is_some()));
-                // Reports affect other clients' shares, so none may exceed the GPU's size. Demand may, with managed memory.
+                // Reports affect other clients' shares, so they are capped to the GPU's size. The demand of managed memory may
+                // exceed it.
                 let is_managed = self.machine.engine(client, gpu) == Some(Engine::Managed);
                 report.demand = if is_managed { report.demand } else { report.demand.min(total) };
                 report.mapped = report.mapped.min(total);
@@ -346,7 +347,7 @@ impl Core {
         self.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
         self.apply(event);
-        // A client that reconnects may have been told other values by an earlier scheduler.
+        // An earlier scheduler may have sent other values to a client that reconnects.
         let reconnects = self.clients.get(&client).is_some_and(|entry| entry.reconnects);
         if reconnects || self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
             self.limit_run_ahead(client, gpu);
@@ -354,7 +355,7 @@ impl Core {
         Ok(())
     }
 
-    /// Handles a packet of a client that has ended: only its counters still matter.
+    /// Handles a packet of a client that has ended. Only its counters are still of interest.
     pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
         let action = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
         if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {
@@ -362,7 +363,7 @@ impl Core {
         }
     }
 
-    /// Passes a client's memory on a GPU to the scheduler: its own report, plus shared memory that no report counts.
+    /// Passes a client's memory on a GPU to the scheduler: the client's own report, plus shared memory that no report includes.
     pub(super) fn report(&mut self, client: ClientId, gpu: GpuId) {
         let extra = self.shared_memory.uncounted(client, gpu);
         let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
@@ -374,7 +375,7 @@ impl Core {
         self.apply(Event::Memory { client, gpu, report });
     }
 
-    /// Adds a GPU that a client named and that NVML does not list.
+    /// Adds a GPU that a client named and NVML does not list.
     fn add_unknown_gpu(
         &mut self,
         client: ClientId,
@@ -411,12 +412,12 @@ impl Core {
         self.announce_limits([client]);
         self.signals.limits.notify_one();
         self.publish_gpus();
-        // The GPU may be a MIG slice that has just been created.
+        // The GPU may be a newly created MIG slice.
         self.query_nvml(Query::Scan);
         Ok(())
     }
 
-    /// Forgets a GPU that NVML does not list, once no client uses it.
+    /// Removes a GPU that NVML does not list, once no client uses it.
     fn forget_unlisted(&mut self, gpu: GpuId) {
         let is_used = || self.clients.values().any(|client| client.gpus.contains_key(&gpu));
         if self.gpus.get(&gpu).is_none_or(|entry| entry.index.is_some()) || is_used() {

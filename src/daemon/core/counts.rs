@@ -1,5 +1,5 @@
-//! Counters for metrics, from the scheduler's events and commands and from clients' own counters. They are exact and never
-//! decrease. A GPU's counters include clients that have gone; so do a workload's, until the workload is forgotten.
+//! Counters for metrics, derived from the scheduler's events and commands and from clients' own counters. They are exact and
+//! never decrease. A GPU's counters include clients that are gone; so do a workload's, until the workload is forgotten.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,11 +15,12 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 pub struct Counts {
     gpus: BTreeMap<GpuId, GpuCounts>,
     clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,
-    /// Counters of clients that have gone, and when the last client went.
+    /// Counters of clients that are gone, and when the last of them disconnected.
     ended: BTreeMap<(GpuId, Workload), (Counted, Time)>,
 }
 
-/// A workload without clients is forgotten after this time, as pressure is. Clients can name units.
+/// A workload without clients is forgotten after this time, like its pressure. Bounds memory, since clients can choose unit
+/// names.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Counters of one GPU.
@@ -28,10 +29,10 @@ pub struct GpuCounts {
     /// `lock_time` covers attachments that have ended.
     pub counted: Counted,
     pub waits: Waits,
-    /// Time for which the lock was held, and when the present holder got it.
+    /// Total time for which the lock was held, and since when the present holder has it.
     held: Duration,
     held_since: Option<Time>,
-    /// The client that was last granted the lock.
+    /// The client to which the lock was last granted.
     last_holder: Option<ClientId>,
 }
 
@@ -41,23 +42,23 @@ impl GpuCounts {
     }
 }
 
-/// Counters of one client on one GPU, kept while the client is connected.
+/// Counters of one client on one GPU, kept until the client disconnects.
 #[derive(Debug, Clone, Default)]
 pub struct ClientCounts {
     /// `lock_time` covers attachments that have ended.
     pub counted: Counted,
-    /// The newest report of the client's own counters on this attachment. The first report is only a base for later ones.
+    /// The client's latest report of its own counters on this attachment. The first report is only the baseline for later ones.
     reported: Option<Reported>,
-    /// The scheduler's sum of waits on this attachment, as far as it has been counted.
+    /// The part of the scheduler's sum of waits on this attachment that is already counted.
     waited: Duration,
-    /// The scheduler's sum of lock time when the client moved to this GPU: it counts for the GPU that the client came from.
+    /// The scheduler's sum of lock time when the client moved to this GPU. That time counts for the previous GPU.
     held_before: Duration,
     /// The usage record of these counters.
     pub(super) used: Used,
 }
 
 impl ClientCounts {
-    /// The lock time of the present attachment.
+    /// Lock time of the present attachment.
     pub fn lock_time(&self, turns: &Turns) -> Duration {
         turns.lock_time.saturating_sub(self.held_before)
     }
@@ -68,17 +69,17 @@ impl Counts {
         self.gpus.get(&gpu).cloned().unwrap_or_default()
     }
 
-    /// The connected clients, with each GPU that they use or have used.
+    /// Connected clients, with each GPU that they use or have used.
     pub fn clients(&self) -> impl Iterator<Item = (ClientId, GpuId, &ClientCounts)> {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
     }
 
-    /// The counters that clients that have gone added to their workloads.
+    /// Counters of clients that are gone, summed by workload.
     pub fn ended(&self) -> impl Iterator<Item = (GpuId, &Workload, &Counted)> {
         self.ended.iter().map(|((gpu, workload), (counted, _))| (*gpu, workload, counted))
     }
 
-    /// A client has gone: its workload gets its counters.
+    /// Handles the end of a client: adds its counters to its workload's.
     pub(super) fn end(&mut self, client: ClientId, workload: &Workload, now: Time) {
         for (gpu, count) in self.clients.remove(&client).unwrap_or_default() {
             let (counted, last) = self.ended.entry((gpu, workload.clone())).or_default();
@@ -87,8 +88,8 @@ impl Counts {
         }
     }
 
-    /// Forgets workloads whose last client went long ago, unless they have clients again. Computing the workloads with clients
-    /// takes time, so `living` is called only if a workload may be forgotten.
+    /// Forgets workloads whose last client disconnected long ago, unless they have clients again. Computing the workloads with
+    /// clients takes time, so `living` is called only if a workload may be forgotten.
     pub(super) fn forget_ended(&mut self, now: Time, living: impl FnOnce() -> BTreeSet<Workload>) {
         let is_recent = |last: Time| now.saturating_sub(last) < FORGOTTEN;
         if self.ended.values().all(|(_, last)| is_recent(*last)) {
@@ -123,8 +124,8 @@ impl Counts {
         }
     }
 
-    /// A client has moved from one GPU to another. The scheduler's sums, `turns`, carry over to the new GPU; counts from before
-    /// stay with the old GPU.
+    /// Handles a client's move between GPUs. The scheduler's sums, `turns`, carry over to the new GPU; earlier counts stay with
+    /// the old GPU.
     pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns) {
         let Some(count) = self.of(client, from) else { return };
         let lock_time = count.lock_time(turns);
@@ -139,7 +140,7 @@ impl Counts {
         self.clients.entry(client).or_default().entry(gpu).or_default()
     }
 
-    /// Adds to the counters of both the client and the GPU.
+    /// Adds `more` to the counters of both the client and the GPU.
     fn add(&mut self, client: ClientId, gpu: GpuId, more: &Counted) {
         self.client(client, gpu).counted.add(more);
         self.gpus.entry(gpu).or_default().counted.add(more);
@@ -155,12 +156,12 @@ impl Counts {
         self.add(client, gpu, &Counted { grants: 1, hand_overs, wait_time: waited, ..Counted::default() });
     }
 
-    /// The client has held the lock since before this daemon started.
+    /// Records that the client has held the lock since before this daemon started.
     fn holds(&mut self, client: ClientId, gpu: GpuId) {
         self.gpus.entry(gpu).or_default().last_holder = Some(client);
     }
 
-    /// The attachment ends.
+    /// Handles the end of an attachment.
     fn detached(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
         let count = self.client(client, gpu);
         let lock_time = count.lock_time(turns);
@@ -168,7 +169,7 @@ impl Counts {
         self.add(client, gpu, &Counted { lock_time, ..Counted::default() });
     }
 
-    /// A client reports its own counters.
+    /// Handles a client's report of its own counters.
     pub fn report(&mut self, client: ClientId, gpu: GpuId, reported: Reported) {
         let Some(before) = self.client(client, gpu).reported.replace(reported) else { return };
         let more = Counted {
@@ -185,7 +186,7 @@ impl Counts {
 }
 
 impl Core {
-    /// Counts an event, before the scheduler handles it.
+    /// Counts an event before the scheduler handles it.
     pub(super) fn count_event(&mut self, event: &Event, now: Time) {
         match event {
             Event::Attached { client, gpu, .. } => drop(self.counts.client(*client, *gpu)),
@@ -225,7 +226,7 @@ impl Core {
         }
     }
 
-    /// Updates the time for which each lock is held, after an event has been handled.
+    /// Updates the time for which each lock is held. Called after an event has been handled.
     pub(super) fn count_held(&mut self, now: Time) {
         for (gpu, count) in &mut self.counts.gpus {
             match (self.machine.is_held(*gpu), count.held_since) {
@@ -263,7 +264,7 @@ mod tests {
         let Counted { grants, hand_overs, .. } = counts.gpu(GPU).counted;
         assert_eq!((grants, hand_overs), (5, 2));
         assert_eq!(counts.client(ONE, GPU).counted.hand_overs, 1);
-        // This includes a previous holder that got the lock from an earlier daemon.
+        // The previous holder counts even if it got the lock from an earlier daemon.
         let mut counts = Counts::default();
         counts.holds(ONE, GPU);
         counts.granted(OTHER, GPU, &turns(1, 0, 0));
@@ -277,7 +278,7 @@ mod tests {
         counts.granted(ONE, GPU, &turns(2, 2, 5));
         counts.granted(ONE, GPU, &turns(3, 9, 6));
         counts.detached(ONE, GPU, &turns(3, 9, 8));
-        // It attaches again: the scheduler's sums start at zero.
+        // After another attach, the scheduler's sums start at zero again.
         counts.granted(ONE, GPU, &turns(1, 4, 0));
         let of_gpu = counts.gpu(GPU);
         assert_eq!((of_gpu.waits.count(), of_gpu.waits.sum()), (4, Duration::from_secs(13)));
@@ -286,7 +287,7 @@ mod tests {
         assert_eq!(counts.client(ONE, GPU).counted, of_gpu.counted);
     }
 
-    /// The counters of a GPU and of a workload never decrease in the metrics.
+    /// In the metrics, the counters of a GPU and of a workload must never decrease.
     #[test]
     fn a_client_that_moves_leaves_what_it_counted_where_it_was() {
         const THERE: GpuId = GpuId(Uuid([2; 16]));
@@ -302,7 +303,7 @@ mod tests {
             let Counted { swapped_out, wait_time, grants, .. } = count.counted;
             (lock_time.as_secs(), swapped_out, wait_time.as_secs(), grants)
         };
-        // The scheduler has sums only for the GPU that the client is on.
+        // The scheduler only has sums for the GPU that the client is on.
         assert_eq!(seen(&mut counts, GPU, 0), (5, 100, 2, 1));
         assert_eq!(seen(&mut counts, THERE, 5), (0, 0, 0, 0));
         counts.report(ONE, THERE, swapped(130));

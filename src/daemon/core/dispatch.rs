@@ -1,4 +1,4 @@
-//! Passes events to the scheduler, and its commands to the clients.
+//! Passes events to the scheduler and its commands to the clients.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,18 +14,18 @@ use crate::daemon::transport::peer;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time};
 use crate::sys::clock;
 
-/// The shortest time between two ticks, so that a mistake in the scheduler cannot take a whole CPU.
+/// Minimum time between two ticks, so that a mistake in the scheduler cannot use up a whole CPU.
 const MIN_TICK: Duration = Duration::from_micros(100);
 
 impl Core {
-    /// The scheduler's deadline has come, or systemd's watchdog needs proof that the loop works.
+    /// Handles the scheduler's deadline. Also called for systemd's watchdog, as proof that the loop works.
     pub fn tick(&mut self) {
         self.armed = None;
         self.ticked = clock::now();
         self.apply(Event::Tick);
     }
 
-    /// Passes an event to the scheduler, and its commands to the clients. Answers to commands are further events.
+    /// Passes an event to the scheduler, and carries out the commands that result. Answers to commands are further events.
     pub(super) fn apply(&mut self, event: Event) {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
@@ -63,7 +63,7 @@ impl Core {
         }
     }
 
-    /// Follows an event in what the daemon knows beyond the scheduler's state.
+    /// Updates the daemon's own records after an event.
     fn note_event(&mut self, event: &Event, now: Time) {
         use Event::{Cancelled, Connected, Detached, Disconnected, Held, Released, Requested, Stuck};
         if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
@@ -91,7 +91,7 @@ impl Core {
         }
     }
 
-    /// Follows a command in what the daemon knows beyond the scheduler's state.
+    /// Updates the daemon's own records after a command.
     fn note_command(&mut self, command: &Command, now: Time) {
         match command {
             Command::Grant { .. } => self.signals.holders.notify_one(),
@@ -100,7 +100,7 @@ impl Core {
         }
     }
 
-    /// Records the bounds on a client's mapped memory, and the client's usage, from now on.
+    /// Records the bounds on a client's mapped memory, and its usage, from now on.
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
         self.note_bytes(client, gpu, now);
@@ -111,7 +111,8 @@ impl Core {
         }
     }
 
-    /// Carries out a command, mostly by a message to its client. A command that asks a question is answered with an event.
+    /// Carries out a command, usually by sending its client a message. Returns an event if the command asks for an answer
+    /// that is known immediately.
     fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
         self.log_command(&command, now);
         self.note_command(&command, now);
@@ -212,7 +213,7 @@ impl Core {
         }
     }
 
-    /// Tells the scheduler about stopped processes that run again. Returns whether any is still stopped.
+    /// Reports stopped processes that run again to the scheduler. Returns true if any process is still stopped.
     pub fn check_stopped(&mut self) -> bool {
         let running: Vec<ClientId> = self
             .stopped

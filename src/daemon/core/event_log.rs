@@ -1,4 +1,4 @@
-//! Log lines about events and commands. Logging reads the state and changes nothing but [`Logged`].
+//! Log lines about events and commands. Logging reads the state, and changes only [`Logged`].
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -33,12 +33,12 @@ pub(super) use log_client;
 /// Time before the same line about the same client and GPU is logged again.
 const REPEAT: Duration = Duration::from_secs(10);
 
-/// When lines about a client and a GPU were last logged, for as long as they must not be repeated.
+/// When each line about a client and GPU was last logged. Entries older than `REPEAT` are dropped.
 #[derive(Debug, Default)]
 pub(super) struct Logged(RefCell<BTreeMap<(ClientId, GpuId, &'static str), Time>>);
 
 impl Logged {
-    /// Whether a line of that name may be logged now; then it counts as logged.
+    /// True if a line of this name may be logged now. It then counts as logged.
     pub fn may_log(&self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
         let mut lines = self.0.borrow_mut();
         lines.retain(|_, at| now < *at + REPEAT);
@@ -53,7 +53,7 @@ impl Logged {
 }
 
 impl Core {
-    /// Logs an event, before the scheduler handles it.
+    /// Logs an event before the scheduler handles it.
     pub(super) fn log_event(&self, event: &Event) {
         match event {
             Event::Released { client, gpus, reason, busy } => {

@@ -1,5 +1,5 @@
-//! Explains in sentences why a program does not run on a GPU, and when it is expected to. The sentences reveal no more of other
-//! programs than `ListClients` shows to every user: names, process IDs, and rules.
+//! Explains in sentences why a program does not run on a GPU, and when it is expected to. About other programs, the sentences
+//! reveal only what `ListClients` shows every user: names, process IDs and rules.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -13,11 +13,11 @@ use crate::config::units;
 use crate::identity::{Identity, printable};
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
 
-/// The most programs ahead that are named; the others are counted.
+/// Maximum number of programs ahead that are named. The others are counted.
 const NAMED: usize = 5;
-/// Shorter times are not reported: estimates are no more exact than this.
+/// Shorter times are not reported, since the estimates are no more accurate than this.
 const SHORTEST: Duration = Duration::from_millis(100);
-/// The most waits that one answer explains: a single connection can have this many.
+/// Maximum number of waits that one answer explains: the number of slots of one connection.
 const MAX_EXPLAINED: usize = nvshare_wire::MAX_SLOTS as usize;
 
 /// Names of clients and GPUs, and the rule of a client.
@@ -27,7 +27,7 @@ trait Names {
     fn rule(&self, client: ClientId) -> Option<String>;
 }
 
-/// The name of a client for users.
+/// The name of a client, as users see it.
 pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> String {
     let name = identity.map(|identity| printable(&identity.name)).filter(|name| !name.is_empty());
     let name = name.unwrap_or_else(|| "a program".into());
@@ -37,7 +37,7 @@ pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> Stri
     }
 }
 
-/// The name of a GPU for users: its number if it has its own.
+/// The name of a GPU, as users see it: its index, unless it is a MIG slice.
 pub(super) fn gpu_name(gpu: GpuId, kind: GpuKind, index: Option<u32>) -> String {
     match index.filter(|_| kind != GpuKind::Mig) {
         Some(index) => format!("GPU {index}"),
@@ -61,8 +61,8 @@ impl Names for View {
 }
 
 impl View {
-    /// The sentences about a process, for each of its GPUs. At most [`MAX_EXPLAINED`] are explained: each takes time in
-    /// proportion to the queue, and a process can have many connections.
+    /// Explains a process's state in sentences, for each of its GPUs. Explains at most [`MAX_EXPLAINED`] waits: each takes time
+    /// in proportion to the queue, and a process can have many connections.
     ///
     /// # Errors
     /// `InvalidArgs` if no client has this process ID.
@@ -144,7 +144,7 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     text
 }
 
-/// What the holder of a GPU is told of its own turn.
+/// The sentence for the holder of a GPU about its own turn.
 fn holds(gpu: &str, own: &HolderAhead) -> String {
     match (own.state, own.left) {
         (LockState::Suspended, _) => format!("It holds {gpu}, and its process is stopped: others run beside it."),
@@ -253,7 +253,7 @@ fn moves(what: &Explanation) -> Option<String> {
     Some(text)
 }
 
-/// A time that is not known exactly.
+/// Formats a time that is only estimated.
 fn about(duration: Duration) -> String {
     if duration < SHORTEST { "less than 0.1s".into() } else { format!("about {}", units::duration(duration)) }
 }

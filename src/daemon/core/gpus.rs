@@ -1,4 +1,4 @@
-//! The GPUs: NVML lists them, they come and go, and an administrator may release the driver.
+//! The GPUs: those that NVML lists, GPUs that appear or disappear, and release of the driver by an administrator.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use crate::daemon::gpu::nvml::{GpuDescription, Listing, NvmlState, Query};
 use crate::scheduler::{ClientId, Event, GpuId};
 use crate::sys::clock;
 
-/// The amount of work that a client may queue ahead of a GPU with a display: one frame at 60 Hz. A desktop's drawing then waits
-/// no longer than this for queued work.
+/// Maximum work that a client may queue ahead of a GPU with a display: one frame at 60 Hz. So a desktop's drawing waits at most
+/// this long for queued work.
 const BESIDE_DISPLAY: Duration = Duration::from_millis(16);
 
 /// UUIDs of the GPUs that programs can use.
@@ -36,7 +36,7 @@ impl Core {
         });
     }
 
-    /// Whether NVML measures the memory in use on a GPU.
+    /// True if NVML measures the memory in use on a GPU.
     pub(super) fn is_measured(&self, gpu: &Gpu) -> bool {
         self.nvml.is_some() && self.nvml_state == NvmlState::Usable && gpu.index.is_some()
     }
@@ -48,7 +48,7 @@ impl Core {
             self.gpu_found(found);
             self.gpu_fails(gpu, failing.get(&gpu));
         }
-        // GPUs that NVML never knew are the clients'.
+        // GPUs without an index are known only from clients, and NVML never lists them.
         let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
         let missing: Vec<GpuId> = self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect();
         if is_complete {
@@ -100,13 +100,13 @@ impl Core {
         }
     }
 
-    /// Tells the clients of a GPU how much work they may queue ahead of it.
+    /// Sends each client of a GPU the amount of work that it may queue ahead.
     fn tell_run_ahead(&self, gpu: GpuId) {
         let clients = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&gpu));
         clients.for_each(|(client, _)| self.limit_run_ahead(*client, gpu));
     }
 
-    /// Tells one client how much work it may queue ahead of the GPU.
+    /// Sends one client the amount of work that it may queue ahead of the GPU.
     pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
         let Some(slot) = self.clients.get(&client).and_then(|entry| entry.session.slot(gpu)) else { return };
         let micros =
@@ -114,7 +114,7 @@ impl Core {
         self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
     }
 
-    /// Records whether a GPU reports errors, and logs a change.
+    /// Records whether a GPU reports errors, and logs each change.
     fn gpu_fails(&mut self, gpu: GpuId, why: Option<&String>) {
         let failing = why.is_some();
         let Some(entry) = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing) else { return };
@@ -128,7 +128,7 @@ impl Core {
         self.apply(Event::Failing { gpu, failing });
     }
 
-    /// NVML no longer lists a GPU.
+    /// Handles a GPU that NVML no longer lists.
     fn gpu_gone(&mut self, gpu: GpuId) {
         let users = self.clients.values().filter(|client| client.gpus.contains_key(&gpu)).count();
         let Some(entry) = self.gpus.get_mut(&gpu) else { return };
@@ -142,14 +142,14 @@ impl Core {
         self.apply(Event::GpuGone { gpu });
     }
 
-    /// Forgets GPUs that are gone and that the scheduler has forgotten, since no client uses them.
+    /// Removes GPUs that are gone, once the scheduler has forgotten them because no client uses them.
     pub(super) fn forget_gone(&mut self) {
         let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
         let over: Vec<GpuId> = self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect();
         over.into_iter().for_each(|gpu| self.forget(gpu));
     }
 
-    /// Forgets a GPU that the scheduler has forgotten.
+    /// Removes a GPU that the scheduler has forgotten.
     pub(super) fn forget(&mut self, gpu: GpuId) {
         self.record_usage();
         self.gpus.remove(&gpu);
@@ -158,7 +158,7 @@ impl Core {
         self.publish_gpus();
     }
 
-    /// Records whether NVML can be queried.
+    /// Records whether NVML answers queries.
     pub(super) fn nvml_is(&mut self, state: NvmlState) {
         match &state {
             NvmlState::Usable => info!(name: "nvml-usable", "NVML can be used"),
@@ -169,7 +169,7 @@ impl Core {
         }
         self.nvml_state = state;
         self.publish_problems();
-        // The scheduler may be waiting for a measurement, which will not come.
+        // The scheduler may be waiting for a measurement, which will not arrive.
         if self.nvml_state != NvmlState::Usable {
             let now = clock::now();
             let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
@@ -177,8 +177,8 @@ impl Core {
         }
     }
 
-    /// Releases the driver until a client attaches a GPU or `lasts` has passed. The receiver is notified once the driver is
-    /// released. Returns the programs that still use the driver.
+    /// Releases the driver until a client attaches a GPU, or for at most `lasts`. The receiver completes once the driver is
+    /// released. Also returns the programs that still use the driver.
     pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
         let (done, released) = oneshot::channel();
         self.query_nvml(Query::Release(lasts, done));

@@ -1,8 +1,8 @@
-//! The GPU time of programs whose rules have `gpu-hours`, and the consequences when it is used up.
+//! GPU time of programs whose rules have `gpu-hours`, and the consequences of exceeding it.
 //!
-//! The time of programs that count together under a rule is counted per hour, under a name that does not change with the rules
-//! ([`Instance::programs`](crate::config::rules::Instance::programs)), and only while a rule limits it. The thread that records
-//! usage keeps it on disk.
+//! Programs that count together under a rule share one sum per hour. Its name does not change with the rules
+//! ([`Instance::programs`](crate::config::rules::Instance::programs)). Time is counted only while a rule limits it. The thread
+//! that records usage saves it on disk.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,19 +16,19 @@ use crate::config::units;
 use crate::daemon::usage::{HOUR, HoursUsed};
 use crate::scheduler::{ClientId, Event, Group};
 
-/// The most entries kept; programs that count together share one. Beyond them, the entries that have been idle longest are
-/// forgotten.
+/// Maximum number of entries; programs that count together share one. Beyond it, the entries that have been idle longest are
+/// dropped.
 const MAX_PROGRAMS: usize = 4096;
 
 #[derive(Debug, Default)]
 pub struct Hours {
     used: HoursUsed,
-    /// Time that has not been passed to the thread.
+    /// Time that has not been passed to the recording thread.
     pending: BTreeMap<String, f64>,
 }
 
 impl Hours {
-    /// `at`: seconds since 1970.
+    /// `at`: the time, in seconds since 1970.
     fn add(&mut self, programs: String, at: i64, seconds: f64) {
         *self.pending.entry(programs.clone()).or_default() += seconds;
         *self.used.entry(programs).or_default().entry(at.div_euclid(HOUR) * HOUR).or_default() += seconds;
@@ -42,7 +42,7 @@ impl Hours {
         }
     }
 
-    /// Time used in the hours that overlap the window.
+    /// Time used in all hours that overlap the window.
     fn used(&self, programs: &str, window: Window, at: i64) -> Duration {
         let since = at.saturating_sub_unsigned(window.time().as_secs());
         let hours = self.used.get(programs).into_iter().flatten();
@@ -50,7 +50,7 @@ impl Hours {
         Duration::try_from_secs_f64(seconds).unwrap_or_default()
     }
 
-    /// Whether these programs have used up the hours that their rule allows.
+    /// True if these programs have used up the hours that their rule allows.
     pub(super) fn are_used_up(&self, rule: &Rule, programs: &Instance) -> bool {
         let Some(GpuHours { time, window }) = rule.gpu_hours else { return false };
         self.used(&programs.programs(), window, now()) >= time
@@ -63,7 +63,7 @@ impl Hours {
             !hours.is_empty()
         });
         if self.used.len() > MAX_PROGRAMS {
-            // Entries are ordered by their last hour, and within the same hour by the time used in it.
+            // Entries are ordered by their last hour, and entries with the same last hour by the time used in it.
             let rank = |hours: &BTreeMap<i64, f64>| {
                 hours.last_key_value().map(|(hour, seconds)| (*hour, (*seconds * 1e3) as u64))
             };
@@ -73,7 +73,7 @@ impl Hours {
         }
     }
 
-    /// Takes the time that was added since the last call.
+    /// Returns the time added since the last call.
     pub(super) fn take_pending(&mut self) -> BTreeMap<String, f64> {
         std::mem::take(&mut self.pending)
     }
@@ -84,7 +84,7 @@ fn now() -> i64 {
 }
 
 impl Core {
-    /// Counts time with the lock for a client's rule.
+    /// Counts time with the lock, if the client's rule limits it.
     pub(super) fn count_hours(&mut self, client: ClientId, lock_seconds: f64) {
         let is_counted = self.rule_of(client).is_some_and(|rule| rule.gpu_hours.is_some()) && lock_seconds > 0.0;
         let programs = self.clients.get(&client).and_then(|entry| entry.rule.as_ref()).map(Instance::programs);
@@ -99,19 +99,19 @@ impl Core {
         self.check_hours();
     }
 
-    /// The `gpu-hours` of a client's rule, and the time that the client and the programs that count with it have used.
+    /// The `gpu-hours` of a client's rule, and the time used by the client and the programs that count together with it.
     pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
         let hours = self.rule_of(client)?.gpu_hours?;
         let programs = self.clients.get(&client)?.rule.as_ref()?.programs();
         Some((hours, self.hours.used(&programs, hours.window, now())))
     }
 
-    /// Whether a rule limits the GPU time of any client.
+    /// True if any client's rule limits its GPU time.
     pub fn limits_hours(&self) -> bool {
         self.clients.keys().any(|client| self.rule_of(*client).is_some_and(|rule| rule.gpu_hours.is_some()))
     }
 
-    /// Schedules other clients ahead of programs that have used up their hours, and ends this once programs have hours again.
+    /// Schedules other clients ahead of programs that have used up their hours, until these have hours again.
     pub fn check_hours(&mut self) {
         self.hours.forget(now());
         let is_used_up = |client: ClientId, entry: &Client| {
@@ -163,7 +163,7 @@ mod tests {
         hours.add("unit=b".into(), at, 16.0);
         let used = |hours: &Hours, window, at| hours.used("unit=a", window, at).as_secs();
         assert_eq!([Window::Day, Window::Week, Window::Month].map(|window| used(&hours, window, at)), [12, 14, 15]);
-        // An hour counts while part of it is in the window.
+        // An hour counts while any part of it is in the window.
         assert_eq!([at + DAY - 1, at + DAY, at + DAY + HOUR].map(|at| used(&hours, Window::Day, at)), [12, 8, 0]);
         assert_eq!(hours.used("unit=c", Window::Month, at), Duration::ZERO);
         assert_eq!(hours.take_pending(), [("unit=a".to_owned(), 15.0), ("unit=b".to_owned(), 16.0)].into());

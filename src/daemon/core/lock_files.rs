@@ -1,5 +1,5 @@
-//! The files that clients lock while no scheduler runs: two for each GPU, next to the socket that clients connect to. Clients
-//! that see different directories must find the same files, so the files in the directories of claims are links to one set.
+//! Files that clients lock while no scheduler runs: two for each GPU, next to the clients' socket. Clients that see different
+//! directories must lock the same files, so the files in the claims' directories are links to one set.
 
 use std::fs::{OpenOptions, Permissions};
 use std::io;
@@ -16,9 +16,9 @@ use crate::scheduler::GpuId;
 pub struct LockDirectories {
     /// The directory of the clients' socket.
     clients: Option<PathBuf>,
-    /// The directory that contains the directories of claims. Links stay inside it: to a container runtime it is a separate
-    /// volume, and the kernel does not link across mounts. No GPU is offered both through claims and in another way, so programs
-    /// that share a GPU have the same files.
+    /// The parent of the claims' directories. It has a set of files of its own, to which the files in claims' directories link:
+    /// to a container runtime it is a separate volume, and the kernel does not link across mounts. No GPU is offered both
+    /// through claims and in another way, so programs that share a GPU always share its files.
     claims: Option<PathBuf>,
 }
 
@@ -33,7 +33,7 @@ impl LockDirectories {
         entries.map(|entry| entry.path()).filter(|path| path.is_dir())
     }
 
-    /// Creates the files of a GPU. If that fails, clients run without them.
+    /// Creates a GPU's files. If that fails, clients run without them.
     fn create(&self, gpu: GpuId) {
         for file in Self::files(gpu) {
             for path in [&self.clients, &self.claims].into_iter().flatten().map(|directory| directory.join(&file)) {
@@ -55,7 +55,7 @@ impl LockDirectories {
         }
     }
 
-    /// Removes the files of a GPU that no client uses any more.
+    /// Removes the files of a GPU that no client uses.
     fn remove(&self, gpu: GpuId) {
         let directories = [&self.clients, &self.claims].into_iter().flatten().cloned().chain(self.of_claims());
         for directory in directories {
@@ -69,7 +69,7 @@ impl LockDirectories {
 fn create(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    // Every user needs read access to lock the files, whatever the umask.
+    // Locking requires read access, which every user needs regardless of the umask.
     file.set_permissions(Permissions::from_mode(0o644))
 }
 
@@ -89,7 +89,7 @@ impl Core {
         self.lock_files.clients = Some(directory.to_owned());
     }
 
-    /// Also creates lock files in the directory of all claims, and links to them in each claim's directory below it.
+    /// Also creates lock files in the parent of the claims' directories, and links to them in each of these.
     pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
         self.lock_files.claims = Some(directory.to_owned());
         self.gpus.keys().for_each(|gpu| self.lock_files.create(*gpu));
@@ -126,7 +126,7 @@ mod tests {
         directories.create(gpu);
         std::fs::create_dir(&other).expect("a directory");
         directories.link(gpu, &other);
-        // A link that has been replaced by another file is restored.
+        // A file that replaced a link is replaced by the link again.
         let [turn, _] = LockDirectories::files(gpu);
         std::fs::remove_file(one.join(&turn)).and_then(|()| std::fs::write(one.join(&turn), "")).expect("a file");
         directories.create(gpu);

@@ -12,25 +12,25 @@ use crate::daemon::gpu::nvml::{Query, Report, Sample};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
 
-/// Clients of an earlier daemon have reconnected after this time. Until then, memory of unknown processes is not overhead.
+/// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes does not count as overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// A client has reported its memory this long after attaching. Until then it may have any amount.
+/// A client reports its memory within this time after attaching. Until then, it may have mapped any amount.
 const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 
-/// A process that ends closes its connection first and frees its memory later, within this time. After that, the memory
+/// A process that ends closes its connection first, and frees its memory within this time. Memory that it still has afterwards
 /// counts as another program's.
 pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
-/// The fastest growth of other programs that is expected, in bytes per second: a program that loads its data.
+/// The fastest expected growth of other programs in bytes per second: a program that loads its data.
 const GROWTH: u64 = 1 << 30;
-/// Other programs may take one part in `FREE_PARTS` of a GPU's free memory before it is sampled again: then clients' memory has
-/// time to leave for them.
+/// A GPU is sampled again before other programs can take one part in `FREE_PARTS` of its free memory. That leaves time to evict
+/// clients' memory.
 const FREE_PARTS: u64 = 4;
-/// The shortest time between two samples, which take the NVML thread about 1 % of its time.
+/// Minimum time between two samples, which take about 1 % of the NVML thread's time.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
 
-/// The estimate of a context that was not measured is at most the GPU's size divided by this.
+/// The estimate for a context that has not been measured is at most the GPU's size divided by this.
 const CONTEXT_DIVISOR: u64 = 16;
 
 impl Core {
@@ -54,12 +54,13 @@ impl Core {
         self.balance_host();
     }
 
-    /// Whether clients may have host memory that they can give back, so that the daemon must notice when others need it.
+    /// True if clients may have host memory that they can return, so that host memory must be watched for other programs'
+    /// needs.
     pub fn lends_host_memory(&self) -> bool {
         self.machine.is_ahead() || self.has_swap_files()
     }
 
-    /// The longest time between two samples with which clients' memory leaves before other programs find none.
+    /// The longest sampling period with which clients' memory is evicted before other programs run out of memory.
     pub fn sample_period(&self) -> Duration {
         let is_shared = |id: GpuId| self.machine.charged(id) > 0;
         let gpus = self.gpus.iter().filter(|(id, gpu)| gpu.has_others && !gpu.gone && is_shared(**id));
@@ -85,14 +86,14 @@ impl Core {
         }
     }
 
-    /// Handles a measurement of memory in use on a GPU, by NVML or by a client.
+    /// Handles a measurement of the memory in use on a GPU, by NVML or by a client.
     pub(super) fn measure(&mut self, sample: &Sample) {
         let gpu = sample.gpu;
         let mut attached = Vec::new();
         for view in self.machine.clients() {
             let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            // A program that does not report its memory for a long time does not keep other programs' memory from being measured.
+            // A client that never reports must not prevent other programs' memory from being measured.
             let tells =
                 |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
             let stats = client.gpus.get(&gpu).filter(tells);
@@ -134,7 +135,7 @@ impl Core {
         if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
-        // Without a list of processes from NVML, there may be other programs.
+        // Without a list of processes from NVML, other programs may use the GPU.
         let present = !(all_known && basis == Basis::Processes);
         entry.has_others = present;
         self.apply(Event::OtherPrograms { gpu, present });
@@ -143,7 +144,7 @@ impl Core {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
-            // Sent even if it is unchanged: the scheduler waits for a measurement that includes a new context.
+            // Sent even if unchanged: the scheduler waits for a measurement that includes a new context.
             self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
@@ -154,7 +155,7 @@ impl Core {
         }
     }
 
-    /// The scheduler requests a new measurement of a GPU. Without NVML, clients' reports count as measured.
+    /// Requests a new measurement of a GPU for the scheduler. Without NVML, clients' reports are accepted as measured.
     pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
         if self.gpus.get(&gpu).is_some_and(|entry| self.is_measured(entry)) {
             self.query_nvml(Query::Sample);
@@ -169,7 +170,7 @@ impl Core {
     }
 }
 
-/// The answer if nothing can be measured.
+/// The answer when nothing can be measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

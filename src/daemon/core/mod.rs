@@ -1,19 +1,21 @@
-//! The scheduler's state machine with everything that it decides about, on one thread. When a call returns, its consequences have
-//! been sent to every client concerned.
+//! The scheduler's state machine with all the state that it decides about, on one thread. When a call returns, the resulting
+//! messages have been sent to every client concerned.
 //!
-//! - `state`: [`Core`], which owns everything; `dispatch`: events into the state machine, commands out of it.
+//! - `state`: [`Core`], which owns everything; `dispatch`: events into the state machine, and its commands.
 //! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
-//!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`] and [`claims`]: names and rules
-//!   from Kubernetes.
-//! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory.
-//! - `event_log` and `refusals`: log lines; `counts`: counters, and `metrics`: the figures that are made of them.
+//!   see; `sharing` passes messages about shared memory, which [`shared_memory`] records; [`pods`] and [`claims`]: names and
+//!   rules from Kubernetes.
+//! - `gpus`: GPUs that appear and disappear; `measure`: measurements of GPU and host memory.
+//! - `event_log` and `refusals`: log lines; `counts`: counters, and `metrics`: the figures derived from them.
 //! - `usage`: usage of tenants, units and containers, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `lock_files`: files that clients lock while no scheduler runs.
-//! - `pressure`: the part of the time for which clients are kept from GPUs.
-//! - `sleep`: suspend of the host, and sleep of programs; `moves`: programs that move to other GPUs.
+//! - `pressure`: the share of time for which clients are stalled on GPUs.
+//! - `sleep`: suspend of the host, and sleep of programs; `moves`: moves of programs between GPUs.
+//! - `paused`: the paused processes; `saved`: orders that outlive the daemon.
+//! - `swap_files`: the RAM and the swap file space of each client.
 //! - `rooms`: memory that is kept free for programs that are not clients.
-//! - `explain`: why a program does not run, in sentences.
+//! - `explain`: explains in sentences why a program does not run; `timeline`: the flight recorder's timeline for one user.
 //! - [`View`] (`view`): a copy of the state, for all readers; [`views`]: the parts that D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;

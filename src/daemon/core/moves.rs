@@ -14,13 +14,13 @@ use crate::daemon::checkpoint::Uuid;
 use crate::daemon::gpu::accounting::History;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
 
-/// Receives the result of a move: success once the program is on the other GPU, or the reason why it was not moved.
+/// Receives the result of a move: success once the program is on the other GPU, or why it was not moved.
 pub type Reply = oneshot::Sender<fdo::Result<()>>;
 
 impl Core {
-    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply comes once the program is
-    /// on the other GPU, or the move has failed: `InvalidArgs` if the program or GPU does not exist, or if the process ID now
-    /// belongs to another user's process.
+    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply is sent once the
+    /// program is on the other GPU, or the move has failed: `InvalidArgs` if the program or GPU does not exist, or if the
+    /// process ID now belongs to another user's process.
     pub fn migrate(&mut self, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) {
         match self.migration(pid, gpu, users) {
             Err(e) => drop(reply.send(Err(e))),
@@ -64,8 +64,8 @@ impl Core {
         Ok((client, Move { from, to }))
     }
 
-    /// Whether a process's memory on one GPU can be restored on the other: both are whole GPUs of one model. The driver requires
-    /// a pair for each GPU of the host, so none may be cut into slices.
+    /// True if a process's memory on one GPU can be restored on the other: both are whole GPUs of one model. The driver
+    /// requires a pair for each GPU of the host, so neither may be in MIG mode.
     fn is_of_one_kind(&self, one: GpuId, other: GpuId) -> bool {
         let kind = |id| {
             let Gpu { kind, name, total, capability, .. } =
@@ -76,7 +76,7 @@ impl Core {
         is_whole && kind(one).is_some() && kind(one) == kind(other)
     }
 
-    /// Handles the end of a move: the scheduler has moved the client, or says why not.
+    /// Handles the end of a move: the scheduler has moved the client, or reports why not.
     pub(super) fn migrated(&mut self, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
         let reply = self.migrations.remove(&client);
         if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
@@ -95,12 +95,12 @@ impl Core {
         }
     }
 
-    /// Carries a client's records over from one GPU to the other, since its memory has moved.
+    /// Moves a client's records from one GPU to the other, after its memory has moved.
     pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.session.moved(from, to);
         if let Some(stats) = entry.gpus.remove(&from) {
-            // The history belongs to the old GPU.
+            // Without the history, which describes the old GPU.
             entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
         }
         self.record_usage_of(client, from, to, now);
@@ -130,14 +130,14 @@ impl Core {
         Ok(saving)
     }
 
-    /// Drains a newly found GPU if it was drained before, even on order to an earlier daemon.
+    /// Drains a newly found GPU that was drained before, even if the order went to an earlier daemon.
     pub(super) fn drain_again(&mut self, gpu: GpuId) {
         if self.label(gpu).is_some_and(|label| self.drained.all.contains(&label)) {
             self.apply(Event::Drain { gpu, drained: true });
         }
     }
 
-    /// Tells the scheduler between which GPUs programs can be moved, after a change of `gpus`.
+    /// Sends the scheduler the sets of GPUs between which clients can move, after `gpus` changes.
     pub(super) fn tell_kinds(&mut self) {
         let mut kinds: Vec<GpuSet> = Vec::new();
         for id in self.gpus.keys().copied().filter(|id| self.is_of_one_kind(*id, *id)) {
@@ -153,7 +153,7 @@ impl Core {
         }
     }
 
-    /// Tells the scheduler which GPUs these clients may use.
+    /// Sends the scheduler the GPUs that each of these clients may use.
     pub(super) fn tell_allowed(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         let allowed = |client: ClientId| {
             let (may, may_not): (GpuSet, GpuSet) =
@@ -175,13 +175,13 @@ impl Core {
     }
 }
 
-/// Pairs for all GPUs of the host, since the driver takes no fewer. Empty if nothing is moved.
+/// Pairs for all GPUs of the host, since the driver accepts no fewer. Empty if nothing moves.
 fn pairs(host: &GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
     if moves.is_empty() {
         return Vec::new();
     }
     let (from, to): (GpuSet, GpuSet) = moves.iter().map(|both| (both.from, both.to)).unzip();
-    // A GPU that only receives memory is paired with a GPU that only gives memory up.
+    // A GPU that only receives memory is paired with a GPU that only loses memory.
     let others = to.difference(&from).zip(from.difference(&to)).map(|(to, from)| (*to, *from));
     let same = host.iter().filter(|id| !from.contains(id) && !to.contains(id)).map(|id| (*id, *id));
     let all = moves.iter().map(|both| (both.from, both.to)).chain(others).chain(same);

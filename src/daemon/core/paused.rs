@@ -1,5 +1,5 @@
-//! The paused processes, kept for the next daemon, too (`saved`). A process is identified by its PID and the start time that the
-//! kernel gives.
+//! The paused processes, which are also saved for the next daemon (`saved`). A process is identified by its PID and its start
+//! time.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ pub struct Paused(Saved<Process>);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Process {
     pid: i32,
-    /// Clock ticks from the host's boot to the start of the process.
+    /// Start time of the process, in clock ticks since boot.
     began: u64,
 }
 

@@ -1,5 +1,5 @@
-//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow, or
-//! the GPUs that the scheduler assigns.
+//! Placement: the GPUs that a program sees. The program chooses them, within the limits of its rule and its environment, or the
+//! scheduler assigns them.
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;
@@ -20,12 +20,12 @@ use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Time for which a placement waits for its program to connect.
+/// How long a placement waits for its program to connect.
 const REMEMBERED: Duration = Duration::from_secs(30);
-/// The most placements of one tenant that wait for their programs; the scheduler keeps the same number. Beyond that, the oldest
-/// is dropped.
+/// Maximum number of one tenant's placements that wait for their programs; the scheduler has the same limit. Beyond it, the
+/// oldest is dropped.
 const MOST_WAITING: usize = 64;
-/// The most ancestors of a process that are searched for the process that requested its placement.
+/// Maximum number of a process's ancestors among which the process that requested its placement is searched.
 const MOST_ANCESTORS: usize = 16;
 
 /// A process that requested GPUs for a program that it will execute or start.
@@ -41,7 +41,7 @@ pub(super) struct PendingPlacement {
 type Known<'a> = (GpuId, &'a Gpu, String);
 
 impl Core {
-    /// Tells a client which GPUs it sees.
+    /// Sends a client the GPUs that it sees.
     pub(super) fn place(&mut self, client: ClientId, query: &PlacementQuery) {
         let Some(entry) = self.clients.get(&client) else { return };
         if query.ahead && entry.identity.pid > 0 {
@@ -110,7 +110,7 @@ impl Core {
         if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
             let mut candidates = ids(&left);
             if query.count > 1 {
-                // A process sees no more than one slice.
+                // A process can only see one MIG slice, so slices cannot be combined.
                 candidates = left.iter().filter(|(_, gpu, _)| !gpu.is_slice()).map(|(id, ..)| *id).collect();
             }
             return Choice::Machine(PlacementRequest {
@@ -123,8 +123,8 @@ impl Core {
         if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
     }
 
-    /// Whether a process's rule allows it to have the lock of a GPU without the library. Returns the rule's name for messages;
-    /// empty if it has none.
+    /// Checks that a process's rule allows it to lock a GPU without the library. Returns the rule's name for messages; empty if
+    /// it has no rule.
     ///
     /// # Errors
     /// A sentence, if the rule does not allow it.
@@ -144,7 +144,7 @@ impl Core {
         Ok(rule.to_string())
     }
 
-    /// Checks whether a client may be on a GPU.
+    /// Checks that a client may be on a GPU.
     ///
     /// # Errors
     /// A sentence, if its rule or its environment does not allow it.
@@ -167,7 +167,7 @@ impl Core {
         Ok(())
     }
 
-    /// The GPUs among these device files, or all GPUs for 0, in the order of NVML's indices.
+    /// The GPUs among these device files, or all GPUs for 0, in the order of their NVML indices.
     fn known(&self, devices: u64) -> Vec<Known<'_>> {
         let is_seen = |gpu: &Gpu| {
             let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);
@@ -179,7 +179,7 @@ impl Core {
         known
     }
 
-    /// Tells the scheduler the labels that rules give to clients, for affinity.
+    /// Sends the scheduler the labels that rules assign to clients, for affinity.
     pub(super) fn set_labels(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         let labels = |client| {
             let rule = self.rule_of(client);
@@ -189,7 +189,7 @@ impl Core {
         self.apply(Event::Labels { labels });
     }
 
-    /// Gives a new client the placement that one of its ancestors, or an earlier program of its process, requested for it.
+    /// Assigns a new client the placement that one of its ancestors, or an earlier program of its process, requested for it.
     pub(super) fn find_place(&mut self, client: ClientId) {
         let now = clock::now();
         self.pending_placements.retain(|ahead| now < ahead.since + REMEMBERED);
@@ -199,7 +199,7 @@ impl Core {
                 return;
             }
             let is_meant = |ahead: &PendingPlacement| ahead.pid == pid && !self.clients.contains_key(&ahead.client);
-            // The newest request counts.
+            // The newest matching request applies.
             if let Some(at) = self.pending_placements.iter().rposition(is_meant) {
                 let from = self.pending_placements.remove(at).client;
                 return self.apply(Event::PlacementTaken { client, from });
@@ -219,7 +219,7 @@ impl Core {
         }
     }
 
-    /// The scheduler could not place a client.
+    /// Handles the scheduler's failure to place a client.
     pub(super) fn placement_failed(&mut self, client: ClientId, why: &PlacementError) {
         let (text, label) = match why {
             PlacementError::TooFew { wanted, there } => (format!("it requests {wanted} GPUs and may use {there}"), ""),
@@ -258,7 +258,7 @@ impl Core {
 
 /// The decision about a placement.
 enum Choice {
-    /// The client sees the GPUs that it would see in any case.
+    /// The client sees the same GPUs as without placement.
     Free,
     Of(Vec<GpuId>),
     None(String),
@@ -266,7 +266,7 @@ enum Choice {
     Machine(PlacementRequest),
 }
 
-/// Whether a name denotes this GPU: an index, or a unique prefix of a UUID.
+/// True if a name denotes this GPU: an index, or a unique prefix of a UUID.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,
@@ -275,8 +275,8 @@ fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bo
     name.fits(label, gpu.index) && alone()
 }
 
-/// The GPUs of a list, by the driver's rules: the list ends before the first name that denotes no GPU, and a duplicate makes
-/// it empty.
+/// The GPUs of a list, parsed by the driver's rules: the list ends before the first name that denotes no GPU, and is empty if
+/// it has a duplicate.
 fn listed<'a, 'b>(list: &str, known: &'a [Known<'b>]) -> Vec<&'a Known<'b>> {
     let find = |name: &str| {
         let name = GpuName::parse(name.trim())?;

@@ -1,5 +1,5 @@
-//! The pods of this node, as the agent learns them from Kubernetes: names for the UIDs in control groups, and rules from
-//! pods' annotations.
+//! The pods of this node, as reported by the agent: names for the UIDs in control groups, and rules from pods'
+//! annotations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -17,19 +17,19 @@ pub struct Pods(BTreeMap<String, Known>);
 struct Known {
     namespace: String,
     name: String,
-    /// The name of each container, by its ID.
+    /// Container names by container ID.
     containers: HashMap<String, String>,
     rule: Option<Rule>,
 }
 
-/// The reasons why pods' rules were refused, by the pod's UID.
+/// Why pods' rules were refused, by pod UID.
 pub type Refused = HashMap<String, String>;
 
 impl Pods {
-    /// Checks the pods of an agent. A wrong rule is refused for its pod alone.
+    /// Validates the pods that an agent sent. An invalid rule is refused only for its own pod.
     ///
     /// # Errors
-    /// A sentence if the list as a whole is wrong.
+    /// A sentence, if the list as a whole is invalid.
     pub fn read(pods_of_node: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
         if pods_of_node.len() > MAX_PODS {
             return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", pods_of_node.len()));
@@ -62,7 +62,7 @@ impl Pods {
         Ok((pods, refused))
     }
 
-    /// Removes rules that contradict others, and returns the reasons.
+    /// Removes rules that contradict others, and returns why.
     pub fn reconcile(&mut self, contradicted: impl Fn(&Rule, &[Rule]) -> Option<String>) -> Refused {
         let (mut kept, mut refused) = (Vec::new(), Refused::new());
         for (uid, pod) in &mut self.0 {
@@ -83,7 +83,7 @@ impl Pods {
         self.0.values().filter_map(|pod| pod.rule.clone()).collect()
     }
 
-    /// Sets the names of a process's pod and container.
+    /// Adds the names of a process's pod and container to its identity.
     pub fn name(&self, identity: &mut Arc<Identity>) {
         if identity.pod.uid.is_empty() {
             return;
@@ -113,7 +113,7 @@ fn origin(rule: &HashMap<String, zbus::OwnedVariant>, defaults: &[String]) -> St
     }
 }
 
-/// Reads the rule of one pod or one claim (`kind`). The rule applies only to this one.
+/// Reads the rule of one pod or one claim (`kind`). The rule applies only to that pod or claim.
 pub(super) fn read_rule(
     kind: &str,
     uid: &str,

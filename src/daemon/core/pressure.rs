@@ -1,11 +1,11 @@
-//! Pressure: the part of the time for which clients are kept from a GPU, modelled on the kernel's pressure stall information for
-//! processors and memory. A client is stalled on a GPU while it waits for the lock, for memory, or for room to come back onto the
-//! GPU.
+//! Pressure: the share of time for which clients are stalled on a GPU, modelled on the kernel's pressure stall information
+//! (PSI). A client is stalled on a GPU while it waits for the lock, for memory, or for room to restore its memory to the GPU.
 //!
 //! - *some*: at least one client of a group is stalled.
-//! - *full*: at least one is stalled, and none runs, that is, holds a lock.
+//! - *full*: at least one client is stalled, and none holds a lock.
 //!
-//! Groups are each GPU with its clients, and each tenant and systemd unit with its clients on all GPUs.
+//! There is one group for each GPU with its clients, and one for each tenant and each systemd unit with its clients on all
+//! GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::{Activity, ClientId, Command, Event, GpuId, Time};
 use crate::sys::clock;
 
-/// The windows of the averages, in seconds: the same as the kernel's.
+/// Windows of the averages in seconds: the same as the kernel's.
 pub const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
-/// A group without clients is forgotten after this time, the longest window: clients could otherwise fill memory with names of
+/// A group without clients is forgotten after this time, the longest window. Otherwise clients could fill memory with names of
 /// units, and of GPUs that do not exist.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
@@ -31,8 +31,8 @@ struct Stall {
     is_so: bool,
     at: Time,
     total: Duration,
-    /// The exponentially weighted share of time, for each window. Since nothing changes between two events, the averages are
-    /// exact: if the condition holds for `t`, that time has the weight `1 - exp(-t / window)`.
+    /// Exponentially weighted share of time, for each window. Nothing changes between two events, so the averages are exact: if
+    /// the condition holds for `t`, that time has the weight `1 - exp(-t / window)`.
     averages: [f64; 3],
 }
 
@@ -57,7 +57,7 @@ impl Stall {
     }
 }
 
-/// The criterion that a group's clients share.
+/// The attribute that a group's clients have in common.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Gpu(GpuId),
@@ -67,7 +67,7 @@ enum Subject {
 
 #[derive(Debug, Default)]
 struct Group {
-    /// Attachments of the group's clients: all, the stalled ones, and the running ones.
+    /// Number of attachments of the group's clients: all, stalled and running ones.
     members: usize,
     stalled: usize,
     running: usize,
@@ -78,12 +78,12 @@ struct Group {
 }
 
 impl Group {
-    /// Whether the group has clients, or had some recently.
+    /// True if the group has clients, or had any recently.
     fn is_known(&self, now: Time) -> bool {
         self.members > 0 || now.saturating_sub(self.left) < FORGOTTEN
     }
 
-    /// Updates the counts after the activity of a client on a GPU has changed; `None`: the client has not attached the GPU.
+    /// Updates the counts after a client's activity on a GPU has changed. `None`: the client has not attached the GPU.
     fn changes(&mut self, now: Time, before: Option<Activity>, after: Option<Activity>) {
         let count = |is_so: fn(&Activity) -> bool, of: usize| {
             of + usize::from(after.as_ref().is_some_and(is_so)) - usize::from(before.as_ref().is_some_and(is_so))
@@ -126,7 +126,8 @@ impl Pressure {
         [Subject::Gpu(gpu), Subject::Tenant(identity.tenant.clone())].into_iter().chain(unit)
     }
 
-    /// Sets a client's activity on its GPUs; it has left GPUs that are missing. `identity` is used if the client was not known.
+    /// Sets a client's activity on its GPUs. GPUs that are missing from `gpus` have been detached. `identity` is used only for
+    /// a new client.
     fn set(&mut self, now: Time, client: ClientId, identity: &Arc<Identity>, gpus: BTreeMap<GpuId, Activity>) {
         let new = || Member { identity: identity.clone(), gpus: BTreeMap::new() };
         let Member { identity, gpus: before } = self.members.remove(&client).unwrap_or_else(new);
@@ -149,7 +150,7 @@ impl Pressure {
     }
 }
 
-/// The client whose activity may differ after this event.
+/// The client whose activity this event may change.
 pub(super) fn client_of(event: &Event) -> Option<ClientId> {
     match event {
         Event::Attached { client, .. }
@@ -169,7 +170,7 @@ pub(super) fn client_of(event: &Event) -> Option<ClientId> {
     }
 }
 
-/// The client that a command concerns.
+/// The client whose activity this command may change.
 fn commanded(command: &Command) -> Option<ClientId> {
     match command {
         Command::Attached { client, .. }
@@ -185,7 +186,7 @@ fn commanded(command: &Command) -> Option<ClientId> {
 }
 
 impl Core {
-    /// Updates the pressure after an event that led to these commands.
+    /// Updates the pressure after an event and the commands that it led to.
     pub(super) fn note_pressure(&mut self, event: Option<ClientId>, commands: &[Command], now: Time) {
         let concerned: BTreeSet<ClientId> = event.into_iter().chain(commands.iter().filter_map(commanded)).collect();
         for client in concerned {
@@ -195,7 +196,7 @@ impl Core {
         }
     }
 
-    /// The stall times of the clients of each GPU, tenant and unit.
+    /// The stall times of each GPU's, tenant's and unit's clients.
     pub(super) fn stalls(&self) -> Vec<GroupStall> {
         let now = clock::now();
         let known = self.pressure.groups.iter().filter(|(_, group)| group.is_known(now));
@@ -267,7 +268,7 @@ mod tests {
         Arc::new(Identity { tenant: Tenant::User(user), unit, ..Identity::default() })
     }
 
-    /// Seconds for which some, and all, clients were stalled.
+    /// Seconds for which some clients were stalled, and for which all were.
     fn totals(pressure: &Pressure, subject: &Subject, now: u64) -> (f64, f64) {
         let group = &pressure.groups[subject];
         let total = |stall: Stall| stall.advanced(at(now)).total.as_secs_f64();
@@ -301,7 +302,7 @@ mod tests {
         assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 3), (3.0, 0.0));
         assert_eq!(totals(&pressure, &Subject::Gpu(OTHER), 3), (3.0, 3.0));
         assert_eq!(totals(&pressure, &Subject::Gpu(GPU), 3), (0.0, 0.0));
-        // It detaches the other GPU.
+        // The client detaches the other GPU.
         pressure.set(at(3), ClientId(1), &of(1), BTreeMap::from([(GPU, RUNS)]));
         assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 9), (3.0, 0.0));
     }

@@ -1,4 +1,4 @@
-//! Log lines about memory that a client did not get, with the reason and a remedy.
+//! Log lines about refused memory, with the reason and a remedy.
 
 use super::event_log::log_client;
 use super::state::Core;
@@ -7,10 +7,10 @@ use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
 
-/// The most clients that are named, those with the most memory first.
+/// Maximum number of clients named: those with the most memory.
 const MAX_NAMED: usize = 5;
 
-/// The most refusals that are kept for their users, the newest of each process.
+/// Maximum number of refusals kept for users: the newest refusal of each process.
 const MAX_KEPT: usize = 256;
 
 /// A process that was refused memory.
@@ -22,7 +22,7 @@ pub struct Refusal {
 }
 
 impl View {
-    /// The time and the reason of the process's last refusal, as a sentence: its user may not read the journal.
+    /// When and why the process was last refused memory, as a sentence. Its user may not be able to read the journal.
     pub(super) fn refusal_sentence(&self, pid: u32) -> Option<String> {
         let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
         let ago = units::duration(self.now.saturating_sub(refusal.at));
@@ -31,7 +31,7 @@ impl View {
 }
 
 impl Core {
-    /// Logs that a client is refused memory, and why, and keeps it for the client's user.
+    /// Logs that a client is refused memory, and why. Keeps the sentence for the client's user.
     pub(super) fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
         if !self.logged.may_log("memory-refused", client, gpu, now) {
             return;
@@ -53,7 +53,7 @@ impl Core {
         }
     }
 
-    /// Neither the GPU nor host memory has room.
+    /// Neither the GPU nor host memory has room for the request.
     fn log_no_room(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
             attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
@@ -98,7 +98,7 @@ impl Core {
         Some(text)
     }
 
-    /// The GPU has no room for a context beside another program.
+    /// The GPU has no room for another context, because of other programs' memory.
     fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let identity = self.identity(client)?;
         let text = format!(
@@ -153,7 +153,7 @@ impl Core {
         let views = group.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
         let used = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
         let used = used.fold(0, u64::saturating_add);
-        // Host memory holds no contexts.
+        // Contexts use no host memory.
         let contexts = match everywhere {
             true => String::new(),
             false => {
@@ -182,7 +182,7 @@ impl Core {
         Some(text)
     }
 
-    /// The client's own environment limits it.
+    /// A limit from the client's own environment.
     fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let entry = self.clients.get(&client)?;
         let limits = entry.env_limits.in_words(self.rule_of(client));
@@ -204,7 +204,7 @@ impl Core {
         Some(text)
     }
 
-    /// Logs the first of several times in a row that a client was granted a GPU and the driver could not map its memory.
+    /// Logs that the driver could not map a client's memory after a grant. Logs only the first of consecutive failures.
     pub(super) fn log_mapping_failure(&self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
         if failures > 1 || !self.logged.may_log("mapping-failed", client, gpu, now) {
             return;

@@ -1,5 +1,5 @@
-//! Rooms: GPU memory that is kept free for a user, for programs that are not clients. The scheduler makes them; this module
-//! records the owner of each room and the callers that wait for one.
+//! Rooms: GPU memory that is kept free on a user's request, for programs that are not clients. The scheduler makes them;
+//! this module records each room's owner and the callers that wait for a room.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -20,9 +20,9 @@ use crate::identity::Identity;
 use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle};
 use crate::sys::clock;
 
-/// Rooms of one user. More rooms would not give the user more memory.
+/// Maximum number of rooms of one user. More would not give the user more memory.
 const MAX_ROOMS_OF_USER: usize = 4;
-/// The most programs that an error names as the obstacle.
+/// Maximum number of programs that an error names as obstacles.
 const NAMED: usize = 3;
 
 /// The arguments of `MakeRoom`, and the caller.
@@ -31,7 +31,7 @@ pub struct RoomRequest {
     /// UUID or index; empty if there is only one GPU.
     pub gpu: String,
     pub bytes: u64,
-    /// The time for which the room is kept, unless it is renewed.
+    /// How long the room is kept unless it is renewed.
     pub lasts: Duration,
     pub caller: Identity,
 }
@@ -42,23 +42,23 @@ pub(super) struct Room {
     gpu: GpuId,
     bytes: u64,
     lasts: Duration,
-    /// The caller's reply channel, until its bytes are free.
+    /// The caller's reply channel; `None` once the memory is free.
     reply: Option<oneshot::Sender<fdo::Result<()>>>,
-    /// Notified when the room has ended by itself.
+    /// Notified when the room ends without being closed.
     ended: Rc<Notify>,
 }
 
-/// A room that a caller requested.
+/// A requested room.
 pub struct PendingRoom {
     pub room: RoomId,
-    /// Receives the reply once the bytes are free.
+    /// Receives the reply once the memory is free.
     pub ready: oneshot::Receiver<fdo::Result<()>>,
-    /// Notified when the room has ended, unless it was closed.
+    /// Notified when the room ends without being closed.
     pub ended: Rc<Notify>,
 }
 
 impl Core {
-    /// Checks a request for a room before it is made. Returns the GPU.
+    /// Validates a request for a room. Returns the GPU.
     ///
     /// # Errors
     /// `InvalidArgs` or `LimitsExceeded`.
@@ -90,14 +90,14 @@ impl Core {
         let RoomRequest { bytes, lasts, caller, .. } = request;
         let (owner, reply) = (Arc::new(caller), Some(reply));
         self.rooms.insert(room, Room { owner, gpu, bytes, lasts, reply, ended: ended.clone() });
-        // Fresh figures of the memory that other programs use.
+        // Gets current figures of the memory that other programs use.
         self.query_nvml(Query::Sample);
         self.signals.activity.notify_one();
         self.ask_for_room(room);
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Extends a room by its full time, from now on.
+    /// Renews a room for its full time from now on.
     pub fn renew_room(&mut self, room: RoomId) {
         self.ask_for_room(room);
     }
@@ -108,7 +108,7 @@ impl Core {
         self.apply(Event::RoomRequested { room, gpu, bytes, until });
     }
 
-    /// Closes a room that its owner no longer needs.
+    /// Ends a room that its owner no longer needs.
     pub fn close_room(&mut self, room: RoomId) {
         let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
         self.apply(Event::RoomClosed { room });
@@ -173,7 +173,7 @@ impl Core {
         }
     }
 
-    /// The programs that keep memory on a GPU that others need, with the reasons.
+    /// The programs that keep memory on a GPU, with the reasons why it cannot be evicted.
     fn in_the_way(&self, gpu: GpuId) -> String {
         let mut all: Vec<(u64, String)> = Vec::new();
         for view in self.machine.clients() {
@@ -201,7 +201,7 @@ impl Core {
         }
     }
 
-    /// The caller of each room.
+    /// The caller that owns each room.
     pub(super) fn room_owners(&self) -> BTreeMap<RoomId, Arc<Identity>> {
         self.rooms.iter().map(|(room, entry)| (*room, entry.owner.clone())).collect()
     }

@@ -1,4 +1,4 @@
-//! Rules: the rule and the group of each client, limits from its environment, and the memory limits announced to it.
+//! Rules: each client's rule and group, limits from its environment, and the memory limits announced to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,11 +12,11 @@ use super::state::Core;
 use crate::config::rules::{Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
-/// Groups that are kept although they have no clients; more if there are many clients.
+/// Minimum number of groups at which those without clients are dropped. The number is higher if there are many clients.
 const MAX_GROUPS: usize = 1024;
 
 impl Core {
-    /// Applies its rule to a new client.
+    /// Applies a new client's rule.
     pub(super) fn apply_rule(&mut self, client: ClientId) {
         if let Some(group) = self.find_group(client) {
             self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
@@ -27,7 +27,7 @@ impl Core {
     }
 
     /// Applies changed rules to all clients together. A group keeps its usage if a rule with the same subject remains, even if
-    /// the new rule allows different amounts.
+    /// its limits differ.
     pub(super) fn reapply_rules(&mut self, before: &Rules) {
         let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
         let place =
@@ -47,7 +47,7 @@ impl Core {
         self.tell_allowed(clients);
     }
 
-    /// Sets the pods of this node. Returns the rules of pods that contradict others, with the reasons.
+    /// Replaces the pods of this node. Returns the pods' rules that contradict others, with the reasons.
     pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
         let rules = &self.config.rules;
         let refused = pods.reconcile(|rule, kept| {
@@ -64,7 +64,7 @@ impl Core {
         refused
     }
 
-    /// Sets the claims of this node.
+    /// Replaces the claims of this node.
     pub fn set_claims(&mut self, claims: Claims) {
         if claims == self.claims {
             return;
@@ -82,7 +82,7 @@ impl Core {
         self.reapply_rules(&before);
     }
 
-    /// Tells clients the memory that a rule allows them on each GPU, where it has changed: programs query the size of memory
+    /// Sends clients the memory that their rules allow on each GPU, where that has changed. Programs query the size of memory
     /// before they use a GPU, and plan by it.
     pub(super) fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
@@ -100,7 +100,7 @@ impl Core {
         }
     }
 
-    /// Announces limits to the next clients. Returns the last of them; `None` when none are left.
+    /// Announces limits to the next `count` clients after `client`. Returns the last of these, or `None` when none are left.
     pub fn announce_limits_after(&mut self, client: ClientId, count: usize) -> Option<ClientId> {
         let after = (std::ops::Bound::Excluded(client), std::ops::Bound::Unbounded);
         let next: Vec<ClientId> = self.clients.range(after).map(|(client, _)| *client).take(count).collect();
@@ -118,7 +118,7 @@ impl Core {
         self.forget_groups();
         let entry = self.clients.get_mut(&client)?;
         let found = self.config.rules.of(&entry.identity);
-        // A lock is to exclude others, and so is in no gang; `may_lock` refuses one under such a rule.
+        // A lock excludes other clients, so it can be in no gang. `may_lock` refuses locks under gang rules.
         let found = found.filter(|(rule, _)| entry.lock.is_none() || !rule.limits.gang);
         entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
         entry.has_used_up = false;
@@ -134,7 +134,7 @@ impl Core {
         Some(Group { id, limits })
     }
 
-    /// Drops groups without clients beyond a number. Up to that they are kept: the usage of a unit's programs counts for those
+    /// Drops groups without clients, but only if there are many: the usage of a unit's programs must count for the programs
     /// that it starts next.
     fn forget_groups(&mut self) {
         if self.groups.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
@@ -144,7 +144,7 @@ impl Core {
         }
     }
 
-    /// Sets a limit from a client's environment.
+    /// Sets a limit that a client read from its environment.
     pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let before = entry.env_limits.limits();

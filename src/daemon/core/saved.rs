@@ -1,5 +1,5 @@
-//! Sets of orders for the next daemon: saved in the directory that systemd provides (`StateDirectory=`), until the host reboots.
-//! Without a directory they end with the daemon.
+//! Sets of orders for the next daemon, saved until the host reboots in the directory that systemd provides (`StateDirectory=`).
+//! Without a directory, they end with the daemon.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,17 +14,17 @@ use tracing::warn;
 
 use crate::sys::atomic_file;
 
-/// An ID that is new with each boot of the host.
+/// An ID that changes with each boot of the host.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The orders, and the thread that saves them, since writing can take long.
+/// The orders, and the thread that saves them, since writing can be slow.
 #[derive(Debug)]
 pub struct Saved<T> {
     pub all: BTreeSet<T>,
     saver: Option<Sender<(String, oneshot::Sender<()>)>>,
 }
 
-/// Resolves once a change is saved, or cannot be saved, which is logged.
+/// Resolves once a change is saved, or could not be saved. A failure is logged.
 pub type Saving = oneshot::Receiver<()>;
 
 impl<T> Default for Saved<T> {
@@ -45,7 +45,7 @@ pub(super) fn boot() -> String {
 
 impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
     /// Reads the orders that an earlier daemon saved in a file. An invalid file is logged and ignored. `lost`: a sentence about
-    /// the consequences of a file that cannot be written.
+    /// the consequences if the file cannot be written.
     pub fn open(directory: &Path, file: &str, lost: &'static str) -> Self {
         let path = directory.join(file);
         let read = match std::fs::read_to_string(&path) {
@@ -74,8 +74,8 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
         Self { all, saver: started.is_ok().then_some(saver) }
     }
 
-    /// Saves the present set; an empty set has no file. The caller is answered after that, so that an answered order
-    /// outlives the daemon.
+    /// Saves the present set; for an empty set, removes the file. The caller is answered only after that, so that every
+    /// confirmed order outlives the daemon.
     pub fn save(&self) -> Saving {
         let (done, saving) = oneshot::channel();
         if let Some(saver) = &self.saver {

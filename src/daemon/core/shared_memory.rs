@@ -1,10 +1,10 @@
-//! Memory that programs share (CUDA IPC): requests to open it, and the client whose report counts its bytes. No I/O.
+//! Memory that programs share (CUDA IPC): requests to open it, and the client whose report includes its bytes. No I/O.
 //!
-//! Descriptors and secrets only pass through the daemon. The registry records which client has which exported memory open.
-//! Its bytes count with the exporter, among its pinned bytes. When the exporter frees the memory or ends, it stays on the GPU
-//! for the clients that opened it, so one of them *adopts* it: from then on it is among that client's pinned bytes. Between
-//! the exporter's last report of it and the adopter's first, the daemon adds it to the adopter's reports
-//! ([`SharedMemoryRegistry::uncounted`]), so that it never counts as free.
+//! Descriptors and secrets only pass through the daemon. The registry records which client has which exported memory open. Its
+//! bytes count for the exporter, among the exporter's pinned bytes. When the exporter frees the memory or ends, the memory
+//! stays on the GPU for the clients that opened it, so one of them *adopts* it: from then on it counts among that client's
+//! pinned bytes. Between the exporter's last report that includes it and the adopter's first, the daemon adds it to the
+//! adopter's reports ([`SharedMemoryRegistry::uncounted`]), so that it never counts as free.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,17 +15,17 @@ use nvshare_wire::client::Sharing;
 use crate::daemon::tenants::Share;
 use crate::scheduler::{ClientId, GpuId, Time};
 
-/// Requests that one exporter can leave unanswered, for instance while it is stopped.
+/// Maximum number of requests that one exporter can leave unanswered, for instance while it is stopped.
 const MAX_PENDING: usize = 32;
-/// After a restart of the daemon, exporters and importers reconnect in any order: an importer adopts memory if the exporter
-/// has not reconnected within this time.
+/// After a restart of the daemon, exporters and importers reconnect in any order. An importer adopts memory if the exporter has
+/// not reconnected within this time.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A range of an exporter's memory, by the exporter's secret.
+/// A range of an exporter's memory. The exporter is identified by its secret.
 type Range = (Secret, u32);
 
-/// The cost of a change is logarithmic in the number of entries, and linear in the number of ranges that the client itself has
-/// open.
+/// Records exports, requests and imports. A change takes time logarithmic in the number of entries, and linear in the number of
+/// ranges that the client itself has open.
 #[derive(Debug, Default)]
 pub struct SharedMemoryRegistry {
     exporters: Exporters,
@@ -47,7 +47,7 @@ impl Exporters {
         self.clients.entry(key).or_default().insert(client);
     }
 
-    /// Returns the secret of the client.
+    /// Returns the client's secret.
     fn remove(&mut self, client: ClientId) -> Option<Secret> {
         let key = self.secrets.remove(&client)?;
         if let Some(clients) = self.clients.get_mut(&key) {
@@ -63,10 +63,10 @@ impl Exporters {
 /// Requests that exporters have not answered.
 #[derive(Debug, Default)]
 struct Requests {
-    /// By the number sent to the exporter.
+    /// Requests by the number sent to the exporter.
     all: BTreeMap<u64, OpenRequest>,
     of_exporter: BTreeMap<ClientId, BTreeSet<u64>>,
-    /// The request whose answer an importer still awaits: its newest.
+    /// The newest request of each importer, whose answer the importer still awaits.
     of_importer: BTreeMap<ClientId, u64>,
     last: u64,
 }
@@ -106,14 +106,14 @@ impl Requests {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OpenRequest {
-    /// The importer and its own number of the request; `None` if the importer is no longer interested.
+    /// The importer and its own number of the request. `None` if the importer has withdrawn it.
     pub importer: Option<(ClientId, u32)>,
     exporter: ClientId,
     key: Secret,
     range: u32,
 }
 
-/// A range of an exporter's memory that a client has open.
+/// A client's open range of an exporter's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Import {
     pub importer: ClientId,
@@ -132,7 +132,7 @@ struct OpenMemory {
     gpu: GpuId,
     bytes: u64,
     counted_by: CountedBy,
-    /// The import's part of the importer's budget.
+    /// The import's share of the importer's budget.
     _share: Share,
 }
 
@@ -140,11 +140,11 @@ struct OpenMemory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CountedBy {
     Exporter,
-    /// None since then: the exporter has not reconnected after a restart of the daemon.
+    /// No client, since this time: the exporter has not reconnected after a restart of the daemon.
     Missing(Time),
-    /// None: the importer has been told to adopt the memory.
+    /// No client: the importer was asked to adopt the memory.
     Adopting,
-    /// The importer, from its next report on.
+    /// The importer, beginning with its next report.
     NextReport,
     Importer,
 }
@@ -154,7 +154,7 @@ enum CountedBy {
 struct Imports {
     /// The importers of each range.
     ranges: BTreeMap<Range, BTreeMap<ClientId, OpenMemory>>,
-    /// The importers that have adopted a range, or have been told to: one, unless clients of an earlier daemon report more.
+    /// The importers that have adopted a range, or were asked to: at most one, unless clients of an earlier daemon report more.
     adopters: BTreeMap<Range, BTreeSet<ClientId>>,
     of_importer: BTreeMap<ClientId, OfImporter>,
     /// Number of imports whose exporter is missing.
@@ -166,18 +166,18 @@ struct Imports {
 struct OfImporter {
     ranges: BTreeSet<Range>,
     sums: BTreeMap<GpuId, Sums>,
-    /// The ranges that the client's next report of a GPU counts.
+    /// The ranges that the client's next report of a GPU will include.
     next_report: BTreeMap<GpuId, BTreeSet<Range>>,
-    /// When an exporter was first found missing; `None` if none is.
+    /// Since when an exporter has been missing; `None` if none is.
     missing_since: Option<Time>,
 }
 
 /// Bytes on one GPU.
 #[derive(Debug, Default, Clone, Copy)]
 struct Sums {
-    /// Bytes that count with the client although its own reports do not have them yet.
+    /// Bytes that count for the client although its own reports do not include them yet.
     uncounted: u128,
-    /// Bytes that count with the client although another program allocated them.
+    /// Bytes that count for the client although another program allocated them.
     adopted: u128,
 }
 
@@ -190,7 +190,7 @@ impl Imports {
         self.count(import, gpu, bytes, by, true);
     }
 
-    /// Returns how the import was counted.
+    /// Removes an import. Returns how it was counted.
     fn remove(&mut self, import: Import) -> Option<CountedBy> {
         let importers = self.ranges.get_mut(&import.range())?;
         let OpenMemory { gpu, bytes, counted_by, .. } = importers.remove(&import.importer)?;
@@ -218,7 +218,7 @@ impl Imports {
         self.count(import, gpu, bytes, now, true);
     }
 
-    /// Adds an import to the sums of its importer and to its range's adopters, or takes it out again.
+    /// Adds an import to the sums of its importer and to its range's adopters, or removes it from them.
     fn count(&mut self, import: Import, gpu: GpuId, bytes: u64, by: CountedBy, add: bool) {
         let own = self.of_importer.entry(import.importer).or_default();
         let sums = own.sums.entry(gpu).or_default();
@@ -252,7 +252,7 @@ impl Imports {
         }
     }
 
-    /// Chooses an importer for bytes that no client counts any more.
+    /// Chooses an importer to adopt bytes that no client counts any more.
     fn orphan(&mut self, (exporter, range): Range) -> Option<Import> {
         if self.adopters.contains_key(&(exporter, range)) {
             return None;
@@ -270,7 +270,7 @@ impl Imports {
 }
 
 impl SharedMemoryRegistry {
-    /// Requests are numbered from the current time on, so that answers to an earlier daemon's requests match none.
+    /// Numbers requests from the current time on, so that answers to an earlier daemon's requests match none.
     pub fn new(now: Time) -> Self {
         let last = u64::try_from(now.as_nanos()).unwrap_or(0);
         Self { requests: Requests { last, ..Requests::default() }, ..Self::default() }
@@ -278,7 +278,7 @@ impl SharedMemoryRegistry {
 
     // ---- requests ------------------------------------------------------------------------------------------------
 
-    /// A client exports memory under this secret. Returns the importers whose imports it counts from now on.
+    /// Records that a client exports memory under this secret. Returns the importers whose imports it counts from now on.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         if self.imports.missing == 0 {
@@ -295,11 +295,11 @@ impl SharedMemoryRegistry {
         importers.into_iter().collect()
     }
 
-    /// A client requests to open memory of an exporter that it `may` share with. Returns the exporter, and the number of the
-    /// request.
+    /// Records a client's request to open an exporter's memory. `may` tells whether the client may share with an exporter.
+    /// Returns the exporter, and the number of the request.
     ///
     /// # Errors
-    /// The answer to the importer, if the exporter is unknown or has too many requests pending.
+    /// The answer for the importer, if the exporter is unknown or has too many pending requests.
     pub fn request(
         &mut self,
         importer: ClientId,
@@ -317,7 +317,7 @@ impl SharedMemoryRegistry {
         Ok((exporter, self.requests.insert(importer, request)))
     }
 
-    /// An exporter answers a request. `None` if the request is unknown.
+    /// Handles an exporter's answer to a request. `None` if the request is unknown.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
         self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
         self.requests.remove(number)
@@ -325,7 +325,7 @@ impl SharedMemoryRegistry {
 
     // ---- open memory ---------------------------------------------------------------------------------------------
 
-    /// The importer has the memory open from now on.
+    /// Records that the importer has the memory open from now on.
     pub fn open(&mut self, request: &OpenRequest, gpu: GpuId, bytes: u64, share: Share) {
         let Some((importer, _)) = request.importer else { return };
         let import = Import { importer, exporter: request.key, range: request.range };
@@ -335,7 +335,7 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// A client of an earlier daemon reports memory that it has open.
+    /// Handles a report of an earlier daemon's client about memory that it has open.
     pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time, share: Share) {
         let counted_by = match adopted {
             true => CountedBy::Importer,
@@ -345,32 +345,33 @@ impl SharedMemoryRegistry {
         self.imports.insert(import, OpenMemory { gpu, bytes, counted_by, _share: share });
     }
 
-    /// The exporter has freed the memory. Returns the importer that must adopt it.
+    /// Handles an exporter's report that it freed the memory. Returns the importer that must adopt it.
     pub fn withdraw(&mut self, client: ClientId, range: u32) -> Option<Import> {
         let key = *self.exporters.secrets.get(&client)?;
         self.imports.orphan((key, range))
     }
 
-    /// The importer has closed the memory, or withdrawn its request. Returns the importer that must adopt it instead.
+    /// Handles an importer's report that it closed the memory, or withdrew its request. Returns the importer that must adopt
+    /// the memory instead.
     pub fn close(&mut self, import: Import) -> Option<Import> {
         self.requests.give_up(import.importer, |request| (request.key, request.range) == import.range());
         let counted_by = self.imports.remove(import)?;
         (counted_by != CountedBy::Exporter).then(|| self.imports.orphan(import.range())).flatten()
     }
 
-    /// Whether the importer has been told to adopt the memory, and has not answered.
+    /// True if the importer was asked to adopt the memory, and has not answered.
     pub fn is_adopting(&mut self, import: Import) -> bool {
         self.imports.get(import).is_some_and(|open| open.counted_by == CountedBy::Adopting)
     }
 
-    /// The importer has adopted the memory: its next report counts it.
+    /// Handles the importer's answer that it has adopted the memory. Its next report includes it.
     pub fn adopted(&mut self, import: Import) {
         if self.is_adopting(import) {
             self.imports.set(import, CountedBy::NextReport);
         }
     }
 
-    /// Handles a report of the client: the memory that it counts is now the importer's.
+    /// Handles a client's report: from now on, the adopted memory that it includes counts in the client's own reports.
     pub fn reported(&mut self, client: ClientId, gpu: GpuId) {
         let next = self.imports.of_importer.get_mut(&client).and_then(|own| own.next_report.remove(&gpu));
         for (exporter, range) in next.into_iter().flatten() {
@@ -381,7 +382,7 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// Memory that importers must adopt because the exporter has not reconnected in time.
+    /// Memory that a client must adopt because the exporter has not reconnected in time.
     pub fn overdue(&mut self, client: ClientId, now: Time) -> Vec<Import> {
         let Some(own) = self.imports.of_importer.get_mut(&client) else { return Vec::new() };
         if own.missing_since.is_none_or(|since| now < since + RECONNECT_TIMEOUT) {
@@ -403,12 +404,13 @@ impl SharedMemoryRegistry {
         late.into_iter().filter_map(|range| self.imports.orphan(range)).collect()
     }
 
-    /// Bytes on the GPU that count with this client although its own reports do not have them yet.
+    /// Bytes on the GPU that count for this client although its own reports do not include them yet.
     pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
         saturated(self.sums(client, gpu).uncounted)
     }
 
-    /// Bytes on the GPU that count with this client although another program allocated them: NVML may show them for that program.
+    /// Bytes on the GPU that count for this client although another program allocated them. NVML may show them for that
+    /// program.
     pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
         saturated(self.sums(client, gpu).adopted)
     }
@@ -417,8 +419,8 @@ impl SharedMemoryRegistry {
         self.imports.of_importer.get(&client).and_then(|own| own.sums.get(&gpu)).copied().unwrap_or_default()
     }
 
-    /// A client has disconnected. Returns the importers that must adopt the memory that it counted, and the requests that it will
-    /// not answer.
+    /// Handles the end of a client. Returns the importers that must adopt the memory that it counted, and the requests that it
+    /// will not answer.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<OpenRequest>) {
         let mut orphans: Vec<Range> = Vec::new();
         if let Some(key) = self.exporters.remove(client)
@@ -476,7 +478,7 @@ mod tests {
         Import { importer, exporter: KEY, range: 5 }
     }
 
-    /// A exports, and each of these importers has the memory open.
+    /// `A` exports memory, which each of these importers has open.
     fn shared_with(importers: &[ClientId]) -> SharedMemoryRegistry {
         let mut registry = SharedMemoryRegistry::default();
         registry.announce(A, KEY);

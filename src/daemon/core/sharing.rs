@@ -1,4 +1,4 @@
-//! Messages about memory that programs share, passed between exporter and importer.
+//! Passes messages about memory that programs share between exporter and importer.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -15,16 +15,16 @@ use crate::daemon::tenants::{Budget, What};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, GpuId, Time};
 
-/// Requests to adopt memory that a client can leave unanswered: an exporter can leave thousands of ranges, more than a client can
-/// be sent in one go.
+/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave thousands of ranges, more than a
+/// client can be sent at a time.
 const MAX_ADOPTIONS: usize = 64;
 
-/// An exporter's messages are read within this time, however much other clients of its tenant send. Messages of different clients
-/// are not read in the order in which they were sent.
+/// An exporter's messages are read within this time, however much other clients of its tenant send. Different clients' messages
+/// may be read in another order than they were sent.
 const READ_TIME: Duration = Duration::from_millis(500);
 
-/// Programs that ran under an earlier scheduler reconnect within this time, even if they lost two schedulers in a row: such a
-/// program waits 2 s before it tries again.
+/// Programs of an earlier scheduler reconnect within this time, even if they lost two schedulers in a row: they retry after 2
+/// s.
 const LATE_RETURN: Duration = Duration::from_secs(3);
 
 impl Core {
@@ -55,7 +55,7 @@ impl Core {
                     Ok((exporter, ticket)) => {
                         self.send(exporter, SchedulerMessage::Export { ticket, secret, range, allocation, first });
                     }
-                    // The exporter may be about to reconnect from an earlier daemon, or its messages may not have been read yet.
+                    // The exporter of an earlier daemon may be about to reconnect, or its messages are not read yet.
                     Err(Sharing::Unknown)
                         if now < self.started + LATE_RETURN || self.may_come(client, exporter, now) =>
                     {
@@ -74,12 +74,12 @@ impl Core {
                 let Some(connection) = self.clients.get(&importer).map(|entry| entry.connection.clone()) else {
                     return;
                 };
-                // Other clients of its tenant may have opened memory since the request.
+                // Other clients of the tenant may have opened memory since the request, and used up its budget.
                 let Some(share) = connection.budget().take(What::Imports, 1) else {
                     return self.send_open_result(importer, ticket, Sharing::Failed);
                 };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
-                // Registered before the memory is sent, so that open memory is always counted.
+                // Recorded before the memory is sent, so that open memory always counts.
                 self.shared_memory.open(&request, gpu, bytes.min(total), share);
                 if connection
                     .send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors)
@@ -96,7 +96,7 @@ impl Core {
                 let Some(gpu) = gpu else { return };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
                 let import = Import { importer: client, exporter, range };
-                // Under the previous daemon the client was not able to open more than its budget.
+                // Under the previous daemon, the client could not exceed its budget either, so this report is false.
                 let Some(share) = self.budget(client).and_then(|budget| budget.take(What::Imports, 1)) else {
                     return self.log_over_budget(client, "says that it has opened too much memory of other programs");
                 };
@@ -117,7 +117,7 @@ impl Core {
         }
     }
 
-    /// Whether an exporter that a client requests may still announce itself: the first request for it is recent.
+    /// True if an exporter that a client requests may still announce itself: the first request for it is recent.
     fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
         let Some(entry) = self.clients.get_mut(&importer) else { return false };
         let asked = entry.asked_for.filter(|(key, _)| *key == exporter);
@@ -129,7 +129,7 @@ impl Core {
         Some(self.clients.get(&client)?.connection.budget().clone())
     }
 
-    /// Logs that a client requests more than its tenant may have.
+    /// Logs that a client requests more than its tenant's budget allows.
     fn log_over_budget(&mut self, client: ClientId, what: &str) {
         let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
         let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
@@ -145,7 +145,7 @@ impl Core {
     /// Asks importers to adopt shared memory that no other client counts any more.
     pub(super) fn ask_to_adopt(&mut self, imports: impl IntoIterator<Item = Import>) {
         let imports: Vec<Import> = imports.into_iter().collect();
-        // Reports once for each importer, however many ranges it has to adopt: an exporter can leave thousands.
+        // Reports once for each importer, regardless of its number of ranges: an exporter can leave thousands.
         let importers: BTreeSet<ClientId> = imports.iter().map(|import| import.importer).collect();
         importers.into_iter().for_each(|importer| self.report_all_gpus(importer));
         for import in imports {
@@ -156,7 +156,7 @@ impl Core {
         }
     }
 
-    /// Sends a client requests to adopt memory, as far as it has answered earlier ones.
+    /// Sends a client requests to adopt memory, until `MAX_ADOPTIONS` are unanswered.
     fn ask_next(&mut self, importer: ClientId) {
         let Some(Client { adoptions, connection, .. }) = self.clients.get_mut(&importer) else { return };
         while adoptions.asked < MAX_ADOPTIONS {
@@ -170,7 +170,7 @@ impl Core {
         }
     }
 
-    /// A client has answered a request to adopt memory.
+    /// Handles a client's answer to a request to adopt memory.
     fn adoption_answered(&mut self, importer: ClientId) {
         if let Some(entry) = self.clients.get_mut(&importer) {
             entry.adoptions.asked = entry.adoptions.asked.saturating_sub(1);

@@ -1,4 +1,4 @@
-//! Suspend of the host, before which programs' memory leaves the GPUs, and sleep of programs that a user pauses.
+//! Suspend of the host, before which programs' memory is evicted from the GPUs, and sleep of programs that a user pauses.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -25,14 +25,14 @@ use crate::sys::clock;
 
 /// The file of drained GPUs.
 const DRAINED: &str = "drained.toml";
-/// Time after which checkpoints are retried if they were not possible at all: the driver may have been replaced.
+/// Checkpoints are retried after this time if they were impossible: the driver may have been replaced.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 
-/// Prefixes of the driver versions with which idle programs sleep by default. With some drivers, killing programs that were put
-/// back has hung hosts (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
+/// Prefixes of the driver versions with which idle programs are put to sleep by default. With some drivers, killing programs
+/// after their restore has hung hosts (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
-/// The reason why the state of a process cannot be determined.
+/// Why the state of a process cannot be determined.
 const NO_HELPER: &str = "nvshare-checkpoint, which could tell and wake it, is missing or cannot use the driver";
 
 /// The scheduler's settings with this driver.
@@ -45,12 +45,12 @@ pub(super) fn settings(config: &Config, driver: Option<&str>) -> Settings {
 /// A request to the checkpoint helpers.
 #[derive(Debug)]
 pub enum Checkpoint {
-    /// A client prepares: its process will soon be taken off its GPUs.
+    /// A client is preparing. Its process will soon be taken off its GPUs.
     Prepare(ClientId),
     Do(CheckpointRequest),
 }
 
-/// A request to take a process off its GPUs, or to put it back.
+/// A request to take a process off its GPUs, or to restore it.
 #[derive(Debug)]
 pub struct CheckpointRequest {
     pub client: ClientId,
@@ -60,12 +60,12 @@ pub struct CheckpointRequest {
     pub identity: Arc<Identity>,
     /// For a wake on other GPUs: each GPU of the host, and the GPU on which its memory is restored.
     pub pairs: Vec<(Uuid, Uuid)>,
-    /// Closed when the client is gone: the answer is no longer needed.
+    /// Closed when the client is gone and the answer is no longer needed.
     pub awaited: oneshot::Sender<Infallible>,
 }
 
 impl Core {
-    /// Follows whether any program has a GPU attached.
+    /// A receiver that tells whether any program has a GPU attached.
     pub fn follow_attached(&self) -> watch::Receiver<bool> {
         self.attached.subscribe()
     }
@@ -76,7 +76,7 @@ impl Core {
         self.attached.send_if_modified(|before| std::mem::replace(before, is_any) != is_any);
     }
 
-    /// The host is about to suspend, or has resumed.
+    /// Handles the host's announcement that it is about to suspend, or has resumed.
     pub fn suspend(&mut self, suspended: bool) {
         if self.suspended == suspended {
             return;
@@ -90,7 +90,7 @@ impl Core {
         self.apply(Event::Suspend { suspended });
     }
 
-    /// NVML has reported the driver's version.
+    /// Handles NVML's report of the driver's version.
     pub(super) fn driver_is(&mut self, versions: DriverVersions) {
         self.driver = versions;
         let settings = settings(&self.config, self.driver.driver.as_deref());
@@ -100,12 +100,13 @@ impl Core {
         }
     }
 
-    /// Sets the receiver that takes clients' processes off their GPUs and puts them back, and then calls [`Self::checkpointed`].
+    /// Sets the receiver of checkpoint requests. It takes clients' processes off their GPUs or restores them, and then calls
+    /// [`Self::checkpointed`].
     pub fn use_checkpoints(&mut self, requests: mpsc::UnboundedSender<Checkpoint>) {
         self.checkpoints = Some(requests);
     }
 
-    /// An obstacle to a client's sleep that is known without asking the client.
+    /// An obstacle to a client's sleep that is known without a message to the client.
     pub(super) fn sleep_obstacle(&self, client: ClientId, now: Time) -> Option<SleepObstacle> {
         let entry = self.clients.get(&client)?;
         let is_supported =
@@ -131,12 +132,12 @@ impl Core {
             SleepOperation::Settle => Operation::Settle,
         };
         let untouched = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
-        // No scheduler can have taken a process off its GPUs that it cannot reach.
+        // A process without a pidfd cannot be reached, so no scheduler can have taken it off its GPUs.
         let Some(process) = &entry.process else {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
         };
         let Some(requests) = &self.checkpoints else {
-            // An earlier scheduler had a helper, and may have taken the process off its GPUs: a turn would never end.
+            // An earlier scheduler had a helper, and may have taken the process off its GPUs. If so, a turn would never end.
             return Some(Event::Checkpointed { client, outcome: untouched });
         };
         let (awaited, awaits) = oneshot::channel();
@@ -150,14 +151,15 @@ impl Core {
         Some(Event::Checkpointed { client, outcome: untouched })
     }
 
-    /// Whether a client may be asleep without a helper that can tell. It says itself that it was put to sleep, so this is shown only
-    /// for the client: as a problem of the scheduler, it would let any program make a Kubernetes node's pod not ready.
+    /// True if a client may be asleep, but no helper can determine that. The client itself reports that it was put to sleep, so
+    /// this is shown only for the client: as a problem of the scheduler, it would let any program make a Kubernetes node's pod
+    /// not ready.
     pub(super) fn is_undetermined(&self, client: ClientId) -> bool {
         let is_unable = self.checkpoints.is_none() || self.no_checkpoints.is_some();
         is_unable && self.machine.sleep_of(client).phase == SleepPhase::Settling
     }
 
-    /// Whether a client is due to return to its GPUs.
+    /// True if a client is about to be restored to its GPUs.
     pub fn is_to_wake(&self, client: ClientId) -> bool {
         self.machine.sleep_of(client).phase == SleepPhase::Waking
     }
@@ -187,7 +189,7 @@ impl Core {
         self.apply(Event::Checkpointed { client, outcome });
     }
 
-    /// The clients of a process. A process that has loaded the library several times is several clients.
+    /// The clients of a process. A process that has loaded the library several times has several clients.
     ///
     /// # Errors
     /// `InvalidArgs` if there is none.
@@ -240,14 +242,14 @@ impl Core {
         Ok(saving)
     }
 
-    /// Stores in this directory which programs are paused and which GPUs are drained, and restores the state stored there.
+    /// Saves the paused programs and the drained GPUs in this directory from now on, and restores those saved there.
     pub fn keep_orders(&mut self, directory: &Path) {
         self.paused = Paused::open(directory);
         self.drained =
             Saved::open(directory, DRAINED, "GPUs that are drained will be used again if the scheduler is restarted");
     }
 
-    /// Restores the sleep of a client that has connected, and that an earlier scheduler may have told to sleep. A client whose
+    /// Restores the sleep of a client that has connected, if an earlier scheduler may have put it to sleep. A client whose
     /// process is paused stays paused, no matter which scheduler received the order.
     pub(super) fn restore_sleep(&mut self, client: ClientId, is_asleep: bool) {
         if is_asleep {
@@ -259,7 +261,7 @@ impl Core {
         }
     }
 
-    /// Whether all memory that can leave the GPUs has left, or the host has resumed.
+    /// True if all evictable memory has been evicted, or the host has resumed.
     pub fn is_evacuated(&self) -> bool {
         !self.suspended || self.machine.is_evacuated()
     }

@@ -1,4 +1,4 @@
-//! [`Core`]: the scheduler's state machine, its clients and GPUs, and the state of the log.
+//! [`Core`]: the scheduler's state machine, its clients and GPUs, and the state of logging.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -49,10 +49,10 @@ use crate::recorder::Recorder;
 use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, RoomId, Settings, Time};
 use crate::sys::clock::{self, Timer};
 
-/// Clients are idle when none of them has sent a message for this long: memory is then sampled less often.
+/// Clients count as idle when none of them has sent a message for this long. Memory is then sampled less often.
 pub const SAMPLE_QUIET: Duration = Duration::from_secs(2);
 
-/// The scheduler and everything that it decides about.
+/// The scheduler and all the state that it decides about.
 pub struct Core {
     pub config: Config,
     pub(super) machine: Machine,
@@ -64,32 +64,32 @@ pub struct Core {
     pub(super) groups: BTreeMap<Instance, GroupId>,
     pub(super) next_group: u64,
     pub(super) next_gang: u64,
-    /// Gangs with clients, by the tenant and the name.
+    /// Gangs that have clients, by tenant and name.
     pub(super) gangs: BTreeMap<(Tenant, u64), Gang>,
     pub budgets: Rc<Budgets>,
     /// When host memory was last measured.
     pub(super) host_sampled: Time,
-    /// Kubernetes' names of the pods of this node.
+    /// Names of this node's pods, from Kubernetes.
     pub(super) pods: Pods,
     pub(super) claims: Claims,
-    /// Processes that were assigned GPUs for a program that they have yet to start.
+    /// Processes that were assigned GPUs for a program that they have not started yet.
     pub(super) pending_placements: Vec<placement::PendingPlacement>,
     pub(super) lock_files: LockDirectories,
     pub(super) next_client: u64,
     pub(super) timer: Rc<Timer>,
-    /// The timer's deadline.
+    /// The deadline for which the timer is set.
     pub(super) armed: Option<Time>,
-    /// The time of the scheduler's last tick.
+    /// When the scheduler last ticked.
     pub(super) ticked: Time,
     pub(super) started: Time,
     pub(super) host: HostMemory,
     pub(super) host_ahead: HostAhead,
     pub(super) swap_files: SwapFiles,
-    /// Processes that have disconnected, and when: their GPU memory is freed only a moment later.
+    /// Processes that have disconnected, and when. Their GPU memory is freed a moment later.
     pub(super) departed: BTreeMap<u32, Time>,
-    /// Processes of the clients that ended last: the recording has only the clients' IDs.
+    /// Identities of the clients that ended most recently: the recording only has client IDs.
     pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
-    /// Processes that were refused memory, the newest last; kept after they have ended.
+    /// Processes that were refused memory, newest last. Kept after the processes have ended.
     pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
@@ -99,33 +99,33 @@ pub struct Core {
     pub(super) usage: Usage,
     pub(super) hours: Hours,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
-    /// Whether NVML answers queries.
+    /// True if NVML answers queries.
     pub(super) nvml_state: nvml::NvmlState,
     pub(super) driver: DriverVersions,
-    /// It has been logged that clients' reports cannot be verified.
+    /// True once it has been logged that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     pub(super) settings: watch::Sender<Settings>,
-    /// The error of the configuration files when they were last read, and the configuration in effect instead.
+    /// The error of the configuration files when they were last read, and which configuration is in effect instead.
     configuration_error: Option<String>,
-    /// The reason why metrics are not served on the configured address.
+    /// Why metrics are not served on the configured address.
     metrics_error: Option<String>,
     problems: watch::Sender<Vec<String>>,
     pub(super) present: watch::Sender<Present>,
-    /// The number of attachments of programs to GPUs, and whether there are any.
+    /// Number of attachments of programs to GPUs, and whether there are any.
     pub(super) attachments: usize,
     pub(super) attached: watch::Sender<bool>,
-    /// The host is about to suspend.
+    /// True while the host is about to suspend.
     pub(super) suspended: bool,
-    /// The receiver takes processes off their GPUs and puts them back.
+    /// Sends requests to take processes off their GPUs and to restore them.
     pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
-    /// When the daemon last found that this is not possible here.
+    /// When the daemon last found that checkpoints are impossible here.
     pub(super) no_checkpoints: Option<Time>,
     pub(super) paused: Paused,
-    /// UUIDs of drained GPUs, whether the GPUs are present or not.
+    /// UUIDs of drained GPUs, including absent ones.
     pub(super) drained: Saved<String>,
-    /// The callers that wait for a client to be on another GPU.
+    /// Callers that wait for the move of a client to another GPU.
     pub(super) migrations: BTreeMap<ClientId, Reply>,
-    /// Memory that is kept free for users, and the newest number of a room.
+    /// Memory that is kept free for users, and the number of the newest room.
     pub(super) rooms: BTreeMap<RoomId, Room>,
     pub(super) last_room: u64,
     pub signals: Rc<Signals>,
@@ -134,17 +134,17 @@ pub struct Core {
 /// Wakes the periodic jobs.
 #[derive(Debug, Default)]
 pub struct Signals {
-    /// A client's process is stopped: it is checked until it runs again.
+    /// A client's process is stopped. It is checked until it runs again.
     pub stopped: Notify,
-    /// Clients came or went, or locks moved: for the status line of systemd.
+    /// Clients connected or left, or locks changed hands: for systemd's status line.
     pub turns: Notify,
-    /// Clients came or went, or locks moved: for the D-Bus property `Holders`.
+    /// Clients connected or left, or locks changed hands: for the D-Bus property `Holders`.
     pub holders: Notify,
-    /// Clients came or went, for the signals on D-Bus.
+    /// Clients connected or left: for the signals on D-Bus.
     pub arrivals: Notify,
-    /// There is a new GPU: clients must be told their limits on it.
+    /// A new GPU was found: clients must be sent their limits on it.
     pub limits: Notify,
-    /// A client did something after [`SAMPLE_QUIET`].
+    /// A client was active after [`SAMPLE_QUIET`].
     pub activity: Notify,
     pub last_activity: Cell<Time>,
     /// Number of clients.
@@ -154,20 +154,20 @@ pub struct Signals {
 /// Memory that a client must adopt.
 #[derive(Default)]
 pub(super) struct Adoptions {
-    /// Memory that the client has yet to be told to adopt.
+    /// Memory that the client has not been asked to adopt yet.
     pub waiting: VecDeque<Import>,
-    /// Number of adoptions that the client has been told of and has not answered.
+    /// Number of requests to adopt memory that the client has not answered.
     pub asked: usize,
 }
 
 /// Clients whose kernels wait for each other.
 pub(super) struct Gang {
-    /// The scheduler's number of the gang.
+    /// The scheduler's number of this gang.
     pub number: u64,
     pub members: BTreeSet<ClientId>,
 }
 
-/// A client that has been welcomed.
+/// A welcomed client.
 pub(super) struct Client {
     pub connection: Rc<Connection>,
     pub session: Session,
@@ -176,54 +176,54 @@ pub(super) struct Client {
     pub connected: SystemTime,
     /// The GPUs that the client has attached.
     pub gpus: BTreeMap<GpuId, ClientGpuStats>,
-    /// The gang: the number that the client sent, and the scheduler's; 0: none.
+    /// The gang's number as sent by the client, and the scheduler's number; 0: none.
     pub gang: (u64, u64),
-    /// The client's rule, and the group that it counts with.
+    /// The client's rule, and the group of clients that it counts with.
     pub rule: Option<Instance>,
     /// The group has used up its `gpu-hours`.
     pub has_used_up: bool,
     /// Limits from the client's environment.
     pub env_limits: EnvLimits,
-    /// The memory limits from rules that were announced to the client, in bytes by GPU.
+    /// Memory limits from rules that were announced to the client, in bytes by GPU.
     pub announced_limits: BTreeMap<GpuId, u64>,
     pub adoptions: Adoptions,
-    /// The unknown exporter that the client last requested, and when it first did so.
+    /// The unknown exporter that the client last requested, and when it first requested it.
     pub asked_for: Option<(Secret, Time)>,
-    /// The client was connected before, and may have received other limits then.
+    /// The client was connected before, and may have been sent other limits then.
     pub reconnects: bool,
     pub file_use: FileUse,
     /// A pidfd, if the process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
-    /// The newest request to the checkpoint helper; dropping it with the client cancels the request.
+    /// The newest request to the checkpoint helper. Dropping it with the client cancels the request.
     pub checkpoint: Option<oneshot::Receiver<Infallible>>,
-    /// The name of the connection in systemd's descriptor store, if it is there.
+    /// The connection's name in systemd's descriptor store, if it is stored.
     pub stored_as: Option<ConnectionName>,
-    /// The files of a lock that was acquired over D-Bus, which has no memory; `None` for a program with the library.
+    /// The files of a lock acquired over D-Bus, which has no memory; `None` for a program with the library.
     pub lock: Option<Rc<LockFiles>>,
 }
 
 /// The descriptors that let a D-Bus lock outlive the daemon.
 #[derive(Debug)]
 pub struct LockFiles {
-    /// The daemon's end of the socket whose other end the caller of `AcquireLock` has.
+    /// The daemon's end of the socket pair; the caller of `AcquireLock` has the other end.
     pub owner: UnixStream,
-    /// A file in memory with the data for the next daemon; `connections::lock` writes it.
+    /// A memory file with the state for the next daemon, written by `connections::lock`.
     pub record: File,
 }
 
-/// A client about to be welcomed.
+/// A client that is about to be welcomed.
 pub struct Arrival {
     pub connection: Rc<Connection>,
     pub identity: Arc<Identity>,
     pub version: u16,
-    /// The number of the client's gang, as the client sent it; 0: none.
+    /// The gang's number as sent by the client; 0: none.
     pub gang: u64,
     pub library: String,
-    /// As in the client's entry.
+    /// As in `Client`.
     pub lock: Option<Rc<LockFiles>>,
     /// The client was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
-    /// An earlier scheduler told the client to sleep.
+    /// An earlier scheduler put the client to sleep.
     pub is_asleep: bool,
     /// A pidfd, if the process is visible here.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
@@ -233,19 +233,19 @@ pub struct Arrival {
 pub(super) struct ClientGpuStats {
     /// When the client attached the GPU.
     pub attached: Time,
-    /// When the client last neither held nor awaited the lock.
+    /// When the client last neither held nor waited for the lock.
     pub idle_since: Time,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
     /// The client's newest report.
     pub report: Option<MemoryReport>,
-    /// Bytes of host memory that the client holds.
+    /// Bytes of host memory that the client uses.
     pub host: u64,
     /// Bytes that the client has in a swap file.
     pub in_file: u64,
-    /// The client submits work in a way that bypasses the gates.
+    /// The client submits work in ways that bypass the gates.
     pub untracked_work: bool,
-    /// The reason for the client's engine.
+    /// Why the client has its engine.
     pub reason: EngineReason,
 }
 
@@ -256,22 +256,22 @@ pub(super) struct Gpu {
     pub name: String,
     /// Bytes.
     pub total: u64,
-    /// NVML's index; `None` while only clients know the GPU.
+    /// NVML's index; `None` if only clients have named the GPU.
     pub index: Option<u32>,
-    /// NVML used to list the GPU and no longer does, and clients still use it.
+    /// NVML no longer lists the GPU, but clients still use it.
     pub gone: bool,
     /// Minor number of the GPU's device file; a MIG slice has the number of its GPU.
     pub minor: Option<u32>,
     /// The GPU's compute capability.
     pub capability: Option<(i32, i32)>,
     pub accounting: Accounting,
-    /// The newest measurement by NVML.
+    /// NVML's newest measurement.
     pub sample: Option<Sample>,
     /// A display is attached to the GPU.
     pub has_display: bool,
-    /// Programs that are not clients use the GPU, or may use it.
+    /// Programs that are not clients use the GPU, or may.
     pub has_others: bool,
-    /// The GPU's share of a tenant's budget, if a client named the GPU and NVML does not list it.
+    /// The GPU's share of a tenant's budget, if NVML does not list the GPU and a client named it.
     pub _named_by: Option<Share>,
 }
 
@@ -387,7 +387,7 @@ impl Core {
         }
     }
 
-    /// Applies a configuration. `by`: the author of the change, for the log.
+    /// Applies a configuration. `by`: who made the change, for the log.
     pub fn configure(&mut self, config: Config, by: &str) {
         let before = std::mem::replace(&mut self.config, config);
         self.config.rules.put_last(self.claims.rules(), self.pods.rules());
@@ -432,7 +432,7 @@ impl Core {
         self.publish_problems();
     }
 
-    /// Sentences that describe why the scheduler does not work as configured.
+    /// Sentences about why the scheduler does not work as configured.
     pub fn problems(&self) -> watch::Receiver<Vec<String>> {
         self.problems.subscribe()
     }
@@ -456,8 +456,7 @@ impl Core {
         }
     }
 
-    /// Closes connections because the daemon stops. Connections in systemd's descriptor store stay open: systemd closes them
-    /// if no other daemon follows.
+    /// Closes connections because the daemon stops. Stored connections stay open: systemd closes them if no daemon follows.
     pub fn stop(&mut self) {
         for client in self.clients.values().filter(|client| client.stored_as.is_none()) {
             client.connection.close();
@@ -465,7 +464,8 @@ impl Core {
     }
 }
 
-/// The differences between settings as text, such as `time-quantum from 30s to 45s`. Values that read the same are left out.
+/// Describes the differences between settings, such as `time-quantum from 30s to 45s`. Leaves out values whose text is the
+/// same.
 fn changes(before: &Settings, now: &Settings) -> String {
     let texts = |settings: &Settings| {
         let Settings {

@@ -1,4 +1,4 @@
-//! The tier behind host memory: which clients' memory may stay in RAM, and how much space their swap files have.
+//! The tier behind host memory: how much of each client's memory may stay in RAM, and how much space its swap file has.
 //!
 //! A limit is a promise that there is room. The scheduler backs all promises that do not fit on GPUs with one number of bytes on
 //! the host: the usable RAM, or more where files back it. **In the worst case all memory promised to a client is off its GPUs,
@@ -9,14 +9,14 @@
 //! Space is reserved before any promise relies on it: if RAM has no room for the higher limit that a client requests, the request
 //! waits for the disk, for [`PATIENCE`] at most.
 //!
-//! The RAM is divided among the clients, so that copies leave it before it runs out. Memory that files have no space for comes
-//! first. The rest goes to clients that wait for a GPU, as far as they need it, then to running clients, then to idle ones, the
-//! most recent first. While processes on the host wait for memory, idle clients get none of the rest. So the copies of the
-//! programs that have been idle longest go to the disk first, and the sum never exceeds the RAM.
+//! The RAM is divided among the clients, so that copies move to disk before it runs out. Memory that files have no space for
+//! comes first. The rest goes to clients that wait for a GPU, up to their needs, then to running clients, then to idle ones,
+//! the most recently active first. While processes on the host are stalled on memory, idle clients get none of the rest. So the
+//! copies of the programs that have been idle longest go to disk first, and the sum never exceeds the RAM.
 //!
 //! A client needs RAM only for memory with contents: memory that was never written, or that holds one repeated value, takes no
-//! RAM once it has left the GPU, so no other client's copies have to leave RAM for it. This applies only within the space that
-//! the file has reserved. The rest is charged in full, since it may be written at any time, and then has nowhere else to go.
+//! RAM once it has been evicted, so it displaces no other client's copies. This applies only within the space reserved in the
+//! file. The rest is charged in full, since it may be written at any time, and then has nowhere else to go.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,11 +34,11 @@ use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
 use crate::sys::clock;
 
-/// The longest time that a request waits for the disk. It is then decided without the additional space.
+/// Maximum time that a request waits for the disk. It is then decided without the additional space.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Time after which space is requested again, if it could not be reserved.
+/// Time before space is requested again after a failure.
 const RETRY: Duration = Duration::from_secs(10);
-/// Time between two checks whether clients write more than they may.
+/// Interval of checks whether clients write beyond their reserved space.
 const CHECK_PERIOD: Duration = Duration::from_secs(5);
 
 /// The files of all clients.
@@ -46,21 +46,21 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
-    /// Requests for higher limits that wait for the disk, each with its arrival time.
+    /// Requests for higher limits that wait for the disk, with their arrival times.
     held: Vec<(Time, ClientId, GpuId, u64)>,
     /// RAM has no room for all memory that programs have and request, or the host is short of memory.
     is_short: bool,
-    /// When space last could not be reserved.
+    /// When the last reservation of space failed.
     failed: Option<Time>,
     /// The failure has been logged.
     has_warned: bool,
     checked: Time,
-    /// The bytes that the scheduler was last told it may promise.
+    /// The number of bytes last sent to the scheduler that it may promise.
     promised: Option<u64>,
 }
 
 impl ClientFile {
-    /// Whether the thread has yet to answer a request for space.
+    /// True if the thread has not answered a request for space yet.
     fn is_growing(&self) -> bool {
         self.asked > self.reserved
     }
@@ -71,11 +71,11 @@ struct ClientFile {
     file: Option<Arc<File>>,
     /// Bytes reserved in the file.
     reserved: u64,
-    /// Total bytes that the thread has been asked to reserve.
+    /// Total bytes that the thread was asked to reserve.
     asked: u64,
-    /// The client has the file's descriptor.
+    /// The client was sent the file's descriptor.
     is_passed: bool,
-    /// The figures last sent to the client: bytes in RAM, and in the file.
+    /// The figures last sent to the client: bytes in RAM and bytes in the file.
     told: Option<(u64, u64)>,
 }
 
@@ -85,15 +85,15 @@ struct Need {
     client: ClientId,
     /// The client can use a file.
     files: bool,
-    /// The most memory that the client may have off its GPUs.
+    /// Maximum bytes that the client may have off its GPUs.
     demand: u64,
-    /// The part of `demand` that takes host memory if it leaves the GPUs now: memory on the GPUs, and memory elsewhere that has
+    /// The part of `demand` that would take host memory if it were evicted now: memory on the GPUs, and evicted memory that has
     /// contents.
     present: u64,
     reserved: u64,
-    /// The host memory that the client's control groups allow.
+    /// Host memory that the client's control groups allow.
     ram_max: u64,
-    /// The client's place in the order in which RAM is given.
+    /// The client's position in the order in which RAM is assigned.
     rank: Rank,
 }
 
@@ -102,7 +102,7 @@ struct Need {
 pub enum FileUse {
     #[default]
     Unasked,
-    /// The client was asked and has not answered. A client that cannot use a file never answers.
+    /// The client was asked, and has not answered. Clients that cannot use a file never answer.
     Offered,
     /// The client can use a file, and its control groups allow it `ram_max` bytes of host memory.
     Possible { ram_max: u64 },
@@ -112,16 +112,17 @@ pub enum FileUse {
 enum Rank {
     Waits,
     Runs,
-    /// Idle since this time. The longer a client has been idle, the later it gets RAM.
+    /// Idle since this time. The longer a client has been idle, the later it is assigned RAM.
     Idle(Reverse<Time>),
 }
 
-/// Bytes that a client's file has no space for.
+/// Bytes of a client's demand for which its file has no space.
 fn beyond(need: &Need) -> u64 {
     need.demand.saturating_sub(if need.files { need.reserved } else { 0 })
 }
 
-/// Divides the RAM. `short`: the host lacks memory, so idle clients get RAM only for memory that their files have no space for.
+/// Divides the RAM. `short`: the host is short of memory, so idle clients get RAM only for memory that their files have no
+/// space for.
 fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
     let mut left = needs.iter().fold(ram, |left, need| left.saturating_sub(beyond(need)));
     let mut order: Vec<&Need> = needs.iter().filter(|need| need.files).collect();
@@ -142,7 +143,7 @@ fn in_steps(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(STEP).unwrap_or(bytes)
 }
 
-/// Divides `most` bytes equally; a tenant that wants less than an equal part leaves the rest to the others.
+/// Divides `most` bytes equally. If a tenant wants less than its equal part, the rest goes to the others.
 fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
     let mut order: Vec<usize> = (0..wanted.len()).collect();
     order.sort_by_key(|at| wanted[*at]);
@@ -156,18 +157,18 @@ fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
 }
 
 impl Core {
-    /// Sets the thread that creates the files.
+    /// Sets the handle of the thread that creates the files.
     pub fn use_swap_files(&mut self, keeper: Keeper) {
         self.swap_files.keeper = Some(keeper);
     }
 
-    /// Whether memory may be in files, so that the host's memory has to be watched.
+    /// True if memory may be in files, so that host memory must be watched.
     pub(super) fn has_swap_files(&self) -> bool {
         self.config.swap_file.is_some() || !self.swap_files.of.is_empty()
     }
 
-    /// Asks a client that attaches a GPU whether it can use a file, once, if files are configured. The client has not yet been
-    /// told that it may create its context, so its answer comes before its first request for memory.
+    /// Asks a client that attaches a GPU whether it can use a file, once, if files are configured. The client may not create
+    /// its context yet, so it answers before its first request for memory.
     pub(super) fn offer_swap_file(&mut self, client: ClientId) {
         let is_wanted = self.config.swap_file.is_some();
         let Some(entry) = self.clients.get_mut(&client) else { return };
@@ -177,7 +178,7 @@ impl Core {
         }
     }
 
-    /// Asks all clients with GPUs, when files have just been configured.
+    /// Asks all clients with GPUs, after files have been configured.
     pub(super) fn offer_swap_files(&mut self) {
         let attached = self.clients.iter().filter(|(_, entry)| !entry.gpus.is_empty());
         let clients: Vec<ClientId> = attached.map(|(client, _)| *client).collect();
@@ -191,7 +192,7 @@ impl Core {
         }
     }
 
-    /// The clients' needs for host memory. `wanted`: a client's request, which counts as its demand on that GPU if it is higher.
+    /// The clients' needs for host memory. `wanted`: a client's request, which replaces its demand on that GPU if it is higher.
     fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
         let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
         let need = |(client, entry): (&ClientId, &super::state::Client)| {
@@ -223,13 +224,13 @@ impl Core {
                 FileUse::Possible { ram_max } => (true, ram_max),
                 FileUse::Unasked | FileUse::Offered => (false, u64::MAX),
             };
-            // Files hold only memory that the library copies.
+            // Files can hold only memory that the library copies.
             Need { client: *client, files: copies && can_use, demand, present, reserved, ram_max, rank }
         };
         programs.map(need).collect()
     }
 
-    /// Reserves space for memory that RAM has no room for.
+    /// Reserves file space for memory that does not fit into RAM.
     fn reserve_files(&mut self, needs: &[Need]) {
         self.swap_files.is_short = false;
         let Some(directory) = self.config.swap_file.clone() else { return };
@@ -239,8 +240,8 @@ impl Core {
         }
         let Some(ram) = self.host.bytes() else { return };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
-        // A control group's headroom is for its own programs, which may take it at any time: a client in a group with a limit
-        // needs a file even if the host has room.
+        // A control group's headroom belongs to all of its programs, which may use it at any time. So a client in a group with
+        // a limit needs a file even if the host has room.
         let is_short = total > ram || self.host_ahead.is_short(now);
         let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
         self.swap_files.is_short = is_short;
@@ -256,7 +257,7 @@ impl Core {
             let share = tenant.and_then(|tenant| shares.get_mut(&tenant));
             let entry = self.swap_files.of.entry(need.client).or_default();
             let Some(share) = share.filter(|_| !entry.is_growing()) else { continue };
-            // Space is reserved in steps, so that a client that allocates in small amounts does not wait each time.
+            // Space is reserved in steps, so that a client with small allocations does not wait for each one.
             let more = swap_files::usable(in_steps(need.demand - need.reserved).min(left).min(*share));
             if more == 0 {
                 is_lacking = true;
@@ -280,15 +281,15 @@ impl Core {
         }
     }
 
-    /// Whether the decision on a client's request depends on space that is being reserved. While RAM has room for all, only the
-    /// client's own file matters.
+    /// True if the decision on a client's request depends on space that is being reserved. While RAM has room for all clients,
+    /// only the client's own file matters.
     fn awaits_space(&self, client: ClientId) -> bool {
         let mut all = self.swap_files.of.iter();
         all.any(|(owner, file)| file.is_growing() && (self.swap_files.is_short || *owner == client))
     }
 
-    /// How much more of `most` bytes each tenant may reserve. Tenants have equal parts, and the part that one does not need is
-    /// for the others.
+    /// The bytes of `most` that each tenant may still reserve. Tenants have equal parts; the rest of a part that a tenant does
+    /// not need goes to the others.
     fn file_shares(&self, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
         let mut tenants: BTreeMap<Tenant, (u64, u64)> = BTreeMap::new();
         for need in needs.iter().filter(|need| need.files) {
@@ -302,7 +303,7 @@ impl Core {
         tenants.into_iter().zip(parts).map(|((tenant, (_, has)), part)| (tenant, part.saturating_sub(has))).collect()
     }
 
-    /// Handles a report of the thread.
+    /// Handles a report of the file thread.
     pub fn swap_file_report(&mut self, report: Report) {
         match report {
             Report::Grown { client, file, reserved, error } => {
@@ -340,7 +341,7 @@ impl Core {
         }
     }
 
-    /// Whether a request for a higher limit has to wait for the disk. If so, it is decided later.
+    /// True if a request for a higher limit must wait for the disk. It is then kept, and decided later.
     pub(super) fn hold_for_file(&mut self, client: ClientId, gpu: GpuId, bytes: u64) -> bool {
         if self.config.swap_file.is_none() {
             return false;
@@ -357,7 +358,7 @@ impl Core {
         waits
     }
 
-    /// Passes on the requests that waited for the disk, once the thread has answered or `PATIENCE` is over.
+    /// Passes on the requests that waited for the disk, once the thread has answered or `PATIENCE` has passed.
     fn release_held(&mut self) {
         let now = clock::now();
         let held = std::mem::take(&mut self.swap_files.held).into_iter();
@@ -372,8 +373,8 @@ impl Core {
         }
     }
 
-    /// Tells the scheduler how many bytes it can promise beyond the GPUs' memory. A client's pending request counts as committed
-    /// in this sum, since its file has space for it. `wanted`: a request that is about to be made.
+    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. A client's pending request counts
+    /// as committed in this sum, since its file has space for it. `wanted`: a request that is about to be made.
     pub(super) fn promise(&mut self, wanted: Option<(ClientId, GpuId, u64)>) {
         let Some(ram) = self.host.bytes() else { return };
         let backed = self.swap_files.of.iter().fold(0u64, |sum, (client, file)| {
@@ -390,13 +391,13 @@ impl Core {
         }
     }
 
-    /// The sum of the memory that the GPUs in use offer to clients.
+    /// Sum of the memory that the GPUs in use offer to clients.
     fn offers(&self) -> u64 {
         let used: BTreeSet<GpuId> = self.clients.values().flat_map(|entry| entry.gpus.keys().copied()).collect();
         used.iter().fold(0u64, |sum, gpu| sum.saturating_add(self.machine.offer(*gpu)))
     }
 
-    /// Updates reservations, promises and the clients' shares of RAM to the memory that clients and the host have now.
+    /// Adjusts reservations, promises and the clients' shares of RAM to the present memory of clients and host.
     pub(super) fn balance_host(&mut self) {
         let now = clock::now();
         if !self.has_swap_files() {
@@ -421,7 +422,7 @@ impl Core {
             if file.is_passed {
                 entry.connection.send(message);
             } else {
-                // A client that does not read now is sent the message the next time.
+                // If the client's socket is full, the message is sent on the next call.
                 let Ok(copy) = descriptor.try_clone() else { continue };
                 if entry.connection.send_with(message, &[copy.into()]).is_err() {
                     continue;
@@ -443,7 +444,8 @@ impl Core {
         self.release_held();
     }
 
-    /// Forgets a client that has gone. A file that its process still has open lasts until the process ends.
+    /// Removes the file of a client that is gone. If its process still has the file open, the file lasts until the process
+    /// ends.
     pub(super) fn forget_swap_file(&mut self, client: ClientId) {
         self.swap_files.of.remove(&client);
         self.swap_files.held.retain(|(_, who, ..)| *who != client);
@@ -510,7 +512,7 @@ mod tests {
         assert_eq!(equal_parts(u64::MAX, vec![7, u64::MAX]), [7, u64::MAX - 7]);
     }
 
-    /// For any numbers, the sum is no more than the RAM, unless the memory that has nowhere else to be is more.
+    /// For any numbers, the sum does not exceed the RAM, unless memory that has nowhere else to be exceeds it.
     #[test]
     fn the_ram_is_divided_once() {
         let mut seed = 7u64;

@@ -1,4 +1,4 @@
-//! The timeline of the flight recorder as one user may see it: the user's own programs with their names, other programs without.
+//! The flight recorder's timeline for one user: the user's own programs with their names, other programs without.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -10,7 +10,7 @@ use crate::recorder::replay;
 use crate::scheduler::TenantId;
 use crate::timeline::{Lane, Timeline, from_recording, json};
 
-/// The user that a timeline is for.
+/// The user that requested a timeline.
 #[derive(Debug, Clone)]
 pub struct Viewer {
     pub uid: u32,
@@ -19,7 +19,7 @@ pub struct Viewer {
 }
 
 impl Snapshot {
-    /// Writes it to a sealed memory file, as JSON. Replays the recording, which takes time.
+    /// Writes the timeline to a sealed memory file, as JSON. Replays the recording, which takes time.
     pub fn timeline(self, viewer: &Viewer) -> Result<OwnedFd, String> {
         let replay = replay::replay(self.recording.checkpoint()?, self.recording.entries())?;
         let mut labels = BTreeMap::new();
@@ -31,7 +31,7 @@ impl Snapshot {
                 labels.insert(client.0, process(client, identity, false).label());
             }
         }
-        // For programs that ended long ago, only the tenant is known.
+        // Of programs that ended long ago, only the tenant is known.
         for (client, tenant) in &replay.tenants {
             if viewer.sees_all || *tenant == TenantId(viewer.tenant.number()) {
                 labels.entry(client.0).or_insert_with(|| format!("client {}, which has ended", client.0));
@@ -50,7 +50,7 @@ impl Snapshot {
     }
 }
 
-/// Removes the names, the client numbers and the bytes of lanes without a label.
+/// Removes the names, client numbers and bytes of lanes without a label.
 fn anonymous(timeline: Timeline, labels: &BTreeMap<u64, String>) -> Timeline {
     let lanes = timeline.lanes.into_iter().map(|(gpu, lanes)| {
         let (own, mut others): (BTreeMap<u64, Lane>, _) =

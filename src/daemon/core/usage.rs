@@ -1,5 +1,5 @@
 //! The usage of tenants, units and containers, for the records that [`crate::daemon::usage`] keeps: the growth of clients'
-//! counters since the last record, and the product of bytes and the time for which they were in use.
+//! counters since the last record, and bytes multiplied by the time for which they were in use.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 use nvshare_wire::client::GpuKind;
 
-/// The part of a client's counters on one GPU that has been recorded, and the client's bytes there now.
+/// The recorded part of a client's counters on one GPU, and the client's bytes there now.
 #[derive(Debug, Clone, Default)]
 pub struct Used {
     recorded: Counted,
@@ -23,7 +23,7 @@ pub struct Used {
     resident: u64,
     swapped: u64,
     since: Time,
-    /// Products of bytes and time that have not been recorded.
+    /// Unrecorded products of bytes and time.
     resident_byte_seconds: f64,
     swapped_byte_seconds: f64,
 }
@@ -37,7 +37,7 @@ impl Used {
         (self.resident, self.swapped, self.since) = (resident, swapped, self.since.max(now));
     }
 
-    /// Takes the usage since the last call.
+    /// Returns the usage since the last call.
     fn take(&mut self, now: Time, counted: Counted) -> Amounts {
         self.has(now, self.resident, self.swapped);
         let before = std::mem::replace(&mut self.recorded, counted.clone());
@@ -60,7 +60,7 @@ impl Used {
 pub struct Usage {
     keeper: Option<Keeper>,
     pending: Tenants,
-    /// The time since which usage is pending, in seconds since 1970.
+    /// The start of the pending usage, in seconds since 1970.
     since: u64,
 }
 
@@ -72,8 +72,8 @@ impl Usage {
         }
     }
 
-    /// Passes pending usage to the thread. It counts for the hour in which its period began; periods last a minute at most, and
-    /// end with the hour.
+    /// Passes pending usage to the thread. It counts for the hour in which its period began. A period lasts at most a minute,
+    /// and ends with the hour.
     fn give(&mut self, hours: BTreeMap<String, f64>) {
         let (since, now) = (std::mem::replace(&mut self.since, unix_time()), std::mem::take(&mut self.pending));
         let hour = i64::try_from(since).unwrap_or(0).div_euclid(HOUR) * HOUR;
@@ -107,7 +107,7 @@ impl Core {
         }
     }
 
-    /// Takes a client's usage of a GPU since the last call. `to` is the GPU that the client has moved to, or the same GPU.
+    /// Records a client's usage of a GPU since the last call. `to` is the GPU that the client has moved to, or the same GPU.
     pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
         let turns = self.machine.turns(client, to, now).unwrap_or_default();
         let Some(counts) = self.counts.of(client, gpu) else { return };
@@ -124,14 +124,14 @@ impl Core {
         self.usage.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
     }
 
-    /// Takes the usage of all GPUs of a client that is about to go.
+    /// Records the usage of a client that is about to be removed, on all its GPUs.
     pub(super) fn record_usage_of_all(&mut self, client: ClientId, now: Time) {
         for gpu in self.counts.gpus_of(client) {
             self.record_usage_of(client, gpu, gpu, now);
         }
     }
 
-    /// Passes the usage of all clients until now to the recording thread.
+    /// Passes the usage of all clients up to now to the recording thread.
     pub fn record_usage(&mut self) {
         let now = clock::now();
         let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
@@ -142,7 +142,7 @@ impl Core {
         self.usage.give(hours);
     }
 
-    /// Saves the usage of all clients until now.
+    /// Saves the usage of all clients up to now.
     pub fn save_usage(&mut self) {
         self.record_usage();
         if let Some(keeper) = &self.usage.keeper {
@@ -150,7 +150,7 @@ impl Core {
         }
     }
 
-    /// Saves usage before the daemon ends, and waits for `patience` at most.
+    /// Saves usage before the daemon ends, and waits for at most `patience`.
     pub fn finish_usage(&mut self, patience: Duration) {
         self.save_usage();
         if let Some(keeper) = self.usage.keeper.take() {
@@ -158,7 +158,7 @@ impl Core {
         }
     }
 
-    /// Answers a query with the usage until now.
+    /// Answers a query, including the usage up to now.
     pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<UsageAnswer>) {
         self.record_usage();
         match &self.usage.keeper {

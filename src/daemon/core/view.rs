@@ -1,5 +1,5 @@
-//! The state of the scheduling loop at one moment, for all readers: D-Bus, the control socket, metrics, and the status line of
-//! systemd. The loop copies it; answers are made from the copy on other threads, and no decision depends on them.
+//! The state of the scheduling loop at one moment, for all readers: D-Bus, the control socket, metrics, and systemd's status
+//! line. The loop copies it. Answers are produced from the copy on other threads; no scheduling decision depends on them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -19,7 +19,7 @@ use crate::identity::{Identity, printable};
 use crate::scheduler::{ClientId, GpuId, Machine, RoomId, Time};
 use crate::sys::clock;
 
-/// A copy of the state. Results that several readers need are made once.
+/// A copy of the state. Results that several readers need are computed once.
 #[derive(Debug)]
 pub struct View {
     pub(super) now: Time,
@@ -37,7 +37,7 @@ pub struct View {
     pub(super) listed_gpus: OnceLock<Arc<Vec<bus::Gpu>>>,
 }
 
-/// The view's data of a client beyond the scheduler's copy.
+/// A client's data that the copy of the scheduler does not include.
 #[derive(Debug)]
 pub(super) struct CopiedClient {
     pub identity: Arc<Identity>,
@@ -45,17 +45,17 @@ pub(super) struct CopiedClient {
     pub connected: SystemTime,
     pub rule: Option<Instance>,
     pub has_used_up: bool,
-    /// The `gpu-hours` of the client's rule, and the time used of them.
+    /// The `gpu-hours` of the client's rule, and how much of them is used.
     pub hours: Option<(GpuHours, Duration)>,
     pub env_limits: EnvLimits,
-    /// The client is a lock that was acquired over D-Bus.
+    /// The client is a lock acquired over D-Bus.
     pub is_lock: bool,
-    /// No helper can determine whether the client sleeps.
+    /// No helper can determine whether the client is asleep.
     pub is_undetermined: bool,
     pub uses: BTreeMap<GpuId, CopiedUse>,
 }
 
-/// The view's data of a client on one GPU beyond the scheduler's copy.
+/// A client's data for one GPU that the copy of the scheduler does not include.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CopiedUse {
     pub idle_since: Time,
@@ -64,7 +64,7 @@ pub(super) struct CopiedUse {
     pub reason: EngineReason,
 }
 
-/// The view's data of a GPU beyond the scheduler's copy.
+/// A GPU's data that the copy of the scheduler does not include.
 #[derive(Debug)]
 pub(super) struct CopiedGpu {
     pub kind: GpuKind,
@@ -72,9 +72,9 @@ pub(super) struct CopiedGpu {
     pub total: u64,
     pub index: Option<u32>,
     pub overhead: Option<u64>,
-    /// The source of the GPU's figures.
+    /// The source of the GPU's memory figures.
     pub basis: Basis,
-    /// Bytes of the contexts of all clients, if NVML lists processes.
+    /// Bytes of all clients' contexts, if NVML lists processes.
     pub contexts: Option<u64>,
 }
 
@@ -148,12 +148,12 @@ impl View {
         self.rules.get(self.clients.get(&client)?.rule.as_ref()?.rule)
     }
 
-    /// Every rule in effect, in the order in which rules are tried, and its origin.
+    /// Every rule in effect and its origin, in the order in which rules are matched.
     pub fn rules(&self) -> Vec<(toml::Table, String)> {
         self.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string())).collect()
     }
 
-    /// Sentences that describe why the scheduler does not work as configured.
+    /// Sentences about why the scheduler does not work as configured.
     pub fn problems(&self) -> &[String] {
         &self.problems
     }

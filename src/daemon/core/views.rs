@@ -1,4 +1,4 @@
-//! The state of GPUs and clients as D-Bus shows it.
+//! The state of GPUs and clients, in the form that D-Bus shows.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use crate::config::units;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
 
-/// The most attachments of one tenant's clients in a list. A tenant can have 512 clients, each of them on 64 GPUs; longer lists
-/// are of no use to people, and a list of all would be larger than the bus carries.
+/// Maximum number of attachments of one tenant's clients in a list. A tenant can have 512 clients on 64 GPUs each. Nobody reads
+/// such a list, and it would exceed the bus's limit.
 const MAX_USES: usize = 2048;
 
-/// The most requests in the queue of a GPU whose start is estimated.
+/// Maximum number of requests in a GPU's queue whose start is estimated.
 const MAX_EXPECTED: usize = 128;
 
-/// A client, for the D-Bus object, which leaves out fields that its caller may not see.
+/// A client, for the D-Bus object. The object leaves out fields that its caller may not see.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
     pub identity: Arc<Identity>,
     pub library: String,
-    /// The client's rule: name, origin, and its share in words.
+    /// The client's rule: its name, origin, and shares in words.
     pub rule: (String, String, String),
-    /// The number of the group whose limits the client shares. `None`: no rule applies to it.
+    /// The number of the group whose limits the client shares. `None` if no rule applies.
     pub rule_group: Option<u64>,
-    /// The client's limits from the environment: limits in effect, and remarks about the others.
+    /// The client's limits from its environment: the limits in effect, and remarks about ignored ones.
     pub env_limits: (String, Vec<String>),
     /// The other members of the client's gang.
     pub gang_peers: Vec<ClientId>,
@@ -47,7 +47,7 @@ pub struct ClientView {
 }
 
 impl ClientView {
-    /// The client on D-Bus. Its command line is left out unless the caller `may_see` it.
+    /// Converts the client for D-Bus. Leaves out its command line unless the caller `may_see` it.
     pub fn present(&self, may_see: bool) -> bus::Client {
         let Self { identity, library, rule, env_limits, .. } = self.clone();
         let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -191,7 +191,7 @@ impl View {
         self.machine.clients().into_iter().filter_map(&mut view).collect()
     }
 
-    /// The time since which each holder has held, and each waiter has waited.
+    /// Since when each holder has held the lock, and each waiter has waited.
     fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
         let mut since = HashMap::new();
         for gpu in self.machine.gpus() {
@@ -201,7 +201,7 @@ impl View {
         since
     }
 
-    /// In the order of their indices; GPUs that only clients know come last.
+    /// All GPUs in the order of their indices; GPUs that only clients named come last.
     pub fn list_gpus(&self) -> Arc<Vec<bus::Gpu>> {
         self.listed_gpus.get_or_init(|| Arc::new(self.make_gpus())).clone()
     }
@@ -271,13 +271,13 @@ impl Core {
         self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
     }
 
-    /// The reason why no GPU is known.
+    /// Why no GPU is known.
     pub(super) fn no_gpu(&self) -> String {
         let why = self.driver_problem().map_or(String::new(), |problem| format!(": {problem}"));
         format!("the scheduler knows no GPU{why}")
     }
 
-    /// The GPU with this UUID or index; for an empty name, the only GPU.
+    /// The GPU with this UUID or index. An empty name denotes the only GPU.
     ///
     /// # Errors
     /// A sentence that lists the GPUs.
@@ -304,17 +304,17 @@ impl Core {
     }
 }
 
-/// A GPU that a caller has named.
+/// A GPU that a caller named.
 #[derive(Debug, Clone)]
 pub struct NamedGpu {
     pub uuid: Uuid,
     pub kind: GpuKind,
     /// Bytes.
     pub total: u64,
-    /// Minor number of its device file.
+    /// Minor number of the GPU's device file.
     pub minor: Option<u32>,
-    /// As `nvidia-smi -L` writes it.
+    /// The name as `nvidia-smi -L` shows it.
     pub label: String,
-    /// For users: its number and its model, if they are known.
+    /// The name for users: index and model, if they are known.
     pub title: String,
 }

@@ -6,20 +6,20 @@ use std::time::Duration;
 use crate::config::swap::SwapMax;
 use crate::scheduler::Time;
 
-/// Bytes reserved for other use. The library allocates no buffers when less than the first is left; the second is
-/// what an exchange needs beside the memory that it exchanges, or a sixteenth of a small host.
+/// Bytes reserved for other use. The library allocates no buffers when less than `RESERVE` is left. `EXCHANGE` is the
+/// additional memory that an exchange needs, or a sixteenth of a small host.
 const RESERVE: u64 = 512 << 20;
 const EXCHANGE: u64 = 512 << 20;
 const SMALLEST_PART: u64 = 16;
-/// A smaller figure is accepted only if it has persisted for this time: buffers are made before they are reported, and would
-/// count twice.
+/// A lower figure is accepted only after it has persisted for this time: buffers are allocated before they are reported, and
+/// would count twice.
 const BELIEVED_AFTER: Duration = Duration::from_secs(2);
-/// Smaller changes do not lead to new limits: this many bytes, and the last figure divided by this.
+/// Smaller changes do not lead to new limits: less than this many bytes, and less than the last figure divided by `WORTH_PART`.
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
 
-/// The host lacks memory if, over at least the first time, a process waited for memory in this part of the time. It is then
-/// taken to lack memory for the last time.
+/// The host counts as short of memory for `SHORT_FOR` after processes were stalled on memory for at least 1/`STALL_PART` of a
+/// period of at least `STALL_PERIOD`.
 const STALL_PERIOD: Duration = Duration::from_secs(1);
 const STALL_PART: u32 = 10;
 const SHORT_FOR: Duration = Duration::from_secs(30);
@@ -28,7 +28,7 @@ const SHORT_FOR: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemInfo {
     pub total: u64,
-    /// Can be used without swapping.
+    /// Bytes that programs can use without swapping.
     pub available: u64,
 }
 
@@ -59,13 +59,13 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// The bytes that resulted from the last measurements.
+    /// The usable bytes, from the last measurements.
     pub fn bytes(&self) -> Option<u64> {
         self.told
     }
 
-    /// Processes a measurement; `held` is the host memory that clients report to hold. Returns the bytes that may be
-    /// committed, if they changed significantly.
+    /// Processes a measurement. `held` is the host memory that clients report to use. Returns the bytes that may be committed,
+    /// if they changed significantly.
     pub fn sample(&mut self, now: Time, info: MemInfo, held: u64, max: SwapMax) -> Option<u64> {
         let measured = info.available.saturating_add(held).saturating_sub(reserve(info.total));
         self.lately.retain(|(at, bytes)| *at + BELIEVED_AFTER > now && *bytes > measured);
@@ -81,7 +81,8 @@ impl HostMemory {
     }
 }
 
-/// The time for which processes on the host have waited for memory since boot (PSI); `None` if the kernel does not report it.
+/// The time for which processes on the host have been stalled on memory since boot (PSI). `None` if the kernel does not report
+/// it.
 fn stalled() -> Option<Duration> {
     parse_stalled(&std::fs::read_to_string("/proc/pressure/memory").ok()?)
 }
@@ -95,7 +96,7 @@ fn parse_stalled(text: &str) -> Option<Duration> {
 /// The host memory that programs may allocate for memory that is still on a GPU.
 #[derive(Debug, Default)]
 pub struct HostAhead {
-    /// The time for which processes had waited at that measurement.
+    /// The time of the last measurement, and for how long processes had been stalled by then.
     since: Option<(Time, Duration)>,
     short_until: Time,
     told: Option<Option<u64>>,
@@ -105,15 +106,15 @@ pub struct HostAhead {
 #[derive(Debug, Clone, Copy)]
 pub struct HostUse {
     pub info: MemInfo,
-    /// Bytes that clients hold, and the part of them that contains memory that is not on a GPU.
+    /// Bytes of host memory that clients use, and the part of them that contains memory that is not on a GPU.
     pub held: u64,
     pub swapped: u64,
 }
 
 impl HostAhead {
-    /// The amount that all clients together may allocate, if it has changed significantly: `Some(None)` if the host lacks memory,
-    /// and clients may keep no empty memory. It is at most `most`, and half of the available memory, or a quarter if the kernel
-    /// does not report pressure (PSI), as many do not by default.
+    /// The bytes that all clients together may allocate, if they changed significantly; `Some(None)` if the host is short of
+    /// memory, and clients may keep no empty buffers. At most `most`, and at most half of the available memory, or a quarter if
+    /// the kernel does not report pressure (PSI). Many kernels do not by default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }
@@ -121,7 +122,7 @@ impl HostAhead {
     fn decide(&mut self, now: Time, host: HostUse, most: SwapMax, stalled: Option<Duration>) -> Option<Option<u64>> {
         let HostUse { info, held, swapped } = host;
         let spare = info.available.saturating_sub(reserve(info.total));
-        // Without pressure reports, the kernel's need for memory is noticed only when hardly any is available.
+        // Without PSI, the kernel's shortage is noticed only when hardly any memory is available.
         let part = if stalled.is_some() { 2 } else { 4 };
         if self.stalls(now, stalled) || (spare == 0 && held > swapped) {
             self.short_until = now + SHORT_FOR;
@@ -140,12 +141,12 @@ impl HostAhead {
         self.told
     }
 
-    /// Whether the host lacks memory.
+    /// True if the host is short of memory.
     pub fn is_short(&self, now: Time) -> bool {
         now < self.short_until
     }
 
-    /// Whether processes have waited for memory recently.
+    /// True if processes were recently stalled on memory.
     fn stalls(&mut self, now: Time, stalled: Option<Duration>) -> bool {
         let Some(stalled) = stalled else { return false };
         let (at, before) = *self.since.get_or_insert((now, stalled));
@@ -179,7 +180,7 @@ mod tests {
         let quarter = SwapMax::Percent(25);
         assert_eq!(ahead.decide(at(0), using(61, 0, 0), quarter, Some(ms(0))), Some(Some(16 * GIB)), "of 64 GiB");
         assert_eq!(ahead.decide(at(1), using(45, 16, 0), quarter, Some(ms(50))), None, "clients have allocated it");
-        // What is available is no more than 20 GiB, and 4 of that are lent.
+        // At most 20 GiB are available, and 4 GiB of these are lent.
         assert_eq!(ahead.decide(at(2), using(17, 4, 0), quarter, Some(ms(100))), Some(Some(10 * GIB)));
         assert_eq!(ahead.decide(at(3), using(17, 4, 0), quarter, Some(ms(250))), Some(None), "150 ms of a second");
         assert_eq!(ahead.decide(at(30), using(21, 0, 0), quarter, Some(ms(250))), None, "it was short lately");

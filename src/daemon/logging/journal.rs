@@ -1,7 +1,7 @@
-//! Passes log lines to the journal. The thread that logs turns each line into a [`Line`], a value that owns its fields, and
-//! continues. A separate thread passes lines to tracing-journald, which writes their fields by name (`NVSHARE_CLIENT=`,
-//! `NVSHARE_GPU=`, …) with the `MESSAGE_ID` that the catalog explains. Writing blocks while journald does not read: if it falls
-//! far behind, lines are dropped and counted, and the scheduling loop never waits.
+//! Passes log lines to the journal. The logging thread converts each line into a [`Line`], a value that owns its fields, and
+//! continues. A separate thread passes the lines to tracing-journald, which writes their fields by name (`NVSHARE_CLIENT=`,
+//! `NVSHARE_GPU=`, …) with the `MESSAGE_ID` that the catalog explains. Writing blocks while journald does not read. If journald
+//! falls far behind, lines are dropped and counted, so the scheduling loop never waits.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write as _};
@@ -21,16 +21,16 @@ use tracing_subscriber::{Layer, Registry};
 use super::messages;
 
 const IDENTIFIER: &str = "nvshare-scheduler";
-/// The prefix of the names of our own fields.
+/// The prefix of the names of nvshare's own fields.
 const PREFIX: &str = "NVSHARE";
-/// The most lines that wait for journald.
+/// Maximum number of lines that wait for journald.
 const MAX_WAITING: usize = 4096;
-/// Longer values are cut.
+/// Maximum length of a value in bytes; longer ones are cut.
 const MAX_VALUE: usize = 4096;
-/// Time that an ending daemon waits for its last lines to be read.
+/// How long an ending daemon waits for its last lines to be written.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(300);
 
-/// One log line: where it is in the code, with its level and the names of its fields, and the fields' values in that order.
+/// One log line: its metadata (level, location, names of the fields), and the fields' values in the same order.
 #[derive(Debug)]
 struct Line {
     metadata: &'static Metadata<'static>,
@@ -40,7 +40,7 @@ struct Line {
 #[derive(Debug)]
 enum Entry {
     Line(Line),
-    /// Replies once all earlier lines have been written.
+    /// Requests a reply once all earlier lines have been written.
     Flush(mpsc::Sender<()>),
 }
 
@@ -52,9 +52,9 @@ pub struct Journal(Sender);
 #[derive(Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
-    /// Number of dropped lines since the last line that reported them.
+    /// Number of lines dropped since this was last reported.
     lost: Arc<AtomicU64>,
-    /// The entries for the thread, until it is started.
+    /// The receiving end of the queue, until the thread is started.
     waiting: Arc<Mutex<Option<Receiver<Entry>>>>,
 }
 
@@ -65,7 +65,7 @@ impl fmt::Debug for Sender {
 }
 
 impl Sender {
-    /// Starts the thread; until then lines are kept.
+    /// Starts the thread. Until then, lines are queued.
     pub fn begin(&self) {
         self.begin_with(Writer { open: journald, by_id: HashMap::new() });
     }
@@ -83,18 +83,18 @@ impl Sender {
                     }
                     Entry::Flush(reply) => drop(reply.send(())),
                 }
-                // journald reads again. This line comes after the lines that already wait.
+                // journald reads again. The report follows the lines that are already queued.
                 if let left_out @ 1.. = lost.swap(0, Ordering::Relaxed) {
                     let text = "log lines were lost: the journal did not accept them in time";
                     warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
                 }
             }
         };
-        // Without the thread nothing is logged, and this failure cannot be reported either.
+        // If the thread cannot be started, nothing is logged, and this failure cannot be reported either.
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
     }
 
-    /// Waits a moment until earlier lines have been written.
+    /// Waits for at most `FLUSH_PATIENCE` until earlier lines have been written.
     pub fn flush(&self) {
         self.begin();
         let (reply, flushed) = mpsc::channel();
@@ -155,7 +155,7 @@ impl Visit for Line {
     }
 }
 
-/// tracing-journald with a message's ID as one of its constant fields.
+/// Creates a tracing-journald layer with a message's ID as one of its constant fields.
 fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     let priorities =
         PriorityMappings { info: Priority::Informational, debug: Priority::Debug, ..PriorityMappings::new() };
@@ -166,9 +166,9 @@ fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     Ok(layer.with_custom_fields(id.map(|id| ("MESSAGE_ID", id))))
 }
 
-/// Writes lines. Each message ID that has occurred has a layer, since a layer's constant fields are set once.
+/// Writes lines. Each message ID in use has its own layer, since a layer's constant fields are set only once.
 ///
-/// The layers are used directly: as dispatchers of tracing they would make every thread query them about each line, including
+/// The layers are called directly: as dispatchers of tracing they would make every thread query them about each line, including
 /// lines that are not logged.
 struct Writer<L> {
     open: fn(Option<&'static str>) -> io::Result<L>,
@@ -200,7 +200,7 @@ mod tests {
 
     use super::*;
 
-    /// A line as it arrives in place of the journal.
+    /// A line as the journal would receive it.
     #[derive(Debug, Default)]
     struct Written(BTreeMap<String, String>);
 
@@ -214,7 +214,7 @@ mod tests {
         }
     }
 
-    /// In place of journald: it reads when it may.
+    /// Stands in for journald: reads only while `STUCK` is not held.
     struct Reader {
         id: Option<&'static str>,
         lines: Lines,
@@ -222,7 +222,7 @@ mod tests {
 
     type Lines = Channel<(Option<&'static str>, Written)>;
     static READER: Mutex<Option<Lines>> = Mutex::new(None);
-    /// Held while journald is stuck.
+    /// Held to simulate a stuck journald.
     static STUCK: Mutex<()> = Mutex::new(());
 
     impl<S: Subscriber> Layer<S> for Reader {
@@ -239,7 +239,7 @@ mod tests {
         lines.map(|lines| Reader { id, lines }).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// One test, since both parts use the statics.
+    /// One test, since both parts use the same statics.
     #[test]
     fn lines_keep_their_fields_and_a_stuck_journal_holds_nobody_up() {
         let (lines, written) = mpsc::channel();

@@ -5,12 +5,14 @@ use std::time::{Duration, Instant};
 
 use crate::identity::Tenant;
 
-/// The most lines of one topic about one tenant in a window.
+/// Maximum number of lines per window about one topic and one tenant.
 const BURST: u32 = 10;
-/// The most lines about clients that come and go: a job may be hundreds of processes.
+/// Maximum number of lines per window about clients that connect or leave. It is higher, since a job
+/// may have hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(10);
-/// Expired windows are dropped beyond this many, so that a fleet of tenants does not cost memory.
+/// Expired windows are dropped when there are more than this, so that many tenants do not accumulate
+/// memory.
 const MAX_WINDOWS: usize = 1024;
 
 /// The current windows, by topic and tenant.

@@ -1,5 +1,5 @@
-//! The log lines that have a documented meaning: each has a name in the code (`name:` of tracing's macros), and an ID in the
-//! journal and its catalog (`systemd/nvshare.catalog`). IDs never change.
+//! Log lines with a documented meaning. Each has a name in the code (`name:` of tracing's macros), and an ID in the journal
+//! and its catalog (`systemd/nvshare.catalog`). IDs never change.
 
 /// The `MESSAGE_ID` of a line.
 pub fn id(name: &str) -> Option<&'static str> {
@@ -59,7 +59,7 @@ mod tests {
 
     use super::*;
 
-    /// What follows `name: ` in quotes, over all files below a directory.
+    /// The quoted names after `name: ` in all files below a directory.
     fn names_in_the_code(directory: &Path) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
         for file in std::fs::read_dir(directory).expect("the sources").flatten() {

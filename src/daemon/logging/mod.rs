@@ -1,4 +1,5 @@
-//! The log: to the journal, with fields, if systemd started the daemon, else to stderr.
+//! The log: goes to the journal, with fields, if systemd started the daemon, and
+//! otherwise to stderr.
 //!
 //! - `journal`: passes log lines to the journal; `messages`: their IDs.
 //! - [`log_rate_limit`]: limits lines about one user's clients.
@@ -33,12 +34,12 @@ impl Control {
         self.journal.is_some()
     }
 
-    /// Lines are kept until this is called: it starts a thread.
+    /// Starts the thread that writes to the journal. Until then, lines are queued.
     pub fn begin(&self) {
         self.journal.iter().for_each(journal::Sender::begin);
     }
 
-    /// Waits a moment until earlier lines have been written.
+    /// Waits a short time until earlier lines have been written.
     pub fn flush(&self) {
         self.journal.iter().for_each(journal::Sender::flush);
     }
@@ -60,7 +61,7 @@ pub fn start(level: LogLevel) -> Control {
     Control { filter: handle, journal: sender }
 }
 
-/// Our own lines at the requested level, and warnings and errors of libraries.
+/// nvshare's own lines at the requested level, and warnings and errors of libraries.
 fn filter(level: LogLevel) -> Targets {
     let own = match level {
         LogLevel::Error => Level::ERROR,

@@ -1,5 +1,5 @@
-//! Every metric: its name, unit, type and meaning, and the source of its value in a snapshot. Names and types never change, since
-//! dashboards and alerts depend on them. The same table for users is in nvshare.service(8).
+//! Every metric: its name, unit, type and meaning, and how its value is read from a snapshot. Names and types never change,
+//! since dashboards and alerts depend on them. nvshare.service(8) has the same table for users.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use prometheus_client::registry::Unit;
 
 use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Waits};
 
-/// Metrics of one name, of each `T`.
+/// A metric of each `T`, all with one name.
 #[derive(Debug)]
 pub struct Family<T: 'static> {
     /// The name without the unit, and without the suffix of the type.
@@ -24,7 +24,7 @@ pub enum Value<T: 'static> {
     Counter(fn(&T) -> u64),
     /// A counter of seconds.
     Time(fn(&T) -> Duration),
-    /// `None`: there is none of this one.
+    /// `None` if this `T` has no such value.
     Gauge(fn(&T) -> Option<u64>),
     /// A gauge of seconds.
     Age(fn(&T) -> Option<Duration>),

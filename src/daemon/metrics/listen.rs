@@ -1,4 +1,4 @@
-//! The sockets of metrics: passed by systemd, or bound as the configuration says.
+//! The metrics sockets: passed by systemd, or bound according to the configuration.
 
 use std::fmt;
 use std::io;
@@ -10,11 +10,11 @@ use crate::sys::descriptors;
 use crate::sys::listen::{self, Bound};
 use crate::sys::socket::{self, Kind};
 
-/// The group that may use the control socket may also read metrics.
+/// The group that may use the control socket may read metrics too.
 const MODE: u32 = 0o660;
 
-/// Binds the configured socket; call it before there are other threads. Dropping the second value removes the
-/// socket's file.
+/// Binds the configured socket. Must be called before other threads are started. Dropping the second value
+/// removes the socket's file.
 ///
 /// # Errors
 /// A sentence if the socket cannot be bound.
@@ -28,7 +28,7 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
         }
         Listen::Address(address) => {
             let listener = TcpListener::bind(address).map_err(|e| match e.raw_os_error() {
-                // The unit has it so.
+                // The unit restricts address families.
                 Some(libc::EAFNOSUPPORT) => {
                     failed(&"the service must not open TCP sockets: enable nvshare-metrics.socket instead")
                 }
@@ -49,7 +49,7 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// For the runtime that this is called in. The socket does not block.
+    /// Registers the socket with the calling runtime. The socket must be non-blocking.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         if socket::is_local(socket.as_fd()) {
             return tokio::net::UnixListener::from_std(socket.into()).map(Self::Unix);

@@ -1,10 +1,10 @@
-//! Metrics in the OpenMetrics format over HTTP, if they are configured. They have a separate thread and runtime, so that no
-//! scraper can delay a hand-over: the scheduling loop only copies its state.
+//! Metrics in the OpenMetrics format over HTTP, if they are configured. They run in a separate thread and runtime, so that
+//! no scraper can delay a hand-over: the scheduling loop only copies its state.
 //!
 //! - `listen`: the sockets.
 //! - `server`: HTTP.
-//! - `source`: one text for all scrapers of about the same time.
-//! - `text`: formats a snapshot, by `families`, the table of all metrics.
+//! - `source`: one text, shared by all scrapers of about the same time.
+//! - `text`: formats a snapshot. `families` is the table of all metrics.
 //! - `snapshot`: the figures.
 
 mod families;
@@ -27,7 +27,7 @@ use snapshot::Figures;
 pub use source::Question;
 use source::Source;
 
-/// Starts to serve metrics on these sockets, if there are any, until the process ends.
+/// Starts to serve metrics on these sockets, if any, until the process ends.
 pub fn start<V: Figures + 'static>(
     sockets: Vec<OwnedFd>,
     questions: mpsc::UnboundedSender<Question<V>>,

@@ -1,5 +1,5 @@
-//! HTTP: every process that can connect may read metrics. Clients cannot delay each other for long: the number of
-//! connections is limited, each carries one answer and has a timeout.
+//! HTTP. Every process that can connect may read metrics. Clients can delay each other only briefly: the number of
+//! connections is limited, and each connection has one answer and a timeout.
 
 use std::convert::Infallible;
 use std::io;
@@ -24,19 +24,19 @@ use super::snapshot::Figures;
 use super::source::Source;
 use super::text;
 
-/// The most concurrent connections; more wait.
+/// Maximum number of concurrent connections. Further ones wait.
 const MAX_CONNECTIONS: usize = 64;
-/// A peer that has not sent a request by then is disconnected.
+/// A peer that has not sent a request within this time is disconnected.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer that has not read the whole answer by then is disconnected. Prometheus waits for an answer for the same time, by
-/// default.
+/// A peer that has not read the whole answer within this time is disconnected. Prometheus by default waits equally long
+/// for an answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// The most bytes of a request. hyper allows no less.
+/// Maximum length of a request in bytes. hyper allows no lower limit.
 const MAX_REQUEST: usize = 8 << 10;
-/// Pause after a connection could not be accepted, for instance without descriptors.
+/// Pause after a failed `accept`, for instance for lack of descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
-/// The places for connections, on all sockets together.
+/// Permits for connections, shared by all sockets.
 pub type Places = Arc<Semaphore>;
 
 pub fn places() -> Places {
@@ -72,7 +72,7 @@ where
     });
 }
 
-/// One connection.
+/// Serves one connection.
 async fn one<S, V>(stream: S, source: Rc<Source<V>>) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + Unpin + 'static,

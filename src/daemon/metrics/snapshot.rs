@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use crate::identity::Identity;
 
-/// Upper bounds of the buckets for waits, in seconds: from a hand-over that moves no memory to several turns of the longest time
-/// quantum in common use.
+/// Upper bounds of the buckets for waits, in seconds: from a hand-over that moves no memory to several turns with the longest
+/// common time quantum.
 pub const WAIT_BOUNDS: [f64; 14] =
     [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
 
-/// A view of the scheduling loop's state.
+/// A view of the scheduling loop's state, from which the figures are computed.
 pub trait Figures: Send + Sync {
     fn figures(&self) -> Snapshot;
 }
@@ -19,23 +19,23 @@ pub trait Figures: Send + Sync {
 pub struct Snapshot {
     pub gpus: Vec<OfGpu>,
     pub workloads: Vec<OfWorkload>,
-    /// One for each GPU that a client uses or has used. Empty unless requested.
+    /// One entry for each GPU that a client uses or has used. Empty unless requested.
     pub clients: Vec<OfClient>,
     pub groups: Vec<OfGroup>,
 }
 
-/// The clients of a GPU, a tenant or a unit.
+/// Stalls of the clients of a GPU, a tenant or a unit.
 #[derive(Debug, Clone)]
 pub struct OfGroup {
     pub kind: &'static str,
     pub name: String,
-    /// The time for which at least one client was stalled (`some`), and for which also none ran (`full`).
+    /// Time for which at least one client was stalled (`some`), and for which none ran besides (`full`).
     pub some: Duration,
     pub full: Duration,
 }
 
-/// The programs that are counted together for metrics: programs of one tenant in one unit, or in one container of a pod. Unlike
-/// programs, workloads recur.
+/// Programs that are summed for metrics: those of one tenant in one unit, or in one container of a pod. Unlike programs,
+/// workloads persist: they recur with the same name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Workload {
     pub tenant: String,
@@ -58,7 +58,7 @@ impl Workload {
     }
 }
 
-/// The container of a process: Kubernetes' name if it has one, otherwise its ID.
+/// The name of a process's container in Kubernetes, or its ID if it has no name there.
 pub fn container_name(identity: &Identity) -> &str {
     if identity.pod.container.is_empty() { &identity.container } else { &identity.pod.container }
 }
@@ -74,9 +74,9 @@ pub struct OfWorkload {
     pub memory: Memory,
     /// The sum of the programs' limits.
     pub limit: u64,
-    /// The highest limit that a rule sets for a group of the programs.
+    /// The highest limit that a rule sets for any group that the programs belong to.
     pub memory_max: Option<u64>,
-    /// The longest present wait.
+    /// The longest current wait.
     pub waits: Duration,
 }
 
@@ -106,11 +106,11 @@ impl OfWorkload {
     }
 }
 
-/// Counters, which never decrease.
+/// Counters. They never decrease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counted {
     pub lock_time: Duration,
-    /// The time of waits that ended with the lock.
+    /// Total time of waits that ended with a grant.
     pub wait_time: Duration,
     pub grants: u64,
     pub hand_overs: u64,
@@ -134,7 +134,7 @@ impl Counted {
             (&mut self.refused, more.refused),
             (&mut self.mapping_failures, more.mapping_failures),
         ];
-        // Some counters are reported by clients, and may be any number.
+        // Clients report some of the counters, so these may have any value.
         numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
     }
 }
@@ -143,7 +143,8 @@ impl Counted {
 #[derive(Debug, Clone, Default)]
 pub struct Waits {
     sum: Duration,
-    /// Waits up to each bound and above the one before, and waits above all bounds.
+    /// Number of waits in each bucket: above the previous bound and up to its own. The last bucket is for waits above all
+    /// bounds.
     buckets: [u64; WAIT_BOUNDS.len() + 1],
 }
 
@@ -173,11 +174,11 @@ impl Waits {
 #[derive(Debug, Clone)]
 pub struct OfGpu {
     pub uuid: Arc<str>,
-    /// Its number for NVML, where that knows it.
+    /// NVML's index, if NVML lists the GPU.
     pub index: Option<u32>,
     pub name: String,
     pub total: u64,
-    /// `None`: the GPU is gone.
+    /// `None` if the GPU is gone.
     pub capacity: Option<u64>,
     pub gone: bool,
     pub overhead: u64,
@@ -193,7 +194,7 @@ pub struct OfGpu {
     pub counted: Counted,
 }
 
-/// Bytes of clients, by where they are.
+/// Bytes of clients, by location.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Memory {
     pub demand: u64,
@@ -217,7 +218,7 @@ pub struct OfClient {
     pub client: u64,
     pub identity: Arc<Identity>,
     pub counted: Counted,
-    /// `None`: it uses that GPU no more.
+    /// `None` if the client no longer uses the GPU.
     pub attachment: Option<Attachment>,
 }
 
@@ -226,7 +227,7 @@ pub struct OfClient {
 pub struct Attachment {
     pub memory: Memory,
     pub limit: u64,
-    /// Bytes that a rule allows its group.
+    /// Bytes that a rule allows the client's group.
     pub memory_max: Option<u64>,
     pub waits: Duration,
 }

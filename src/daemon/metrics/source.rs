@@ -1,5 +1,5 @@
-//! The text of the metrics: made from a view of the scheduling loop's state, and shared by all scrapers that request it at about
-//! the same time.
+//! The text of the metrics, created from a view of the scheduling loop's state, and shared by all scrapers that request it at
+//! about the same time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,9 +10,9 @@ use tracing::error;
 
 use super::{snapshot::Figures, text};
 
-/// Scrapers within this time get the same text, so that their number does not matter to the scheduling loop.
+/// Scrapers within this time share one text, so that their number does not affect the scheduling loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
-/// The scheduling loop answers within a tenth of a second, unless there is something wrong with it.
+/// How long to wait for a view. A healthy scheduling loop answers within a tenth of a second.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A request for a view.
@@ -21,7 +21,7 @@ pub type Question<V> = oneshot::Sender<Arc<V>>;
 #[derive(Debug)]
 pub struct Source<V> {
     questions: mpsc::UnboundedSender<Question<V>>,
-    /// The newest text, and the time of its request.
+    /// The newest text, and when it was requested.
     newest: Mutex<Option<(Instant, Bytes)>>,
 }
 
@@ -30,9 +30,9 @@ impl<V: Figures> Source<V> {
         Self { questions, newest: Mutex::new(None) }
     }
 
-    /// `None`: the scheduling loop does not answer.
+    /// The text of the metrics. `None` if the scheduling loop does not answer.
     pub async fn text(&self) -> Option<Bytes> {
-        // One scraper requests it, and the others wait for the result.
+        // The first scraper requests the text, and the others wait for the result.
         let mut newest = self.newest.lock().await;
         if let Some((at, text)) = &*newest
             && at.elapsed() < SHARED_FOR

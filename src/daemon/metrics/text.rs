@@ -1,7 +1,7 @@
 //! Formats a snapshot as OpenMetrics 1.0.
 //!
-//! The registry's own metric types are not used: they keep values between scrapes, and a thousand clients that come
-//! and go would leave theirs behind. A collector encodes current values only.
+//! The registry's own metric types are not used: they keep values between scrapes, so thousands of ended clients
+//! would leave values behind. A collector encodes only current values.
 
 use std::fmt::Error;
 
@@ -19,10 +19,10 @@ use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Bytes of a client's metrics on average, to allocate the text in one step.
+/// Average size of a client's metrics in bytes, used to allocate the text in one step.
 const BYTES_A_CLIENT: usize = 4096;
 
-/// The text of all metrics.
+/// Formats all metrics.
 pub fn written(snapshot: Snapshot) -> Result<String, Error> {
     let parts = 1 + snapshot.workloads.len() + snapshot.clients.len();
     let mut text = String::with_capacity(parts * BYTES_A_CLIENT);

@@ -1,35 +1,35 @@
-//! Clients' connections, and locks over D-Bus, in systemd's file descriptor store (`FDSTORE=1`), where they outlive the daemon.
+//! Clients' connections and D-Bus locks in systemd's file descriptor store (`FDSTORE=1`), where they outlive the daemon.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// The kind of a connection's owner.
+/// The kind of client that a stored connection belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A program's: one socket.
+    /// A program: one socket.
     Program,
-    /// A lock's: the daemon's end of the socket that was given to the caller of `AcquireLock`, and a memory file with the data
-    /// for the next daemon, both under the same name.
+    /// A lock. It has two file descriptors under one name: the daemon's end of the `AcquireLock` socket, and a memfd with the
+    /// state for the next daemon.
     Lock,
 }
 
-/// The version of the memory file of locks that this daemon writes, and the only one that it reads.
+/// The version of locks' memory files that this daemon writes. It reads no other.
 pub const LOCK_RECORD: u16 = 1;
 
-/// The name of a connection in the store: all that the next daemon knows about the client before it asks.
+/// The name of a connection in the store: everything that the next daemon knows about the client before asking it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionName {
     pub kind: Kind,
-    /// The protocol version negotiated on it; for a lock, the version of its memory file.
+    /// The negotiated protocol version; for a lock, the version of its memory file.
     pub version: u16,
     pub client: u64,
-    /// Start time of the client's process, in clock ticks since boot, or 0 if unknown. It distinguishes the process from a
-    /// later one with the same id.
+    /// Start time of the client's process in clock ticks since boot, or 0 if unknown. Distinguishes the process from a later
+    /// one with the same ID.
     pub start_time: u64,
 }
 
 impl ConnectionName {
-    /// `None` for a name that is not a connection's.
+    /// Parses a name. `None` if it is not the name of a connection.
     pub fn parse(text: &str) -> Option<Self> {
         let (kind, rest) = match text.strip_prefix('v') {
             Some(rest) => (Kind::Program, rest),
@@ -44,7 +44,7 @@ impl ConnectionName {
 }
 
 impl fmt::Display for ConnectionName {
-    /// Short: the names of all connections together are one environment variable, which has 128 KiB at most.
+    /// Short, because the names of all connections together are in one environment variable of at most 128 KiB.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.kind {
             Kind::Program => 'v',
@@ -59,7 +59,7 @@ impl fmt::Display for ConnectionName {
 pub struct StoredConnection {
     pub name: ConnectionName,
     pub socket: OwnedFd,
-    /// The memory file of a lock.
+    /// The memory file of a lock; `None` for a program.
     pub record: Option<OwnedFd>,
 }
 
@@ -78,7 +78,8 @@ mod tests {
         {
             assert_eq!(ConnectionName::parse(other), None, "{other}");
         }
-        // As many connections as nvshare.service stores at most, in one environment variable with the listening sockets.
+        // The maximum number of connections that nvshare.service stores, in one environment variable with the listening
+        // sockets.
         let unit = include_str!("../../../systemd/nvshare.service");
         let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax="));
         let most: usize = most.expect("nvshare.service keeps descriptors").parse().expect("a number");

@@ -1,6 +1,7 @@
-//! Socket activation, notifications to systemd and its descriptor store. Without systemd, all of this does nothing.
+//! Socket activation, notifications to systemd and its descriptor store. All of these do nothing without systemd.
 //!
-//! Notifications go through a separate thread, since systemd may read them late and the scheduling loop must not wait.
+//! Notifications are sent by a separate thread, since systemd may read them late and the scheduling loop must not
+//! wait.
 
 pub mod fd_store;
 
@@ -19,12 +20,12 @@ use tracing::warn;
 use crate::sys::descriptors;
 use crate::sys::socket::{self, Kind};
 
-/// The names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
+/// Names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
 const CLIENTS: &str = "clients";
 const CONTROL: &str = "control";
 const METRICS: &str = "metrics";
 
-/// Time that an ending daemon waits for systemd to read its notifications.
+/// How long an ending daemon waits for systemd to read its notifications.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
 /// The descriptors that systemd passes to the daemon.
@@ -32,22 +33,23 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 pub struct Activated {
     pub clients: Option<OwnedFd>,
     pub control: Option<OwnedFd>,
-    /// Any number of them: a unit can listen in several places.
+    /// Any number of sockets: a unit can listen on several addresses.
     pub metrics: Vec<OwnedFd>,
-    /// Connections of the previous daemon.
+    /// Connections stored by the previous daemon.
     pub stored: Vec<StoredConnection>,
-    /// Names of descriptors that this version does not know.
+    /// Names of passed descriptors that this version does not know.
     pub unknown: Vec<String>,
 }
 
-/// Takes over the descriptors. Call it once, before there are other threads: it changes the environment.
+/// Takes over the passed descriptors. Must be called once, before other threads are started, since it changes the
+/// environment.
 pub fn activated() -> Result<Activated, String> {
     let given = activation::receive_descriptors_with_names(true)
         .map_err(|e| format!("cannot take over the sockets that systemd passed: {e}"))?;
     let mut sockets = Activated::default();
     let mut locks: BTreeMap<u64, (ConnectionName, Vec<OwnedFd>)> = BTreeMap::new();
     for (descriptor, name) in given {
-        // SAFETY: systemd passed this descriptor to this process, and nothing else here knows of it.
+        // SAFETY: systemd passed this descriptor to this process, and no other code uses it.
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
         if let Some(name) = ConnectionName::parse(&name) {
             match name.kind {
@@ -84,7 +86,7 @@ pub fn activated() -> Result<Activated, String> {
         let (socket, record): (Vec<_>, Vec<_>) = descriptors.into_iter().partition(|fd| socket::is_local(fd.as_fd()));
         match <[OwnedFd; 1]>::try_from(socket) {
             Ok([socket]) => sockets.stored.push(StoredConnection { name, socket, record: record.into_iter().next() }),
-            // The caller closed its end while there was no daemon.
+            // The caller closed its end while no daemon was running.
             Err(_) => sockets.unknown.push(name.to_string()),
         }
     }
@@ -95,14 +97,14 @@ enum Note {
     Say(String),
     /// Stores descriptors with systemd.
     Keep(String, Vec<OwnedFd>),
-    /// Notifies the sender of this note once all earlier notes have been sent.
+    /// Replies to the sender once all earlier notes have been sent.
     Said(Sender<()>),
 }
 
 static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
 
-/// Notes that wait for systemd to read. Beyond these, notes are dropped: a connection is not stored, or is removed
-/// from the store only when systemd sees that it was shut down.
+/// Maximum number of notes that wait for systemd to read. Further notes are dropped: a connection is then not stored,
+/// or is removed from the store only once systemd notices that it was shut down.
 const MOST_NOTES: usize = 1024;
 
 /// Starts the thread for notifications, if systemd started the daemon.
@@ -141,7 +143,7 @@ pub fn is_there() -> bool {
     NOTES.get().is_some()
 }
 
-/// `false` if the note was dropped.
+/// Queues a note. Returns `false` if the note was dropped.
 fn tell(note: impl FnOnce() -> Note) -> bool {
     NOTES.get().is_some_and(|notes| notes.try_send(note()).is_ok())
 }
@@ -165,7 +167,7 @@ pub fn reloading() {
     }
 }
 
-/// Tells systemd that the daemon stops, and waits until systemd has read all notes.
+/// Notifies systemd that the daemon stops, and waits until systemd has read all notes.
 pub fn stopping() {
     say(&[NotifyState::Stopping]);
     let (reply, said) = mpsc::channel();
@@ -177,12 +179,12 @@ pub fn watchdog() {
     say(&[NotifyState::Watchdog]);
 }
 
-/// The period for [`watchdog`]: half the time after which systemd would give up.
+/// The period for [`watchdog`]: half of systemd's watchdog timeout.
 pub fn watchdog_period() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| limit / 2)
 }
 
-/// Stores descriptors with systemd, under one name, for the next daemon. `false` if systemd will not keep them.
+/// Stores descriptors with systemd under one name, for the next daemon. Returns `false` if systemd cannot store them.
 pub fn keep(name: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     if !is_there() {
         return false;

@@ -15,14 +15,14 @@ use super::session::Violation;
 use crate::daemon::tenants::Budget;
 use crate::sys::{descriptors, socket};
 
-/// A client's socket, and the messages that the client has yet to read.
+/// A client's socket, and the messages that the client has not read yet.
 #[derive(Debug)]
 pub struct Connection {
     socket: AsyncFd<OwnedFd>,
     outbox: RefCell<Outbox>,
-    /// The outbox is not empty.
+    /// Notified when the outbox is no longer empty.
     wake: Notify,
-    /// The outbox is full: the connection must be closed.
+    /// Notified when the outbox is full and the connection must be closed.
     overflow: Notify,
     version: Cell<u16>,
     budget: Rc<Budget>,
@@ -46,18 +46,18 @@ impl Connection {
         &self.budget
     }
 
-    /// Sets the protocol version, once the handshake has negotiated it.
+    /// Sets the protocol version after the handshake.
     pub fn set_version(&self, version: u16) {
         self.version.set(version);
     }
 
-    /// Sends immediately, or queues the message until the client reads again.
+    /// Sends a message immediately, or queues it until the client reads again.
     pub fn send(&self, message: SchedulerMessage) {
         let mut outbox = self.outbox.borrow_mut();
         if outbox.is_empty() {
             match socket::send(self.socket(), message.encode(self.version.get()).as_bytes()) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                // On other errors the client is gone, which the reading side notices.
+                // Any other error means that the client is gone, which the reading side notices.
                 _ => return,
             }
         }
@@ -67,10 +67,10 @@ impl Connection {
         self.wake.notify_one();
     }
 
-    /// Sends a message with descriptors, which are never queued.
+    /// Sends a message with descriptors. Such messages are never queued.
     ///
     /// # Errors
-    /// `WouldBlock` if the client has messages to read before this one.
+    /// `WouldBlock` if the client has to read other messages first.
     pub fn send_with(&self, message: SchedulerMessage, descriptors: &[OwnedFd]) -> io::Result<()> {
         if !self.outbox.borrow().is_empty() {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -82,13 +82,13 @@ impl Connection {
         self.socket.get_ref().as_fd()
     }
 
-    /// Shuts the connection down: both sides read its end.
+    /// Shuts the connection down. Both sides then read end-of-file.
     pub fn close(&self) {
         socket::shut_down(self.socket());
     }
 
-    /// Sends queued messages as the client reads. Returns when sending fails, which the reading side notices as the end of
-    /// the connection.
+    /// Sends queued messages as the client reads. Returns when sending fails. The reading side notices the end of the
+    /// connection.
     pub async fn flush(&self) {
         loop {
             if self.outbox.borrow().is_empty() {
@@ -111,7 +111,7 @@ impl Connection {
         self.overflow.notified().await;
     }
 
-    /// Waits for the next packet and its descriptors. `None` is the end of the connection.
+    /// Waits for the next packet and its descriptors. `None` at the end of the connection.
     ///
     /// # Errors
     /// If the packet is longer than any message.
@@ -130,13 +130,13 @@ impl Connection {
         }
     }
 
-    /// Waits until there may be a packet, or the end of the connection.
+    /// Waits until there may be a packet to read, or the connection has ended.
     pub async fn readable(&self) {
-        // On an error, receiving fails, too.
+        // After an error, receiving fails too.
         let _ = self.socket.readable().await;
     }
 
-    /// Receives the next packet and its descriptors, if there is one.
+    /// Receives the next packet and its descriptors, if one has arrived.
     ///
     /// # Errors
     /// If the packet is longer than any message.
@@ -156,7 +156,7 @@ impl Connection {
         if length == 0 {
             return Ok(Received::End);
         }
-        // The kernel reports the length of a packet that it truncated.
+        // The kernel reports the full length of a packet that it truncated.
         if length > buffer.len() {
             return Err(Violation::Wire(WireError::Oversized { have: length }));
         }

@@ -1,10 +1,9 @@
-//! The process at the other end of a connection, as the kernel describes it: user, process, command line, systemd
-//! unit and container. None of this is the client's own word, except the name and the reason of a lock acquired over
-//! D-Bus.
+//! The process at the other end of a connection, as the kernel describes it: user, process, command line, systemd unit and
+//! container. The client itself provides none of this, except the name and the reason of a lock acquired over D-Bus.
 //!
-//! The kernel records the process that *connected*. It may have ended since, and its PID may belong to another process: data from
-//! `/proc` counts only if a descriptor of the process (pidfd) shows before and after that the process still runs. A process that
-//! has ended, or whose `/proc` cannot be read, counts as unknown, and is granted nothing.
+//! The kernel records the process that *connected*. That process may have ended, and its PID may belong to another process. So
+//! data from `/proc` counts only if a pidfd shows before and after that the process still runs. A process that has ended, or
+//! whose `/proc` cannot be read, counts as unknown, and is granted nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +15,7 @@ use tracing::warn;
 use crate::identity::{self, Cgroup, Identity, Place, Tenant};
 use crate::sys::credentials;
 
-/// The identity of the process at the other end, and a descriptor that becomes readable when the process ends.
+/// The identity of the process at the other end, and a pidfd, which becomes readable when the process ends.
 pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<OwnedFd>)> {
     let credentials = credentials::credentials(socket)?;
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
@@ -27,7 +26,7 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((identity, process.pidfd))
 }
 
-/// The tenant of the process at the other end, as far as it can be determined quickly. It may be wrong if that process has ended.
+/// The tenant of the process at the other end, determined quickly. May be wrong if that process has ended.
 pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
     let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
         return Tenant::default();
@@ -40,14 +39,14 @@ pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
 /// A process that connected.
 #[derive(Debug)]
 pub struct Process {
-    /// 0 if it is not visible in this PID namespace.
+    /// 0 if the process is not visible in this PID namespace.
     pub pid: i32,
     pub uid: u32,
     /// `None` if the process has ended or is not visible.
     pidfd: Option<OwnedFd>,
 }
 
-/// The place of a process.
+/// Where a process is, relative to this daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {
     /// In this PID namespace.
@@ -70,15 +69,15 @@ impl Process {
         Ok(Self { pid: pid.max(0), uid, pidfd: credentials::pidfd(socket, pid)? })
     }
 
-    /// A process that connected with these credentials, as another process reports. Without its `pidfd`, this is the process that
-    /// has this PID now.
+    /// A process with these credentials, as reported by another process. Without its `pidfd`, the process that has this PID
+    /// now.
     pub fn named(pid: i32, uid: u32, pidfd: Option<BorrowedFd<'_>>) -> Self {
         let own = pidfd.and_then(|fd| fd.try_clone_to_owned().ok());
         let pidfd = own.or_else(|| credentials::pidfd_of(pid).ok().flatten());
         Self { pid: pid.max(0), uid, pidfd }
     }
 
-    /// The place of the process now.
+    /// Where the process is now.
     pub fn place(&self) -> Where {
         match self.status() {
             Ok(status) if status.depth == 1 => Where::Host,
@@ -92,7 +91,7 @@ impl Process {
         self.pid > 0 && self.pidfd.as_ref().is_some_and(|pidfd| !credentials::has_ended(pidfd.as_fd()))
     }
 
-    /// The status of the process, if it certainly belongs to it.
+    /// The status of the process, if it provably belongs to this process.
     fn status(&self) -> Result<Status, Where> {
         let status = Status::read(self.pid);
         if !self.runs() {
@@ -112,7 +111,8 @@ impl Process {
         let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
         let own_ids = read("uid_map") == own_ids();
         let status = match self.status() {
-            // On kernels before 6.5 the descriptor may belong to a process that got the PID of the process that connected.
+            // On kernels before 6.5, the descriptor may be of another process that has reused the PID of the process that
+            // connected.
             Ok(status) if status.uids.contains(&uid) => status,
             Ok(_) => return unknown,
             Err(Where::Hidden) => {
@@ -162,13 +162,13 @@ pub fn log_hidden() {
 struct Status {
     /// The real, effective, saved and file system user.
     uids: Vec<u32>,
-    /// Number of PID namespaces that contain the process: this one and those below.
+    /// Depth of the process's PID namespace, counted from the daemon's namespace (1 = the same namespace).
     depth: usize,
 }
 
 impl Status {
     fn read(pid: i32) -> Option<Self> {
-        // The name of a process may be any bytes.
+        // Lossy, since the name of a process may have any bytes.
         Self::parse(&String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/status")).ok()?))
     }
 
@@ -187,7 +187,7 @@ fn own_cgroup() -> &'static Cgroup {
     OWN.get_or_init(|| Cgroup::read(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default()))
 }
 
-/// The user IDs of this process's user namespace, as `/proc` shows them for each process in it.
+/// The user ID mapping of this process's user namespace, which `/proc` shows for each process in it.
 fn own_ids() -> &'static [u8] {
     static OWN: OnceLock<Vec<u8>> = OnceLock::new();
     OWN.get_or_init(|| std::fs::read("/proc/self/uid_map").unwrap_or_default())
@@ -209,30 +209,30 @@ pub fn is_stopped(pid: i32) -> bool {
     matches!(state(&stat), Some(b'T' | b't'))
 }
 
-/// The start time of a process, as `/proc/PID/stat` counts it: together with the PID it is never used twice.
+/// The start time of a process from `/proc/PID/stat`. The pair of PID and start time is never reused.
 pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
-    // The 22nd field; the state after the name is the third.
+    // The 22nd field. The rest begins with the third, the state.
     let rest = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
     rest.split(' ').nth(22 - 3)?.parse().ok()
 }
 
-/// The process that started this one, or the process that has adopted it.
+/// The parent of the process: the process that started it, or that has adopted it.
 pub fn parent(pid: i32) -> Option<i32> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
-    // The fourth field, after the state.
+    // The fourth field. The rest begins with the third, the state.
     std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(1)?.parse().ok()
 }
 
-/// The state letter of `/proc/PID/stat`. The name before it is in parentheses, and may contain parentheses.
+/// The state letter of `/proc/PID/stat`. The name before it is in parentheses, and may itself contain parentheses.
 fn state(stat: &[u8]) -> Option<u8> {
     let end = stat.iter().rposition(|b| *b == b')')?;
     stat.get(end + 2).copied()
 }
 
-/// The most bytes of a command line that are kept.
+/// Maximum length of a stored command line, in bytes.
 const MAX_COMMAND: usize = 512;
 
 fn command_line(raw: &[u8]) -> String {
@@ -246,7 +246,7 @@ fn command_line(raw: &[u8]) -> String {
     line
 }
 
-/// Text that is safe on a terminal and in a log: a process chooses its own name and command line.
+/// Makes text safe for terminals and logs: a process chooses its own name and command line.
 fn printable(raw: &[u8]) -> String {
     identity::printable(String::from_utf8_lossy(raw).trim_end_matches('\n'))
 }

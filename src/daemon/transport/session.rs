@@ -1,5 +1,5 @@
-//! The protocol state of one connection: its slots, and values that take several messages. Turns packets into [`ClientAction`]s,
-//! and rejects packets that break the protocol. No I/O.
+//! The protocol state of one connection: its slots, and values sent in several messages. Decodes packets into
+//! [`ClientAction`]s, and rejects packets that violate the protocol. No I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 use crate::config::rules::variable;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstacle};
 
-/// Larger numbers of bytes are rejected: no such memory exists, and sums of them could overflow.
+/// Larger sizes are rejected: no such memory exists, and sums of them could overflow.
 const MAX_BYTES: u64 = 1 << 50;
-/// Bytes of the longest list of GPUs: every GPU that a client can attach, each by its full UUID.
+/// Maximum length of a list of GPUs in bytes: every GPU that a client can attach, each as a full UUID.
 const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
-/// A breach of the protocol. The client is disconnected; other clients are not affected.
+/// A violation of the protocol. The client is disconnected; other clients are not affected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Violation {
     Wire(WireError),
@@ -83,7 +83,7 @@ pub enum ClientAction {
         gpu: GpuId,
         report: MemoryReport,
         device_free: Option<u64>,
-        /// Bytes of host memory that the client holds.
+        /// Bytes of host memory that the client uses.
         host: u64,
         /// Bytes that the client has in a swap file.
         in_file: u64,
@@ -96,11 +96,11 @@ pub enum ClientAction {
         limit: LimitName,
         text: String,
     },
-    /// The client can use a swap file, and has at most `ram_max` bytes of host memory.
+    /// Records that the client can use a swap file, and has at most `ram_max` bytes of host memory.
     UseSwapFile {
         ram_max: u64,
     },
-    /// Does nothing: a value takes several messages, or was already known.
+    /// Does nothing: the rest of a value is still to be received, or the value was already known.
     Incomplete,
     /// Handles a message about shared memory, on the GPU that the message names, if any.
     SharedMemory {
@@ -120,23 +120,23 @@ pub struct PlacementQuery {
     pub bytes: Option<u64>,
     /// Set of minor numbers of the device files that the client can open; 0 if unknown.
     pub devices: u64,
-    /// The GPUs are for a program that this process will execute or start.
+    /// True if the GPUs are for a program that this process will execute or start.
     pub ahead: bool,
 }
 
-/// The state of one client that has been welcomed.
+/// The protocol state of a welcomed client.
 #[derive(Debug)]
 pub struct Session {
     client: ClientId,
     pub version: u16,
     slots: Vec<Option<GpuId>>,
-    /// The parts of the client's list of GPUs that have arrived.
+    /// The received parts of the client's list of GPUs.
     choice: String,
-    /// The parts of an environment limit that have arrived.
+    /// The received parts of an environment limit.
     env_limit: Option<(LimitName, String)>,
-    /// The connection was taken over from an earlier daemon, which may have requested the client's state, too.
+    /// The connection was taken over from an earlier daemon, which may have requested the client's state too.
     is_taken_over: bool,
-    /// The client is repeating its state, up to `Held`.
+    /// True while the client repeats its state, up to `Held`.
     repeats: bool,
 }
 
@@ -153,9 +153,9 @@ impl Session {
         }
     }
 
-    /// From now on the client may send its whole state again. It does so once for each daemon that requested it and ended before
-    /// reading the answer. Until then the client has read nothing from this daemon, so the repeated state is not new, except for
-    /// memory that has changed in the meantime.
+    /// Allows the client to send its whole state again. The client does so once for each daemon that requested it, and some
+    /// daemons may have ended before reading it. Until the client has read a message of this daemon, the repeated state is not
+    /// new, except for memory that has changed in the meantime.
     pub fn taken_over(&mut self) {
         self.is_taken_over = true;
     }
@@ -163,7 +163,7 @@ impl Session {
     /// Decodes and checks one packet.
     ///
     /// # Errors
-    /// If it breaks the protocol.
+    /// If the packet violates the protocol.
     pub fn receive(&mut self, packet: &[u8]) -> Result<ClientAction, Violation> {
         let client = self.client;
         Ok(match ClientMessage::decode(packet, self.version)? {
@@ -222,9 +222,9 @@ impl Session {
                         return Err(Violation::Bytes { field, bytes });
                     }
                 }
-                // Pinned bytes are a part of the mapped ones.
+                // Pinned bytes are part of the mapped bytes.
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
-                // Swapped bytes that are not in a file are in host memory.
+                // Swapped bytes that are not in a file must be in host memory.
                 let in_file = in_file.min(swapped);
                 let host = host.max(swapped - in_file);
                 let device_free = (device_free != u64::MAX).then_some(device_free);
@@ -306,7 +306,7 @@ impl Session {
         })
     }
 
-    /// The slot of a GPU, for a message to the client.
+    /// The slot of a GPU in messages to the client.
     pub fn slot(&self, gpu: GpuId) -> Option<u32> {
         self.slots.iter().position(|slot| *slot == Some(gpu)).map(|slot| slot as u32)
     }
@@ -316,12 +316,12 @@ impl Session {
         gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
     }
 
-    /// Assigns the client's slot of one GPU to another GPU.
+    /// Assigns one GPU's slot to another GPU.
     pub fn moved(&mut self, from: GpuId, to: GpuId) {
         self.slots.iter_mut().filter(|slot| **slot == Some(from)).for_each(|slot| *slot = Some(to));
     }
 
-    /// The GPUs of the slots in `set` that are attached.
+    /// The GPUs attached to the slots in `set`.
     pub fn attached(&self, set: SlotSet) -> GpuSet {
         (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()
     }

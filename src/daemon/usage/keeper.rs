@@ -1,5 +1,5 @@
-//! The work of the usage thread: it holds unsaved usage in memory, saves it, and answers queries. If the disk is full or
-//! read-only, or the directory is missing, it reports this once and retries each time; it sets a damaged database aside.
+//! The work of the usage thread: holds unsaved usage in memory, saves it, and answers queries. If the disk is full or
+//! read-only, or the directory is missing, logs this once and retries on every save. Sets a damaged database aside.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,8 @@ use tracing::{info, warn};
 use super::store::{FILE, MAX_ANSWER, Store, StoreError, set_aside};
 use super::{Accounts, HOUR, HoursUsed, Job, Key, Query, Tenants, UsageAnswer};
 
-/// The most entries that are kept in memory while they cannot be saved: tenants' hours, and hours of programs whose rules limit
-/// their time. Beyond them, the oldest are dropped.
+/// Maximum number of unsaved entries in memory: tenants' hours, and hours of programs whose rules limit their time. Beyond it,
+/// the oldest are dropped.
 const MAX_UNSAVED: usize = 10_000;
 
 pub struct Records {
@@ -20,11 +20,11 @@ pub struct Records {
     keep: Duration,
     /// Usage by the start of the hour, in seconds since 1970, and the tenant.
     unsaved: BTreeMap<(i64, String), Accounts>,
-    /// Seconds with the lock of programs whose rules limit it, by the hour and the programs.
+    /// Seconds with the lock, for programs whose rules limit their time, by hour and programs.
     unsaved_hours: BTreeMap<(i64, String), f64>,
     /// The hour in which the database was last tidied, in seconds since 1970.
     tidied: Option<i64>,
-    /// The failure to save records has been logged.
+    /// True once a failure to save records has been logged.
     has_failed: bool,
 }
 
@@ -55,7 +55,7 @@ impl Records {
                 (self.keep, self.tidied) = (keep, None);
                 self.save();
             }
-            // The receiver may be gone, which is no error.
+            // The receiver may be gone, which is not an error.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
             Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }
@@ -79,7 +79,7 @@ impl Records {
 
     fn save(&mut self) {
         let hour = now().div_euclid(HOUR) * HOUR;
-        // No file is created before there is usage to save.
+        // Creates no file before there is usage to save.
         if self.unsaved.is_empty()
             && self.unsaved_hours.is_empty()
             && (self.tidied == Some(hour) || !self.path.exists())
@@ -135,7 +135,7 @@ impl Records {
         Ok(rows.into_iter().collect())
     }
 
-    /// The saved hours; empty if they cannot be read. That failure is reported when records are saved.
+    /// The saved hours. Empty if they cannot be read; that failure is logged when records are saved.
     fn read_hours(&mut self) -> HoursUsed {
         if !self.path.exists() {
             return HoursUsed::new();
@@ -143,7 +143,7 @@ impl Records {
         self.with_store(|store, _| store.read_hours()).unwrap_or_default()
     }
 
-    /// Runs `what` on the database, and again on a new one if the database is damaged.
+    /// Runs `what` on the database, and once more on a new one if the database is damaged.
     fn with_store<T>(
         &mut self,
         mut what: impl FnMut(&mut Store, &mut Self) -> Result<T, StoreError>,
@@ -154,7 +154,7 @@ impl Records {
                 None => Store::open(&records.path)?,
             };
             let result = what(&mut store, records);
-            // After a failure the file is opened again, as it may have been replaced.
+            // Reopens the file after a failure, as it may have been replaced.
             records.store = result.is_ok().then_some(store);
             result
         };
@@ -191,7 +191,7 @@ mod tests {
         now().div_euclid(HOUR) * HOUR
     }
 
-    /// Seconds of each tenant.
+    /// Lock seconds of each tenant.
     fn read(records: &mut Records) -> Result<Vec<(String, f64)>, String> {
         let query = Query { since: 0.0, by: [Column::Tenant].into(), tenant: None };
         let rows = records.read(&query)?;

@@ -1,8 +1,8 @@
-//! The usage of each GPU by tenants and their systemd units and containers, hour by hour, kept in the directory that systemd
-//! provides (`StateDirectory=`).
+//! Hourly usage of each GPU by tenants and their systemd units and containers, saved in the directory that systemd provides
+//! (`StateDirectory=`).
 //!
-//! A separate thread writes and reads it, since a disk can be slow: the scheduling loop sends it usage and never waits. `store`
-//! is the database; `keeper` the thread. Without the feature `accounting` there is neither, and usage is not recorded.
+//! A separate thread reads and writes it, since a disk can be slow: the scheduling loop sends it usage and never waits. `store`
+//! is the database; `keeper` is the thread. Without the feature `accounting` neither exists, and usage is not recorded.
 
 #![cfg_attr(not(feature = "accounting"), expect(dead_code))]
 
@@ -21,12 +21,12 @@ use tracing::warn;
 
 /// Seconds.
 pub const HOUR: i64 = 3600;
-/// The most accounts of one tenant in one hour. Usage beyond them is counted together.
+/// Maximum number of one tenant's accounts in one hour. Usage of further accounts is summed.
 pub const MAX_ACCOUNTS: usize = 100;
-/// The unit under which such usage is counted. No real unit has this name.
+/// The unit under which usage of further accounts is summed. No real unit has this name.
 pub const OTHERS: &str = "others";
 
-/// What a tenant has had, of one GPU by one unit and container. Empty where there is none.
+/// A GPU, and the unit and container that used it. Empty strings if there is none.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Account {
     pub gpu: String,
@@ -40,18 +40,18 @@ impl Account {
     }
 }
 
-/// Sums, which never decrease.
+/// Sums. They never decrease.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Amounts {
     /// Time with the lock.
     pub lock_seconds: f64,
-    /// Waits that ended with the lock: their number, and their total time.
+    /// Waits that ended with a grant: their number and total time.
     pub grants: f64,
     pub wait_seconds: f64,
     /// Bytes on the GPU and in host memory, multiplied by the time for which they were there.
     pub resident_byte_seconds: f64,
     pub swapped_byte_seconds: f64,
-    /// Bytes that were copied to the GPU, and from it.
+    /// Bytes copied to the GPU and from it.
     pub swapped_in_bytes: f64,
     pub swapped_out_bytes: f64,
 }
@@ -97,7 +97,7 @@ impl Amounts {
     }
 }
 
-/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one that collects the rest.
+/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one that sums the rest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accounts(BTreeMap<Account, Amounts>);
 
@@ -108,16 +108,17 @@ impl Accounts {
     }
 }
 
-/// The usage of tenants, by their names.
+/// Usage by tenant name.
 pub type Tenants = BTreeMap<String, Accounts>;
 
-/// Seconds with the lock of programs whose rules limit it, by the programs and by the start of the hour, in seconds since 1970.
+/// Seconds with the lock, for programs whose rules limit their time, by programs and by start of the hour in seconds since
+/// 1970.
 pub type HoursUsed = BTreeMap<String, BTreeMap<i64, f64>>;
 
-/// The columns that an answer can group records by; records that agree in the requested columns are summed.
+/// Columns by which an answer can group records. Records that agree in the requested columns are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Column {
-    /// The hours, and, a month later, the days.
+    /// The hour; for records older than a month, the day.
     Time,
     Gpu,
     Tenant,
@@ -127,7 +128,7 @@ pub enum Column {
 
 impl Column {
     /// # Errors
-    /// A sentence with the names that there are.
+    /// A sentence that lists the valid names.
     pub fn parse(name: &str) -> Result<Self, String> {
         match name {
             "time" => Ok(Self::Time),
@@ -142,14 +143,14 @@ impl Column {
 
 #[derive(Debug, Clone)]
 pub struct Query {
-    /// Seconds since 1970. Records that end later are included.
+    /// Seconds since 1970. Includes records that end later.
     pub since: f64,
     pub by: BTreeSet<Column>,
-    /// Only records of this tenant.
+    /// Includes only records of this tenant.
     pub tenant: Option<String>,
 }
 
-/// The key of one hour or day, or of all of them together; columns that the query does not group by are empty.
+/// The key of one hour or day, or of all of them together. Columns that the query does not group by are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// The start in seconds since 1970, and the length in seconds.
@@ -178,8 +179,8 @@ impl Key {
 pub type UsageAnswer = Result<Vec<(Key, Amounts)>, String>;
 
 enum Job {
-    /// Usage in the hour that begins at this time, in seconds since 1970, and seconds with the lock of programs whose rules limit
-    /// it.
+    /// Usage in the hour that begins at this time, in seconds since 1970, and seconds with the lock of programs whose rules
+    /// limit their time.
     Add(i64, Tenants, BTreeMap<String, f64>),
     Save,
     Keep(Duration),
@@ -216,7 +217,7 @@ impl Keeper {
     }
 
     /// Adds usage in the hour that begins at this time, in seconds since 1970. `hours`: seconds with the lock of programs whose
-    /// rules limit it.
+    /// rules limit their time.
     pub fn add(&self, hour: i64, used: Tenants, hours: BTreeMap<String, f64>) {
         let _ = self.jobs.send(Job::Add(hour, used, hours));
     }
@@ -225,7 +226,7 @@ impl Keeper {
         let _ = self.jobs.send(Job::Save);
     }
 
-    /// Changes the time for which records are kept.
+    /// Changes how long records are kept.
     pub fn keep(&self, keep: Duration) {
         let _ = self.jobs.send(Job::Keep(keep));
     }
@@ -234,12 +235,12 @@ impl Keeper {
         let _ = self.jobs.send(Job::Read(query, reply));
     }
 
-    /// Answers with the saved hours of programs whose rules limit their time; empty if they cannot be read.
+    /// Answers with the saved hours of programs whose rules limit their time. Empty if they cannot be read.
     pub fn read_hours(&self, reply: oneshot::Sender<HoursUsed>) {
         let _ = self.jobs.send(Job::ReadHours(reply));
     }
 
-    /// Waits until everything is saved, but not forever: a disk may not answer.
+    /// Waits until everything is saved, for at most `patience`, since a disk may hang.
     pub fn finish(self, patience: Duration) {
         let Self { jobs, ended } = self;
         drop(jobs);

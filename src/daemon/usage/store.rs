@@ -1,6 +1,6 @@
-//! The database: a table with a row for each hour, tenant, GPU, unit and container. Hours become days after a month. Rows that
-//! are older than the retention time, or too many, are deleted. Another table has the last month of programs whose rules limit
-//! their time.
+//! The database: a table with a row for each hour, tenant, GPU, unit and container. After a month, the hours of a day are
+//! merged into one row. Rows older than the retention time, and the oldest of too many rows, are deleted. Another table has the
+//! last month of programs whose rules limit their time.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -17,7 +17,7 @@ pub const FILE: &str = "usage.sqlite";
 /// The suffix of a database that was set aside.
 pub const DAMAGED: &str = ".damaged";
 
-/// The number of this schema. A database with another number was written by another version of nvshare, and is not understood.
+/// The version of this schema. A database with another version was written by another version of nvshare, and is not used.
 const VERSION: i64 = 1;
 const SCHEMA: &str = "
     CREATE TABLE usage (
@@ -45,13 +45,13 @@ const SCHEMA: &str = "
     PRAGMA user_version = 1;";
 
 pub const DAY: i64 = 24 * HOUR;
-/// Hours become days after this many seconds: the longest month.
+/// Hours are merged into days after this many seconds: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
-/// The most rows in total, about 100 MB. Beyond them, the oldest are deleted.
+/// Maximum number of rows, about 100 MB. Beyond it, the oldest are deleted.
 const MAX_ROWS: i64 = 500_000;
-/// The most rows of programs whose rules limit their time. Beyond them, the oldest are deleted.
+/// Maximum number of rows of programs whose rules limit their time. Beyond it, the oldest are deleted.
 const MAX_HOURS: i64 = 100_000;
-/// The most rows of an answer.
+/// Maximum number of rows of an answer.
 pub const MAX_ANSWER: usize = 10_000;
 
 const ADD: &str = "
@@ -70,7 +70,8 @@ const ADD: &str = "
 pub enum StoreError {
     /// The database is damaged.
     Unusable(String),
-    /// The disk is full or read-only, the database is of another version of nvshare, or another condition that may pass.
+    /// The disk is full or read-only, another version of nvshare wrote the database, or another condition that may be
+    /// temporary.
     Other(String),
 }
 
@@ -86,7 +87,7 @@ impl From<rusqlite::Error> for StoreError {
     fn from(error: rusqlite::Error) -> Self {
         match error.sqlite_error_code() {
             Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase) => Self::Unusable(error.to_string()),
-            // A table or a column is missing, or has other contents.
+            // A table or a column is missing, or has unexpected contents.
             Some(ErrorCode::Unknown | ErrorCode::TypeMismatch | ErrorCode::ConstraintViolation) => {
                 Self::Unusable(error.to_string())
             }
@@ -103,7 +104,7 @@ pub struct Store {
 impl Store {
     /// Opens the database, or creates it.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        // Other users must not read the names of programs.
+        // Other users must not be able to read the names of programs.
         let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
         created.map_err(|e| StoreError::Other(e.to_string()))?;
         let mut connection = Connection::open(path)?;
@@ -122,7 +123,7 @@ impl Store {
                     return Err(StoreError::Unusable(found));
                 }
             }
-            // The database stays as it is, for a return to the other version.
+            // The database is left unchanged, for a return to the other version.
             _ => {
                 return Err(StoreError::Other(format!(
                     "it has the format {version}, of another version of nvshare, instead of {VERSION}: move it away to begin a new one"
@@ -132,8 +133,8 @@ impl Store {
         Ok(Self { connection })
     }
 
-    /// Adds usage: all of it, or none if that fails. Hours are given by their start, in seconds since 1970. `hours`: seconds with
-    /// the lock of programs whose rules limit it.
+    /// Adds usage; if that fails, adds none of it. Hours are given by their start, in seconds since 1970. `hours`: seconds with
+    /// the lock of programs whose rules limit their time.
     pub fn add<'a>(
         &mut self,
         used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>,
@@ -172,7 +173,7 @@ impl Store {
         Ok(transaction.commit()?)
     }
 
-    /// Seconds with the lock of programs whose rules limit it.
+    /// Seconds with the lock of programs whose rules limit their time.
     pub fn read_hours(&self) -> Result<HoursUsed, StoreError> {
         let mut statement = self.connection.prepare("SELECT programs, begins, lock_seconds FROM hours")?;
         let mut rows = statement.query([])?;
@@ -183,8 +184,8 @@ impl Store {
         Ok(all)
     }
 
-    /// Joins hours before the last month into days, deletes rows older than `keep`, and deletes the oldest rows beyond the
-    /// limits. `now` in seconds since 1970.
+    /// Merges hours older than a month into days, deletes rows older than `keep`, and deletes the oldest rows beyond the
+    /// limits. `now` is in seconds since 1970.
     pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), StoreError> {
         self.tidy_to(now, keep, MAX_ROWS)
     }
@@ -207,16 +208,16 @@ impl Store {
             "DELETE FROM hours WHERE begins <= (SELECT begins FROM hours ORDER BY begins DESC LIMIT 1 OFFSET ?1)",
             [MAX_HOURS],
         )?;
-        // Hours and days are deleted as a whole.
+        // All rows of an hour or day are deleted together.
         let beyond =
             "DELETE FROM usage WHERE begins <= (SELECT begins FROM usage ORDER BY begins DESC LIMIT 1 OFFSET ?1)";
         transaction.execute(beyond, [most])?;
         Ok(transaction.commit()?)
     }
 
-    /// The rows that match a query, summed by its columns: at most one more than [`MAX_ANSWER`].
+    /// Sums the rows that match a query by its columns. Returns at most one row more than [`MAX_ANSWER`].
     pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, StoreError> {
-        // Groups by columns whose names only this function uses.
+        // The group columns have aliases that occur nowhere else.
         let mut statement = self.connection.prepare(
             "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
                 CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
@@ -248,7 +249,7 @@ impl Store {
     }
 }
 
-/// Amounts from the columns that begin with `first`.
+/// Reads amounts from the columns that begin with `first`.
 fn amounts(row: &Row<'_>, first: usize) -> rusqlite::Result<Amounts> {
     let mut all = [0.0; 7];
     for (at, amount) in all.iter_mut().enumerate() {
@@ -272,8 +273,8 @@ fn insert(
     Ok(())
 }
 
-/// Joins each account's hours of a day into one row. Of a tenant with many accounts, the ones with the most GPU time keep
-/// their rows.
+/// Merges each account's hours of a day into one row. If a tenant has too many accounts, those with the most GPU time keep
+/// their own rows.
 fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     let sums = "SELECT tenant, gpu, unit, container, sum(lock_seconds), sum(grants), sum(wait_seconds),
             sum(resident_byte_seconds), sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
@@ -298,17 +299,17 @@ fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     Ok(())
 }
 
-/// The most databases that are kept after being set aside; the last one is replaced.
+/// Maximum number of databases kept after being set aside. Beyond it, the last one is replaced.
 const MAX_ASIDE: u32 = 9;
 
-/// Sets a database aside, next to databases set aside before.
+/// Sets a database aside, next to those set aside before.
 pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let with = |end: &str| {
         let mut name = path.as_os_str().to_owned();
         name.push(end);
         PathBuf::from(name)
     };
-    // The new database must not find the journal of this one.
+    // The new database must not find this database's journal.
     match std::fs::remove_file(with("-journal")) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
@@ -394,7 +395,7 @@ mod tests {
         store.tidy(33 * DAY + 1, keep).expect("tidied");
         let days = [((0, DAY), seconds(24.0)), ((DAY, DAY), seconds(24.0))];
         assert_eq!(times(&store), days);
-        // Usage that comes late, since the disk was full, is added to the day.
+        // Usage that arrives late, since the disk was full, is added to the day.
         add(&mut store, HOUR, "user 1", "a.service", 3.0);
         store.tidy(33 * DAY + 1, keep).expect("tidied");
         assert_eq!(times(&store)[0], ((0, DAY), seconds(27.0)));

@@ -75,7 +75,7 @@ impl Api {
         })
     }
 
-    /// Forgets all earlier events, and ends the watches. Watchers are told the reason only if `says_so`.
+    /// Forgets all earlier events, and ends the watches. Sends watchers the reason only if `says_so`.
     pub fn forget(&self, says_so: bool) {
         self.with(|world| {
             world.version += 1;

@@ -21,7 +21,7 @@ use super::store::Store;
 /// Timeout for the scheduler to accept a connection and a message. kubelet waits for 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// The longest pause between attempts to reach the scheduler.
+/// Maximum pause between attempts to reach the scheduler.
 const RETRY: Duration = Duration::from_secs(2);
 
 /// The paths that claims are stored in or sent to.

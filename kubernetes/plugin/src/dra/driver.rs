@@ -32,7 +32,7 @@ use crate::status::status_server::StatusServer;
 /// Period of checks of the sockets.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// The longest pause between attempts to create the sockets.
+/// Maximum pause between attempts to create the sockets.
 const RETRY: Duration = Duration::from_secs(30);
 
 /// The driver's part of the command line.

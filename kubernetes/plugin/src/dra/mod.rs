@@ -28,7 +28,7 @@ pub const DRIVER: &str = "gpu.nvshare.com";
 pub mod protocol {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
 
-    /// What kubelet calls the service in registrations.
+    /// kubelet's name for the service in registrations.
     pub const SERVICE: &str = "v1.DRAPlugin";
 }
 
@@ -37,7 +37,7 @@ pub mod protocol {
 pub mod health {
     tonic::include_proto!("v1alpha1");
 
-    /// What kubelet calls the service in registrations.
+    /// kubelet's name for the service in registrations.
     pub const SERVICE: &str = "v1alpha1.DRAResourceHealth";
 }
 

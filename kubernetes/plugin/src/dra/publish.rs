@@ -1,5 +1,5 @@
-//! Keeps the node's ResourceSlice at the API server up to date. An API server silently drops fields whose feature gates are off. So a
-//! dry run first shows what it would store, and the driver offers nothing whose meaning would change.
+//! Keeps the node's ResourceSlice at the API server up to date. An API server silently drops fields whose feature gates are
+//! off. So a dry run first shows what it would store, and the driver offers no device whose meaning would change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
-/// The longest pause before another attempt.
+/// Maximum pause before the next attempt.
 const RETRY: Duration = Duration::from_secs(30);
 
 const UNAUTHORIZED: u16 = 401;
@@ -77,7 +77,7 @@ struct Publisher {
     client: Client,
     slices: Api<ResourceSlice>,
     node: String,
-    /// Whether the API server dropped taints when they were last needed.
+    /// True if the API server dropped taints when they were last needed.
     drops_taints: bool,
 }
 

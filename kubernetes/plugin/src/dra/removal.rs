@@ -63,7 +63,7 @@ pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     ))
 }
 
-/// The pods that have a claim, each with the claim's name; none if the claim has no device of the driver.
+/// The pods that have a claim, each with the claim's name. Empty if the claim has no device of the driver.
 fn users(claim: &ResourceClaim) -> Vec<(Pod, String)> {
     let Some(status) = &claim.status else { return Vec::new() };
     let devices = status.allocation.as_ref().and_then(|allocation| allocation.devices.as_ref());

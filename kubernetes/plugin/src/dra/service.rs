@@ -53,7 +53,7 @@ pub struct Facts {
     pub permissions: Option<PathBuf>,
     /// The reason why no GPU is offered.
     pub problem: watch::Receiver<Option<String>>,
-    /// Whether kubelet has registered the driver.
+    /// True once kubelet has registered the driver.
     pub registered: watch::Receiver<bool>,
     pub stopped: watch::Receiver<bool>,
 }

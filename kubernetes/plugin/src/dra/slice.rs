@@ -27,7 +27,7 @@ pub fn device_name(uuid: &str) -> String {
     uuid.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect()
 }
 
-/// The offered devices. Without taints, a GPU that should get no new claims is left out.
+/// The offered devices. Without taints, a GPU that must get no new claims is left out.
 pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
     let device = |gpu: &Gpu| {
         let (memory, taints) = (gpu.memory?, taints(gpu));
@@ -35,7 +35,8 @@ pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
             name: device_name(&gpu.uuid),
             attributes: Some(attributes(gpu)),
             capacity: Some(BTreeMap::from([
-                // By default nothing is reserved for a claim: it shares the memory and time that other programs leave.
+                // By default nothing is reserved for a claim, which then shares the memory and time that other programs do not
+                // use.
                 (MEMORY.to_owned(), capacity(memory, 0, memory / GRANULE * GRANULE, GRANULE)),
                 (TIME.to_owned(), capacity(100, 0, 100, 1)),
                 (SLOTS.to_owned(), capacity(gpu.slots.into(), 1, gpu.slots.into(), 1)),
@@ -48,7 +49,7 @@ pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
     gpus.gpus.iter().filter_map(device).take(MAX_DEVICES).collect()
 }
 
-/// A claim gets `least` unless it requests more.
+/// The capacity of a GPU. A claim gets `least` unless it requests more.
 fn capacity(value: u64, least: u64, most: u64, step: u64) -> DeviceCapacity {
     // Omit a step that does not fit between `least` and `most`.
     let step = (least + step <= most).then(|| quantity::of(step));

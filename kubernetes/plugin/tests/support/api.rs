@@ -211,7 +211,7 @@ impl Resources {
             let list = json!({"kind": "ResourceSliceList", "apiVersion": "resource.k8s.io/v1", "metadata": metadata, "items": items});
             return whole(200, &list);
         };
-        // It does not keep the history, so it ends a watch from an older version.
+        // The history is not kept, so a watch from an older version ends.
         self.watchers.begin([], from == self.version)
     }
 

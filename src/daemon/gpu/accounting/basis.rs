@@ -1,12 +1,12 @@
-//! The source of the figures for a GPU.
+//! The source of a GPU's memory figures.
 
-/// The source of the figures for a GPU.
+/// The source of a GPU's memory figures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Basis {
     /// Clients' reports: NVML is not available.
     #[default]
     Reports,
-    /// NVML's figures for the whole GPU. NVML has none for processes, or knows processes by the IDs of another PID namespace.
+    /// NVML's figures for the whole GPU. NVML lists no processes, or lists them by the IDs of another PID namespace.
     Total,
     /// NVML's figures for each process.
     Processes,

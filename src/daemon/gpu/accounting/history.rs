@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// Time that a report takes to arrive.
+/// Time until a report arrives.
 const REPORT_DELAY: Duration = Duration::from_millis(50);
-/// The longest time between the beginning of a sample and its handling.
+/// Maximum time from the beginning of a sample until it is handled.
 const MAX_SAMPLE_AGE: Duration = Duration::from_secs(2);
-/// The most changes that are kept; older ones are merged.
+/// Maximum number of changes kept; older ones are merged.
 const MAX_CHANGES: usize = 32;
 
 /// Bounds on a client's mapped memory over the last seconds.
@@ -17,13 +17,13 @@ const MAX_CHANGES: usize = 32;
 pub struct History(VecDeque<(Time, (u64, u64))>);
 
 impl History {
-    /// The history of a client that has just attached: until its first report it may have mapped any part of the `total` bytes of
-    /// the GPU. A client that an earlier scheduler served has had memory there all along.
+    /// The history of a client that has just attached: until its first report, it may have mapped any part of the GPU's `total`
+    /// bytes. A client of an earlier scheduler may have had memory there all along.
     pub fn unknown(now: Time, total: u64) -> Self {
         Self(VecDeque::from([(now, (0, total))]))
     }
 
-    /// The bytes mapped from now on are between the two of `extent`.
+    /// Records that the mapped bytes are within `extent` from now on.
     pub fn record(&mut self, now: Time, extent: (u64, u64)) {
         if self.0.back().is_some_and(|(_, last)| *last == extent) {
             return;
@@ -40,7 +40,7 @@ impl History {
         }
     }
 
-    /// The bounds on the bytes mapped at a moment between `begun` and now, with regard to the delay of reports.
+    /// The bounds on the bytes mapped at some moment between `begun` and now, allowing for the delay of reports.
     pub fn at(&self, begun: Time) -> (u64, u64) {
         let from = begun.saturating_sub(REPORT_DELAY);
         let later = self.0.iter().skip(1).map(|(at, _)| Some(*at)).chain([None]);

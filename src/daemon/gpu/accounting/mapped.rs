@@ -1,4 +1,4 @@
-//! Bounds on the memory that each client has mapped, from NVML's figures.
+//! Bounds on each client's mapped memory, derived from NVML's figures.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +7,12 @@ use crate::daemon::gpu::nvml::Sample;
 use crate::scheduler::{ClientId, Found};
 
 impl Accounting {
-    /// Bounds on the bytes that each client has mapped; `None` if the sample does not show them.
+    /// Bounds on each client's mapped bytes; `None` if the sample does not show them.
     pub fn found(&self, sample: &Sample, clients: &[Attached], guess: u64) -> Option<BTreeMap<ClientId, Found>> {
         let processes = sample.processes.as_ref().filter(|_| self.basis == Basis::Processes);
         let Some(processes) = processes else { return self.found_in_total(sample, clients) };
         let of_clients = by_process(processes, clients);
-        // A context that was not measured may be of any size up to the guess, or not exist.
+        // A context that was not measured may have any size up to the guess, or may not exist.
         let context = |process: &Process| self.contexts.get(&process.first).copied();
         let shared = |(pid, process): (&u32, &Process)| {
             let bytes = process.used.saturating_sub(context(process).unwrap_or(0));
@@ -31,7 +31,7 @@ impl Accounting {
         Some(found.collect())
     }
 
-    /// Without figures for processes: bytes that no client reports may be any client's, but only one client's.
+    /// Without figures for processes, bytes that no client reports may belong to any client, but only to one.
     fn found_in_total(&self, sample: &Sample, clients: &[Attached]) -> Option<BTreeMap<ClientId, Found>> {
         let overhead = self.total.filter(|_| sample.steady)?;
         let least = clients.iter().fold(0u64, |sum, client| sum.saturating_add(client.least));
@@ -44,12 +44,12 @@ impl Accounting {
     }
 }
 
-/// Bytes that several clients share. They count once: each client takes the bytes that it may have mapped and that the other
-/// clients need not have mapped, and the last client takes the rest.
+/// Bytes shared by several clients, which must count only once: each client takes the bytes that it may have mapped and that
+/// the other clients need not have mapped. The last client takes the rest.
 #[derive(Debug)]
 struct Shared {
     bytes: u64,
-    /// The clients that have not taken their part yet: the sum of their least bytes, and their number.
+    /// Clients that have not taken their part yet: the sum of their least bytes, and their number.
     least: u64,
     clients: usize,
 }

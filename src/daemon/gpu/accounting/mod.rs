@@ -1,19 +1,20 @@
 //! Memory accounting of one GPU: reconciles clients' reports with NVML's measurements.
 //!
 //! A sample and a client's reports are taken at different times, so the bytes that the client had mapped at the time of the
-//! sample are known as an interval, [`Attached::least`] to [`Attached::most`], and so are quantities derived from them. An
-//! estimate is kept while it lies in the newest interval, and clamped to it otherwise, so that a wrong estimate lasts until the
-//! next sample at most, even while memory moves.
+//! sample are only known as an interval, from [`Attached::least`] to [`Attached::most`], and so are quantities derived from
+//! them. An estimate is kept while it lies in the newest interval, and otherwise clamped to it, so that a wrong estimate lasts
+//! at most until the next sample, even while memory moves.
 //!
-//! - *Context*: the memory of a client's process beyond its mapped memory. It counts only once it is complete: the driver takes
-//!   seconds to create a context, and a sample taken in that time shows a part.
+//! - *Context*: memory of a client's process beyond its mapped memory. It is measured only once it is complete: the
+//! driver takes seconds to create a context, and a sample taken in that time shows only a part.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
 //! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their assumed size.
-//! - *Found*: bounds on a client's mapped memory, whatever the client reports. The scheduler accepts no report beyond them.
-//! - *Adopted*: shared memory whose exporter has freed it, and which another client counts now. NVML may show it for the
-//!   exporter, for no process, or for the adopter. It counts for the adopter as far as NVML shows it anywhere.
+//! - *Found*: bounds on a client's mapped memory, independent of the client's reports. The scheduler accepts no report outside
+//! them.
+//! - *Adopted*: shared memory that its exporter has freed, and that counts for another client now. NVML may show it for the
+//! exporter, for no process, or for the adopter. It counts for the adopter if NVML shows it anywhere.
 //!
-//! `history` keeps the intervals, [`Basis`] tells which figures NVML has, `mapped` finds the memory of each client.
+//! `history` keeps the intervals, [`Basis`] is the kind of figures that NVML has, `mapped` bounds each client's memory.
 
 mod basis;
 mod history;
@@ -35,12 +36,12 @@ pub struct Accounting {
     contexts: BTreeMap<ClientId, u64>,
     /// The overhead last reported to the scheduler.
     overhead: Option<u64>,
-    /// Without figures for processes: the estimate of the overhead, before small changes are suppressed.
+    /// The estimate of the overhead without figures for processes, before small changes are suppressed.
     total: Option<u64>,
     /// Memory of programs that are not clients.
     others: u64,
     basis: Basis,
-    /// By process: adopted memory of its clients that the last sample did not show for it.
+    /// Adopted memory of each process's clients that the last sample did not show for that process.
     adopted: BTreeMap<u32, u64>,
 }
 
@@ -52,9 +53,9 @@ pub struct Attached {
     /// Bounds on the bytes that the client had mapped at the time of the sample.
     pub least: u64,
     pub most: u64,
-    /// The adopted bytes among them.
+    /// Adopted bytes among the mapped bytes.
     pub adopted: u64,
-    /// The client's context may have been incomplete at that time. The scheduler reserves memory for it.
+    /// The client's context may have been incomplete at the time of the sample. The scheduler reserves memory for it.
     pub is_new: bool,
 }
 
@@ -69,15 +70,15 @@ struct Process {
     /// One of the process's clients is new.
     is_new: bool,
     clients: usize,
-    /// The client under which its context is recorded: a process may be several clients.
+    /// The client under which the context is recorded, since a process may have several clients.
     first: ClientId,
 }
 
 impl Accounting {
     /// Processes a sample. Returns the overhead, with small changes suppressed; `None` if it is still unknown.
     ///
-    /// `guess` is the size assumed for a context that was not measured. `is_own` tells whether a process that is not a client was
-    /// one, or may be about to reconnect: its memory is not overhead.
+    /// `guess` is the size assumed for a context that was not measured. `is_own` tells whether a process that is not a client
+    /// was one, or may be about to reconnect. Its memory is not overhead.
     pub fn sample(
         &mut self,
         sample: &Sample,
@@ -87,7 +88,7 @@ impl Accounting {
     ) -> Option<u64> {
         self.contexts.retain(|client, _| clients.iter().any(|c| c.client == *client));
         self.adopted.clear();
-        // From an empty list it is not clear whether NVML would list processes.
+        // An empty list does not show whether NVML would list processes.
         let lists = |processes: &&BTreeMap<u32, u64>| !processes.is_empty() || self.basis == Basis::Processes;
         let bytes = match sample.processes.as_ref().filter(lists) {
             Some(processes) => {
@@ -128,20 +129,21 @@ impl Accounting {
         let others = self.find_adopted(&of_clients, guess, others);
         self.others = others;
         let contexts = of_clients.values().map(|process| {
-            // Found memory is understated by this much, which must not accumulate in the context.
+            // Bounds on mapped memory are lowered by this margin, which must not accumulate in the context.
             let most = process.most.saturating_add(SIGNIFICANT);
             let range = (process.used.saturating_sub(most), process.used.saturating_sub(process.least));
             if process.is_new {
-                // The scheduler reserves the guess itself.
+                // The scheduler itself reserves the guess.
                 return range.0.saturating_sub(guess);
             }
             let known = self.contexts.get(&process.first);
-            // Managed memory is reported as mapped before it has come to the GPU: such a sample does not show the context.
+            // Managed memory is reported as mapped before it reaches the GPU. Such a sample does not show the context.
             if (1..process.least).contains(&process.used) {
                 return known.copied().unwrap_or(guess);
             }
             match known {
-                // The context is known to the byte only while no memory moves; a limit counts each byte.
+                // The context is known to the byte only while no memory moves. Exactness matters, since a limit counts each
+                // byte.
                 _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);
                     range.1
@@ -157,8 +159,8 @@ impl Accounting {
         others.saturating_add(contexts.fold(0, u64::saturating_add))
     }
 
-    /// Finds adopted memory that NVML does not show for the adopter's process: first among bytes of clients' processes that
-    /// no client reports, then among `others`, bytes in use by no client's process. Returns what remains of `others`.
+    /// Finds adopted memory that NVML does not show for the adopter's process: first among clients' processes, in bytes that no
+    /// client reports, then among `others`, the bytes in use by no client's process. Returns the rest of `others`.
     fn find_adopted(&mut self, processes: &BTreeMap<u32, Process>, guess: u64, others: u64) -> u64 {
         let mapped = |process: &Process| {
             process.used.saturating_sub(self.contexts.get(&process.first).copied().unwrap_or(guess))
@@ -168,7 +170,7 @@ impl Accounting {
         let mut adopted = BTreeMap::new();
         for (pid, process) in processes.iter().filter(|(_, process)| process.adopted > 0) {
             let missing = process.most.saturating_sub(mapped(process)).min(process.adopted);
-            // Bytes of the adopter's own process beyond its reports count as mapped there already.
+            // Bytes of the adopter's own process beyond its reports already count as mapped there.
             let own = mapped(process).saturating_sub(process.least);
             let of_processes = missing.min(unclaimed.saturating_sub(own));
             let of_others = (missing - of_processes).min(others);
@@ -184,7 +186,7 @@ impl Accounting {
         let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
-        // At first, clients that had memory before this daemon started are trusted.
+        // Initially, clients that had memory before this daemon started are trusted.
         let bytes = self.total.map_or(range.0, |before| before.clamp(range.0, range.1));
         *self.total.insert(bytes)
     }
@@ -208,14 +210,14 @@ impl Accounting {
         self.basis
     }
 
-    /// Discards the estimate without figures for processes: clients that had memory before this daemon started may still
+    /// Discards the estimate made without figures for processes. Clients that had memory before this daemon started may still
     /// reconnect, and until then the overhead is unknown.
     pub fn forget_total(&mut self) {
         self.total = None;
     }
 }
 
-/// The processes of clients. A process that NVML does not list uses no memory.
+/// Groups clients by process. A process that NVML does not list uses no memory.
 fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<u32, Process> {
     let mut all: BTreeMap<u32, Process> = BTreeMap::new();
     for Attached { client, pid, least, most, adopted, is_new } in clients {

@@ -9,7 +9,7 @@ fn sample(used: u64, processes: &[(u32, u64)]) -> Sample {
     Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), steady: true, used: used * MIB, processes }
 }
 
-/// At rest.
+/// A client whose mapped memory does not move.
 fn client(id: u64, mapped: u64) -> Attached {
     moving(id, mapped, mapped)
 }
@@ -46,21 +46,21 @@ fn without_figures_for_processes_contexts_are_assumed() {
 fn moving_memory_changes_nothing() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]);
-    // It has unmapped 3 GiB, or mapped 2 GiB, and not reported it.
+    // The client has unmapped 3 GiB, or mapped 2 GiB, without reporting it.
     for (used, process) in [(2000, 1500), (7000, 6500)] {
         let clients = [moving(1, 1000, 6000)];
         assert_eq!(told(&mut accounting, &sample(used, &[(1, process)]), &clients), 1000);
     }
 }
 
-/// Two servers that were started together came to a standstill: a part of each context was taken for the whole, and the
-/// figure was kept, since their memory was never at rest afterwards.
+/// Regression test: two servers started together were deadlocked. Only a part of each context was measured, and that figure
+/// was kept, since their memory kept moving afterwards.
 #[test]
 fn a_context_that_is_being_created_is_not_measured() {
     let mut accounting = Accounting::default();
     let new = |id| Attached { is_new: true, ..client(id, 0) };
     told(&mut accounting, &sample(1040, &[(1, 20), (2, 20)]), &[new(1), new(2)]);
-    // Their contexts are complete, and both keep growing.
+    // The contexts are complete, and both clients keep growing.
     let clients = [moving(1, 4000, 4064), moving(2, 5000, 5064)];
     let told = told(&mut accounting, &sample(11_054, &[(1, 4527), (2, 5527)]), &clients);
     assert_eq!(told, 1000 + 2 * 527);
@@ -82,7 +82,8 @@ fn a_context_that_was_never_measured_is_guessed() {
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
 }
 
-/// A program was refused its last 2 MiB: its context had been measured while it mapped 2 MiB, and counted as that much larger.
+/// Regression test: a program was refused its last 2 MiB. Its context had been measured while it mapped 2 MiB, and counted as
+/// 2 MiB larger.
 #[test]
 fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     let mut accounting = Accounting::default();
@@ -94,8 +95,8 @@ fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "what was measured stays");
 }
 
-/// On a slow link a program was allowed as much more as its context takes: its managed memory was mapped by its report and had
-/// not come yet, so the context seemed to take nothing.
+/// Regression test: on a slow link, a program's limit was too high by the size of its context. Its managed memory was reported
+/// as mapped but had not arrived yet, so the context seemed to be empty.
 #[test]
 fn mapped_memory_that_has_not_come_is_not_taken_off_the_context() {
     let mut accounting = Accounting::default();
@@ -141,7 +142,7 @@ fn without_figures_for_processes_only_sums_are_compared() {
     let mut accounting = Accounting::default();
     assert_eq!(told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]), 1500);
     assert_eq!(told_in_total(&mut accounting, 9000, &[client(1, 4000), moving(2, 1000, 4000)]), 1500);
-    // What has left or comes back is the clients'.
+    // Memory that is evicted or restored counts for the clients.
     assert_eq!(told_in_total(&mut accounting, 6000, &[moving(1, 0, 4000), moving(2, 0, 4000)]), 1500);
     assert_eq!(told_in_total(&mut accounting, 7000, &[client(1, 4000), client(2, 1000)]), 2000);
     assert_eq!(accounting.basis(), Basis::Total);
@@ -151,7 +152,7 @@ fn without_figures_for_processes_only_sums_are_compared() {
 fn what_a_client_has_is_what_its_process_has_less_its_context() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(9000, &[(1, 4500), (2, 1500)]), &[client(1, 4000)]);
-    // It reports to have freed 3 GiB, and has freed 1.
+    // The client reports that it freed 3 GiB, but has freed only 1.
     let clients = [moving(1, 1000, 4000), moving(2, 0, 900)];
     let found = accounting.found(&sample(8000, &[(1, 3500), (2, 1500)]), &clients, GUESS).expect("figures");
     assert_eq!((found[&ClientId(1)].least, found[&ClientId(1)].most), (2998 * MIB, 3000 * MIB));
@@ -203,7 +204,7 @@ fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
     let given_up = moving(1, 0, 300);
     assert_eq!(found(1300, &[(1, 800), (2, 500)], &[given_up, adopter]), (300, 1000), "the exporter's process");
     assert_eq!(found(800, &[(2, 500)], &[adopter]), (300, 500), "no process");
-    // What is not there, or the exporter accounts for, was not adopted.
+    // Memory that does not exist, or that the exporter accounts for, was not adopted.
     assert_eq!(found(1000, &[(1, 500), (2, 500)], &[exporter, adopter]).0, 0);
     assert_eq!(found(1300, &[(1, 800), (2, 500)], &[client(1, 300), adopter]).0, 0);
 }
@@ -212,7 +213,7 @@ fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
 fn the_overhead_is_kept_where_figures_for_processes_are_missing_for_once() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(9000, &[(1, 4500), (2, 0)]), &[client(1, 4000), client(2, 0)]);
-    // The second claims 4 GiB, which are not there.
+    // The second client claims 4 GiB that are not in use.
     let clients = [client(1, 4000), moving(2, 0, 4000)];
     assert_eq!(told_in_total(&mut accounting, 9000, &clients), 5000);
     let unlisted = Sample { processes: None, ..sample(9000, &[]) };
@@ -224,11 +225,11 @@ fn the_overhead_is_kept_where_figures_for_processes_are_missing_for_once() {
 fn without_figures_for_processes_a_claim_needs_bytes_that_are_in_use() {
     let mut accounting = Accounting::default();
     told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]);
-    // The second reports 3 GiB more, which are not there.
+    // The second client reports 3 GiB more, which are not in use.
     let clients = [client(1, 4000), moving(2, 1000, 4000)];
     let found = accounting.found(&sample(6500, &[]), &clients, GUESS).expect("figures");
     assert_eq!(found[&ClientId(2)].most, 1000 * MIB);
-    // Now they are.
+    // Now they are in use.
     let found = accounting.found(&sample(9500, &[]), &clients, GUESS).expect("figures");
     assert_eq!(found[&ClientId(2)].most, 4000 * MIB);
     let unsteady = Sample { steady: false, ..sample(9500, &[]) };

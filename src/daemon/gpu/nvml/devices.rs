@@ -18,12 +18,12 @@ use crate::gpu_faults::{FaultAnswer, Faults};
 use crate::scheduler::GpuId;
 use crate::sys::clock;
 
-/// A GPU or a slice.
+/// A GPU or a MIG slice.
 pub struct Found<'a> {
     pub device: Device<'a>,
     pub gpu: GpuId,
     kind: GpuKind,
-    /// NVML's number of the GPU, and the number of its device file.
+    /// NVML's index of the GPU, and the minor number of its device file.
     index: u32,
     minor: Option<u32>,
 }
@@ -32,13 +32,13 @@ pub struct Found<'a> {
 #[derive(Default)]
 pub struct Devices<'a> {
     pub found: Vec<Found<'a>>,
-    /// The error of a call that should have worked: `found` may lack GPUs that exist.
+    /// The error of a call that should have succeeded. `found` may then lack existing GPUs.
     pub error: Option<NvmlError>,
 }
 
 impl<'a> Devices<'a> {
-    /// Lists every GPU that work can run on; a GPU that is cut into slices is represented by its slices. GPUs that NVML reports
-    /// as lost are left out.
+    /// Lists every GPU that can run work. A GPU in MIG mode is represented by its slices. Leaves out GPUs that NVML reports as
+    /// lost.
     pub fn list(nvml: &'a Nvml) -> Self {
         let mut devices = Self::default();
         match nvml.device_count() {
@@ -48,7 +48,7 @@ impl<'a> Devices<'a> {
         devices
     }
 
-    /// The error, if calls failed and nothing was listed.
+    /// The error, if calls failed and no GPU was listed.
     pub fn broken(&mut self) -> Option<NvmlError> {
         self.error.take_if(|_| self.found.is_empty())
     }
@@ -56,7 +56,7 @@ impl<'a> Devices<'a> {
     fn add_gpu(&mut self, nvml: &'a Nvml, index: u32) {
         let Some(device) = self.answer(nvml.device_by_index(index)) else { return };
         let minor = device.minor_number().ok();
-        // Work cannot run on a GPU in MIG mode as a whole, even if it has no slices.
+        // A GPU in MIG mode cannot run work as a whole, even if it has no slices.
         if !device.mig_mode().is_ok_and(|mode| mode.current == MIG_ENABLED) {
             return self.add(device, GpuKind::Gpu, index, minor);
         }
@@ -78,7 +78,7 @@ impl<'a> Devices<'a> {
         }
     }
 
-    /// The answer of a call about one GPU. Errors that say that the GPU cannot be used are answers, too.
+    /// The answer of a call about one GPU. Errors that mean that the GPU is unusable are answers, too.
     fn answer<T>(&mut self, result: Result<T, NvmlError>) -> Option<T> {
         use NvmlError::{GpuLost, NoPermission, ResetRequired};
         match result {
@@ -89,7 +89,7 @@ impl<'a> Devices<'a> {
         None
     }
 
-    /// Descriptions of all GPUs. If a call about one fails, the error is kept in `error`.
+    /// Describes all GPUs. If a call about a GPU fails, keeps the error in `error`.
     pub fn describe(&mut self) -> Vec<GpuDescription> {
         let mut described = Vec::with_capacity(self.found.len());
         for Found { device, gpu, kind, index, minor } in &self.found {
@@ -112,7 +112,7 @@ impl<'a> Devices<'a> {
         described
     }
 
-    /// GPUs that have faults, with their faults. A slice has the faults of its GPU.
+    /// The GPUs that have faults, with the faults. A slice has the faults of its GPU.
     pub fn failing(&self, nvml: &Nvml, faults: &mut Faults) -> BTreeMap<GpuId, String> {
         let uuids = self.found.iter().filter_map(|found| Some((found, nvml.device_by_index(found.index).ok()?)));
         let uuids = uuids.filter_map(|(found, board)| Some((found, board.uuid().ok()?, board)));
@@ -139,7 +139,7 @@ fn link(device: &Device<'_>) -> Option<u64> {
 
 /// Three quarters of the raw rate: an H200 reaches 46 of 59 GiB/s with copies in both directions.
 fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
-    // Bytes per second of a lane, less the line code: 8 of 10 bits in the first two generations, 128 of 130 from the third on.
+    // Bytes per second of a lane after line coding: 8 of 10 bits in the first two generations, 128 of 130 from the third on.
     let lane: u64 = match generation {
         0 => return None,
         1 | 2 => 250_000_000 << (generation - 1),
@@ -148,11 +148,11 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
     (lanes > 0).then(|| u64::from(lanes.min(32)) * lane / 4 * 3)
 }
 
-/// Attempts to take a sample during which nothing changes.
+/// Maximum number of attempts to take a consistent sample.
 const TRIES: usize = 3;
 
-/// Several calls make up the figures of a GPU. If the memory in use changed between the first and the last call, the sample is
-/// repeated, a few times.
+/// Samples a GPU, which takes several calls. If the memory in use changed between the first and the last call, repeats the
+/// sample up to `TRIES` times.
 fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {
@@ -172,7 +172,7 @@ fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     Some(sample)
 }
 
-/// Whether these process IDs belong to this PID namespace: most of the processes exist. A process may just have ended.
+/// True if these process IDs belong to this PID namespace: most of the processes exist. Some may just have ended.
 fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     let (mut all, mut here) = (0, 0);
     for pid in pids {
@@ -182,7 +182,7 @@ fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     2 * here >= all
 }
 
-/// The memory of each process; `None` if any process's memory is unknown.
+/// Memory by process; `None` if any process's memory is unknown.
 fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
     let mut processes = BTreeMap::new();
     for process in all {

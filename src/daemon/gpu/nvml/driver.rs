@@ -1,14 +1,14 @@
-//! Whether the driver is loaded and which GPUs it has, from files that can be read without using the driver.
+//! Detects whether the driver is loaded, and which GPUs it has, from files that can be read without using the driver.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The driver's directory; it is there while the module is loaded.
+/// The driver's directory, which exists while the module is loaded.
 const PROC: &str = "/proc/driver/nvidia";
 /// Opening this file makes the kernel load the module.
 const DEVICE: &str = "/dev/nvidiactl";
 
-/// The most files that are compared: more than eight GPUs with seven slices each have.
+/// Maximum number of files compared: more than eight GPUs with seven slices each have.
 const MAX_FILES: usize = 1024;
 
 /// The files, and their state at the last check.
@@ -16,7 +16,7 @@ const MAX_FILES: usize = 1024;
 pub struct Driver {
     proc: PathBuf,
     device: PathBuf,
-    /// The driver's version, the GPUs that it has, and the MIG slices: names of files.
+    /// Paths of the files that show the driver's version, its GPUs and the MIG slices.
     seen: Vec<PathBuf>,
     was_loaded: bool,
 }
@@ -32,7 +32,7 @@ impl Driver {
         driver
     }
 
-    /// Whether the driver was loaded or unloaded, or has other GPUs or slices, since the last check.
+    /// True if the driver was loaded or unloaded, or its GPUs or slices changed, since the last check.
     pub fn has_changed(&mut self) -> bool {
         let mut files = Vec::new();
         let version = self.proc.join("version");
@@ -48,8 +48,9 @@ impl Driver {
         has_changed
     }
 
-    /// Whether the driver is certain not to be loaded. NVML must not be used then: it would open the device, and so undo an
-    /// administrator's `modprobe -r`. Systems that do not show the driver, such as WSL, have neither file.
+    /// True if the driver is certainly not loaded. NVML must not be used then: it would open the device, which loads the
+    /// module again after an administrator's `modprobe -r`. Systems that do not show the driver, such as WSL, have neither
+    /// file.
     pub fn is_unloaded(&self) -> bool {
         !self.proc.join("version").exists() && (self.was_loaded || self.device.exists())
     }

@@ -1,11 +1,11 @@
-//! NVML: which GPUs and MIG slices exist, and how much of their memory is in use. It runs in a separate thread because its calls
-//! can take long, and so that the daemon starts without waiting for it.
+//! NVML: the existing GPUs and MIG slices, and their memory in use. Runs in a separate thread, because calls can take long and
+//! the daemon must start without waiting for it.
 //!
-//! A host without NVML works too; GPUs are then known from the clients that use them. While NVML is open it uses the driver,
-//! which can then be neither unloaded nor asked to reset a GPU. So NVML is open only while it is needed.
+//! Hosts without NVML work too; GPUs are then known only from the clients that use them. While NVML is open it uses the driver,
+//! which then cannot be unloaded and cannot reset a GPU. So NVML is open only while it is needed.
 //!
 //! - `schedule`: when NVML is opened and closed.
-//! - `driver`: facts that files give without NVML.
+//! - `driver`: facts that files show without NVML.
 //! - `devices`: calls of NVML.
 
 mod devices;
@@ -36,17 +36,17 @@ use schedule::{Due, Schedule};
 /// A query of the scheduling loop.
 #[derive(Debug)]
 pub enum Query {
-    /// The GPUs that exist, and the memory in use. Ends a release, as `Attach` does.
+    /// Requests the existing GPUs and their memory in use. Ends a release, as `Attach` does.
     Scan,
-    /// The memory in use.
+    /// Requests the memory in use.
     Sample,
-    /// A client attaches a GPU: samples the memory in use, and ends a release.
+    /// A client attaches a GPU: requests the memory in use, and ends a release.
     Attach,
-    /// Closes NVML, and keeps it closed until a client attaches or the time has passed.
+    /// Closes NVML, and keeps it closed for this time, or until a client attaches.
     Release(Duration, oneshot::Sender<()>),
 }
 
-/// The queries since the last answer. Queries that arrive during a slow call are merged.
+/// Queries received since the last answer. Queries that arrive during a slow call are merged.
 #[derive(Debug, Default)]
 struct Asked {
     scan: bool,
@@ -59,8 +59,8 @@ impl Asked {
     }
 }
 
-/// How often GPUs are checked for errors, while there are queries. After a fault event of the
-/// driver, they are checked with the next query.
+/// How often GPUs are checked for errors while there are queries. After a fault event of the driver, they are checked with the
+/// next query.
 const FAILING_PERIOD: Duration = Duration::from_secs(10);
 
 /// A report to the scheduling loop.
@@ -69,11 +69,11 @@ pub enum Report {
     Gpus(Listing),
     Used(Vec<Sample>),
     Driver(DriverVersions),
-    /// Whether the daemon answers queries from now on.
+    /// NVML's state from now on: whether queries are answered.
     State(NvmlState),
 }
 
-/// Whether NVML can be queried.
+/// NVML's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NvmlState {
     /// NVML is open, or will be opened for the next query.
@@ -88,9 +88,9 @@ pub enum NvmlState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// GPUs that report errors, with their errors: the driver wants a reset or similar, or has reported a fault.
+    /// GPUs that report errors, with the errors: the driver needs a reset or similar, or has reported a fault.
     pub failing: BTreeMap<GpuId, String>,
-    /// Whether missing GPUs are gone. Otherwise NVML may have failed to list them.
+    /// True if GPUs that are not listed are gone. Otherwise NVML may have failed to list them.
     pub is_complete: bool,
 }
 
@@ -105,11 +105,11 @@ pub struct DriverVersions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub gpu: GpuId,
-    /// The time at which sampling began.
+    /// When sampling began.
     pub begun: Time,
-    /// The memory in use did not change during the sample, so its figures are consistent.
+    /// True if the memory in use did not change during the sample, so its figures are consistent.
     pub steady: bool,
-    /// Bytes in use in total, the driver's own included.
+    /// Total bytes in use, including the driver's own.
     pub used: u64,
     /// Bytes in use by each process, by PID; `None` if NVML has no such figures, or reports PIDs of another PID namespace.
     pub processes: Option<BTreeMap<u32, u64>>,
@@ -121,23 +121,23 @@ pub struct GpuDescription {
     pub kind: GpuKind,
     pub name: String,
     pub total: u64,
-    /// NVML's number of the GPU; a slice has the number of its GPU.
+    /// NVML's index of the GPU; a slice has its GPU's.
     pub index: u32,
-    /// The number of the GPU's device file; a slice has the number of its GPU.
+    /// Minor number of the GPU's device file; a slice has its GPU's.
     pub minor: Option<u32>,
     /// Compute capability.
     pub capability: Option<(i32, i32)>,
-    /// Bytes per second that copies over the PCIe link reach, from the fastest link that both ends support.
+    /// Achievable rate of copies over the PCIe link in bytes per second, computed for the fastest link that both ends support.
     pub link: Option<u64>,
     /// A display is attached, or initialised without a monitor.
     pub has_display: bool,
 }
 
-/// Starts the thread. It reports the GPUs and the memory in use, or that NVML fails, as soon as it can.
+/// Starts the thread. As soon as it can, it reports the GPUs and their memory in use, or that NVML fails.
 pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     let (ask, queries) = mpsc::channel();
     let supervisor = Supervisor::new(reports.clone());
-    // The thread ends with the scheduling loop, when it can no longer report to it.
+    // The thread ends after the scheduling loop, when its report can no longer be sent.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
         let _ = reports.send(Report::State(NvmlState::Failed(format!("there is no thread for it: {e}"))));
@@ -148,7 +148,7 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
 type Events<'nvml> = Option<EventSet<'nvml>>;
 
 self_cell! {
-    /// NVML, and the events that the driver sends about its GPUs, if it does.
+    /// NVML, and the driver's events about its GPUs, if the driver supports them.
     struct Opened {
         owner: Nvml,
         #[covariant]
@@ -163,9 +163,9 @@ struct Supervisor {
     schedule: Schedule,
     driver: Driver,
     asked: Asked,
-    /// The GPUs that were last reported.
+    /// The GPUs in the last report.
     listed: BTreeSet<GpuId>,
-    /// Errors of these GPUs, and the time of the last check.
+    /// Errors of these GPUs, and when they were last checked.
     failing: BTreeMap<GpuId, String>,
     asked_failing: Option<Time>,
     faults: Faults,
@@ -250,7 +250,7 @@ impl Supervisor {
                     return self.driver_is_gone();
                 }
                 if has_changed {
-                    // NVML finds new GPUs when it is initialised.
+                    // NVML finds new GPUs only when it is initialised.
                     debug!("the driver has other GPUs than before, or is another");
                     self.close();
                     self.schedule.closed();
@@ -297,7 +297,7 @@ impl Supervisor {
         }
     }
 
-    /// Reports that the driver is not loaded, and so that there are no GPUs.
+    /// Reports that the driver is not loaded, so that no GPUs exist.
     fn driver_is_gone(&mut self) -> Sent {
         self.faults.only_there(&BTreeSet::new());
         if !std::mem::take(&mut self.listed).is_empty() {
@@ -314,7 +314,7 @@ impl Supervisor {
         self.asked = Asked::default();
         match self.schedule.is_released() {
             true => Ok(()),
-            // The name of the crate that loads libraries means nothing to users.
+            // Strips the name of the crate that loads libraries, which means nothing to users.
             false => {
                 self.say(NvmlState::Failed(why.to_string().trim_start_matches("a libloading error occurred: ").into()))
             }
@@ -329,7 +329,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Answers queries, the slowest last. While NVML is closed, queries are not answered.
+    /// Answers queries, the slowest last. Queries are not answered while NVML is closed.
     fn answer(&mut self) -> Sent {
         let asked = std::mem::take(&mut self.asked);
         let Some(opened) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };
@@ -379,10 +379,10 @@ fn watched(nvml: &Nvml) -> Events<'_> {
     nvml_faults::watch(nvml, devices.collect()).0
 }
 
-/// Takes the faults that the driver has reported. Returns whether there were any.
+/// Records the faults that the driver has reported. Returns true if there were any.
 fn take_faults(events: &EventSet<'_>, faults: &mut Faults) -> bool {
     let mut has_failed = false;
-    // Without an event, `wait` fails with a timeout.
+    // `wait` fails with a timeout when no event is pending.
     while let Ok(told) = events.wait(0) {
         let (Some(event), Ok(uuid)) = (nvml_faults::event(&told), told.device.uuid()) else { continue };
         let is_fault = faults.happened(&uuid, event, &BTreeSet::new(), Instant::now());

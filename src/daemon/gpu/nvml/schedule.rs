@@ -1,15 +1,15 @@
-//! Decides when NVML is opened and closed; the caller passes the time. NVML is open while it is needed, closed when it has been
-//! idle for a while, and retried after a failure.
+//! Decides when NVML is opened and closed; the caller passes the time. NVML is open while it is needed, closed after an idle
+//! period, and retried after a failure.
 
 use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// NVML is closed after this time without a query. A scheduler with clients sends one every five seconds.
+/// NVML is closed after this time without a query. A scheduler with clients sends a query every five seconds.
 pub const IDLE: Duration = Duration::from_secs(30);
-/// Time between two checks whether GPUs came or went.
+/// Interval of checks whether GPUs appeared or disappeared.
 pub const LOOK: Duration = Duration::from_secs(5);
-/// The first wait before NVML is retried after a failure, and the longest one. The wait doubles each time.
+/// The first and the longest wait before NVML is retried after a failure. The wait doubles each time.
 pub const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
 /// When NVML is opened and closed.
@@ -18,30 +18,30 @@ pub struct Schedule {
     is_open: bool,
     /// The time of the last query.
     asked: Time,
-    /// NVML stays closed until then, unless a client attaches: an administrator works on the driver.
+    /// NVML stays closed until then, unless a client attaches, because an administrator works on the driver.
     released_until: Option<Time>,
-    /// When to open NVML; `None` if it is not needed.
+    /// When to open NVML; `None` if it is open or not needed.
     open: Option<Time>,
     /// The wait after the last failure; zero if NVML has worked since.
     waited: Duration,
-    /// When to check next whether GPUs came or went.
+    /// When to check next whether GPUs appeared or disappeared.
     look: Time,
 }
 
-/// An action that is due.
+/// A due action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
-    /// Check whether GPUs came or went.
+    /// Check whether GPUs appeared or disappeared.
     Look,
     /// Try to open NVML.
     Open,
     Close,
-    /// The release that an administrator requested is over.
+    /// The release that an administrator requested has expired.
     ReleaseEnds,
 }
 
 impl Schedule {
-    /// NVML is to open immediately, to list the GPUs.
+    /// Opens NVML immediately, to list the GPUs.
     pub fn new(now: Time) -> Self {
         Self {
             is_open: false,
@@ -53,7 +53,7 @@ impl Schedule {
         }
     }
 
-    /// The next action that is due. The caller must carry it out.
+    /// The next due action, which the caller must carry out.
     pub fn due(&mut self, now: Time) -> Option<Due> {
         if self.released_until.is_some_and(|until| until <= now) {
             self.released_until = None;
@@ -77,7 +77,7 @@ impl Schedule {
         [idle, open, self.released_until].into_iter().flatten().fold(self.look, Time::min)
     }
 
-    /// Records a query. NVML opens for it, unless NVML is failing or released.
+    /// Records a query. NVML is opened for it, unless NVML fails or is released.
     pub fn ask(&mut self, now: Time) {
         self.asked = now;
         if !self.is_open && self.open.is_none() {
@@ -85,7 +85,7 @@ impl Schedule {
         }
     }
 
-    /// GPUs came or went: NVML opens even if it has failed so far, unless it is released.
+    /// Handles GPUs that appeared or disappeared: NVML is opened even if it failed before, unless it is released.
     pub fn need(&mut self, now: Time) {
         (self.asked, self.waited) = (now, Duration::ZERO);
         if !self.is_open {
@@ -93,18 +93,18 @@ impl Schedule {
         }
     }
 
-    /// A client attaches. Returns whether this ends a release.
+    /// Handles a client that attaches. Returns true if this ends a release.
     pub fn attach(&mut self, now: Time) -> bool {
         self.ask(now);
         self.released_until.take().is_some()
     }
 
-    /// NVML was opened. The time that it may be idle starts now.
+    /// Records that NVML was opened. Its idle time starts now.
     pub fn opened(&mut self, now: Time) {
         (self.is_open, self.open, self.asked) = (true, None, now);
     }
 
-    /// Calls of the opened NVML work.
+    /// Records that calls of the opened NVML succeed.
     pub fn works(&mut self) {
         self.waited = Duration::ZERO;
     }
@@ -113,13 +113,13 @@ impl Schedule {
         (self.is_open, self.open) = (false, None);
     }
 
-    /// NVML failed. It is retried later.
+    /// Records that NVML failed. It is retried later.
     pub fn failed(&mut self, now: Time) {
         self.waited = (self.waited * 2).clamp(RETRY.0, RETRY.1);
         (self.is_open, self.open) = (false, Some(now + self.waited));
     }
 
-    /// NVML is released, for `lasts` at most.
+    /// Records that NVML is released for at most `lasts`.
     pub fn release(&mut self, now: Time, lasts: Duration) {
         self.closed();
         self.released_until = Some(now + lasts);
@@ -140,7 +140,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// All actions due until `end` except checks for GPUs, with their times since `START`.
+    /// All actions due until `end` except checks for GPUs, with the times since `START`.
     fn until(schedule: &mut Schedule, end: Time) -> Vec<(Duration, Due)> {
         let mut all = Vec::new();
         loop {
@@ -167,7 +167,7 @@ mod tests {
         let mut schedule = Schedule::new(START);
         let tried: Vec<u64> = until(&mut schedule, START + s(250)).iter().map(|(at, _)| at.as_secs()).collect();
         assert_eq!(tried, [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]);
-        // Queries do not change that, but the driver's files do.
+        // Queries do not end the wait, but changes of the driver's files do.
         schedule.ask(START + s(251));
         assert_eq!(until(&mut schedule, START + s(252)), []);
         schedule.need(START + s(252));
