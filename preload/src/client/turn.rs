@@ -28,8 +28,8 @@ const HELP_AFTER: Duration = Duration::from_millis(200);
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels: a stalled drain then more likely means
-/// a kernel that is longer than any before.
+/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels: a stalled drain then more likely
+/// means a kernel that is longer than any before.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
 /// A drain without progress is reported after this time even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);

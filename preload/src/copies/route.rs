@@ -75,7 +75,8 @@ impl Place {
         Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
     }
 
-    /// Returns a context of the memory's GPU in which memory can be copied: preferably the one in which it was allocated.
+    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the one in which it was
+    /// allocated.
     fn context(&self) -> CUcontext {
         let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
         let own = contexts.iter().find(|known| **known as usize == self.allocated_in);
