@@ -236,7 +236,7 @@ fn others_than_root_read_and_change_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The names of the programs of a timeline, as the caller sees it. They depend on whether the programs are the
+/// The names of the programs in a timeline, as the caller sees them. They depend on whether the programs are the
 /// caller's own.
 async fn timeline(connection: &Connection) -> Vec<String> {
     let file = scheduler(connection).await.create_timeline().await.expect("everybody may");
@@ -263,7 +263,7 @@ fn helper_timeline() {
     ended.request();
     block_on(async {
         let connection = Builder::address(address.as_str()).build().await.expect("the bus");
-        // Its request has come, and then its end.
+        // The daemon must read the client's request before the client ends.
         let scheduler = scheduler(&connection).await;
         let queued = async || scheduler.list_gpus().await.expect("an answer")[0].queue.len();
         eventually("both requests", async || (queued().await == 2).then_some(())).await;
@@ -301,7 +301,7 @@ fn a_timeline_names_only_ones_own_programs() {
     let own = format!("(PID {})", std::process::id());
     assert!(seen.iter().any(|label| label.ends_with(&own)), "{seen:?}");
 
-    // The same holds once it has ended.
+    // The same holds once the program has ended.
     drop(holder);
     block_on(async {
         let connection = on_bus(&bus).await;
@@ -621,7 +621,7 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
     });
 }
 
-/// A client with `bytes` on the GPU that releases the lock and memory as it is told, until the daemon closes its
+/// A client with `bytes` on the GPU that releases the lock and evicts memory when told to, until the daemon closes its
 /// connection.
 fn obedient(daemon: &Daemon, bytes: u64) -> std::thread::JoinHandle<()> {
     let client = daemon.client();

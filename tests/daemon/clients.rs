@@ -146,7 +146,7 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     say(own(0, ""));
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"\": {allowed}"));
     daemon.log.wait("NVSHARE_MEMORY_MAX: memory-max cannot be");
-    // A value without an end.
+    // A value that never ends.
     for _ in 0..=env_limits::LONGEST / 100 {
         // Until the connection is closed.
         client.send_raw(own(1, &"1".repeat(100)).encode(version::MAX).as_bytes());
@@ -303,7 +303,7 @@ fn helper_hold() {
 
 #[test]
 fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
-    // Only its end frees the lock: turns last an hour.
+    // Only the holder's end frees the lock: turns last an hour.
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 3600\nanti-thrash = \"on\"\n").expect("a file");

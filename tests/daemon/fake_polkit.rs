@@ -98,7 +98,7 @@ impl Polkit {
         std::mem::take(&mut self.book.lock().expect("the book").asked)
     }
 
-    /// The same, once there are `times` of them.
+    /// [`asked`](Self::asked), once there are `times` questions.
     pub async fn asked_times(&self, times: usize) -> Vec<Asked> {
         let so_far = || self.book.lock().expect("the book").asked.len();
         eventually(&format!("{times} questions"), async || (so_far() >= times).then_some(())).await;

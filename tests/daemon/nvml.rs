@@ -245,7 +245,7 @@ fn the_driver_is_released_until_a_program_comes() {
     let released = daemon.ctl(&["release-driver", "--for", "600"]);
     assert_eq!((released.code, open_files(&daemon).len()), (Some(0), 0), "{released:?}");
     assert!(released.stdout.contains("released the driver, for 600 s"), "{released:?}");
-    // It shows the last known state, without calling NVML.
+    // The list shows the last known state, without calling NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());
 
@@ -259,7 +259,7 @@ fn the_driver_is_released_until_a_program_comes() {
     assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
     let line = format!("(process {}", std::process::id());
     assert!(refused.stderr.contains("programs use it: stop them") && refused.stderr.contains(&line), "{refused:?}");
-    // It continues without measurements.
+    // The program continues without measurements.
     client.report(GIB / 4, 0);
     client.request();
     client.until_granted();

@@ -273,7 +273,7 @@ fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
         assert!(text.ends_with(": it may not read and write /dev/nvidia0"), "{text}");
         assert_eq!(polkit.asked(), [], "no password opens the device");
 
-        // One of this thread's groups, which the bus passes on.
+        // The bus passes on this thread's groups, and root's group is one of them.
         std::os::unix::fs::chown(&device, None, Some(0)).expect("its group");
         acquire(&scheduler).await.expect("its group may");
         let [question] = polkit.asked().try_into().expect("one question");
@@ -497,7 +497,7 @@ fn terminal() -> (OwnedFd, OwnedFd) {
 
 #[test]
 fn nvsharectl_says_what_to_do() {
-    // It replaces polkit's own agent, which has nothing to register with here.
+    // This script replaces polkit's own agent, which has nothing to register with here.
     let directory = Directory::new();
     fs::set_permissions(&directory.0, Permissions::from_mode(0o777)).expect("its mode");
     let (program, agent) = (directory.0.join("pkttyagent"), directory.0.join("said"));

@@ -119,7 +119,7 @@ fn replayed(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     (entries, replay.difference)
 }
 
-/// The same for a recording written to a file.
+/// [`replayed`], for a recording written to a file.
 fn replayed_from_file(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     let file = written(recording);
     let bundle = bundle::read(&*file).expect("a bundle");
@@ -142,7 +142,7 @@ proptest! {
     }
 }
 
-/// Also beyond the end of one of the recorder's spans, with clients that are measured at first and not
+/// Runs past the end of one of the recorder's spans, with clients that are measured at first and not
 /// later.
 #[test]
 fn a_running_record_has_every_entry() {

@@ -49,7 +49,7 @@ fn until_asked(client: &Client) {
     assert_eq!(asked, SchedulerMessage::Resume { client: client.id }, "the id stays");
 }
 
-/// Repeats all messages except the last one.
+/// Repeats all messages of a resumption except the last one.
 fn say_again(client: &Client, demand: u64, mapped: u64) {
     client.send(hello_again(client.id));
     client.send(attach(0, GPU));
@@ -207,7 +207,7 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
 fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
-    // It uses no GPU, and so has nothing to lose.
+    // This client uses no GPU, and so has nothing to lose.
     let idle = Client::welcomed(&daemon.socket());
     let directory = daemon.stop();
     idle.until_end();
@@ -232,7 +232,7 @@ fn who_goes_is_no_longer_kept() {
     let stays = resuming(&manager, &daemon);
     let directory = daemon.kill();
     let daemon = Daemon::start_under(&manager, directory);
-    // It leaves at the moment when the new daemon asks it to report again.
+    // The client disconnects as the new daemon asks it to report again.
     drop(gone);
     resume(&stays, 0, 0, 0);
     daemon.log.wait("of 2 programs continue");

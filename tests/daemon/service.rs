@@ -85,8 +85,8 @@ fn sigterm_ends_it_and_clients_notice() {
     daemon.signal(libc::SIGTERM);
     client.until_end();
     assert!(daemon.wait().success());
-    // Its sockets, their locks and the directories it made are gone, except the files by which programs take turns
-    // without it.
+    // The daemon's sockets, their locks and the directories it made are gone, except the files with which programs
+    // take turns without it.
     let names = |directory: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(directory).expect("a directory").flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().expect("UTF-8")).collect();

@@ -171,7 +171,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     let text = get(&daemon);
     fs::write(daemon.directory.0.join("again.toml"), text.split_once("\n\n").expect("rules").1).expect("a file");
 
-    // They outlive the daemon, and a reload of the file.
+    // The rules outlive the daemon, and a reload of the file.
     let daemon = start(daemon.kill());
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"));

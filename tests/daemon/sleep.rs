@@ -122,7 +122,7 @@ fn sleep_is_delayed_only_while_a_program_has_a_gpu() {
         let client = daemon.client();
         client.attach();
         logind.until(1).await;
-        // It has no memory to evict.
+        // The client has no memory to evict.
         logind.sleeps(true).await;
         logind.until(0).await;
         logind.sleeps(false).await;

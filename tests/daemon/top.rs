@@ -57,7 +57,7 @@ fn on_a_terminal_keys_do_what_the_last_line_says() {
     while !all().contains("\"paused\": true") {
         assert!(Instant::now() < deadline, "{}", all());
     }
-    // When the daemon ends, it shows a message, and it returns when the daemon does.
+    // When the daemon ends, `top` shows a message and keeps running.
     drop(waiter);
     drop(daemon.stop());
     terminal.wait(&["the scheduler is not running"]);

@@ -84,8 +84,8 @@ struct Ledger {
     swapped: (f64, f64),
 }
 
-/// The shortest and the longest possible time between two moments. Each moment is given by a time before it and a time after
-/// it.
+/// The shortest and the longest possible time between two moments. Each moment is given as a pair: a time before it and a
+/// time after it.
 fn between(from: (Instant, Instant), to: (Instant, Instant)) -> (f64, f64) {
     ((to.0 - from.1).as_secs_f64().max(0.0), (to.1 - from.0).as_secs_f64())
 }

@@ -178,7 +178,7 @@ impl Case<'_> {
         end(&mut self.launch(true))
     }
 
-    /// Checks that it ends with the library as without, with the same output.
+    /// Checks that the program ends in the same way with and without the library, with the same output.
     #[track_caller]
     pub fn same(&self) -> Ended {
         let plain = self.without();
@@ -192,7 +192,7 @@ impl Case<'_> {
         plain
     }
 
-    /// The same, ignoring the single line about a missing scheduler, if there is one.
+    /// [`same`](Self::same), ignoring the single line about a missing scheduler, if there is one.
     #[track_caller]
     pub fn same_but_for_the_line(&self) -> Ended {
         let (plain, mut guest) = (self.without(), self.with());
@@ -210,7 +210,7 @@ impl Case<'_> {
         self.env("LD_LIBRARY_PATH", &directory)
     }
 
-    /// Checks the same, and that it succeeds with nothing on stderr.
+    /// [`same`](Self::same), and checks that the program succeeds with nothing on stderr.
     #[track_caller]
     pub fn succeeds(&self) -> Ended {
         let plain = self.same();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::compare::*;
 
-/// The same library linked to the driver, and in a version that looks the driver up by itself.
+/// Two versions of a library, built with several linker options: linked to the driver, and looking up the driver itself.
 fn libraries(host: &Host) -> Vec<PathBuf> {
     let build = |name: &str, output: &str, options: &[&str]| {
         host.build(name, output, &[&["-shared", "-fPIC"], options].concat()).expect("a C compiler")
@@ -61,7 +61,7 @@ fn its_work_waits_for_the_gpu() {
     }
 }
 
-/// Then its work cannot be seen, so memory that it may use must stay on the GPU.
+/// The work of such a library cannot be seen, so memory that it may use must stay on the GPU.
 #[test]
 fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
     let host = Host::new();

@@ -120,8 +120,8 @@ fn a_driver_that_cannot_be_initialised_is_left_alone() {
     assert_eq!(host.clients(), 2, "it asked before the first attempt which GPUs it is to see");
 }
 
-/// Its calls may be work that passes no gate, so memory that they may use must stay on the GPU from the first call on,
-/// and not before.
+/// Calls of an unknown function may submit work that passes no gate, so memory that they may use must stay on the GPU
+/// from the first call on, and not before.
 #[test]
 fn a_function_that_nobody_has_heard_of_keeps_memory_on_the_gpu_once_it_is_called() {
     let host = Host::new();

@@ -133,7 +133,7 @@ fn memory_leaves_for_the_first_time_while_a_constructor_runs() {
     let mut loading = case.start();
     wait_for("the constructor", || loading.stdout().contains("constructing").then_some(()));
     host.0.program("mix --mem 150M --reps 1 --rounds 2").start().finish();
-    // It may be back by now.
+    // The memory may have been restored by now.
     let status = host.0.status();
     let left = status["gpus"][0]["swapped-out-bytes"].as_u64().expect("bytes");
     assert!(left > 50 * MIB, "{status}");

@@ -119,7 +119,7 @@ fn the_thread_sanitizer_has_nothing_to_say() {
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
 
-/// A library of this name that submits work by private functions.
+/// Builds a library of this name that submits work through private functions.
 #[track_caller]
 fn engine(host: &Host, name: &str) -> PathBuf {
     let soname = format!("-Wl,-soname,{name}");

@@ -45,7 +45,7 @@ fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
     let commands = t.report(1, 15 * GIB, 15 * GIB, 15 * GIB);
     assert!(commands.contains(&MEASURE), "{commands:?}");
     assert_eq!((t.attachment(1).pinned, t.attachment(1).disbelieved), (0, Some(15 * GIB)));
-    // Its supposed memory is revoked for another client. It doesn't answer, and is measured to have nothing.
+    // Client 1's supposed memory must be evicted for client 2. Client 1 doesn't answer, and is measured to have nothing.
     t.join(2, 12 * GIB);
     t.request(2);
     for _ in 0..10 {
@@ -72,7 +72,7 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// A client that was given up for dead continues with its former allowance, and keeps it, whatever it reports.
+/// A client that was given up for dead maps its former allowance, and keeps that memory, whatever it reports.
 #[test]
 fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
     let mut t = measured(AntiThrash::On);
@@ -215,7 +215,7 @@ fn a_failure_has_others_evicted_and_the_client_granted_again() {
     assert_eq!(failed(&commands), [(2, GIB, 1)]);
     assert!(commands.contains(&MEASURE));
     assert_eq!(t.request(2), [], "the same would fail again");
-    // The measurement shows room, so that room cannot be used.
+    // The measurement shows free memory. It could not be mapped, so it is not used.
     let commands = found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(allowances(&commands).last(), Some(&(1, 7 * GIB)), "{commands:?}");
     assert_eq!(capacity(&t), 16 * GIB, "others may have what it could not");
@@ -343,7 +343,7 @@ fn failures_change_nothing_for_others() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 65 * MIB);
     t.join(2, 12 * GIB);
-    // It has mapped 64 MiB, so it is believed when it reports again and again that there is no room for the rest.
+    // Client 1 has mapped 64 MiB, so it is believed when it reports again and again that there is no room for the rest.
     for _ in 0..20 {
         t.report(1, 65 * MIB, 64 * MIB, 0);
         t.request(1);
@@ -494,7 +494,7 @@ fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     growing(&mut t, 1, 4 * GIB);
     assert_eq!(t.attachment(1).allowance, 5 * GIB + 32 * MIB);
-    // It leaves a part of the free memory.
+    // Client 2 leaves a part of the free memory.
     t.join(2, 11 * GIB + 512 * MIB);
     t.request(2);
     assert_eq!(t.attachment(1).allowance, 4 * GIB + 512 * MIB, "as much as is lacking");

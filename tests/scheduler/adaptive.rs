@@ -57,8 +57,8 @@ fn equals_without_room_for_each_other_run_nearly_one_after_another() {
     let jobs = [1, 2, 3].map(|n| world.add(job(n)));
     assert!(world.run(s(400)));
     for client in jobs {
-        // One grant to measure how full it keeps the GPU, and one for each level below its length:
-        // 1, 4, 16 and 64 s.
+        // One grant to measure how full the client keeps the GPU, and one for each level below the
+        // length of its work: 1, 4, 16 and 64 s.
         assert!(grants(&world, client) <= 5, "{client:?}: {}", grants(&world, client));
     }
     let first = jobs.map(|job| ended(&world, job)).into_iter().min().expect("three jobs");
@@ -95,7 +95,7 @@ fn nobody_waits_much_longer_than_twice_max_wait_or_without_it_than_eight_rounds(
     }
 }
 
-/// A turn that ends before the client's memory has come in is of no use to it.
+/// A turn that ends before the client's memory has been restored is of no use to the client.
 #[test]
 fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(20)));

@@ -51,7 +51,7 @@ fn a_program_has_no_more_than_it_allows_itself_context_included() {
     let beyond = most - 300 * MIB + 1;
     assert_eq!(wish(&mut t, 1, beyond), [denied(1, beyond, Denial::EnvLimit)]);
     assert_eq!(wish(&mut t, 1, beyond - 1), []);
-    // No other client gets less because of it.
+    // No other client gets less because of this limit.
     t.join(2, 0);
     assert!(t.attachment(2).limit > 14 * GIB, "{:?}", t.attachment(2));
     t.say(Event::Disconnected { client: client(1) });

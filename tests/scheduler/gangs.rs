@@ -37,8 +37,8 @@ fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
     }
 }
 
-/// If one of the two always asks later than the other, the other is often asked to release its GPU while it waits for that
-/// one.
+/// If one process of a job always requests its GPU later than the other process, the other's GPU is often revoked while
+/// that process waits for the late one.
 #[test]
 fn a_gang_that_was_cut_off_in_the_middle_goes_on_until_it_drains() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {

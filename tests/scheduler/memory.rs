@@ -127,7 +127,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
     for n in [1, 2] {
         t.join(n, 6 * GIB);
     }
-    // The first ran longest ago, so its memory is evicted first unless something protects it.
+    // Client 1 ran longest ago, so its memory is evicted first unless something protects it.
     let low = |bytes| RuleLimits { memory_low: Some(Amount::Bytes(bytes)), ..RuleLimits::default() };
     t.put(&[1], low(5 * GIB));
     t.join(3, 8 * GIB);
@@ -137,7 +137,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
     for n in [1, 2] {
         t.map(n);
     }
-    // Now it is alone.
+    // Now client 2 has too little left to evict, so protected memory must leave too.
     let demand = 14 * GIB;
     let mapped = t.attachment(3).mapped;
     let commands = t.report(3, demand, mapped, 0);
@@ -176,7 +176,7 @@ fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_r
     assert_eq!(least, Some((2, 2 * GIB)), "not from the one that runs: {commands:?}");
     t.map(2);
     assert_eq!(t.attachment(2).allowance, 2 * GIB, "though the GPU has room");
-    // When it runs it gets all that it needs; then the other's memory has to be evicted.
+    // When client 2 runs it gets all that it needs; then client 1's memory has to be evicted.
     t.release(1, ReleaseReason::Idle);
     t.request(2);
     assert_eq!((t.state(2), t.attachment(2).allowance), (LockState::Holding, 6 * GIB));

@@ -11,7 +11,7 @@ const CONTEXT: u64 = 512 * MIB;
 /// Two GPUs where memory is measured, and clients with memory on one of them.
 struct Scene {
     t: Talk,
-    /// Which GPU each client's context is on.
+    /// The GPU that each client's context is on.
     contexts: BTreeMap<u64, u64>,
     gpus: u64,
 }
@@ -103,7 +103,7 @@ impl Scene {
         self.t.say(Event::Checkpointed { client: client(n), outcome })
     }
 
-    /// Client 1, which is prepared to sleep, is taken off its GPUs.
+    /// Checkpoints client 1, which is prepared to sleep.
     fn goes(&mut self) -> Vec<Command> {
         self.map(1);
         assert_eq!(self.t.say(Event::SleepReady { client: client(1) }), [checkpoint(SleepOperation::Sleep, &[])]);
@@ -111,7 +111,7 @@ impl Scene {
         self.helper(1, SleepOutcome::Asleep)
     }
 
-    /// Client 1, which sleeps and is due to wake, has room from now on, and is restored.
+    /// From now on there is room for client 1, which sleeps and is due to wake: its restore begins.
     fn comes(&mut self, moves: &[(u64, u64)]) {
         let commands = [self.measure(), self.measure()].concat();
         assert!(commands.contains(&checkpoint(SleepOperation::Wake, moves)), "{commands:?}");
@@ -135,7 +135,7 @@ impl Scene {
         scene
     }
 
-    /// Client 1 runs on that GPU.
+    /// Lets client 1 run on that GPU.
     fn runs_on(&mut self, on: u64) {
         self.contexts.insert(1, on);
         self.measure();
@@ -312,14 +312,14 @@ fn who_cannot_be_moved_is_refused_at_once() {
     scene.t.say(Event::GpuGone { gpu: gpu(2) });
     refused(&mut scene, 0, 2, MoveObstacle::NoGpu);
 
-    // Another client needs nearly all of the other GPU, so its context doesn't fit beside it.
+    // Client 2 needs nearly all of the other GPU, so client 1's context doesn't fit there.
     scene.join(2, 1, 15 * GIB);
     refused(&mut scene, 0, 1, MoveObstacle::NoRoom);
     scene.t.say(Event::Disconnected { client: client(2) });
     scene.contexts.remove(&2);
     scene.measure();
 
-    // With the other client's memory there it is more than the GPU and host memory can hold.
+    // Together with client 2's memory, client 1's is more than that GPU and host memory can hold.
     scene.join(2, 1, 13 * GIB);
     scene.t.say(Event::HostMemory { bytes: GIB });
     scene.map(1);
@@ -394,7 +394,7 @@ fn one_that_sleeps_is_moved_when_others_have_acknowledged_lower_limits() {
     }
 }
 
-/// Clients 1, with 4 GiB, and 3, with 8 GiB, are on GPU 0, and GPU 1 is empty. There is hardly any host memory.
+/// Client 1, with 4 GiB, and client 3, with 8 GiB, are on GPU 0, and GPU 1 is empty. There is hardly any host memory.
 fn shared_home() -> Scene {
     let mut scene = Scene::new();
     scene.join(3, 0, 8 * GIB);

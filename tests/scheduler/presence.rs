@@ -52,7 +52,8 @@ fn a_gpu_without_clients_is_forgotten() {
 fn nobody_waits_on_a_gpu_that_is_gone() {
     let mut t = one_too_many();
     let commands = gone(&mut t);
-    // It is allowed all that it needs, so that it continues; it learns the rest from the driver.
+    // Client 2 is allowed all that it needs, so that it continues; the driver tells it that the GPU
+    // is gone.
     assert_eq!(allowances(&commands), [(2, 12 * GIB)]);
     assert!(commands.contains(&grant(2)), "{commands:?}");
     assert!(!commands.iter().any(|command| matches!(command, Command::Revoke { .. })), "{commands:?}");

@@ -89,7 +89,7 @@ proptest! {
         troubled(world(seed, mode, ms(500), gpus, 0, unruly), gpus, clients, error, unruly, calm)?;
     }
 
-    /// On a host with little memory, no client gets memory that has no place, and none waits for such memory.
+    /// On a host with little memory, no client gets memory for which there is no room anywhere, and none waits for such memory.
     #[test]
     fn what_has_no_place_is_refused(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in 0u64..60, unruly in unruly(),
@@ -312,7 +312,7 @@ impl Sleepers {
         }
         for _ in 0..clients {
             let plan = plan(&mut world.rng, gpus, unruly);
-            // It fits together with the contexts of all clients.
+            // The client's memory fits together with the contexts of all clients.
             world.add(Plan { demand: plan.demand.min(8 * GIB), cpu: plan.cpu * 4, ..plan });
         }
         let (refused, silent, failed, died) = odds;

@@ -140,7 +140,7 @@ fn nobody_has_more_than_its_maximum() {
             near(&ten_periods(&mut busy(mode, drain, &[bounds(0, 20)])), &[20.0]);
         }
         near(&ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), bounds(0, 30)])), &[20.0, 30.0]);
-        // It waits for turns to end, as others do.
+        // The client with a maximum waits for turns to end, as others do, so it may get less.
         let beside = ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), None]));
         assert!((10.0..=20.5).contains(&beside[0]) && beside[1] >= 79.5, "{beside:.1?}");
     }
@@ -331,7 +331,7 @@ fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
     for (demand, mode, expected) in [
         (GIB, AntiThrash::Auto, ms(1)),
         (GIB, AntiThrash::On, ms(101)),
-        // The other's memory has to be evicted first.
+        // The other client's memory has to be evicted first.
         (16 * GIB, AntiThrash::Auto, ms(550)),
     ] {
         let mut world = busy(mode, ms(100), &[None]);
@@ -399,7 +399,7 @@ fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
     assert!(world.finished(both) < s(57), "{:?}", world.finished(both));
 }
 
-/// The same, with groups by number and limits of the clients' own, which some of them have.
+/// [`busy`], with groups by number, and with clients of which some have limits of their own.
 fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, EnvLimits)]) -> World {
     let mut world = World::with_gpu(mode, s(5), 16 * GIB);
     world.most_steps = 3_000_000;
@@ -422,9 +422,9 @@ fn who_claims_less_has_less_and_leaves_it_to_all_others() {
         [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
     {
         let parts_of = |members: &[_]| parts(&mut tightened(mode, drain, members), s(200), s(2_200));
-        // As the only member of its group, it makes the group's weight lower.
+        // A client with a weight of its own lowers its group's weight if it is the only member.
         near(&parts_of(&[(1, weight(100), own_weight(10)), (2, weight(100), none)]), &[9.1, 90.9]);
-        // The other member gets the time that it leaves, and the group gets no more than without the limit.
+        // The other member gets the time that such a client leaves, and the group gets no more than without the limit.
         let members = [(1, weight(100), own_weight(10)), (1, weight(100), none), (2, weight(100), none)];
         near(&parts_of(&members), &[4.8, 45.2, 50.0]);
         // Within one group, and for users without a rule.

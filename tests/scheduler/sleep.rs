@@ -130,7 +130,7 @@ fn one_that_is_paused_runs_only_after_it_is_resumed() {
 fn a_restore_waits_until_others_have_made_room_and_that_is_measured() {
     let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
     scene.measure();
-    // The other has the whole GPU except its own context.
+    // Client 2 has the whole GPU except its own context.
     scene.t.request(2);
     scene.t.map(2);
     scene.t.release(2, ReleaseReason::Idle);
@@ -162,7 +162,7 @@ fn nobody_is_let_in_without_room_during_a_restore() {
     scene.t.map(2);
     assert_eq!(scene.measure(), [Command::Measure { gpu: gpu(0) }], "this one only says that it is free now");
     assert_eq!(scene.measure(), [checkpoint(1, SleepOperation::Wake)]);
-    // The other needs less from now on, but hasn't freed anything yet.
+    // Client 2 needs less from now on, but hasn't freed anything yet.
     let mapped = scene.t.attachment(2).mapped;
     scene.t.report(2, 10 * GIB, mapped, 0);
     scene.t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(3) });
@@ -202,7 +202,7 @@ fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
         }
         let commands = scene.t.after(Duration::from_secs(11));
         assert!(!commands.contains(&checkpoint(2, SleepOperation::Wake)), "nothing was measured: {commands:?}");
-        // Its context may still appear, so its memory isn't free for the other.
+        // Client 1's context may still appear, so its memory isn't free for client 2.
         scene.free = Some(2 * CONTEXT);
         assert!(!scene.measure().contains(&checkpoint(2, SleepOperation::Wake)), "there is room for one of them");
         assert!(scene.capacity() <= 16 * GIB - 3 * CONTEXT);
@@ -210,7 +210,7 @@ fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
         assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
         scene.contexts.push(2);
         assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
-        // In the end it turns out to be back.
+        // In the end client 1 turns out to have been restored.
         if is_late {
             scene.t.after(Duration::from_secs(30));
         }
@@ -232,7 +232,8 @@ fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
     let commands = scene.t.release(1, ReleaseReason::Revoked);
     assert!(commands.contains(&Command::PrepareSleep { client: client(1), paused: true }), "{commands:?}");
     assert!(!commands.contains(&grant(1)), "{commands:?}");
-    // It has threads that wait, so it cannot sleep. It is held off nevertheless, and asked again.
+    // Client 1 has threads that wait, so it cannot sleep. It still gets neither the lock nor memory, and is
+    // asked again.
     scene.t.map(1);
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.attachment(1).allowance, 0);
@@ -257,7 +258,7 @@ fn a_sleeper_is_promised_what_it_has_and_more_only_if_it_asks() {
         commands.iter().filter_map(of).collect::<Vec<_>>()
     };
     assert_eq!((limits(&commands), scene.t.attachment(1).limit), (vec![4 * GIB], 4 * GIB));
-    // Its thread that waits for more memory gets no error because of that.
+    // A thread of client 1 that waits for more memory gets no error because of the lower limit.
     let commands = scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(0), bytes: 6 * GIB });
     assert_eq!(limits(&commands), [6 * GIB]);
     scene.t.map(1);
@@ -383,7 +384,7 @@ mod found {
         assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
         scene.contexts.push(2);
         assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
-        // From here on it is treated like a client that connected with a context.
+        // From here on the client is treated like one that connected with a context.
         scene.t.report(2, GIB, 0, 0);
         scene.measure();
         let commands = scene.t.after(Duration::from_secs(3));

@@ -185,7 +185,7 @@ pub fn limits(commands: &[Command]) -> Vec<(u64, u64)> {
     all.collect()
 }
 
-/// The first grace period that a holder is told.
+/// The grace period in the first `Contended` command.
 pub fn grace(commands: &[Command]) -> Option<Duration> {
     commands.iter().find_map(|c| if let Command::Contended { grace, .. } = c { Some(*grace) } else { None })
 }

@@ -21,14 +21,14 @@ pub fn settings_of((anti_thrash, policy): Mode, quantum: Duration) -> Settings {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Unruly {
     pub stuck: bool,
-    /// Drains that take seconds, or for ever.
+    /// Some drains take seconds, or never end.
     pub lingering: bool,
     pub stopped: bool,
     pub killed: bool,
     pub pinned: bool,
     pub gangs: bool,
     pub managed: bool,
-    /// Bytes are reported as freed that are not.
+    /// Clients report bytes as freed that are not.
     pub lying: bool,
     /// Some clients have lower limits of their own.
     pub claiming: bool,

@@ -1,5 +1,6 @@
-//! Clients that lie about what they use: each speaks the protocol by hand and has no CUDA context. An honest program beside
-//! them finishes with right contents, and the scheduler keeps answering. End to end, with a real program on the simulated GPU.
+//! Clients that lie about their memory use: each speaks the protocol itself and has no CUDA context. An honest program beside
+//! them finishes with correct contents, and the scheduler keeps answering. End to end, with a real program on the simulated
+//! GPU.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -20,8 +21,8 @@ const BOUND: Duration = PATIENCE;
 const ASK: Duration = Duration::from_secs(1);
 const MEMORY: u64 = 96 * MIB;
 
-/// The host has room for all that clients were ever allowed: those that never acknowledge a lower limit are charged for the
-/// former one.
+/// The host has room for every limit that clients ever had: a client that never acknowledges a lower limit is charged for the
+/// previous one.
 fn machine() -> Machine {
     let setup = Setup { memory: MEMORY, context: 2 * MIB, reserve: 2 * MIB, swap_max: "none", ..Setup::default() };
     Machine::with_scheduler(setup)
@@ -32,7 +33,7 @@ fn honest(machine: &Machine) -> Program {
     machine.program("grow --mem 40M --step 2M --rounds 2 --pause-ms 10").start()
 }
 
-/// Waits until a program has ended successfully, with right contents. Until then the liars answer messages that every client
+/// Waits until a program has ended successfully, with correct contents. Until then the liars answer messages that every client
 /// must answer, so that only the lie can do harm.
 fn finish_beside(machine: &Machine, liars: &mut [Liar], program: &mut Program, lie: &str) -> Result<(), String> {
     let begin = Instant::now();
@@ -174,8 +175,8 @@ impl Figures {
 
 const MOST: u64 = MEMORY - 8 * MIB;
 
-// It attaches and creates no context: NVML doesn't list its process, and shows the GPU to be empty. It doesn't answer requests
-// to evict memory.
+// The client attaches and creates no context: NVML doesn't list its process, and shows an empty GPU. The client doesn't answer
+// requests to evict memory.
 
 #[test]
 fn a_client_without_a_context_keeps_nothing_by_claiming_pinned_memory() {
@@ -192,7 +193,8 @@ fn a_client_without_a_context_keeps_nothing_by_claiming_demand() {
     claim(Figures { demand: MOST, ..Figures::default() });
 }
 
-/// It takes the lock, reports that it uses the whole GPU, and reads nothing from then on. Then a second client does the same.
+/// A client claims a demand of nearly the whole GPU, takes the lock, and reads nothing from then on. Then a second client does
+/// the same, and also claims that all of it is mapped.
 #[test]
 fn who_never_gives_the_lock_back_and_has_no_context_withholds_nothing() {
     let machine = machine();
@@ -328,8 +330,8 @@ fn no_other_number_keeps_an_honest_program_from_finishing() {
     lies_keep_nobody_from_finishing(|field| !field.starts_with("Memory."));
 }
 
-/// Takes the fields in turn: four clients tell the lie, each with a different number, while an honest program runs from start
-/// to end.
+/// For each field in turn, four clients tell the lie, each with a different number, while an honest program runs from start to
+/// end.
 #[track_caller]
 fn lies_keep_nobody_from_finishing(is_meant: impl Fn(&str) -> bool) {
     let machine = machine();

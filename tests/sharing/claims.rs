@@ -1,5 +1,5 @@
-//! Kubernetes ResourceClaims: a program gets what its claim was allocated, which the scheduler knows from the socket
-//! through which the program connects.
+//! Kubernetes ResourceClaims: a program gets the memory limit of its claim. The scheduler identifies the claim by
+//! the socket through which the program connects.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
@@ -48,7 +48,7 @@ fn start(machine: &mut Machine) {
     });
 }
 
-/// The program's context is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts towards the limit.
 #[test]
 fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     let mut machine = Machine::new(Setup::default());
@@ -71,7 +71,7 @@ fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     assert!(reach(program(&machine, WHOLE, ASK)) > 40);
     let client = &machine.status()["clients"][0];
     assert_eq!((&client["rule"], &client["rule-origin"]), (&"team-a/claim-44m".into(), &"the ResourceClaim".into()));
-    // A restarted scheduler serves the socket before it is told about the claim.
+    // A restarted scheduler serves the socket before it receives the claim.
     machine.kill_scheduler();
     start(&mut machine);
     wait_for("it to be back", || (machine.status()["clients"].as_array()?.len() == 1).then_some(()));

@@ -10,13 +10,13 @@ fn consumer(setup: Setup) -> Setup {
     Setup { card: Card::Consumer, ..setup }
 }
 
-/// Its turns are longer than moving the memory of one program takes.
+/// A setup whose turns are longer than it takes to move the memory of one program.
 fn desktop() -> Setup {
     let time_quantum = Duration::from_secs(2);
     consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, time_quantum, ..Setup::default() })
 }
 
-/// The share of a GPU of `memory` bytes that 16 GiB are of 24 GiB.
+/// Two thirds of the GPU's memory, as 16 GiB are of 24 GiB.
 fn two_thirds(memory: u64) -> u64 {
     memory / 3 * 2
 }

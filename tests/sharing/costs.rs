@@ -10,7 +10,7 @@ fn alone(words: &str) -> Report {
     report
 }
 
-/// The limits are wide, since they only have to tell a constant cost from one that grows with the history.
+/// The limits are wide, since they only have to distinguish a constant cost from one that grows with the history.
 #[track_caller]
 fn is_at_most(report: &Report, name: &str, most: f64) {
     let value = report.0[name].as_f64().unwrap_or_else(|| panic!("no {name} in {}", report.0));

@@ -45,8 +45,8 @@ fn what_is_queued_ends_before_its_memory_leaves() {
 
 /// The most GPU time that may be queued in addition to one submission. A drain takes no longer.
 const RUN_AHEAD: Duration = Duration::from_millis(100);
-/// The library measures how long kernels take. On a busy machine it does so late, and lets more be queued; without the bound it
-/// would be a second and more.
+/// The library measures how long kernels take. On a busy machine it does so late, and lets more be queued. Without the limit, a
+/// second or more would be queued.
 const LATE: u32 = 3;
 
 /// Runs a program that queues work for a second or more beside one that takes turns with it. `longest` is its longest single
@@ -101,8 +101,8 @@ fn graphs_of_a_second_are_queued_one_by_one() {
 
 // ---- work that waits for a further step of the host --------------------------------------------------------------
 
-/// Runs a program whose work waits for the host beside a normal one: both end with right results, and take turns. Returns how the
-/// drains ended.
+/// Runs a program whose work waits for the host beside a normal one: both end with correct results, and take turns. Returns how
+/// the drains ended.
 #[track_caller]
 fn both_end(words: &str) -> Vec<String> {
     let machine = Machine::with_scheduler(strict());
@@ -267,7 +267,7 @@ fn a_gang_that_waits_for_itself_runs_together() {
     pair("pair --how value --rounds 60", &[("NVSHARE_GANG", "pair")]);
 }
 
-/// The environment is that of a process under PyTorch's launcher. There are gaps in which both release the lock.
+/// The environment of a process under PyTorch's launcher. In the gaps between its rounds, both processes release the lock.
 #[test]
 fn processes_of_a_launcher_are_a_gang() {
     let torchrun =
@@ -287,7 +287,7 @@ fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
 
 // ---- work that never drains ----------------------------------------------------------------------------------------
 
-/// A client that has not drained for much longer than the patience is shown as undrainable, and others run beside it.
+/// A client that has not drained for much longer than the patience is shown as stuck, and others run beside it.
 #[track_caller]
 fn is_scheduled_around(words: &str) {
     let machine = Machine::with_scheduler(strict());

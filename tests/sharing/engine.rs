@@ -3,8 +3,8 @@
 use serde_json::Value;
 use test_support::machine::*;
 
-/// The only program's engine, the reason for it, and the whole text for people, as `nvsharectl` shows them once the
-/// program uses the GPU.
+/// Returns the only program's engine, the reason for it, and the text of `nvsharectl status`, once the program uses
+/// the GPU.
 fn shown(machine: &Machine, environment: &[(&str, &str)]) -> (String, String, String) {
     let mut launch = machine.program("mix --mem 16M --reps 100000");
     for (name, value) in environment {

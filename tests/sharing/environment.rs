@@ -37,7 +37,7 @@ fn reach(machine: &Machine, most: &str) -> u64 {
     machine.program(ASK).env("NVSHARE_MEMORY_MAX", most).start().finish().number("allocated") / MIB
 }
 
-/// The program's context is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts towards the limit.
 #[test]
 fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let mut machine = ruled(Setup::default(), "memory-max = \"64M\"");
@@ -51,10 +51,10 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let of = |machine: &Machine, key: &str| client(machine, &program)["gpus"][0][key].as_u64();
     assert_eq!((of(&machine, "memory-max"), of(&machine, "environment-memory-max")), (Some(64 * MIB), Some(44 * MIB)));
     assert_eq!(client(&machine, &program)["environment"], "memory-max 44 MiB");
-    // Both limits hold; the rule's counts all of its programs together.
+    // Both limits apply; the rule's limit counts all of its programs together.
     assert_eq!(reach(&machine, "44M"), 40);
     assert_eq!(reach(&machine, "60M"), 40, "what the other leaves");
-    // A new scheduler is told too, and a program's own limit also holds without a scheduler.
+    // A new scheduler learns the limit too, and a program's own limit also holds without a scheduler.
     machine.kill_scheduler();
     machine.start_scheduler();
     wait_for("it to be back", || (of(&machine, "environment-memory-max") == Some(44 * MIB)).then_some(()));

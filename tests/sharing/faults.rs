@@ -1,5 +1,5 @@
-//! Processes and drivers that die, stop or disappear at any moment: all others get right results, and none of them hangs. End
-//! to end, with real processes on the simulated GPU.
+//! Processes and drivers that die, stop or disappear at any moment: all others get correct results, and none of them hangs.
+//! End to end, with real processes on the simulated GPU.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -21,7 +21,7 @@ const WORK: &str = "mix --mem 36M --chunks 3 --reps 1 --rounds 3";
 /// Busy until it is killed.
 const ENDLESS: &str = "mix --mem 36M --chunks 3 --reps 2 --rounds endless";
 
-/// Keeps a few programs running and does something bad to one of them (or to the scheduler) at random moments.
+/// Keeps a few programs running, and kills or stops one of them (or the scheduler) at random moments.
 struct Chaos {
     machine: Machine,
     random: Dice,
@@ -203,7 +203,7 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
     assert!(machine.moves().iter().any(|m| m.what == "evict"), "no memory had to move");
 }
 
-/// Natively this is an error like any other.
+/// Without nvshare, this is an ordinary error.
 #[test]
 fn a_gpu_that_does_not_exist_concerns_nobody() {
     let machine = Machine::with_scheduler(pressed());
@@ -243,7 +243,7 @@ fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
 
 #[test]
 fn a_stopped_program_keeps_its_memory_and_its_results() {
-    // The others don't fit beside it, so they make progress only when it runs.
+    // The other program doesn't fit beside it, so it makes progress only once the stopped program continues.
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&stopped, 1);
@@ -327,7 +327,7 @@ fn a_restarted_scheduler_learns_what_there_is() {
 // ---- a driver that fails -----------------------------------------------------------------------------------------
 
 /// Makes calls fail now and then that only the library makes here: memory still moves, later or slower, and the program sees
-/// no error. The driver returns "unknown error" although only that call has failed: the context is as good as before.
+/// no error. The driver returns "unknown error" although only that call has failed: the context still works.
 #[test]
 fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
     let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
@@ -363,8 +363,7 @@ fn a_context_that_could_not_be_made_current_once_is_not_broken() {
     machine.wait_until_empty();
 }
 
-/// The context is as after a kernel that has touched a foreign address. The program stays there nevertheless, as a notebook
-/// does.
+/// The context is in the state that follows an illegal address. The program keeps running nevertheless, like a notebook.
 #[test]
 fn a_program_with_a_broken_context_is_left_alone() {
     let machine = Machine::with_scheduler(pressed());
@@ -407,7 +406,7 @@ fn moves_survive_driver_calls_that_fail() {
     for fails in [nth(14, 11), nth(5, 4), CALLS.map(|call| format!("{call}:1")).join(",")] {
         let machine = Machine::with_scheduler(pressed());
         let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 7";
-        // The calls that fail from the start are ones that no allocation makes.
+        // Only calls that no allocation makes fail from the start.
         let fails = fails.replace("cuMemCreate:1,cuMemMap:1,cuMemSetAccess:1,", "");
         let mut failing = machine.program(words).env("CUDA_SIM_FAIL", &fails).start();
         let mut other = machine.program(words).start();

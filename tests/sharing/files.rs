@@ -1,5 +1,5 @@
-//! Programs whose memory fits neither on the GPU nor into their share of RAM: the rest is stored in files, and comes back
-//! unchanged, or the program is told that it is lost.
+//! Programs whose memory fits neither on the GPU nor into their share of RAM: the rest is stored in files, and is restored
+//! unchanged, or the program gets an error.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -202,7 +202,7 @@ fn memory_in_a_file_outlives_the_scheduler() {
     machine.wait_until_empty();
 }
 
-/// The same on its own disk.
+/// [`tight`] with the swap files on a separate disk.
 fn tight_on(disk: &Disk) -> Setup {
     let rules = format!("file = {:?}\nfile-max = \"1G\"\n", disk.path("swap"));
     Setup { file_max: None, rules, ..tight() }
@@ -243,14 +243,15 @@ fn what_a_full_disk_has_no_space_for_is_refused_when_it_is_allocated() {
     machine.wait_until_empty();
 }
 
-/// Copies leave the memory of a control group before other allocations in it run out, although the host has plenty.
+/// Copies are written to files before other allocations in their control group run out of memory, although the host has
+/// plenty.
 #[test]
 fn copies_make_room_for_what_else_is_in_their_control_group() {
     const EACH: u64 = 160 * MIB;
     const LIMIT: u64 = 800 * MIB;
     const STEP: u64 = 16 * MIB;
     let Some(group) = Limited::new(&format!("nvshare-hog-{}", std::process::id()), LIMIT) else { return };
-    // Turns are longer than moving the memory of one program takes.
+    // Turns are longer than it takes to move the memory of one program.
     let time_quantum = Duration::from_secs(1);
     let setup = Setup { swap_max: "2G", file_max: Some("2G"), time_quantum, ..Setup::default() };
     let machine = Machine::with_scheduler(setup);
@@ -267,7 +268,8 @@ fn copies_make_room_for_what_else_is_in_their_control_group() {
     let swapped = || machine.status()["gpus"][0]["swapped"].as_u64().unwrap_or(0);
     wait_for("most of two programs to be off the GPU", || (swapped() >= EACH + EACH / 2).then_some(()));
     assert_eq!(idle.iter().filter_map(|program| in_file(&machine, program)).sum::<u64>(), 0, "there is room for them");
-    // More than fits beside the copies, and less than beside a whole simulated GPU, whose memory is charged to the group too.
+    // More than fits beside the copies, but less than fits beside a full simulated GPU, whose memory is charged to the group
+    // too.
     let steps = (LIMIT - group.used() + EACH / 2) / STEP;
     let orders = machine.path("orders");
     assert!(Command::new("mkfifo").arg(&orders).status().is_ok_and(|status| status.success()));

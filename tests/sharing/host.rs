@@ -1,5 +1,5 @@
-//! A host or a control group without room for evicted memory: memory that cannot leave stays, others make room or wait, and no process
-//! is killed for it.
+//! A host or a control group without room for evicted memory: memory that cannot be evicted stays on the GPU, other programs make room
+//! or wait, and no process is killed.
 
 use std::time::Duration;
 
@@ -91,7 +91,7 @@ fn limit_addresses(pid: u32, more: u64) {
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
 fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
-    // The memory comes back at the speed of the link: otherwise it would take so long that the test fails.
+    // The memory must be restored at the speed of the link: otherwise that would take so long that the test fails.
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
     let machine =
         Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
@@ -137,7 +137,7 @@ fn buffers_made_ahead_are_given_back_when_their_control_group_needs_the_memory()
     wait_for("it to be asked", || idle.stderr().contains("\u{2190} Prepare").then_some(()));
     let before = group.used();
     wait_for("it to have buffers", || (group.used() >= before.min(SHARE) + SHARE).then_some(()));
-    // All of the group's memory is in use, except less than the reserve for its other memory, a sixteenth of the limit. The shortfall is
+    // The free memory of the group is then smaller than the reserve for its other memory, a sixteenth of the limit. The shortfall is
     // less than one of the buffers, which are a quarter each, and the program may need a little more until then.
     let before = settled(&group);
     group.set_limit(before + 2 * MIB);

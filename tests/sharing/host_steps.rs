@@ -1,5 +1,5 @@
-//! Work that waits for a step of the host that another thread takes through the library: nothing in the library that the thread needs
-//! may wait for that work.
+//! Work that waits for another host thread, which takes its step by a call of the library: no part of the library that the thread
+//! needs may wait for that work.
 
 use std::{
     fs,
@@ -60,7 +60,7 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
     let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
     let mut program = machine.program_in(&group.procs(), words).start();
     machine.wait_for_grants(&program, 1);
-    // Its memory is evicted and comes back, and copies of it stay in the host.
+    // The program's memory is evicted and restored, and copies of it stay in the host.
     let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
     other.finish();
     machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
@@ -72,7 +72,7 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
     machine.wait_until_empty();
 }
 
-/// No program lacks memory, but the host buffers of memory that has come back are freed after a long rest.
+/// No program lacks memory, but the host buffers of restored memory are freed after a long rest.
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
 fn host_memory_at_rest_is_given_back_while_a_kernel_waits_for_the_host() {
@@ -108,7 +108,8 @@ fn memory_beside_a_capture_comes_from_clients_that_run() {
     machine.wait_until_empty();
 }
 
-/// It has a device open through which a network card reaches GPU memory, so its memory stays resident although it launches nothing.
+/// The program has a device open through which a network card reaches GPU memory, so its memory stays resident although it launches
+/// nothing.
 #[test]
 fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
     // SAFETY: `geteuid` has no preconditions.
@@ -130,7 +131,7 @@ fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
     machine.wait_until_empty();
 }
 
-/// Before 12.5 a thread waits for a context, each time the scheduler wants the memory of a program whose work the library cannot see.
+/// Before driver 12.5 a thread waits for a context each time the scheduler evicts a program whose work the library cannot see.
 #[test]
 fn an_old_driver_has_one_thread_wait_for_a_context() {
     let machine = Machine::with_scheduler(Setup { without: "cuCtxRecordEvent", ..pressed() });
@@ -158,7 +159,8 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// If there is no memory for the fingerprint kernel when its context is made, a thread that may block loads it when memory is evicted.
+/// If memory for the fingerprint kernel is short when its context is created, a thread that may block loads the kernel at the next
+/// eviction.
 #[test]
 fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     const LOADED: &str = "fingerprints can be computed in context";
@@ -177,7 +179,7 @@ fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     machine.wait_until_empty();
 }
 
-/// A socket at this path that accepts connections, as the kernel does in its place, and never answers.
+/// Creates a socket at this path that never answers. The kernel accepts connections on its behalf.
 fn silent_daemon(path: &Path) -> OwnedFd {
     let bytes = path.as_os_str().as_bytes();
     // SAFETY: `sockaddr_un` is plain old data, the calls read a valid address, and the socket is new and owned here.

@@ -108,8 +108,8 @@ fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
     machine.wait_until_empty();
 }
 
-/// The GPU is large, since an allocation with several chunks more than one answer has descriptors need not fit a small
-/// one. Many small allocations share a slab.
+/// The GPU is large enough for an allocation with more chunks than one answer has descriptors. Many small allocations
+/// share a slab.
 #[test]
 fn small_allocations_share_a_slab_and_large_ones_have_many_chunks() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
@@ -139,7 +139,7 @@ fn a_thousand_handles() {
 fn what_was_swapped_out_comes_back_to_be_exported() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 40M --rounds 2"));
-    // It waits with its memory filled, until another program has had it evicted.
+    // The exporter waits with its memory filled until another program's demand has evicted it.
     let export = mark(&machine, "export");
     let mut exporter = pair.exporter(&machine, &format!("--filled {export}")).start();
     reached(&export);
@@ -292,7 +292,7 @@ fn learn_who_has_what(mut machine: Machine) {
     machine.wait_until_empty();
 }
 
-/// The end of a context closes what was opened in it, and nothing that work of another context uses.
+/// Destroying a context closes the memory that was opened in it, but nothing that work of another context uses.
 #[test]
 fn memory_that_was_closed_stays_while_work_uses_it_and_another_context_ends() {
     let machine = Machine::with_scheduler(Setup::default());

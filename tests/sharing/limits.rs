@@ -32,7 +32,7 @@ fn ruled(rules: &str) -> Machine {
     machine
 }
 
-/// How much a program gets that allocates more and more, in steps of the GPU's granularity.
+/// Returns the bytes that a program gets before it is refused memory, in steps of the GPU's granularity.
 #[track_caller]
 fn reach(program: Launch<'_>) -> u64 {
     let report = program.start().finish();
@@ -42,7 +42,7 @@ fn reach(program: Launch<'_>) -> u64 {
 
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
-/// The program's context is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts towards the limit.
 #[test]
 fn a_program_is_refused_memory_exactly_at_its_limit() {
     let machine = ruled(&mine("44M"));
@@ -182,7 +182,7 @@ fn an_allocation_waits_until_others_have_freed_enough() {
     assert_eq!(reach(machine.program("oversub --mem 300M --chunk 100M --rounds 0")), 0, "what can never be had fails");
     holder.kill();
     worker.finish();
-    // Each holds what the other waits for: one of them gets ahead.
+    // Each program holds memory that the other waits for: one of them must get ahead.
     let ask = "oversub --mem 100M --chunk 2M --rounds 0";
     let (mut one, mut other) = (machine.program(ask).start(), machine.program(ask).start());
     let got = [one.finish(), other.finish()].map(|report| report.number("allocated"));

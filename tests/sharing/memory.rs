@@ -10,7 +10,7 @@ fn mix(memory: u64, rounds: impl Display) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 3 --rounds {rounds}")
 }
 
-/// The same until it is told to end.
+/// [`mix`] until the program is told to end.
 fn endless(memory: u64) -> String {
     mix(memory, "endless")
 }
@@ -215,7 +215,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
     let all = machine.setup.capacity(2) + 64 * MIB;
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
     first.wait_to_say("holding");
-    // The first program's slack is the rest, and passes to this one as it allocates more.
+    // The rest of the limit is slack of the first program, and passes to this one as it allocates more.
     let words = "oversub --mem 396M --chunk 32M --rounds 1";
     let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
@@ -398,8 +398,8 @@ fn memory_moves_in_one_context_until_that_is_destroyed() {
     assert_eq!(failed, "", "it left a context that was still there");
 }
 
-/// Which threads of a program made the stream and the kernel for moving its memory: `true` stands for the thread that made the
-/// context.
+/// Returns which threads of a program created the stream and the kernel for moving its memory: `true` stands for the thread that
+/// created the context.
 fn made_by(fails: &str) -> [Vec<bool>; 2] {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let launch = || machine.program(&endless(SHARE));
@@ -417,7 +417,7 @@ fn made_by(fails: &str) -> [Vec<bool>; 2] {
 #[test]
 fn an_eviction_finds_everything_made_that_it_needs() {
     assert_eq!(made_by(""), [[true], [true]]);
-    // If memory was short at first, the library's thread makes them later, and the program doesn't notice.
+    // If memory was short at first, the library's thread creates them later, and the program doesn't notice.
     assert_eq!(made_by("cuModuleLoadData:1"), [[true], [false]]);
     assert_eq!(made_by("cuFuncLoad:1"), [[true], [false]]);
     assert_eq!(made_by("cuStreamCreate:1"), [[false], [false]]);

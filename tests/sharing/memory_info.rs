@@ -1,4 +1,4 @@
-//! How much memory a program is told that it has: CUDA and NVML agree, and report no more than a rule or the program's
+//! The memory sizes that a program sees: CUDA and NVML agree, and report no more than a rule or the program's
 //! environment allows. Without such a limit, each reports the same as without nvshare.
 
 use std::fs;
@@ -50,7 +50,7 @@ fn foretold(report: &Report, reading: u32) -> [u64; 3] {
     ["device_total", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
 }
 
-/// The program's context is 4 MiB, and counts.
+/// The program's context is 4 MiB, and counts towards the limit.
 #[test]
 fn a_program_under_a_rule_is_told_one_story_by_all() {
     let machine = ruled(setup(), &mine("100M"));
@@ -68,7 +68,7 @@ fn it_is_told_so_before_it_uses_the_gpu() {
     let machine = ruled(setup(), &mine("100M"));
     let report = machine.program("story --context 0").start().finish();
     assert_eq!(foretold(&report, 0), [100 * MIB; 3]);
-    // A percentage is one of all memory that NVML counts.
+    // A percentage refers to all memory that NVML counts.
     rule(&machine, &mine("50%"));
     let before = foretold(&machine.program("story --context 0").start().finish(), 0);
     let after = told(&machine.program("story").start().finish(), 0);
@@ -171,7 +171,7 @@ fn the_environment_tightens_what_is_told() {
     };
     let told_of =
         |machine: &Machine, most: &str| told(&ask(machine, "story --mem 16M", most), 0).map(|bytes| bytes / MIB);
-    // A scheduler also counts its context.
+    // With a scheduler, the program's context counts too.
     assert_eq!(told_of(&machine, "50M"), [50, 50, 30, 50, 30]);
     assert_eq!(foretold(&ask(&machine, "story --context 0", "25%"), 0), [64 * MIB; 3], "of what CUDA counts");
     for more in ["1G", "infinity", "nonsense", ""] {

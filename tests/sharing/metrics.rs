@@ -9,7 +9,7 @@ use std::time::Duration;
 use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
-/// What a program allocates in addition.
+/// Bytes that a program allocates in addition.
 const BESIDES: u64 = 8 * MIB;
 /// Metrics are computed anew after this time.
 const ANEW: Duration = Duration::from_millis(150);
@@ -45,7 +45,7 @@ fn at_the_end(machine: &Machine) -> BTreeMap<String, f64> {
     of_gpu(machine)
 }
 
-/// The bytes that were evicted and that came back, by the output of the programs' libraries.
+/// Bytes that were evicted and restored, according to the output of the programs' libraries.
 fn told(programs: &[Program]) -> (u64, u64) {
     let (mut left, mut back) = (0, 0);
     for line in programs.iter().flat_map(|program| program.stderr().lines().map(str::to_owned).collect::<Vec<_>>()) {
@@ -73,7 +73,7 @@ fn what_moves_is_counted_to_the_byte() {
             (count("swapped_out_bytes_total"), count("swapped_in_bytes_total"), count("unmoved_bytes_total"));
         let (left, came_back) = told(&programs);
         assert!(out > 0 && back > 0, "{engine}: {said:?}");
-        // Memory that has never had contents comes back without having been evicted.
+        // Memory that has never had contents is mapped without having been evicted.
         let fresh = (left + came_back) - (out + back + unmoved);
         assert!(fresh <= 2 * (SHARE + BESIDES), "{engine}: {left} left, {came_back} came back: {said:?}");
         assert!(out <= left && back <= came_back, "{engine}: {left} left, {came_back} came back: {said:?}");

@@ -64,7 +64,7 @@ fn goes_on(machine: &Machine, program: &Program) {
     wait_for("it to go on", || (time() > before).then_some(()));
 }
 
-/// Ends the program, which has right results and knows which GPU it is on.
+/// Ends the program, whose results are correct and which knows the GPU that it is on.
 #[track_caller]
 fn ends_on(machine: &Machine, program: Program, gpu: usize) -> Report {
     let known = uuids(machine)[gpu].clone();
@@ -91,7 +91,7 @@ fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
     machine.wait_until_empty();
 }
 
-/// Uses more memory than fits on either GPU beside the other program there.
+/// The program uses more memory than fits on either GPU beside the other program there.
 #[test]
 fn it_takes_turns_with_those_that_are_there() {
     let machine = Machine::with_scheduler(setup());
@@ -122,7 +122,7 @@ fn programs_that_fill_a_gpu_divide_two_between_them() {
     machine.wait_until_empty();
 }
 
-/// It sees the other GPU as its only one.
+/// The program sees the other GPU as its only one.
 #[test]
 fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
     let machine = Machine::with_scheduler(setup());
@@ -271,7 +271,8 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     machine.wait_until_empty();
 }
 
-/// Until it is undrained, the next scheduler keeps the GPU empty, too, and moves the programs that were there.
+/// Until the GPU is undrained, the next scheduler keeps it empty too, and moves away the programs that were on
+/// it.
 fn a_drain_outlives(mut machine: Machine) {
     let state = machine.path("state");
     std::fs::create_dir(&state).expect("a directory");
@@ -351,8 +352,8 @@ fn is_avoided(fails: impl Fn(&Machine, usize), why: &str) {
     machine.wait_until_empty();
 }
 
-/// Waits until the program is awake on one of the two GPUs, with nothing left on the other, whatever came of the
-/// last order. Returns the GPU.
+/// Waits until the program is awake on one of the two GPUs, with nothing left on the other, whatever the outcome
+/// of the last order. Returns the GPU.
 #[track_caller]
 fn is_somewhere(machine: &Machine, program: &Program) -> usize {
     wait_for(&format!("`{}` to be awake on one GPU", program.name), || {

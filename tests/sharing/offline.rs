@@ -21,7 +21,7 @@ fn abandoned(memory: &str) -> (Machine, [Program; 2]) {
     abandoned_at([work(memory), work(memory)])
 }
 
-/// The same for programs with these arguments.
+/// [`abandoned`] for programs with these arguments.
 fn abandoned_at<const N: usize>(programs: [String; N]) -> (Machine, [Program; N]) {
     let mut machine = Machine::with_scheduler(pressed());
     let programs = programs.map(|arguments| machine.program(&arguments).start());

@@ -140,7 +140,8 @@ fn copies_through_arrays_are_whole() {
 }
 
 /// Runs work that concerns the second GPU while the first one's context is current and another program wants most of the
-/// second. After such long pauses a program no longer counts as using a GPU, and requests it together with others.
+/// second. After such long pauses a program no longer counts as using a GPU, so it does not request that GPU together with
+/// others.
 #[track_caller]
 fn cross_after_pauses(hows: &[&str]) {
     let machine = Machine::with_scheduler(two_gpus());

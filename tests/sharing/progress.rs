@@ -42,7 +42,7 @@ fn ends(programs: &mut [Program]) -> Vec<End> {
     programs.iter_mut().map(end).collect()
 }
 
-/// The same, where no program has a reason to be refused anything.
+/// [`ends`] for programs none of which has a reason to be refused memory.
 #[track_caller]
 fn all_finish(programs: &mut [Program]) {
     let ends = ends(programs);
@@ -92,7 +92,7 @@ impl Narrow {
         self.pair_for(5)
     }
 
-    /// The same with a given number of rounds.
+    /// [`pair`](Self::pair) with a given number of rounds.
     fn pair_for(&self, rounds: u32) -> [Program; 2] {
         let words = format!("--step {STEP} --rounds {rounds} --pause-ms 20");
         [self.start(&words), self.start(&words)]
@@ -163,7 +163,7 @@ fn bytes_that_nvml_does_not_show_keep_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// NVML shows that a stranger goes, and doesn't show the memory that takes its place.
+/// NVML shows that a stranger's memory is freed, but not the hidden memory that takes its place.
 #[test]
 fn bytes_that_become_hidden_while_programs_run_keep_none_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -234,7 +234,7 @@ fn memory_that_is_refused_to_all_for_three_seconds_is_waited_for() {
     gpu.machine.wait_until_empty();
 }
 
-/// Its neighbour doesn't wait for it.
+/// The program's neighbour doesn't wait for it.
 #[test]
 fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
     let mut gpu = Narrow::new(0, &[]);
@@ -248,7 +248,7 @@ fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
     gpu.machine.wait_until_empty();
 }
 
-/// From the first allocation on.
+/// Memory is refused from the first allocation on.
 #[test]
 fn memory_that_is_refused_while_programs_allocate_is_waited_for_or_refused() {
     let mut gpu = Narrow::new(0, &[]);
@@ -267,7 +267,7 @@ fn nvml_that_shows_too_little_in_use_keeps_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// There is more free memory than NVML shows, which is none. A program that is refused memory gets an answer.
+/// NVML shows no free memory, although some is free. A program that is refused memory gets an answer.
 #[test]
 fn nvml_that_shows_too_much_in_use_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);

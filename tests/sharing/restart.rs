@@ -13,8 +13,8 @@ fn pressed() -> Setup {
 const WORK: &str = "mix --mem 44M --chunks 4 --reps 3 --rounds endless";
 const BLOWS: u32 = 6;
 
-/// Asserts that each client that holds the lock when a scheduler takes over had it before, under any scheduler: one may end before
-/// a client has reported it.
+/// Asserts that each client that holds the lock when a scheduler takes over had it before, under any scheduler: a scheduler may
+/// end before a client has reported its lock to it.
 fn assert_locks_stay(moves: &[Move], runs: u32) {
     let mut had = BTreeSet::new();
     for run in 1..=runs {

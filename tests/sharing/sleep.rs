@@ -1,4 +1,5 @@
-//! Programs that leave the GPU completely and come back: on order, or because they idle while others lack room.
+//! Programs that leave the GPU completely and are restored later: on order, or because they idle while others lack
+//! room.
 
 use std::fs;
 use std::process::Command;
@@ -39,7 +40,7 @@ fn naps(machine: &Machine, memory: &str, pause: u32) -> Program {
     program
 }
 
-/// Ends the program, which has right results.
+/// Ends the program and checks its results.
 pub fn ends(mut program: Program) -> Report {
     program.end()
 }
@@ -66,7 +67,7 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
     machine.wait_until_empty();
 }
 
-/// A restore without room fails permanently. Here another process than nvshare's helper calls it.
+/// A restore that fails for lack of room is never repeated. Here a process other than nvshare's helper calls it.
 #[test]
 fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
@@ -84,7 +85,7 @@ fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     machine.wait_until_empty();
 }
 
-/// As after a kernel that touched a foreign address: nothing can be copied in the context any more.
+/// The context is in the state that follows an illegal address: nothing can be copied in it any more.
 #[test]
 fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -138,8 +139,8 @@ fn one_that_cannot_sleep_is_held_off_and_says_why() {
     program.end();
 }
 
-/// Asserts that a paused program stays where it is and that `status` shows why. Others use its memory's place until
-/// then.
+/// Asserts that a paused program stays where it is and that `status` shows why. Until it is resumed, other programs
+/// use the place of its memory.
 #[track_caller]
 fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
     pause(machine, program);
@@ -211,7 +212,7 @@ fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
     program.finish();
 }
 
-/// It has a device open of the kind through which network cards reach GPU memory.
+/// The program has a device open of the kind through which network cards reach GPU memory.
 #[test]
 fn one_whose_memory_other_devices_may_reach_cannot_sleep() {
     // SAFETY: `geteuid` has no preconditions.
@@ -427,7 +428,7 @@ fn a_program_that_is_killed_on_its_way_leaves_nothing() {
     wait_for("the memory", || (machine.free() == machine.setup.memory).then_some(()));
 }
 
-/// As after the component `sleep/` was removed on Kubernetes.
+/// The situation after the component `sleep/` was removed on Kubernetes.
 #[test]
 fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sleeps() {
     let mut machine = Machine::with_scheduler(Setup::default());

@@ -29,7 +29,7 @@ fn driver_or_record(
     Some(if space.on_gpu(memory.base).is_some() { real() } else { recorded(&mut space) })
 }
 
-/// The GPU of this memory, as a location.
+/// Returns the location of this memory's GPU.
 fn home(memory: &Memory) -> Location {
     Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 }
 }
@@ -82,20 +82,20 @@ pub fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
     SUCCESS
 }
 
-/// A mapping of our memory about which the program queries.
+/// The mapping of our memory that a query concerns.
 #[derive(Debug)]
 struct AddressInfo {
     mapping: Mapping,
     memory: Memory,
     reservation: (u64, u64),
-    /// The access rights of its own GPU.
+    /// The access rights of the memory's own GPU.
     rights: i32,
-    /// It is off the GPU, so the driver knows nothing about it.
+    /// True if the memory is evicted, so that the driver knows nothing about it.
     away: bool,
 }
 
-/// Answers a query about an address where the program has mapped our memory, which does not move during the answer.
-/// `None` if none of our memory is mapped there.
+/// Answers a query about an address where the program has mapped our memory. The memory does not move until `answer`
+/// returns. Returns `None` if none of our memory is mapped there.
 fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
     if !gate::is_active() {
         return None;
@@ -109,14 +109,14 @@ fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Opt
     Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
 }
 
-/// The start and length of the mapping at this address, or the driver's error (580) if its GPU has no access. `None` if
-/// none of our memory is mapped there.
+/// Returns the start and length of the mapping at this address, or the error of driver 580 if the memory's own GPU has
+/// no access. Returns `None` if none of our memory is mapped there.
 pub fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
     query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }
 
-/// Writes an attribute whose value the driver would change when memory is restored, or does not know while it is
-/// evicted. `None` for other attributes. The values match driver 580.
+/// Writes an attribute that the driver would report differently once memory is restored, or cannot report while memory
+/// is evicted. Returns `None` for other attributes. The values match driver 580.
 ///
 /// # Safety
 /// `data` is valid for that attribute.
@@ -200,7 +200,7 @@ pub fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> C
         return real();
     }
     let answered = query(address, |asked| match real() {
-        // Either the driver does not know the address, or it lacks this attribute.
+        // After `ERROR_INVALID_VALUE` the driver does not know the address, or it lacks this attribute.
         // SAFETY: the program's own place for that attribute.
         result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
         error => error,

@@ -1,7 +1,6 @@
 //! Allocations and frees. An allocation by a program that holds the GPU lock waits until its memory is on the GPU. An
-//! allocation by another program only reserves addresses. But it waits too if the driver refuses memory that the
-//! scheduler has allowed, if a stream is being captured, or if another device may access the memory. Other calls do not
-//! wait.
+//! allocation by another program only reserves addresses. It waits too if the driver refuses memory that the scheduler
+//! has allowed, if a stream is being captured, or if another device may access the memory. No other call waits.
 
 use super::pinned;
 use crate::{
@@ -42,10 +41,10 @@ const FREED_TIMEOUT: Duration = Duration::from_secs(10);
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest time that an allocation waits for memory of a program without nvshare, which may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
-/// The same wait while the scheduler, which would know, is away: until the client runs without one.
+/// The same timeout while no scheduler is connected: longer than the 3 s after which the client runs without one.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
-/// The longest wait without a scheduler for the client's thread to check whether other clients can make room
-/// ([`crate::client::offline`]), which it does within 200 ms.
+/// Without a scheduler: the longest wait for the client's thread to check whether other clients can make room
+/// ([`crate::client::offline`]). The check takes at most 200 ms.
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -75,10 +74,10 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
     })
 }
 
-/// Waits until new memory is on the GPU, as it would be without nvshare, in three cases: if the program may run now,
-/// since its next launch would wait; if the driver had no room although the allowance did, so that the allocation fails
-/// and not a launch; or if the users of the memory pass no gate: captured work, and other devices. `false` if no room
-/// can be made; the allocation is undone then.
+/// Waits until new memory is on the GPU in three cases: the client has the lock, so its next launch would wait anyway;
+/// the driver had no room although the allowance did, so that the allocation fails and not a later launch; or the
+/// memory is used without passing a gate, by captured work or by other devices. Returns `false` if no room can be made,
+/// after undoing the allocation.
 pub fn is_backed_in_time(
     gpu: &'static Gpu,
     space: &Mutex<Space>,
@@ -116,7 +115,8 @@ pub fn is_backed_in_time(
             break;
         }
         match must_be_there {
-            // The lock brings the memory, even of clients that are running now. Running work may wait for this thread.
+            // Waiting requests the lock, for which memory is evicted even from clients that are running now. The thread
+            // counts as waiting with work, because running work may wait for it.
             true => gpu.wait(closed::MEMORY),
             false if backing == Backing::Later && !has_turn => break,
             false => gpu.wait_to_allocate(),
@@ -125,8 +125,8 @@ pub fn is_backed_in_time(
     true // it is mapped later, as for a program without the lock
 }
 
-/// Waits for memory that another thread is allocating, before a call that names memory during a capture: such a call
-/// passes no gate.
+/// Called before a call that names memory during a capture. Waits for memory that another thread is allocating, because
+/// such a call passes no gate.
 pub fn wait_beside_capture(gpu: &Gpu) {
     let begin = Instant::now();
     while gpu.gate.is_closed_for(closed::MEMORY)
@@ -168,7 +168,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
     })
 }
 
-/// The current context; `None` if it does not work, so that the driver must return the error.
+/// Returns the current context, or `None` if the context does not work: the driver must then return the error.
 pub fn working_context() -> Result<Option<usize>, CUresult> {
     let context = current_context()?;
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
@@ -204,7 +204,7 @@ pub fn with_retries<T>(
         drop(guard);
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
-        begin = begin + asked.elapsed(); // a rule may make that take long
+        begin = begin + asked.elapsed(); // does not count: a rule may make the request wait for long
         match outcome {
             Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
             Outcome::Denied => may_come = false,
@@ -229,9 +229,9 @@ pub fn free_later(address: CUdeviceptr) -> bool {
     free_with(address, |_, _, _| {})
 }
 
-/// Frees an allocation of ours like the driver's own function, which returns when all work in the memory's context is
-/// done, in every stream: programs may rely on that. Does not wait during a capture, whose end may depend on the
-/// calling thread.
+/// Frees an allocation of ours with the semantics of `cuMemFree`: returns once all work in the memory's context, in
+/// every stream, is done, because programs may rely on that. Does not wait during a capture, whose end may depend on
+/// the calling thread.
 pub fn free(address: CUdeviceptr) -> bool {
     free_with(address, |gpu, space, id| {
         let begin = Instant::now();
@@ -259,7 +259,8 @@ pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) 
     gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
-/// Frees memory, and lets the client's thread free the memory that has to wait.
+/// Runs `change`, which frees memory, and updates the account. Wakes the client's thread if it has to free the rest
+/// later.
 pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
     let mut guard = space.lock();
     let before = guard.account;
@@ -282,7 +283,7 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
     let by_driver = |base| unsafe { driver::cuMemFree_v2(base) };
     let free = |gpu: &'static Gpu| {
         let space = gpu.space()?;
-        // Memory that could not be freed at the time.
+        // Retries memory that an earlier call could not free.
         let mut unfreed = space.lock().take_unfreed();
         unfreed.retain(|base| by_driver(*base) != SUCCESS);
         if !unfreed.is_empty() {

@@ -60,7 +60,7 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
     result
 }
 
-/// Destroys a context. Nothing of this library uses the context during the call.
+/// Destroys a context. This library does not use the context during the call.
 pub fn destroying(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -114,7 +114,7 @@ pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
     if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
-/// Ends one use of a context. Only the last one destroys it: until then, all work in the context continues.
+/// Drops one reference to a context. Only the last drop destroys the context; until then, all work in it continues.
 pub fn releasing(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -185,7 +185,8 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut context = core::ptr::null_mut();
     // SAFETY: `context` outlives the call, and `green` is the program's own green context.
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
-    // Before it is destroyed, so that its work is not queried afterwards. The primary context waits for that work too.
+    // Forgets it before it is destroyed, so that its work is not queried afterwards. The primary context waits for that
+    // work too.
     gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
     let result = real();
     if result != SUCCESS {
@@ -203,8 +204,8 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// Begins a capture. A capture refers to memory, so it begins, like work, when memory is on the GPU, and memory stays
-/// there until it ends.
+/// Begins a capture. A capture refers to memory, so it waits at the gate until memory is on the GPU, and memory stays
+/// there until the capture ends.
 pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(stream, || {
         if gate::is_active()
@@ -226,8 +227,8 @@ pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUre
     result
 }
 
-/// Makes a stream wait for an event. If the event is captured, the stream joins the capture. A graph of streams of
-/// several GPUs is work of all of them.
+/// Makes a stream wait for an event. If the event is captured, the stream joins the capture. A graph captured from
+/// streams of several GPUs is work of each of these GPUs.
 pub fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
         return real();

@@ -56,8 +56,8 @@ pub fn announcing(
     }
 }
 
-/// Shares the memory behind a handle with other processes, GPUs or hosts with `call`, which gets the driver's handle:
-/// the memory must be a single chunk. It is restored first, and never evicted again.
+/// Shares the memory behind a handle with other processes, GPUs or hosts. `call` gets the driver's handle, so the
+/// memory must be a single chunk. The memory is restored first, and never evicted again.
 pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {

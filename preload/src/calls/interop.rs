@@ -16,7 +16,7 @@ pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     })
 }
 
-/// Called before the program submits such work: restores its memory to the GPU, where it stays.
+/// Called before the program submits work that passes no gate: restores its memory to the GPU, where it stays.
 pub fn tie() {
     let _ = tied(|| SUCCESS);
 }

@@ -18,20 +18,21 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// More entries than there are locations that could get access.
+/// Upper bound on the number of access descriptors in one call; more than there are locations.
 const MANY: usize = 256;
 
 pub fn whole(len: u64) -> bool {
     len != 0 && len.is_multiple_of(GRANULE)
 }
 
-/// Whether this is a virtual handle. In the child of a fork it does not matter: the driver refuses every call there.
+/// Whether this is a virtual handle. In the child of a fork the answer is irrelevant: the driver refuses every call
+/// there.
 pub fn is_ours(handle: Handle) -> bool {
     gate::is_active() && vmm::is_virtual(handle)
 }
 
-/// The GPU, the space and the flags for creating movable memory in this call: plain memory of a GPU whose memory this
-/// library moves. `None` for all other memory, which the driver creates, and for calls whose errors the driver reports.
+/// Returns the GPU, its space and the flags if this call creates movable memory: plain memory of a GPU whose memory
+/// this library moves. Returns `None` if the driver must create the memory or report an error.
 pub fn movable(
     place: *mut Handle,
     size: Size,

@@ -43,7 +43,7 @@ pub fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Cop
 }
 
 /// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up.
-/// During a capture memory stays, and allocations are mapped immediately.
+/// During a capture the call passes no gate: memory stays on the GPU, and allocations are mapped immediately.
 #[inline]
 pub fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(CTX_DEFAULT_STREAM, call)
@@ -69,7 +69,7 @@ pub fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult
     }
 }
 
-/// Makes a call inside the gate of this GPU. Its work must be done when it returns: it is not counted.
+/// Makes a call inside the gate of this GPU. The call's work must be done when it returns, because it is not counted.
 pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let (slot, here) = (threads::mine(), stack_pointer());
     if !gate::is_active() || !slot.is_outside_for(here) {
@@ -112,10 +112,11 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
 
 /// Makes a call inside the gate. A `REPEATED` call is made again if it runs out of memory and room can be made.
 ///
-/// Nearly every launch goes to the stream of the previous one, so instructions count here. This is therefore inlined
-/// into each hook, whose arguments stay where they are. It calls nothing but the driver, and after that call it needs
-/// only the slot, which contains the GPU and the stream. Everything else is in closures, which are stored to memory
-/// only when needed; if the call itself were one, it would be stored before each launch.
+/// Nearly every launch goes to the stream of the thread's previous launch and takes this path, so every instruction
+/// counts. The function is therefore inlined into each hook, whose arguments stay where they are. It calls nothing but
+/// the driver, and after that call it needs only the slot, which contains the GPU and the stream. Everything else is in
+/// closures, which are stored to memory only when needed. If the call itself were in such a closure, it would be stored
+/// before each launch.
 #[inline(always)]
 pub fn pass<const REPEATED: bool>(
     stream: CUstream,
@@ -130,7 +131,7 @@ pub fn pass<const REPEATED: bool>(
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // Before the thread leaves the gate, as the result is available here.
+    // Checked before the thread leaves the gate, because the result is available here.
     if REPEATED && result == ERROR_OUT_OF_MEMORY {
         return out_of_line(move || {
             // SAFETY: the thread has entered as before.
@@ -147,14 +148,14 @@ pub fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
     call()
 }
 
-/// Makes a call about which nothing is known yet. If the program has had several contexts, calls in the legacy stream
-/// always come here, as the driver must tell the context of the stream.
+/// Makes a call that cannot take the fast path of [`pass`]. If the program has had several contexts, calls in the
+/// legacy stream always come here, because only the driver knows the context of that stream.
 #[inline]
 pub fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     pass_from(stack_pointer(), stream, weight, reasons, call)
 }
 
-/// Makes such a call in a function with this stack pointer.
+/// [`pass_anyhow`] for a function with the stack pointer `here`.
 #[inline]
 pub fn pass_from(
     here: usize,
@@ -184,7 +185,8 @@ pub fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> b
     if !slot.is_outside() {
         return false;
     }
-    // Before the last launch is read: a signal handler may launch at any time, and leaves it unchanged from here on.
+    // Marks the thread as inside before the last launch is read: a signal handler may launch at any time, but does not
+    // change the last launch of a thread that is inside.
     Gate::approach(slot, here);
     // SAFETY: `is_as_before` has found a launch.
     let entered = Gpu::is_as_before(slot, name) && unsafe { Gpu::of_last_launch(slot) }.gate.lets_in(reasons);

@@ -7,7 +7,7 @@ use core::{
     time::Duration,
 };
 
-/// How long an exit waits until the process is awake. The process that has to wake it may be gone.
+/// The longest time that an exit waits for the process to be awake. The process that has to wake it may be gone.
 const MOST: Duration = Duration::from_secs(10);
 
 static BEGUN: AtomicBool = AtomicBool::new(false);

@@ -37,9 +37,9 @@ pub fn cancel_placement() {
     drop(placement::take_connection());
 }
 
-/// Called when CUDA has been initialised: starts the client's thread, once per process. The thread is running when this
-/// returns, on any thread: a context created earlier would be unknown. Returns `false` if the user requires a scheduler
-/// and none answers; the next `cuInit` tries again.
+/// Called when CUDA has been initialised: starts the client's thread, once per process. The client's thread is running
+/// when this returns, whichever thread calls it: a context created earlier would be unknown. Returns `false` if the
+/// user requires a scheduler and none answers; the next `cuInit` tries again.
 ///
 /// `shut_driver` closes all entries into the driver if `true`, and opens them if `false`.
 pub fn start(shut_driver: fn(bool)) -> bool {
@@ -71,7 +71,7 @@ fn start_once(shut_driver: fn(bool)) -> bool {
 /// Stops all gating and moving: the library has failed.
 #[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
 pub fn give_up() {
-    presence::come_back(); // if another process has taken it off its GPUs, threads wait in the driver
+    presence::come_back(); // if the process is off its GPUs, its threads then block inside the driver
     gate::set_active(false);
     epoch::end();
     gpu::open_all();

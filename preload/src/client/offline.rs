@@ -11,19 +11,19 @@
 //!   useless.
 //!
 //! Each of these steps takes a bounded time, provided that submitted work ends, and the kernel releases the lock of a
-//! process that ends. So every client whose memory fits on the GPU gets it there.
+//! process that ends. So the memory of every client is eventually on the GPU, if it fits there.
 //!
-//! Any process that can read the file can lock it, and must not be able to stop the programs of other users
-//! permanently. A client that has waited for too long ignores turns for a while: it runs, and evicts no memory for
+//! Any process that can read the file can lock it, but must not be able to block the programs of other users
+//! permanently. So a client that has waited for too long ignores turns for a while: it runs, and evicts no memory for
 //! other clients. Where no turn can be taken, memory is still restored as other programs free theirs.
 //!
 //! A client of several GPUs needs all of them at the same time. It takes their turns in the order of their UUIDs, which
 //! is the same for all clients, and keeps one while it waits for the next. It evicts the memory of one GPU only after
 //! work on its peers has ended.
 //!
-//! A second file per GPU tells a client whether other clients exist that could make room: each has a shared lock on it.
-//! If it is alone, an allocation that finds no room fails. The scheduler creates the files beside its socket. If they
-//! don't exist, because no scheduler has ever run there, memory is restored as room appears.
+//! A second file per GPU tells a client whether other clients exist that could make room: each client holds a shared
+//! lock on it. If a client is alone, an allocation that finds no room fails. The scheduler creates the files beside its
+//! socket. If they don't exist, because no scheduler has ever run there, memory is restored as room appears.
 //!
 //! None of this concerns the engine `managed`, with which pages migrate to the GPU when they are touched.
 
@@ -42,20 +42,21 @@ use crate::{
 use alloc::{ffi::CString, format, vec::Vec};
 use core::time::Duration;
 
-/// The length of a turn once all memory is on the GPU: at least `MIN_TURN`, and `TURN_PER_FILL` times the time that
-/// restoring it took, so that most of the time is not spent on moving memory.
+/// The length of a turn once all memory is on the GPU: the larger of `MIN_TURN` and `TURN_PER_FILL` times the time that
+/// restoring the memory took, so that most of the time is not spent on moving memory.
 const MIN_TURN: Duration = Duration::from_secs(2);
 const TURN_PER_FILL: u32 = 8;
-/// A useless turn ends after this time: no memory has been restored, or the client still waits for another GPU.
+/// A turn ends after this time if it is useless: no memory has been restored, or the client still waits for another
+/// GPU.
 const MAX_USELESS: Duration = Duration::from_secs(10);
-/// How long a client waits for another's turn, and how long it ignores turns after that.
+/// How long a client waits for another client's turn, and how long it ignores turns after that.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 const IGNORE: Duration = Duration::from_secs(1800);
 /// The interval between checks of the lock: while the client runs, and while it waits or holds the turn.
 const POLL_RUNNING: Duration = Duration::from_millis(50);
 const POLL_WAITING: Duration = Duration::from_millis(10);
-/// A client that has seen no other one in this many checks in a row is alone: a single check may miss another client
-/// that checks at the same moment.
+/// The number of consecutive checks without another client after which this client counts as alone: a single check may
+/// miss another client that checks at the same moment.
 const ALONE: u32 = 2;
 /// The interval between attempts after a failure: to open the files, to drain, to evict.
 const RETRY: Duration = Duration::from_secs(1);
@@ -64,13 +65,13 @@ const RETRY: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub struct Offline {
     files: Option<Files>,
-    /// The number of checks in a row that found no other client.
+    /// The number of consecutive checks that found no other client.
     seen_alone: u32,
     /// The turn, if this client holds it.
     held: Option<Held>,
     /// When another client was first seen to hold the turn.
     stopped_since: Option<Instant>,
-    /// The GPU had no room for missing memory.
+    /// True if the GPU had no room for missing memory.
     is_full: bool,
     /// Until when this client ignores turns.
     ignore_until: Option<Instant>,
@@ -81,14 +82,14 @@ pub struct Offline {
     evict_at: Option<Instant>,
 }
 
-/// This client on its other GPUs.
+/// The state of this client on its other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct OtherGpus {
-    /// It waits for memory on a GPU that precedes this one in the order of turns.
+    /// The client waits for memory on a GPU that precedes this one in the order of turns.
     pub before: bool,
-    /// It waits for memory on a GPU that follows this one.
+    /// The client waits for memory on a GPU that follows this one.
     pub after: bool,
-    /// Its memory has to leave a peer of this GPU.
+    /// The client's memory on a peer of this GPU must be evicted.
     pub stopped: bool,
 }
 
@@ -97,7 +98,7 @@ pub struct OtherGpus {
 struct Held {
     /// When the client began to restore memory.
     since: Instant,
-    /// The most bytes mapped so far, and when that was reached.
+    /// The largest number of bytes mapped so far, and when it was reached.
     most: (u64, Instant),
     /// When all memory was on the GPU.
     filled: Option<Instant>,
@@ -108,7 +109,7 @@ impl Held {
         Self { since: now, most: (0, now), filled: None }
     }
 
-    /// Whether the turn is over by time.
+    /// Whether the time of the turn is up.
     fn is_over(&mut self, account: &Account, waits_elsewhere: bool, now: Instant) -> bool {
         if !account.is_complete() {
             if self.filled.is_some() {
@@ -137,7 +138,7 @@ impl Held {
 struct Files {
     /// Locked exclusively by the holder of the turn.
     turn: LockFile,
-    /// Locked by all clients together.
+    /// All clients hold a shared lock on it.
     here: LockFile,
 }
 
@@ -169,7 +170,7 @@ impl Files {
 }
 
 impl Offline {
-    /// A scheduler is connected, and decides from now on.
+    /// Called when a scheduler has connected: it decides from now on.
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
         if let Some(space) = gpu.space() {
@@ -177,8 +178,9 @@ impl Offline {
         }
     }
 
-    /// Shows this client to others that have lost the scheduler, before it continues without one. All clients lose it
-    /// at the same moment, but some continue sooner, and check then whether other clients could make room.
+    /// Makes this client visible to other clients that have lost the scheduler, before it runs without one itself. All
+    /// clients lose the scheduler at the same moment, but some run without it sooner, and then check whether other
+    /// clients could make room.
     pub fn show(&mut self, gpu: &Gpu) {
         if gpu.space().is_some_and(|space| !space.lock().account.demand_paged) {
             self.look_for_files(gpu, Instant::now());
@@ -195,7 +197,7 @@ impl Offline {
         self.stopped_since.is_some()
     }
 
-    /// The GPU has no room for missing memory.
+    /// Called when the GPU has no room for missing memory.
     pub fn gpu_is_full(&mut self) {
         self.is_full = true;
     }
@@ -229,8 +231,8 @@ impl Offline {
         }
     }
 
-    /// Notes whether another client holds the turn. If so, no memory is restored; otherwise all of it may be, as there
-    /// is room.
+    /// Notes whether another client holds the turn. If so, no memory is restored; otherwise all of it may be restored
+    /// while the GPU has room.
     fn look_at_turn(&mut self, gpu: &Gpu, space: &Mutex<Space>, now: Instant) {
         if self.stopped_since.is_some_and(|since| now - since >= MAX_WAIT) {
             trace!("GPU {}: has waited for too long", gpu.index);
@@ -254,7 +256,7 @@ impl Offline {
         }
     }
 
-    /// Sets the limit on allocations. It is lower with other clients, since each has a context on the GPU.
+    /// Sets the limit on allocations. The limit is lower if other clients exist, since each has a context on the GPU.
     fn update_account(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Account {
         self.seen_alone = match &self.files {
             Some(files) if files.sees_others() => 0,
@@ -279,7 +281,8 @@ impl Offline {
         }
     }
 
-    /// Gives up a turn that is over: by time, or because the client is idle, as the early release of locks detects.
+    /// Gives up a turn that is over: its time is up, or the client is idle by the same test as for an early release of
+    /// the lock.
     fn give_up_turn(&mut self, gpu: &Gpu, turn: &mut Turn, account: &Account, others: OtherGpus, now: Instant) {
         let (Some(held), Some(files)) = (&mut self.held, &self.files) else { return };
         let was_filled = held.filled.is_some();
@@ -306,7 +309,7 @@ impl Offline {
         }
     }
 
-    /// Drains while memory has to leave, and runs otherwise.
+    /// Drains while memory must be evicted, and runs otherwise.
     fn stop_or_run(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, now: Instant) {
         if !self.is_stopped() && !others.stopped {
             self.drain_at = None;

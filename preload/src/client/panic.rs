@@ -17,8 +17,8 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     }
 }
 
-// core and alloc were compiled with unwinding and refer to these symbols. They are never called, since a panic ends
-// above.
+// core and alloc were compiled with unwinding and refer to these symbols. They are never called, since the panic
+// handler does not return.
 core::arch::global_asm!(
     ".globl rust_eh_personality",
     ".hidden rust_eh_personality",

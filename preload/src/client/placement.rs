@@ -30,7 +30,7 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 static SETTLED: Once = Once::new();
 
 /// The connection made for the request, which the client's thread takes over: the socket, the protocol version and this
-/// client's id; or the reason why there is none.
+/// client's id; or the reason why no connection was made.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
 static VISIBLE_GPUS: OnceBox<Vec<Identity>> = OnceBox::new();
@@ -45,7 +45,7 @@ pub fn request(hello: &ClientMessage) -> bool {
     SETTLED.run(|| settle(hello))
 }
 
-/// `false` if the process must see no GPU; one may be free at the next attempt.
+/// Returns `false` if the process must see no GPU; the next attempt may find a free one.
 fn settle(hello: &ClientMessage) -> bool {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {

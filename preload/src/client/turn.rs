@@ -20,16 +20,16 @@ use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
-/// How long a drain may make no progress while threads wait at the gate before copies and flag writes pass: running
-/// kernels may need them in order to end, and they give the GPU little to do.
+/// How long a drain may make no progress while threads wait at the gate. After that, copies and flag writes pass:
+/// running kernels may need them in order to end, and they give the GPU little to do.
 const HELP_AFTER: Duration = Duration::from_millis(200);
-/// How long the drain may then make no progress before kernels pass too: at least this long, and this many times the
-/// longest recent time that submitted work took, but no longer than `OPEN_AT_LAST`.
+/// How long the drain may make no further progress before kernels pass too: `OPEN_AFTER_WORK` times the longest recent
+/// duration of submitted work, but at least `OPEN_AFTER` and at most `OPEN_AT_LAST`.
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// The minimum for a client that has never needed it: a stalled drain is then more likely a kernel longer than any
-/// before.
+/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels: a stalled drain then more likely
+/// means a kernel that is longer than any before.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
 /// A drain without progress is reported after this time even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
@@ -77,7 +77,7 @@ struct Contended {
     grace: Duration,
     /// The number of submissions at the last check.
     count: u64,
-    /// Recorded behind those submissions.
+    /// A fence behind those submissions.
     fence: Option<Fence>,
     /// When those submissions were done, and how long the client keeps the lock from then on.
     idle_since: Option<Instant>,
@@ -141,8 +141,8 @@ impl Turn {
         self.contend(gpu, None);
     }
 
-    /// Another client waits for the lock, and this one may stay idle for `grace` before releasing it. `None`: no client
-    /// waits.
+    /// Called when another client waits for the lock, so that this one may stay idle for at most `grace` before
+    /// releasing it, or with `None` when no client waits.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
         gpu.work.set_contended(grace.is_some());
         if let TurnPhase::Holding { contended } = &mut self.state {
@@ -270,7 +270,7 @@ impl Turn {
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = TurnPhase::Over;
         // The scheduler ignored a request made during this turn, so it is repeated: by the waiting thread, if it is
-        // awake and sees that there is none, or here on its behalf.
+        // awake and sees that no request is pending, or here on its behalf.
         gpu.request_is_over();
         if gpu.is_waited_for() {
             gpu.request();
@@ -340,7 +340,7 @@ impl Drain {
                 if !core::mem::take(&mut self.helped) {
                     return Drained::Done(self.why);
                 }
-                // Threads have passed since. Closes the gate, so that the next fence covers their work.
+                // Threads have entered since. Closes the gate, so that the next fence covers their work.
                 gpu.gate.close(closed::LOCK);
                 gpu.gate.open(closed::KERNELS);
                 self.fence = None;

@@ -13,8 +13,8 @@ use nvshare_wire::ClientMessage;
 
 /// The interval between samples. A fence is an event in each stream, so it costs about the same as a launch.
 const EVERY: Duration = Duration::from_millis(2);
-/// A fence that is done within this time did not wait for the GPU. Longer than a launch takes to reach the GPU, and a
-/// small part of the queued time where work does wait.
+/// A fence that is done within this time did not wait for the GPU. Longer than a launch takes to reach the GPU, and
+/// much shorter than the wait of a fence behind queued work.
 const AT_ONCE: Duration = Duration::from_micros(100);
 /// A check this late is discarded: other work may have finished in between.
 const TOO_LATE: Duration = Duration::from_micros(400);

@@ -28,7 +28,7 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     }
 }
 
-/// Tells the scheduler the limits that the program's environment sets. `false` if they could not be sent.
+/// Sends the limits that the program's environment sets. Returns `false` if they could not be sent.
 pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     let mut messages = settings::get().limits.messages().iter();
     messages.all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))

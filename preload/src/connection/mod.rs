@@ -76,7 +76,7 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::SeqCst)
 }
 
-/// Called when a new scheduler has been told everything that it needs to know about this process.
+/// Called when a new scheduler has received everything that it needs to know about this process.
 pub fn begin_generation() {
     GENERATION.fetch_add(1, Ordering::SeqCst);
 }

@@ -51,7 +51,7 @@ impl Socket {
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the program has not closed it.
+    /// Whether the socket is still open, not closed by the program.
     pub fn is_ours(&self) -> bool {
         self.get().is_some()
     }

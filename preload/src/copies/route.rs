@@ -29,7 +29,7 @@ pub enum Side {
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     pub way: Way,
-    /// The GPU at whose gate it waits, if this library leaves the stream's GPU alone.
+    /// The GPU at whose gate the copy waits, if this library leaves the stream's GPU alone.
     pub gate: Option<&'static Gpu>,
 }
 
@@ -37,10 +37,11 @@ pub struct Route {
 pub enum Way {
     /// As the program wrote it.
     Direct,
-    /// Between two GPUs, if one or both have no access to the other's memory. The driver stages such a copy, but copies
-    /// chunks only if it is given the contexts: these, of destination and source.
+    /// Between two GPUs, if one or both have no access to the other's memory. The driver stages such a copy, but for
+    /// chunks it must be given the contexts of destination and source, which are these.
     Peers([CUcontext; 2]),
-    /// Between the host and memory of a GPU that the stream's GPU cannot access: with this context of the memory's GPU.
+    /// Between the host and memory of a GPU that the stream's GPU cannot access. Made in this context of the memory's
+    /// GPU.
     Owner(CUcontext),
 }
 
@@ -61,7 +62,7 @@ struct Place {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Chunks of this library: a GPU has access only if it was given access, as peers are.
+    /// Chunks of this library: another GPU has access only if this library has granted it, as it does to peers.
     Ours,
     /// Chunks of another process: only the GPU that uses them has access.
     Imported,
@@ -74,7 +75,8 @@ impl Place {
         Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
     }
 
-    /// A context of its GPU: the one in which it was allocated, if that can be used to copy memory.
+    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the one in which it was
+    /// allocated.
     fn context(&self) -> CUcontext {
         let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
         let own = contexts.iter().find(|known| **known as usize == self.allocated_in);
@@ -98,8 +100,8 @@ impl Place {
         }
     }
 
-    /// The memory's place according to the driver. Managed and host memory is accessible to every GPU, and has no
-    /// place.
+    /// The memory's place according to the driver. Managed and host memory has no place, because every GPU can access
+    /// it.
     fn asked(side: Side) -> Option<Self> {
         use pointer_attribute::{CONTEXT, DEVICE_ORDINAL, IS_MANAGED, MEMORY_TYPE};
         let Side::Address(address @ 1..) = side else { return None };
@@ -153,7 +155,7 @@ fn find(stream: CUstream, sides: [Side; 2]) -> Route {
     Route { way, gate }
 }
 
-/// Whether that GPU has been given access to memory of this library: peers have it, if the hardware permits that.
+/// Whether that GPU has been granted access to memory of this library: peers have access, if the hardware permits it.
 fn has_access(device: CUdevice, place: &Place) -> bool {
     let peer = gpu::by_ordinal(device).filter(|_| place.kind == Kind::Ours);
     peer.zip(place.gpu).is_some_and(|(peer, gpu)| peers::can_reach(peer, gpu))

@@ -5,7 +5,7 @@
 
 pub use checks::check;
 
-/// Runs `f`, whose submissions find room in the queues of their streams, so that they do not wait.
+/// Runs `f`, whose submissions are known to find room in the queues of their streams, so that they do not wait.
 pub fn with_room<R>(f: impl FnOnce() -> R) -> R {
     let _room = crate::sys::rank::with_room();
     f()
@@ -45,8 +45,8 @@ mod checks {
         })
     }
 
-    /// Aborts if this function is about to be called where no thread may wait. If a file is named for counting such
-    /// calls, it gets a line instead, and another line for each place that calls a function that waits.
+    /// Aborts if the call of this function may wait where waiting is forbidden. If `LIBNVSHARE_WAITING_CALLS` names a
+    /// file, appends a line to it instead, and also a line for each permitted call that may wait.
     #[track_caller]
     pub fn check(function: &Function) {
         let counted = environment(c"LIBNVSHARE_WAITING_CALLS");

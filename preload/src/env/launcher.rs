@@ -1,5 +1,6 @@
-//! The gang of a program that waits for other processes of its job. Launchers (torchrun, Open MPI, Slurm, and any that
-//! sets PyTorch's variables) give the processes of one job environment variables whose values no other job has.
+//! The gang of a program whose job has several processes, which wait for each other. Launchers (torchrun, Open MPI,
+//! Slurm, and any that sets PyTorch's variables) give the processes of one job environment variables whose values no
+//! other job has.
 
 use core::ffi::CStr;
 

@@ -1,8 +1,9 @@
 //! The asymmetric fence between a thread that passes a gate and the thread that closes it.
 //!
 //! Threads pass a gate a million times a second and close it a few times: with `membarrier(2)` the closing thread pays
-//! for both, and a passing thread needs no fence. If the kernel lacks it or refuses it, perhaps because of a seccomp
-//! filter that the program has installed since, both use an ordinary fence: the gate tells the passing thread.
+//! for both sides, and a passing thread needs no fence. If the kernel lacks or refuses that system call, perhaps
+//! because of a seccomp filter that the program has installed since, both sides use an ordinary fence: the state of the
+//! gate tells the passing thread to do so.
 
 use crate::sys::time;
 use core::{
@@ -11,7 +12,7 @@ use core::{
 };
 use rustix::thread::{MembarrierCommand, membarrier};
 
-/// Whether the kernel supports it and has not refused it so far.
+/// Whether the kernel supports `membarrier(2)` and has not refused it so far.
 static MEMBARRIER: AtomicBool = AtomicBool::new(false);
 
 /// Called once, before the first gate is closed.
@@ -19,7 +20,7 @@ pub fn init() {
     MEMBARRIER.store(membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok(), Ordering::SeqCst);
 }
 
-/// Acts as if the kernel refused it from now on.
+/// Acts as if the kernel refused `membarrier(2)` from now on.
 #[cfg(test)]
 pub fn refuse() {
     MEMBARRIER.store(false, Ordering::SeqCst);

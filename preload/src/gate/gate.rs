@@ -30,8 +30,8 @@ pub mod closed {
     pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
 
-/// Not a reason: entering threads must execute their own fence, since the closing thread cannot make them execute one.
-/// They read the state anyway. Once set, it stays set.
+/// Not a reason: tells entering threads, which read the state anyway, to execute their own fence, because the closing
+/// thread cannot make them execute one. Once set, it stays set.
 const FENCED: u32 = 1 << 30;
 /// `FENCED` has been set long enough that every thread sees it, and that the marks of threads that entered earlier
 /// without a fence are visible.
@@ -90,7 +90,7 @@ impl Gate {
         slot.inside.store(threads::OUTSIDE, Ordering::Release);
     }
 
-    /// Leaves the gate of this GPU, at which the thread is. It has submitted something there.
+    /// Leaves the gate of this GPU. The calling thread is inside it and has submitted something.
     #[inline]
     pub fn leave(gpu: u32, slot: &threads::Slot) {
         if let Some(count) = slot.submitted.get(gpu as usize) {

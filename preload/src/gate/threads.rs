@@ -44,9 +44,10 @@ const CALL_STACK: usize = 4096;
 #[derive(Debug)]
 pub struct Slot {
     /// If this thread is inside the gate of the GPU that it is `at`: the stack pointer of the function that calls the
-    /// driver. From it a later call can tell that this one was left by a jump.
+    /// driver. A later call uses it to detect that this one was left by a jump.
     pub inside: AtomicUsize,
-    /// The GPU at whose closed gate this thread waits, and until when at most, in microseconds on the monotonic clock.
+    /// The GPU at whose closed gate this thread waits, and the latest end of the wait, in microseconds on the monotonic
+    /// clock.
     waits_at: AtomicU32,
     waits_until: AtomicU64,
     /// The index of the GPU at whose gate this thread is, or was last. Changes only while it counts as inside.
@@ -55,8 +56,8 @@ pub struct Slot {
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
     /// The epoch, stream (by its [name](crate::work::name_of)) and GPU of this thread's last launch. A launch to the
     /// same stream in the same epoch is known to be noted, see `crate::work`, and the thread is still at the gate of
-    /// that GPU. Only the thread itself uses these and the next two. It changes these only while it counts as inside: a
-    /// signal handler that launches then finds the thread inside, and leaves them alone.
+    /// that GPU. Only the thread itself uses these three fields and the next two. It changes these three only while it
+    /// counts as inside: a signal handler that launches then finds the thread inside, and does not change them.
     pub way: Cell<u64>,
     pub stream: Cell<usize>,
     pub gpu: Cell<*const c_void>,
@@ -159,7 +160,7 @@ impl Slot {
     }
 
     /// Like [`is_outside`](Self::is_outside), for a call made by a function with the stack pointer `here`. Detects that
-    /// the call which is inside was left by a jump, as a signal handler may do, and then ends that call.
+    /// the call marked as inside was left by a jump, for example out of a signal handler, and then ends that call.
     ///
     /// A call in progress has its frame at `inside` and above. So it cannot be right below `here`, where this call
     /// needs the stack itself. Anywhere else it may still be in progress: above, if this call is nested in it, or on
@@ -175,9 +176,9 @@ impl Slot {
     }
 
     /// Counts the calling thread, whose slot this must be, as waiting at the gate of this GPU until
-    /// [`end_waiting`](Self::end_waiting), and no longer than [`COMES_BACK`] after the timeout. If a signal handler
-    /// waits during a wait, the thread does not count from the handler's end until the interrupted wait is renewed,
-    /// which the signal hastens.
+    /// [`end_waiting`](Self::end_waiting), but no longer than [`COMES_BACK`] after the timeout. If a signal handler
+    /// waits during a wait, the thread stops counting as waiting when the handler ends, and counts again once the
+    /// interrupted wait is renewed. The signal itself ends the interrupted wait early.
     pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);
@@ -208,7 +209,7 @@ impl Slot {
         let turns = self.at.load(Ordering::Relaxed) != gpu;
         if turns {
             self.at.store(gpu, Ordering::Release);
-            self.way.set(epoch::NONE); // it led to the other gate
+            self.way.set(epoch::NONE); // it belongs to the other gate
         }
         turns
     }

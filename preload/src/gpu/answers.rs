@@ -13,7 +13,7 @@ pub struct LimitAnswers {
     pub(super) count: AtomicU32,
     /// The size of the newest refusal in bytes, and its count.
     denied: Mutex<(u64, u32)>,
-    /// The scheduler has said that its answer takes until other clients no longer need the memory.
+    /// True if the scheduler has said that it will answer once other clients no longer need the memory.
     pub(super) awaited: AtomicBool,
 }
 

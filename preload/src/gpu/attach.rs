@@ -109,9 +109,9 @@ impl Gpu {
         self.wait_for_admission()
     }
 
-    /// Waits until the scheduler answers, or for a limited time. This includes a short absence of the scheduler: a
-    /// client that reconnects is introduced again, and one that runs without a scheduler is admitted. `false` if the
-    /// context is refused.
+    /// Waits until the scheduler answers, or for a limited time. The wait spans a short absence of the scheduler: a
+    /// client that reconnects is introduced again, and a client that runs without a scheduler is admitted. Returns
+    /// `false` if the context is refused.
     fn wait_for_admission(&self) -> bool {
         let _waiting = waiting_for_client_thread();
         let begin = Instant::now();
@@ -263,7 +263,7 @@ impl Gpu {
         }
     }
 
-    /// Stores the answer, unless a final one is stored.
+    /// Stores the answer, unless a final answer is already stored.
     fn set_admission(&self, known: u32) {
         for open in [admission::UNKNOWN, admission::DEFERRED] {
             let _ = self.admission.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);

@@ -72,7 +72,7 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        // A swap, so that a thread that still found it set is seen waiting.
+        // A swap rather than a store, so that a thread that still found the flag set is seen waiting.
         self.requested.swap(false, Ordering::SeqCst);
     }
 

@@ -176,8 +176,8 @@ impl Gpu {
         self.info().map(|info| info.identity.get())
     }
 
-    /// Called when this slot has become another GPU, so that statements about the previous one no longer hold. Pending
-    /// requests stay pending: the scheduler that has moved this process has them.
+    /// Called when this slot has become another GPU: answers about the previous GPU no longer hold. Pending requests
+    /// stay pending, because the scheduler that moved this process has them.
     pub fn has_moved(&self) {
         self.forget_denials();
         self.reservation_answers.forget();
@@ -270,7 +270,8 @@ impl Gpu {
 
     /// Whether no work of this client that may access memory of this GPU is running, and none can start.
     pub fn is_drained(&self) -> bool {
-        // Closed for the lock: a gate that is closed only for memory may have earlier work behind it.
+        // Closed for the lock, not for any reason: behind a gate that is closed only for memory, earlier work may still
+        // be running.
         let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
         is_shut(self) && self.peers().all(is_shut) && self.is_quiet() && !capture::any()
     }

@@ -71,7 +71,7 @@ impl Gpu {
     /// Ends a call that found the stream [as before](Self::is_as_before).
     ///
     /// # Safety
-    /// The call did, and entered the gate of the GPU of the last launch.
+    /// The call found the stream as before, and entered the gate of the GPU of the last launch.
     #[inline(always)]
     pub unsafe fn leave_as_before(
         slot: &Slot,

@@ -18,7 +18,7 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Destination and source of a copy of `n` bytes by address. The host's side need not be an address.
+/// Destination and source of a copy of `n` bytes by address. A side in host memory may be [`HOST`].
 type Ends = [CUdeviceptr; 2];
 
 /// Stands for an address in host memory.

@@ -27,7 +27,7 @@ unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn()
     known.clone().for_each(|(other, _)| errno::preserved(|| couple(gpu, other)));
     launched(first, ONE, || {
         let result = call();
-        // Inside the gate, through which all of them have passed.
+        // Done inside the gate, through which all of the kernels have passed.
         known.clone().for_each(|(other, stream)| errno::preserved(|| other.work.note(stream)));
         result
     })

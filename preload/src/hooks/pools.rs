@@ -170,8 +170,8 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
     if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
 }
 
-/// Whether the stream does not synchronize with the legacy stream. A free in a stream that does is ordered after the
-/// work of all such streams, for which synchronizing that one stream may not wait.
+/// Whether the stream does not synchronize with the legacy stream. A free in a stream that does synchronize with it is
+/// ordered after the work of all such streams, and synchronizing that one stream may not wait for all of them.
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.
@@ -189,7 +189,8 @@ enum Wait {
     Event,
 }
 
-/// Makes a call that waits for work. Afterwards frees are done, and pools release memory above their thresholds.
+/// Makes a call that waits for work. Afterwards the frees behind that work are done, and pools release memory above
+/// their thresholds.
 #[inline]
 fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
     if has_pending_frees() && gate::is_active() { releasing(wait(), real) } else { real() }
@@ -224,7 +225,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     result
 }
 
-/// Spins for a moment until frees are done, which they are if nothing is running.
+/// Spins briefly until pending frees are done, as they soon are if nothing is running.
 fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
     let begin = Instant::now();
     while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {

@@ -22,10 +22,10 @@ use core::{
     ptr,
 };
 
-/// The hook of `dlsym`. It handles names that begin with `cu`, and the few NVML names with hooks, but not with
-/// `RTLD_NEXT`, whose meaning depends on the caller's address. The meaning of `RTLD_DEFAULT` depends on it too, since
-/// it includes the libraries loaded with the caller: of the driver's names only hooks' names, which are found in any
-/// scope, are handled for it. All other calls jump to the real function with the caller's return address on the stack.
+/// The hook of `dlsym`. Handles names that begin with `cu` and the hooked NVML names. Passes `RTLD_NEXT` lookups
+/// through, because their result depends on the caller's address. So does the result of `RTLD_DEFAULT` lookups, which
+/// include the libraries loaded with the caller: of the driver's names they are handled only for hooks' names, which
+/// are found in any scope. All other calls jump to the real function with the caller's return address on the stack.
 ///
 /// A library opened with `dlopen` is always queried with `dlsym` first, so this is where we notice that a library that
 /// does not find the hooks has loaded the driver ([`deepbind`]).
@@ -219,8 +219,8 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
     )
 }
 
-/// The hook of `dlopen`, whose meaning depends on the caller's address: jumps to the real function with that on the
-/// stack.
+/// The hook of `dlopen`. The result depends on the caller's address, so the hook jumps to the real function with the
+/// caller's return address on the stack.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]

@@ -18,8 +18,8 @@ use crate::{
 use alloc::{boxed::Box, vec::Vec};
 use core::ffi::CStr;
 
-/// Names of functions that pass, each followed by a NUL: first those with entries, in their order, then those without.
-/// Without pointers, so that loading them costs nothing.
+/// Names of functions that are not intercepted, each followed by a NUL: first those with entries, in their order, then
+/// those without. Stored without pointers, so that the loader has nothing to relocate.
 static NAMES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/passed-names"));
 
 /// The distance between two entries, in bytes.

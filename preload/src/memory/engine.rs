@@ -55,7 +55,7 @@ pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
     /// Reserves addresses for `len` bytes, without memory if the engine can do that.
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
-    /// Frees the addresses. `false` if only a thread of the program can.
+    /// Frees the addresses. Returns `false` if only a thread of the program can free them.
     fn unreserve(&self, base: u64, len: u64) -> bool;
     /// Backs a chunk with memory on the GPU. Its contents are undefined.
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
@@ -183,7 +183,7 @@ impl Engine for Managed {
     }
 
     fn unreserve(&self, _: u64, _: u64) -> bool {
-        false // the driver waits for the work of the current context then
+        false // freeing it makes the driver wait for the work of the current context
     }
 
     fn map(&self, _: CUdevice, _: u64, _: u64, _: Flags) -> Result<Handle, CUresult> {
@@ -215,8 +215,8 @@ pub fn can_prefetch(gpu: CUdevice) -> bool {
     has(gpu, DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)
 }
 
-/// Chooses the engine for a GPU, and gives the reason: the requested one if the GPU supports it, otherwise the best.
-/// `None`: memory stays where the driver put it.
+/// Chooses the engine for a GPU: the requested engine if the GPU supports it, otherwise the best. Returns the reason
+/// too. With `None`, memory stays where the driver put it.
 pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static dyn Engine>, EngineReason) {
     if has(gpu, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
         SHARING.fetch_or(bit(gpu), Ordering::Relaxed);

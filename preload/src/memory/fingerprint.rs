@@ -107,7 +107,7 @@ impl Fingerprinter {
         }
     }
 
-    /// Returns the buffer, which still has to be unregistered. The context is broken.
+    /// Called when the context is broken. Returns the buffer, which still has to be unregistered.
     pub fn into_buffer(self) -> Buffer {
         self.table
     }

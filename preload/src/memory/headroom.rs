@@ -6,13 +6,14 @@ use alloc::{ffi::CString, format, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
 use rustix::process::{Resource, getrlimit};
 
-/// Left to the host: below this, nothing more is swapped out.
+/// Bytes left to the host. If less is available, nothing more is evicted to host memory.
 const HOST_RESERVE: u64 = 512 << 20;
 /// Addresses left to the process within its limit: enough for the stacks and heaps of a few threads.
 const ADDRESS_RESERVE: u64 = 32 << 20;
 /// Upper bound on the nodes in one range, whatever the text contains.
 const MOST_NODES: u64 = 1024;
-/// Left to a cgroup for its other memory, which also grows: this fraction of its limit, and at most this much.
+/// The reserve of a cgroup for its other memory, which also grows: the cgroup's limit divided by `GROUP_PART`, but at
+/// most `GROUP_RESERVE` bytes.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
 /// In version 1, a larger number means no limit.
@@ -47,7 +48,7 @@ impl Drop for Claim {
 pub struct Headroom {
     /// Bytes that it can still allocate.
     pub left: u64,
-    /// The overrun of the reserve of its cgroups, in bytes.
+    /// Bytes by which the reserve of its cgroups is overrun.
     pub lacking: u64,
     /// Whether a cgroup limits it.
     pub is_limited: bool,
@@ -198,8 +199,8 @@ fn read(group: &[u8], name: &[u8]) -> Vec<u8> {
     CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
 }
 
-/// The limit of a group; `None` if it has none. Above `memory.high` the kernel throttles each allocation of its
-/// threads, as it cannot reclaim memory that is registered with the driver.
+/// The limit of a group; `None` if it has none. `memory.high` counts too: above it the kernel throttles each allocation
+/// of the group's threads, because it cannot reclaim memory that is registered with the driver.
 fn limit(group: &[u8], files: &Files) -> Option<u64> {
     let limits = files.most.iter().filter_map(|name| number(&read(group, name)));
     limits.min().filter(|most| *most < NO_LIMIT)

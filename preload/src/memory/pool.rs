@@ -40,8 +40,8 @@ impl StreamName {
     const LAST: Self = Self { context: u64::MAX, id: u64::MAX };
 }
 
-/// Which streams may reuse a free block without a wait. The order is the order of preference between blocks of one
-/// size.
+/// Which streams may reuse a free block without a wait. The order of the variants is the order of preference between
+/// blocks of one size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Order {
     /// Later work of this stream.
@@ -76,7 +76,7 @@ struct Block {
 #[derive(Debug, Clone, Copy)]
 struct Free {
     order: Order,
-    /// The number of the free; the last one if several were joined.
+    /// The number of the free; the highest number if several frees were joined.
     number: u64,
 }
 

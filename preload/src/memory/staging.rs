@@ -29,7 +29,8 @@ use rustix::{
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
 /// Bytes whose pages are allocated between two checks whether the host has room. Several programs may find the same
-/// room at the same time: each of their threads then takes this much too much, which the reserve of the cgroup absorbs.
+/// room at the same time: each of their threads then allocates this many bytes too many, which the reserve of the
+/// cgroup absorbs.
 const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
 const REGISTER_FLAGS: u32 = 1 | 2;
@@ -79,7 +80,7 @@ impl Buffer {
                 let _ = munmap(start as *mut c_void, len);
                 return None;
             }
-            // Before the first touch: neither a child process nor a core file gets a copy.
+            // Set before the first touch, so that neither a child process nor a core file gets a copy.
             for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
                 let _ = madvise(start as *mut c_void, len, advice);
             }
@@ -131,8 +132,8 @@ impl Buffer {
         }
     }
 
-    /// Unregisters the buffer, so that the kernel can page it out again. The context with which it is registered is
-    /// current, no capture may be invalidated, and the driver may wait for running work.
+    /// Unregisters the buffer, so that the kernel can page it out again. The caller has made the context with which it
+    /// is registered current, and ensures that no capture is invalidated. The driver may wait for running work.
     pub fn unregister(&mut self) {
         if core::mem::take(&mut self.registered) != 0 {
             // SAFETY: the buffer is registered, and no copy uses it.

@@ -1,9 +1,9 @@
 //! Driver calls that may wait for running work: unregistering host buffers, and loading the fingerprint kernel. A
 //! thread that holds no lock makes them for one GPU, and ends when none are left.
 //!
-//! A call is made once the driver says that the work given to its context before is done. Otherwise the driver itself
-//! might wait for work that ends only after the program's next call, and that call might have to wait inside the driver
-//! too.
+//! A call is made once the driver says that the work submitted to its context before is done. Otherwise the driver
+//! itself might wait for work that ends only after the program's next call, and that call might have to wait inside the
+//! driver too.
 
 use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
@@ -24,8 +24,8 @@ use core::time::Duration;
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// For this long after a context's work was done, later work is not waited for: a program that is never idle queues
-/// less than this.
+/// For this time after a context's work was seen done, calls do not wait for later work: a program that is never idle
+/// queues less work than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -57,7 +57,7 @@ enum Job {
     Load(usize),
 }
 
-/// The chunk of a copy.
+/// The chunk that a copy belongs to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     pub base: u64,
@@ -179,7 +179,7 @@ impl Queue {
     fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
         match job {
             Job::Unregister(mut copy, back_to) => {
-                // A registration goes with its context.
+                // A registration ends with its context.
                 copy.buffer.registered_with().filter(|context| !self.work.knows(*context)).inspect(|context| {
                     copy.buffer.forget_context(*context);
                 });

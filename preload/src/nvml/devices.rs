@@ -13,7 +13,7 @@ pub static BY_INDEX_2: Function = Function::new(c"nvmlDeviceGetHandleByIndex_v2"
 pub static INDEX: Function = Function::new(c"nvmlDeviceGetIndex");
 static BY_UUID: Function = Function::new(c"nvmlDeviceGetHandleByUUID");
 
-/// An index that no GPU has, for NVML's own error.
+/// An index that no GPU has, so that NVML returns its own error.
 const NONE: u32 = u32::MAX;
 
 fn count(real: &Function, count: *mut u32) -> Return {

@@ -42,7 +42,7 @@ const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
 pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
-/// The sizes that the program sees on a GPU for which NVML reports these; `None` if it sees NVML's.
+/// The sizes that the program sees on a GPU, given the sizes that NVML reports; `None` if it sees NVML's.
 fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     if !memory_limits::are_set() {
         return None;

@@ -17,7 +17,8 @@ use crate::{
     memory::space::Allocation,
 };
 
-/// The allocation that contains this address, and its GPU. For the program's managed memory, the driver answers.
+/// The allocation that contains this address, and its GPU. `None` for the program's managed memory, for which the
+/// driver answers.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     if !gate::is_active() {
         return None;

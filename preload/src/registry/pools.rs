@@ -1,5 +1,5 @@
 //! Memory pools by the driver's handles, which are also the program's: each of our pools shadows a pool of the driver.
-//! The driver's pool is queried about all settings of the program, and serves the allocations that this library leaves
+//! The program's settings are read from the driver's pool, which also serves the allocations that this library leaves
 //! to it.
 
 use crate::{
@@ -112,7 +112,7 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
     let guard = space.lock();
     let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
     drop(guard);
-    // Memory that the driver moves itself is freed with a context, and by a thread that waits.
+    // Managed memory is not used for pools: it is freed with its context, and only by a thread that can wait.
     if is_known || !copies {
         return is_known;
     }

@@ -36,7 +36,7 @@ pub struct Memory {
     pub base: u64,
     pub len: u64,
     pub flags: Flags,
-    /// References by handles and by mappings. Either kind keeps the memory.
+    /// References by handles and by mappings. Either kind keeps the memory alive.
     handles: u32,
     mappings: u32,
 }

@@ -1,9 +1,9 @@
 //! The heap: the program's own `malloc`, and a small pool of our own for when that fails.
 //!
-//! A failed allocation would be a panic, which ends the program if it happens on one of its threads. At the limit of
-//! its address space, the program gets the driver's answers instead: the library's allocations in such a call are
-//! small, and come from the pool. Pool memory is not reused, so the pool lasts only for a short time; once it is used
-//! up, allocations do fail.
+//! A failed allocation would cause a panic, which ends the program if it happens on one of the program's threads. At
+//! the limit of its address space, the program must get the driver's error instead: the library's allocations in such a
+//! call are small, and come from the pool. Pool memory is not reused, so the pool lasts only for a short time; once it
+//! is used up, allocations do fail.
 
 use core::{
     alloc::{GlobalAlloc, Layout},

@@ -198,8 +198,8 @@ pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     }
 }
 
-/// The C library's pointer to the environment. Programs may change it too, so it is read and written as a whole. Looked
-/// up, since linking to it costs every program that is loaded with this library.
+/// The C library's pointer to the environment. Programs may change it too, so it is read and written as a whole.
+/// Resolved at run time: linking to it would slow the start of every program that preloads this library.
 fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let known = ADDRESS.load(Ordering::Relaxed);

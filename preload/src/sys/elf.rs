@@ -127,7 +127,7 @@ pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
     with(&mut visit);
 }
 
-/// The number of objects loaded so far, including unloaded ones. `None` if the loader does not tell.
+/// The number of objects loaded so far, including unloaded ones. `None` if the loader does not report it.
 pub fn loaded_so_far() -> Option<u64> {
     unsafe extern "C" fn read(info: *mut libc::dl_phdr_info, size: usize, place: *mut c_void) -> c_int {
         const END: usize = core::mem::offset_of!(libc::dl_phdr_info, dlpi_adds) + size_of::<u64>();

@@ -61,7 +61,7 @@ impl LockFile {
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the program has not closed it.
+    /// Whether the file is still open, not closed by the program.
     pub fn is_open(&self) -> bool {
         self.get().is_some()
     }

@@ -59,7 +59,7 @@ fn create(main: *mut Main) -> bool {
             inherit(attributes, libc::PTHREAD_EXPLICIT_SCHED);
         }
         // The C library's own use of the stack is added, such as static thread-local storage, which may have any size.
-        // With a C library that does not tell its minimum, threads get the program's default size.
+        // If the C library does not report its minimum, threads get the program's default size.
         if let Some(minimum) = c::__pthread_get_minstack() {
             stack(attributes, STACK.saturating_add(minimum(attributes)));
         }

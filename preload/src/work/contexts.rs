@@ -55,7 +55,7 @@ const POLL_INTERVAL: Duration = Duration::from_micros(100);
 pub(super) struct Dying {
     context: Context,
     streams: BTreeMap<Stream, StreamState>,
-    /// Done when the context is gone, and its work with it.
+    /// A point that is done when the context is gone, and its work with it.
     pub(super) end: Arc<Point>,
 }
 
@@ -67,7 +67,7 @@ impl Work {
         known.map(|context| context.uses += 1).is_some()
     }
 
-    /// Counts the creation, or another retain or attach, of a context. The program is not destroying it.
+    /// Counts the creation, or another retain or attach, of a context that the program is not destroying.
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
@@ -101,8 +101,8 @@ impl Work {
     }
 
     /// Makes a call that ends one use of a context, if other uses remain, so that the context stays. The context counts
-    /// as entered until the call has returned: otherwise, of two threads, one could end the last use while the other
-    /// still counts on its own.
+    /// as entered until the call has returned: otherwise another thread that ends the last use could destroy the
+    /// context during the call.
     pub fn releasing_context(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
         {
             let mut inner = self.inner.lock();
@@ -120,8 +120,8 @@ impl Work {
         Some(result)
     }
 
-    /// Called before a call that may destroy a context: nothing of this library enters it from now on, and everything
-    /// that was in it has left. `false` if the context is not known; otherwise
+    /// Called before a call that may destroy a context. On return, no thread of this library is in the context, and
+    /// none enters it. Returns `false` if the context is not known; otherwise
     /// [`end_of_destroying`](Self::end_of_destroying) follows.
     pub fn begin_destroying(&self, context: CUcontext) -> bool {
         let handle = context as usize;
@@ -176,7 +176,7 @@ impl Work {
     }
 
     /// Uses each new context once on the client's thread, before other threads depend on it. On first use the driver
-    /// sets up thread-local storage, which may need the loader's lock, which a thread that waits at the gate may hold.
+    /// sets up thread-local storage. That may need the loader's lock, which a thread that waits at the gate may hold.
     pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {

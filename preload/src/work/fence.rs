@@ -5,7 +5,7 @@ use super::{Work, streams::Stream};
 use crate::driver::context::with_current;
 use alloc::{sync::Arc, vec::Vec};
 
-/// No samples are taken of more streams than this, since each costs an event per stream.
+/// The largest number of streams for which samples are taken, since each sample costs an event per stream.
 const MAX_SAMPLED_STREAMS: usize = 32;
 
 /// Covers everything that had been submitted when it was recorded.
@@ -33,7 +33,7 @@ impl Work {
         Some(fence)
     }
 
-    /// Records a fence in the middle of work, if it costs little.
+    /// Records a fence for a sample of the utilization, if it costs little.
     pub fn sample(&self) -> Option<Fence> {
         let count = self.inner.lock().streams.len();
         if count > MAX_SAMPLED_STREAMS { None } else { self.fence() }

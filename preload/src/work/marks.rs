@@ -26,8 +26,9 @@ pub(super) const FIRST_WINDOW: u32 = 1;
 
 const MAX_WINDOW: u32 = 4096;
 
-/// Keeps the steps small in which the window advances. A mark is an event and a few queries, so it costs about as much
-/// as a launch: little where the window is large, which it is for small kernels.
+/// The number of marks in a window: the more marks, the smaller the steps in which the window advances. A mark is an
+/// event and a few queries, so it costs about as much as a launch. That is little if the window is large, as it is for
+/// small kernels.
 const MARKS_PER_WINDOW: u32 = 8;
 
 /// While no more marks than this are pending, each due mark is recorded; normally there are never more. Each takes an
@@ -38,13 +39,14 @@ const FEW_MARKS: usize = 16;
 
 const MARKS_PER_DOUBLING: usize = 3;
 
-/// The longest wait of a thread for a mark at first. It is longer if recent work took longer, and is halved after each
-/// wait in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
+/// The initial timeout of a thread's wait for a mark. The timeout grows with the duration of recent work and is halved
+/// after each timeout: a program whose work waits for its next submission is delayed by no more than twice this in
+/// total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
 const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// After this many waits in vain for one mark, threads no longer wait for it: each would be shorter than a sleep.
+/// After this many timeouts for one mark, threads no longer wait for it: each wait would be shorter than a sleep.
 const MAX_HALVINGS: u32 = 15;
 
 /// A waiting thread polls without pause at first, then at this interval, then at this fraction of the time that it has
@@ -129,7 +131,7 @@ impl Work {
         crate::sys::errno::preserved(|| self.mark(unmarked, entries, stream));
     }
 
-    /// Updates how often this thread records marks. Its submissions since the last mark count.
+    /// Updates how often this thread records marks. Its submissions since the last mark still count.
     pub fn renew_marks(&self, slot: &threads::Slot) {
         let between = self.per_mark.load(Ordering::Relaxed) as i32 - 1;
         slot.unmarked_left.set(slot.unmarked_left.get() + between - slot.between_marks.get());

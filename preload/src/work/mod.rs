@@ -77,7 +77,7 @@ struct Inner {
     closed_streams: VecDeque<Arc<Point>>,
     marks: VecDeque<Mark>,
     unmarked: Unmarked,
-    /// Submissions before unfinished marks, and those behind the newest mark.
+    /// Submissions that unfinished marks cover, plus the submissions behind the newest mark.
     outstanding: u32,
     /// Submissions that may be outstanding when another is made.
     window: u32,

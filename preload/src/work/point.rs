@@ -22,7 +22,7 @@ pub(super) struct Event {
     home: Arc<Events>,
 }
 
-/// The part of a context's events that outlives the forgotten context while fences still hold some.
+/// The events of a context. They outlive the context while fences still hold some of them.
 #[derive(Debug)]
 struct Events {
     /// Events that are not in use.
@@ -62,9 +62,9 @@ impl Point {
         self.progress() == Some(true)
     }
 
-    /// Whether the event is done, or nothing will ever run in its context again. A missing event went with its context,
-    /// since nothing else destroys it. `None` after any other error (during an invalidated capture, say), which tells
-    /// nothing.
+    /// Whether the event is done, or nothing will ever run in its context again. After `ERROR_INVALID_HANDLE` the event
+    /// is gone with its context, since nothing else destroys it. Returns `None` after any other error (during an
+    /// invalidated capture, say), which tells nothing.
     pub fn progress(&self) -> Option<bool> {
         let done = self.done.load(Ordering::Relaxed);
         let Some(event) = self.event.as_ref().filter(|_| !done) else { return Some(done) };

@@ -64,9 +64,9 @@ impl Stream {
 
 /// Whether a point in this stream is recorded by the submitting thread, right behind each submission.
 ///
-/// An event in the legacy stream waits for all blocking streams, and they wait for it. Recorded later, it would tie
-/// together work that the program did not: work in one blocking stream that waits for a later step of the program in
-/// another would wait for ever. Without blocking streams, an event there ties nothing together, and any thread can
+/// An event in the legacy stream waits for all blocking streams, and they wait for it. Recorded later, it would add
+/// dependencies that the program did not create: work in one blocking stream that waits for a later step of the program
+/// in another would wait forever. Without blocking streams, an event there adds no dependency, and any thread can
 /// record it.
 #[inline]
 pub fn is_marked_at_once(stream: CUstream) -> bool {

@@ -185,7 +185,7 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     clients
 }
 
-/// Raises the limit for the clients, which need two descriptors each at most.
+/// Raises the limit on open files: each client needs two descriptors at most.
 fn have_descriptors() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid during both calls.

@@ -150,7 +150,7 @@ fn what_moved_is_what_clients_say_and_stays_when_they_go() {
     assert_eq!(moved("swapped_bytes"), (4.0 * gib, 0.0, 4.0 * gib));
     assert_eq!(said.of_gpu("total_bytes"), 16.0 * gib);
 
-    // It leaves the GPU and comes back: counters continue, and gauges don't.
+    // The client detaches from the GPU and attaches again: counters continue, and gauges don't.
     one.send(ClientMessage::Detach { slot: 0 });
     settle(&other);
     let detached = scrape_again(&daemon, &said);

@@ -176,7 +176,7 @@ impl Scrape {
         family.samples.iter().filter(|sample| sample.has(labels)).collect()
     }
 
-    /// The value of the only such sample.
+    /// The value of the only sample with this name and these labels.
     #[track_caller]
     pub fn one(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         match self.all(name, labels)[..] {

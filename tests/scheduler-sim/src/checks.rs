@@ -204,7 +204,7 @@ impl World {
         self.promised = sums.into_iter().map(|(at, (_, promised, _))| (at, promised)).collect();
     }
 
-    /// Checks the same for each client and its own limit.
+    /// Checks that what a client is promised never rises above the client's own limit.
     pub(crate) fn check_own(&mut self) {
         let mut all = BTreeMap::new();
         for view in self.machine.clients() {
@@ -220,7 +220,7 @@ impl World {
         self.own_promised = all;
     }
 
-    /// Whether no group exceeds its limit.
+    /// Whether no group is promised more than its limit on any GPU.
     pub fn within_limits(&self) -> bool {
         let groups = self.models.values().filter_map(|model| model.plan.group);
         let max: BTreeMap<GroupId, Amount> = groups.map(|group| (group.id, group.limits.memory_max)).collect();

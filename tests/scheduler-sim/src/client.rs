@@ -20,14 +20,14 @@ pub(crate) enum Phase {
 pub struct Model {
     pub plan: Plan,
     pub(crate) client: Client,
-    /// Bytes that it reported as freed and still has.
+    /// Bytes that the client has reported as freed and still has.
     pub(crate) hidden: BTreeMap<GpuId, u64>,
     pub(crate) phase: Phase,
     pub(crate) left: u32,
     pub(crate) remaining: Duration,
-    /// The time since which its work is running.
+    /// When the work that is running was started.
     pub(crate) running: Option<Time>,
-    /// Its part of the job's work is on the GPU.
+    /// The client's part of the job's work is on the GPU.
     pub(crate) submitted: bool,
     pub(crate) asked: Option<Time>,
     pub(crate) stuck: u32,
@@ -64,17 +64,17 @@ impl Model {
         }
     }
 
-    /// Bytes that it needs on the GPU.
+    /// Bytes that the client needs on the GPU.
     pub(crate) fn demand(&self, gpu: GpuId) -> u64 {
         self.client.memory(gpu).map_or(0, Memory::demand)
     }
 
-    /// Bytes that it has there by its own account.
+    /// Bytes that the client has on the GPU by its own account.
     pub(crate) fn mapped(&self, gpu: GpuId) -> u64 {
         self.client.memory(gpu).map_or(0, Memory::mapped)
     }
 
-    /// Bytes that it really has there.
+    /// Bytes that the client really has on the GPU.
     pub(crate) fn has(&self, gpu: GpuId) -> u64 {
         self.mapped(gpu) + self.hidden.get(&gpu).copied().unwrap_or(0)
     }
@@ -108,7 +108,7 @@ impl World {
     pub(crate) fn start(&mut self, id: ClientId) {
         let Some(m) = self.models.get_mut(&id) else { return };
         m.client = client_of(id, &m.plan); // its group may have changed
-        // It allocates in two halves, so that several clients have one and want the other.
+        // The client allocates in two halves, so that several clients have one half and want the other.
         m.client.allocate(self.now, m.plan.demand, m.plan.demand / 2);
         let effects = m.client.connect();
         self.carry_out(id, effects);
@@ -124,7 +124,7 @@ impl World {
         m.finished.get_or_insert(self.now);
         m.client = client_of(id, &m.plan);
         m.hidden.clear();
-        // It was killed while it was stopped, so these are never read.
+        // If the client was killed while it was stopped, these are never read.
         m.stopped = false;
         m.sleeper = Sleeper::default();
         m.inbox.clear();
@@ -270,11 +270,11 @@ impl World {
         self.client_does(id, |client| client.begin_work(now));
     }
 
-    /// Starts its work, or submits its part of a job.
+    /// Starts a client's work, or submits its part of a job.
     fn work(&mut self, id: ClientId) {
         let now = self.now;
         let m = self.models.get_mut(&id).unwrap();
-        // The work of each member needs the others' only after all have worked alone.
+        // Each member works alone in its first phase; only later does its work need the others'.
         if m.plan.job != 0 && m.left + 1 < m.plan.phases {
             m.submitted = true;
             let job = m.plan.job;

@@ -12,9 +12,9 @@ const MOST: Duration = Duration::from_secs(30);
 #[derive(Debug, Default)]
 pub(crate) struct Sleeper {
     pub(crate) stage: Stage,
-    /// Nothing of the process is on its GPUs.
+    /// The process has nothing on its GPUs.
     pub(crate) is_off: bool,
-    /// It has asked to be woken.
+    /// The client has asked to be woken.
     asked: bool,
     /// Commands that arrived since it was prepared.
     kept: VecDeque<Command>,
@@ -226,7 +226,7 @@ impl World {
 
     /// A thread of a client that is prepared wants to enter the driver.
     pub(crate) fn wants_driver(&mut self, id: ClientId) {
-        // A process that is merely stopped wants nothing.
+        // A process that is stopped but not prepared wants nothing.
         let wants = |m: &&mut Model| m.sleeper.stage == Stage::Prepared && !m.sleeper.asked;
         let Some(m) = self.models.get_mut(&id).filter(wants) else { return };
         m.sleeper.asked = true;

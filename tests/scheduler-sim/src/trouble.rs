@@ -37,7 +37,7 @@ impl World {
         self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used - coming)
     }
 
-    /// Bytes of the `wanted` ones that a client can map now.
+    /// How many of the `wanted` bytes a client can map now.
     pub(crate) fn mappable(&self, gpu: GpuId, wanted: u64) -> u64 {
         let trouble = self.troubles[&gpu];
         let free = self.really_free(gpu, wanted).saturating_sub(trouble.fragmented);

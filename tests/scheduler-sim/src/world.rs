@@ -13,7 +13,7 @@ pub(crate) enum Happening {
     ToClient(ClientId, Command),
     PhaseBegins(ClientId),
     WorkEnds(ClientId, u64),
-    /// A timer of its client, which asked to be woken.
+    /// A timer that the client has set expires.
     Wakes(ClientId, Timer),
     Moved(ClientId, GpuId, Way, u64),
     /// The trouble of the GPUs changes.
@@ -32,7 +32,7 @@ pub(crate) enum Happening {
     /// Requests a room on a GPU, or gives up the present one.
     Room(RoomId, GpuId),
     RoomCloses(RoomId),
-    /// A client checks whether it is prepared.
+    /// Checks whether a client is prepared.
     Prepares(ClientId),
     /// The checkpoint helper has finished with a process.
     Helps(ClientId, SleepOperation),
@@ -48,7 +48,7 @@ pub struct World {
     pub host: Option<u64>,
     /// What each group was promised at the last check.
     pub(crate) promised: BTreeMap<(GroupId, GpuId), u64>,
-    /// The same for each client with limits of its own.
+    /// What each client was promised at the last check.
     pub(crate) own_promised: BTreeMap<(ClientId, GpuId), u64>,
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
@@ -60,8 +60,8 @@ pub struct World {
     pub measures: bool,
     /// Until then, after a change of settings, there may be several holders, and revokes without a cause.
     pub tolerant: Time,
-    /// GPUs where a client may map, or has mapped, more than the machine counts, at least until then: it tries to, or it was silent
-    /// for long and continues with its former allowance.
+    /// GPUs where a client may map, or has mapped, more than the machine counts, at least until this time: the client tries to, or
+    /// it was silent for long and continues with its former allowance.
     pub(crate) overdrawn: BTreeMap<GpuId, Time>,
     /// Mapping fails if there is no room, whatever the machine believes.
     pub physical: bool,
@@ -87,7 +87,7 @@ pub struct World {
     pub(crate) queue: BTreeMap<(Time, u64), Happening>,
     pub(crate) last: BTreeMap<(ClientId, bool), Time>,
     pub(crate) counter: u64,
-    /// A world with more steps counts as an endless loop.
+    /// A world that takes more steps counts as an endless loop.
     pub most_steps: u64,
     /// Models that are not done.
     pub(crate) busy: usize,

@@ -59,7 +59,7 @@ fn others_run_beside_a_holder_that_runs_and_says_nothing() {
     assert_eq!((t.attachment(1).charge, t.state(2)), (GIB, LockState::Holding), "nothing says that it has less");
     t.release(1, ReleaseReason::Revoked);
     assert_eq!(t.state(1), LockState::Idle);
-    // Silence doesn't tell how long its work takes, so its next turn has the full length.
+    // The client's silence doesn't tell how long its work takes, so its next turn has the full length.
     t.request(1);
     t.release(2, ReleaseReason::Idle);
     t.request(2);

@@ -79,7 +79,7 @@ fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
     assert_eq!(t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 1000 }), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    // The second hasn't been measured, so its turn isn't shortened because the first was.
+    // Client 2 hasn't been measured, so its turn isn't shortened, although client 1 has been measured.
     assert_eq!(t.after(ms(50)), []);
     assert_eq!(t.state(2), LockState::Holding);
 }

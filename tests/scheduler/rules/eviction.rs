@@ -104,8 +104,8 @@ fn nobody_is_evicted_for_what_is_free_already() {
     t.join(1, 8 * GIB);
     t.join(2, 7 * GIB);
     t.request(1);
-    // It grows by the free memory and a little more, which the other client gives up; the little more would be too small
-    // to be passed on by itself.
+    // Client 1 grows by the free memory and a little more, which client 2 gives up. That little would be too small to be
+    // passed on by itself.
     let commands = t.report(1, 9 * GIB + 4096, 8 * GIB, 0);
     assert_eq!(allowances(&commands), [(1, 9 * GIB), (2, 7 * GIB - 4096)]);
     let mut t = Talk::in_mode(AntiThrash::On);

@@ -110,7 +110,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
     assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), [], "it waits for its fellow");
     let both = [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }];
     assert_eq!(t.say(Event::Requested { client: client(2), gpus: gpus([1]) }), both);
-    // The rule changes while one of them is due to be revoked: the other may continue.
+    // The rule changes while one member is due to be revoked: the other may continue.
     t.say(rule(false));
     assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![]));
     t.join(3, 0);

@@ -279,7 +279,7 @@ fn a_group_divides_its_limit_by_need() {
 fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
     let mut t = in_a_group(Amount::Bytes(10 * GIB), 3);
     t.wish(3, 3 * GIB + GIB / 2);
-    // The first allocates all that it was promised before it learns of its lower limit.
+    // Client 1 allocates all that it was promised before it learns of its lower limit.
     let share = t.attachment(1).committed;
     let report = MemoryReport { demand: share, limit_ack: 1, ..MemoryReport::default() };
     t.say(Event::Memory { client: client(1), gpu: gpu(0), report });

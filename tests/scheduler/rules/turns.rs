@@ -95,7 +95,7 @@ fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
     assert!(!t.request(2).contains(&grant(2)), "there is a holder");
     assert!(t.after(quantum).contains(&revoke(1)));
     assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
-    // Two clients cannot have held it, so one of them is revoked.
+    // Only one of the two clients can hold the lock, so client 1 is revoked.
     assert_eq!(t.say(held(1)), [revoke(1)]);
     // An unknown client, and a GPU that isn't attached.
     assert_eq!(t.say(held(9)), []);

@@ -58,13 +58,13 @@ fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    // The second takes two seconds more to drain, which it owes the first.
+    // Client 2 takes two seconds more to drain, which it owes client 1.
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(2)]);
     t.after(Duration::from_secs(2));
     t.release(2, ReleaseReason::Revoked);
     t.request(2);
     assert_eq!(t.state(1), LockState::Holding);
-    // So the first continues until their times since then are even.
+    // So client 1 continues until their times since then are even.
     assert_eq!(t.after(Duration::from_secs(1)), []);
     assert_eq!(t.after(ms(499)), []);
     assert_eq!(t.after(ms(1)), [revoke(1)]);
@@ -81,7 +81,7 @@ fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         t.report(n, 0, 0, 0);
     }
-    // The first always has work, two others a little now and then.
+    // Client 1 always has work; clients 2 and 5 have a little now and then.
     t.request(1);
     for _ in 0..500 {
         t.request(2);
@@ -96,7 +96,7 @@ fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
         t.after(ms(5));
         assert_eq!(t.state(1), LockState::Holding);
     }
-    // Two more clients that always have work.
+    // Clients 3 and 4 always have work from now on, too.
     t.request(3);
     t.request(4);
     let mut turns = Vec::new();

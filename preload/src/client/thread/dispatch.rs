@@ -66,7 +66,7 @@ impl ClientThread {
                     let mut guard = space.lock();
                     guard.allow(seq, bytes);
                     if guard.account.ack == seq {
-                        gpu.report(&guard.account); // no chunk has to leave first
+                        gpu.report(&guard.account); // no chunk has to be evicted first
                     }
                     self.on(gpu).restore_at = None;
                 }

@@ -22,7 +22,7 @@ use rustix::fd::OwnedFd;
 /// Chunks being written or read at a time: two per worker thread, so that no worker waits for the client's thread.
 const MAX_JOBS: usize = 8;
 
-/// The most bytes above the limit that copies may occupy while they are being written. Above it, eviction stops.
+/// The number of bytes above the limit that copies may occupy while they are being written. Beyond it, eviction pauses.
 const MOST_BEHIND: u64 = 512 << 20;
 
 /// The longest interval between checks of the cgroup of a client that has host memory.
@@ -100,7 +100,7 @@ impl HostTier {
 }
 
 impl ClientThread {
-    /// The scheduler offers swap files. Whether this process can use them is not tested earlier.
+    /// Called when the scheduler offers swap files. Tests only now whether this process can use them.
     pub(super) fn use_swap_file(&self) {
         if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
@@ -120,7 +120,8 @@ impl ClientThread {
         }
     }
 
-    /// Called when no scheduler limits host memory, or when a new one does, which doesn't know the file.
+    /// Called when no scheduler limits host memory any more, or when a new scheduler does, which does not know the
+    /// file.
     pub(super) fn forget_host_memory(&mut self) {
         self.tier.ram = u64::MAX;
         self.retire_file();

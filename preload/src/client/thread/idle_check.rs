@@ -3,8 +3,9 @@
 use crate::{env::trace::trace, gpu::Gpu, sys::time::Instant, work::Fence};
 use core::time::Duration;
 
-/// All work that passed a hook is done by now, so any remaining work has been running since before the release. After
-/// this time the scheduler is told, and evicts other clients' memory.
+/// The longest wait for the confirmation. All work that passed a hook is done by now, so any remaining work has been
+/// running since before the release. After this time the client reports that its eviction is stuck, and the scheduler
+/// evicts other clients' memory.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The idle check of one GPU whose memory is about to be evicted: the gate is closed, and all work that passed a hook

@@ -59,7 +59,8 @@ impl ClientThread {
         let (account, can_restore) = (guard.account, guard.can_restore());
         let is_surplus = account.mapped + account.pinned > account.allowance || self.is_preparing_sleep();
         let leaves = is_surplus && self.turn(gpu).is_over();
-        // While the space is locked, so that no thread can change what is missing between the test and the opening.
+        // Done while the space is locked, so that no thread can change the missing memory between the test and the
+        // opening.
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
         }
@@ -72,7 +73,7 @@ impl ClientThread {
         wait.min(again).min(self.move_memory(gpu, space, goal))
     }
 
-    /// Returns the goal for this GPU's memory, and when to compute it again even if nothing happens.
+    /// Returns the goal for this GPU's memory, and the time after which it must be recomputed even if nothing happens.
     fn goal(
         &mut self,
         gpu: &'static Gpu,
@@ -130,7 +131,7 @@ impl ClientThread {
         }
     }
 
-    /// Takes one step. Returns the time until the next one.
+    /// Moves memory towards the goal by one step. Returns the time until the next step.
     fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, goal: Goal) -> Duration {
         let mut mover = gpu.moving.lock();
         let contexts = gpu.work.contexts();
@@ -189,8 +190,8 @@ impl ClientThread {
         RESTORE_RETRY
     }
 
-    /// Abandons an eviction whose remaining memory cannot leave. The scheduler sees that memory mapped, and evicts
-    /// other clients.
+    /// Abandons an eviction whose remaining memory cannot be evicted. The scheduler sees that this memory is still
+    /// mapped, and evicts other clients.
     fn stop_eviction(&mut self, gpu: &Gpu, space: &Mutex<Space>, reason: StuckReason) {
         give_up_eviction(gpu, space);
         report_stuck(gpu, reason);
@@ -204,12 +205,12 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
     gpu.report(&guard.account);
 }
 
-/// Tells the scheduler why memory stays. It then evicts other clients' memory, and asks this client again later.
+/// Reports to the scheduler why memory stays. It then evicts other clients' memory, and asks this client again later.
 fn report_stuck(gpu: &Gpu, reason: StuckReason) {
     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
 }
 
-/// Frees host memory that holds nothing useful, beyond `most` bytes.
+/// Frees buffers of the host cache beyond `most` bytes.
 pub(super) fn release_surplus(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
     let mut guard = space.lock();
     guard.release_surplus(most);

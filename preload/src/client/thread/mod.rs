@@ -104,8 +104,7 @@ struct ClientThread {
     /// A handshake in progress.
     attempt: Option<Attempt>,
     ungated: bool,
-    /// The reason for running without a scheduler, and whether the user has been told. The user is told once per
-    /// process.
+    /// The reason for running without a scheduler, and whether it has been printed. It is printed once per process.
     offline_reason: String,
     reported: bool,
     /// Host memory, and the files for the copies that exceed its limit.
@@ -120,7 +119,7 @@ struct ClientThread {
 struct PerGpu {
     turn: Turn,
     idle_check: IdleCheck,
-    /// Replaces the scheduler while there is none.
+    /// Replaces the scheduler while none is connected.
     offline: Offline,
     /// When to try again to restore memory for which the GPU had no room.
     restore_at: Option<Instant>,
@@ -233,7 +232,7 @@ impl ClientThread {
     fn step_offline(&mut self, gpu: &'static Gpu) -> Duration {
         let turn = self.turn(gpu);
         if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
-            turn.run_ungated(gpu); // it was attached while there was no scheduler
+            turn.run_ungated(gpu); // it was attached while no scheduler was connected
         }
         let mut others = OtherGpus::default();
         for other in gpu::attached().filter(|other| other.index != gpu.index) {

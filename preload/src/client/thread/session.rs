@@ -25,7 +25,8 @@ use alloc::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
-/// A connection that ends this soon does not count: the scheduler counts as away since the previous loss.
+/// A connection that is lost this soon after it was made is ignored: the scheduler counts as away since the previous
+/// loss.
 const STEADY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
@@ -108,8 +109,8 @@ impl ClientThread {
         socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
     }
 
-    /// Tells a greeted successor about the GPUs. `named`: the GPUs that it already knows of, if it has been told that
-    /// this process is asleep.
+    /// Sends a successor the state of the GPUs, after [`greet_successor`](Self::greet_successor). `named` is `Some` if
+    /// the successor knows that this process is asleep: the GPUs that were already named to it.
     pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
         self.forget_host_memory();
         // The new scheduler discards no message from here on.

@@ -86,8 +86,7 @@ pub(super) struct Prepared {
     is_tried: bool,
     /// A successor has taken over the connection and been greeted.
     has_successor: bool,
-    /// The GPUs that the present scheduler has been told of since its predecessor, which asked for the sleep,
-    /// disappeared.
+    /// The GPUs already named to the present scheduler, which replaced the scheduler that asked for the sleep.
     named: SlotSet,
 }
 
@@ -325,7 +324,7 @@ impl ClientThread {
         self.undo();
         for gpu in gpu::attached().filter(|gpu| gpu.work.are_all_broken()) {
             trace!("GPU {}: the driver could not put the process back", gpu.index);
-            // The program continues to the driver's error, which each of its calls returns from now on.
+            // The program continues until it gets the driver's error, which each of its calls returns from now on.
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }

@@ -36,8 +36,8 @@ use rustix::{
 
 pub use worker::is_supported;
 
-/// Threads that read and write, and so the number of requests that a disk has at a time: with fewer than four, a fast
-/// NVMe disk idles at times.
+/// The number of threads that read and write, and so the number of concurrent disk requests: with fewer than four, a
+/// fast NVMe disk idles at times.
 const WORKERS: usize = 4;
 
 /// The newest file, while it is open in the program's descriptor table.
@@ -86,7 +86,7 @@ struct FileState {
     /// Bytes that are being written, and that have been written.
     writing: u64,
     written: u64,
-    /// The descriptor's number in the program, until the threads have a table of their own.
+    /// The descriptor in the program's table, until the threads have a table of their own.
     handed_over: Option<(RawFd, Identity)>,
 }
 
@@ -228,7 +228,7 @@ impl SwapFile {
         }
     }
 
-    /// Notes that `size` bytes are reserved by now. The size never decreases.
+    /// Sets the reserved size, in bytes. The size never decreases.
     pub fn grow(&self, size: u64) {
         let mut state = self.0.state.lock();
         if let Some(len) = size.checked_sub(state.size) {
@@ -276,7 +276,7 @@ impl SwapFile {
         state.jobs.len() + state.in_progress
     }
 
-    /// Writes a chunk's copy. Its buffer is not registered with the driver. Returns the copy if the file has no room.
+    /// Queues the writing of a chunk's copy. Returns the copy if the file has no room.
     pub(in crate::memory) fn write(&self, chunk: ChunkName, copy: HostCopy) -> Result<(), HostCopy> {
         let mut state = self.0.state.lock();
         let Some(extents) = (state.status == Status::Usable).then(|| state.free.take(chunk.len)).flatten() else {

@@ -17,8 +17,8 @@ use rustix::{
     io::{Errno, pread, pwrite},
 };
 
-/// The most bytes per call: enough to reach the full speed of a disk, and few enough that a shared disk serves others
-/// too.
+/// The most bytes per call: enough to reach the full speed of a disk, and few enough that a shared disk also serves
+/// other requests.
 const PIECE: usize = 8 << 20;
 
 /// The longest sleep of a thread that has nothing to do.
@@ -100,7 +100,7 @@ fn work(file: &SwapFile, number: RawFd) {
             let mut state = file.0.state.lock();
             if state.is_over() {
                 drop(state);
-                file.tell(); // the other threads too
+                file.tell(); // wakes the other threads, which end too
                 return;
             }
             let job = state.jobs.pop_front();

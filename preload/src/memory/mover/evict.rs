@@ -119,7 +119,7 @@ impl Mover {
                 self.evicted_uncopied(&mut space.lock(), base, offset, len, there, report);
                 return Ok(None);
             }
-            Some(copy) => copy.without_buffer().0, // and its place in a file is free
+            Some(copy) => copy.without_buffer().0, // its place in a file is freed
             None => None,
         };
         let mut buffer = match buffer {
@@ -187,7 +187,7 @@ impl Mover {
         }
     }
 
-    /// Whether the fingerprint kernel is loaded in the mover's context, or will not be.
+    /// Whether the fingerprint kernel is loaded in the mover's context, or the eviction no longer waits for it.
     fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
         let has = !space.lock().engine().copies() || self.ready.first_mut().is_none_or(|ready| ready.has_kernel(space));
         has || self.loading_since.get_or_insert_with(Instant::now).elapsed() > LOAD_TIMEOUT

@@ -9,7 +9,7 @@
 //! Chunks that need no copy are not copied, see [`fingerprint`](super::fingerprint).
 //!
 //! The mover's objects in a context are created with the context, on the program's thread ([`Mover::make_ready`]). The
-//! driver's first use of something may take long, and may need the loader's lock; during an eviction, other clients
+//! first use of a driver function may take long, and may need the loader's lock; during an eviction, other clients
 //! would wait for that.
 //!
 //! - `evict`, `restore`: the two directions. `transfer`: copies in flight. `staging`: host buffers for evictions.
@@ -177,7 +177,7 @@ impl Mover {
                 Ok(context) => context,
                 Err(stop) => {
                     self.end(space, goal);
-                    // Only buffers meant for copies may still be in progress.
+                    // Only the allocation of buffers for copies may still be in progress.
                     return match self.stop_staging(space) {
                         false => Step::Busy(RETRY_INTERVAL),
                         true if goal == Goal::Idle => Step::Done { moved: false },
@@ -269,8 +269,8 @@ impl Mover {
         add();
     }
 
-    /// Chooses one of these contexts to work in, unless there is one, and returns it. Best done early, while there is
-    /// memory for its objects.
+    /// Returns the context to work in, and chooses one of these if there is none yet. Best called early, while there is
+    /// memory for the mover's objects.
     pub fn settle(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
         if let Some(ready) = self.ready.first() {
             return Ok(ready.context);

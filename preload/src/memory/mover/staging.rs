@@ -9,7 +9,8 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Threads that allocate buffers: during an eviction; and ahead of one, when the program needs the processors more.
+/// The number of threads that allocate buffers: during an eviction, and ahead of one, when the program needs the
+/// processors more.
 const WORKERS: usize = 8;
 
 const WORKERS_AHEAD: usize = 2;

@@ -80,7 +80,7 @@ impl CopyContext {
         self.fingerprinter.is_some()
     }
 
-    /// Returns the buffers, which still have to be unregistered. The context is broken.
+    /// Called when the context is broken. Returns the buffers, which still have to be unregistered.
     pub(super) fn into_buffers(self) -> Option<Buffer> {
         Some(self.fingerprinter??.into_buffer())
     }
@@ -152,7 +152,8 @@ impl Mover {
                     false => driver::cuEventQuery(first.event),
                 }
             };
-            // A missing event went with its context. Any other error concerns only the call.
+            // After `ERROR_INVALID_HANDLE`, the event is gone with its context. Any other error concerns only the
+            // query.
             if !(matches!(there, SUCCESS | ERROR_INVALID_HANDLE) || is_dead(there)) {
                 return;
             }

@@ -3,7 +3,7 @@
 
 use super::Space;
 
-/// More allowances than the eviction of any GPU has steps.
+/// Upper bound on the pending allowances: more than the eviction of any GPU has steps.
 const MANY_PENDING: usize = 4096;
 
 impl Space {
@@ -44,7 +44,8 @@ impl Space {
         (self.account.limit_seq, self.account.host_cache_max) = (seq, keep);
     }
 
-    /// Without a scheduler, while other clients lack memory: evicts `bytes` bytes, and restores none.
+    /// Sets the allowance so that `bytes` bytes are evicted and none restored: without a scheduler, while other clients
+    /// lack memory.
     pub fn make_room_for_others(&mut self, bytes: u64) {
         self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
     }

@@ -55,8 +55,9 @@ impl Space {
         }
     }
 
-    /// Releases free buffers, and lets the kernel page out the others. A few at a time, since a program whose memory is
-    /// being restored waits for the buffers of evicted chunks. Returns whether there may be more.
+    /// Releases free buffers, and starts unregistering `count` of the others, so that the kernel can page them out.
+    /// Only a few at a time, since a program whose memory is being restored waits for the buffers of evicted chunks.
+    /// Returns whether there may be more.
     pub(in crate::memory) fn tidy_buffers(&mut self, count: usize) -> bool {
         self.release_surplus(self.account.host_cache - self.free_buffers.iter().map(Buffer::len).sum::<u64>());
         for _ in 0..count {

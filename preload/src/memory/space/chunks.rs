@@ -87,7 +87,7 @@ impl Space {
                 // For aliases that were added during the eviction, if the chunk stays after all.
                 let _ = range.aliases.show(offset, chunk.len, handle);
             }
-            // The copy from which a chunk was restored is not needed, and counts as cached.
+            // The copy from which a chunk was restored is no longer needed, and counts as cached.
             if let Residency::Gpu { copy: Some(copy), .. } = &residency {
                 self.account.host_cache += copy.host_bytes();
             }

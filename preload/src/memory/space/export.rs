@@ -57,8 +57,8 @@ impl Space {
         Export::Done(exported, allocation, offset)
     }
 
-    /// For an exported range that still holds that allocation: its size, the size of its chunks except the last, and
-    /// the chunks from number `first` on.
+    /// Returns the size of an exported range, the size of its chunks except the last, and the chunks from number
+    /// `first` on. Returns `None` if the range no longer holds that allocation.
     pub fn exported(
         &self,
         exported: Exported,

@@ -64,10 +64,10 @@ impl Space {
         }
     }
 
-    /// Starts reading the next chunk, if the allowance has room for it, and if no other chunk is being read or held in
-    /// host memory, or the total stays within `most` bytes. `spare`: bytes of host memory that the chunk may take; if
-    /// it needs more, it gets the buffer of a copy of a chunk on the GPU, if there is one. Returns its size; `None` if
-    /// no chunk can be read.
+    /// Starts reading the next chunk for which the allowance has room. Chunks that are being read or held in host
+    /// memory may total `most` bytes; a single chunk may be larger. `spare`: bytes of host memory that the chunk may
+    /// take. If it needs more, it gets the buffer of a copy of a chunk on the GPU, if one exists. Returns the chunk's
+    /// size; `None` if no chunk can be read.
     pub fn read_one(&mut self, most: u64, spare: u64) -> Option<u64> {
         let others = self.bytes_in_host_buffers() + self.account.in_flight;
         let room = self.account.room().saturating_sub(self.account.in_flight);

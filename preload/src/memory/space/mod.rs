@@ -81,7 +81,7 @@ struct Range {
     len: u64,
     kind: RangeKind,
     chunks: Vec<Chunk>,
-    /// Freed while the mover had a chunk of it; it is dismantled when the chunk is back.
+    /// Freed while the mover had a chunk of the range, which is dismantled when the chunk is back.
     dead: bool,
     /// The driver has already freed its addresses.
     gone: bool,
@@ -120,7 +120,8 @@ impl Allocation {
 #[derive(Debug)]
 struct Freed {
     allocation: Allocation,
-    /// Behind the work that may still use it; `None` if it could not be recorded yet because of a capture.
+    /// A fence behind the work that may still use the allocation; `None` if it could not be recorded yet because of a
+    /// capture.
     fence: Option<Fence>,
 }
 
@@ -272,7 +273,7 @@ impl Space {
         let (pinned, exported, aliases) = (false, None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
-        // Only if no other memory is missing: chunks that are restored first must find room.
+        // Mapped now only if no other memory is missing: chunks that are restored first must find room.
         let lacking = self.account.demand - len > self.account.mapped;
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
@@ -284,7 +285,7 @@ impl Space {
                         self.account.mapped += chunk.len;
                     }
                     // Other clients have not freed their memory yet, and the mover retries. Without a scheduler or
-                    // other clients, nothing would change.
+                    // other clients, a retry would not help.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;

@@ -56,7 +56,7 @@ struct PoolOfGpu {
 }
 
 impl PoolOfGpu {
-    /// Whether its memory is released, or reused in other streams, only because the program waits.
+    /// Whether its memory is released, or reused in other streams, only when the program waits for work.
     fn needs_waits(&self) -> bool {
         self.pool.statistics().reserved > self.threshold() || !self.policy.opportunistic
     }
@@ -74,7 +74,7 @@ pub(super) struct Pools {
     next_id: u32,
     /// The number of frees so far.
     frees: u64,
-    /// Behind all work that may use blocks freed up to a number.
+    /// A number of frees, and a fence behind all work that may use the blocks freed up to that number.
     fence: Option<(u64, Fence)>,
     /// All frees with this number or a lower one are known to be done, in all streams.
     done: u64,
@@ -146,8 +146,8 @@ impl Space {
         self.pools.pools.push(PoolOfGpu { handle, id, policy, pool: Pool::new() });
     }
 
-    /// Called before the program destroys a pool. Its memory is freed as its blocks are. Returns its number, for
-    /// [`Self::revive_pool`].
+    /// Called before the program destroys a pool. The pool's memory is freed as its blocks are freed. Returns the
+    /// pool's number, for [`Self::revive_pool`].
     pub fn destroy_pool(&mut self, handle: u64, work: &Work) -> Option<u32> {
         let pool = self.pools.of(handle)?;
         pool.handle = 0;
@@ -237,7 +237,7 @@ impl Space {
         self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool });
     }
 
-    /// Makes room for an allocation that would not fit: releases unused memory of pools first, if that is enough.
+    /// Releases unused memory of pools for an allocation that would not fit otherwise, if that is enough.
     pub(super) fn make_room(&mut self, len: u64, work: &Work) {
         let mut lacking = len.saturating_sub(self.account.free().min(self.account.room()));
         if lacking == 0 || self.pools.pools.is_empty() {
@@ -269,8 +269,8 @@ impl Space {
         Ok(backing)
     }
 
-    /// Frees an allocation of a pool once this stream has reached this point; `None`: once all work that may use it is
-    /// done. Returns whether the allocation exists.
+    /// Frees an allocation of a pool in the order of this stream's work; `None`: once all work that may use the
+    /// allocation is done. Returns whether the allocation exists.
     pub fn free_in_pool(&mut self, address: u64, stream: Option<StreamName>) -> bool {
         self.free_in_order(address, stream.map_or(Order::Unknown, Order::Stream))
     }
@@ -308,7 +308,7 @@ impl Space {
         match awaited {
             Awaited::Stream(stream) => self.pools.pools.iter_mut().for_each(|its| its.pool.done_in(stream, number)),
             Awaited::All => self.pools.done(number),
-            // A fence costs more than a stream's wait for itself.
+            // Only if a pool needs it: a fence costs more than synchronizing one stream.
             Awaited::Some if self.pools.pools.iter().any(PoolOfGpu::needs_waits) => self.pools.look(work),
             Awaited::Some => {}
         }

@@ -63,7 +63,7 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     let Some(key) = announced_key() else { return Attempt::Impossible };
     let Some(space) = gpu.space() else { return Attempt::Impossible };
     let begin = Instant::now();
-    // The process that opens the handle must find this one.
+    // Announced first: the process that opens the handle must find this one.
     while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }

@@ -46,7 +46,7 @@ pub struct Import {
     /// The GPU that holds the memory, if this process uses that GPU.
     home: Option<&'static Gpu>,
     opens: Vec<Open>,
-    /// It counts with this client.
+    /// It counts towards this client's memory.
     adopted: bool,
     /// It has been closed, and is unmapped when the work before the fence is done.
     closing: Option<Option<Fence>>,
@@ -67,7 +67,7 @@ pub fn has_imports() -> bool {
     ANY_IMPORTS.load(Ordering::SeqCst)
 }
 
-/// Tells the scheduler, which has just learnt of that GPU, which imports this client has open there.
+/// Called when that GPU has been introduced to the scheduler: queues the imports that this client has open there.
 pub fn introduce(gpu: &Gpu) {
     // Locked until it is queued: the message about a range that is closed concurrently must come later.
     let registry = REGISTRY.lock();
@@ -203,7 +203,7 @@ pub fn unmap_closed() -> bool {
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    // Before they can be opened again.
+    // Unmapped with the lock held, before they can be opened again.
     gone.iter().for_each(|(_, import)| import.unmap());
     drop(registry);
     gone.into_iter().for_each(|(name, import)| forget(name, &import));
