@@ -1,12 +1,12 @@
 //! Budgets of tenants: limits on each tenant's use of the scheduler, so that no tenant can deny the scheduler to others.
 //!
 //! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. Round robin over tenants with pending
-//! messages: each tenant gets one slice per round, regardless of its number of clients. So a message waits for at
-//! most one slice of each other tenant, however many messages these send.
+//!   messages: each tenant gets one slice per round, regardless of its number of clients. So a message waits for at
+//!   most one slice of each other tenant, however many messages these send.
 //! - *Messages per second*, limited by a token bucket; a costly message counts as several. The daemon stops reading a
-//! tenant's messages while the tenant has no tokens. No message is lost: unread messages stay in the tenant's sockets.
+//!   tenant's messages while the tenant has no tokens. No message is lost: unread messages stay in the tenant's sockets.
 //! - *Amounts*: clients, arrivals, open ranges of other clients' memory, GPUs that NVML does not list, bytes that clients
-//! have not read. A [`Share`] is a part of an amount, and returns it when it is dropped.
+//!   have not read. A [`Share`] is a part of an amount, and returns it when it is dropped.
 //!
 //! A tenant whose clients all disconnect keeps its bucket until the bucket would be full, so reconnecting yields no tokens. The
 //! limits of root on the host are [`ROOT_FACTOR`] times as high.

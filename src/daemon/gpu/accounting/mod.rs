@@ -6,13 +6,13 @@
 //! at most until the next sample, even while memory moves.
 //!
 //! - *Context*: memory of a client's process beyond its mapped memory. It is measured only once it is complete: the
-//! driver takes seconds to create a context, and a sample taken in that time shows only a part.
+//!   driver takes seconds to create a context, and a sample taken in that time shows only a part.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
 //! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their assumed size.
 //! - *Found*: bounds on a client's mapped memory, independent of the client's reports. The scheduler accepts no report outside
-//! them.
+//!   them.
 //! - *Adopted*: shared memory that its exporter has freed, and that counts for another client now. NVML may show it for the
-//! exporter, for no process, or for the adopter. It counts for the adopter if NVML shows it anywhere.
+//!   exporter, for no process, or for the adopter. It counts for the adopter if NVML shows it anywhere.
 //!
 //! `history` keeps the intervals, [`Basis`] is the kind of figures that NVML has, `mapped` bounds each client's memory.
 
