@@ -5,5 +5,6 @@ mod copyright;
 mod documentation;
 mod figures;
 mod library;
+mod paths;
 mod systemd;
 mod toolchain;

@@ -282,7 +282,6 @@ fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let mut programs = gpu.pair_for(20);
-    // An allocation may be refused while no memory seems to be free.
     programs.iter().for_each(|program| program.wait_to_say("built"));
     let mut random = Dice::seeded();
     for _ in 0..15 {
@@ -290,7 +289,8 @@ fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
         thread::sleep(random.milliseconds(200));
     }
     gpu.calm();
-    all_finish(&mut programs);
+    // Each round allocates, and is refused if no memory seems to be free at that moment.
+    ends(&mut programs);
     gpu.machine.wait_until_empty();
 }
 
