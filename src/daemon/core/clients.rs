@@ -10,6 +10,7 @@ use tracing::{debug, info};
 use zbus::fdo;
 
 use super::bundle;
+use super::event_log::Logged;
 use super::measure::EXIT_TIME;
 use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
 use super::swap_files::FileUse;
@@ -334,6 +335,7 @@ impl Core {
             attached: now,
             idle_since: now,
             history: History::unknown(now, total),
+            logged: Logged::default(),
             report: None,
             host: 0,
             in_file: 0,

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::time::Duration;
 
 use nvshare_wire::client::StuckReason;
@@ -33,26 +32,22 @@ pub(super) use log_client;
 /// Time before the same line about the same client and GPU is logged again.
 const REPEAT: Duration = Duration::from_secs(10);
 
-/// When each line about a client and GPU was last logged. Entries older than `REPEAT` are dropped.
+/// When each line about a client and a GPU was last logged, by the line's name.
 #[derive(Debug, Default)]
-pub(super) struct Logged(RefCell<BTreeMap<(ClientId, GpuId, &'static str), Time>>);
-
-impl Logged {
-    /// True if a line of this name may be logged now. It then counts as logged.
-    pub fn may_log(&self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
-        let mut lines = self.0.borrow_mut();
-        lines.retain(|_, at| now < *at + REPEAT);
-        match lines.entry((client, gpu, name)) {
-            Entry::Occupied(_) => false,
-            Entry::Vacant(line) => {
-                line.insert(now);
-                true
-            }
-        }
-    }
-}
+pub(super) struct Logged(RefCell<BTreeMap<&'static str, Time>>);
 
 impl Core {
+    /// True if a line of this name may be logged now. It then counts as logged.
+    pub(super) fn may_log(&self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
+        let Some(stats) = self.clients.get(&client).and_then(|entry| entry.gpus.get(&gpu)) else { return false };
+        let mut lines = stats.logged.0.borrow_mut();
+        let is_recent = lines.get(name).is_some_and(|at| now < *at + REPEAT);
+        if !is_recent {
+            lines.insert(name, now);
+        }
+        !is_recent
+    }
+
     /// Logs an event before the scheduler handles it.
     pub(super) fn log_event(&self, event: &Event) {
         match event {
@@ -114,7 +109,7 @@ impl Core {
             }
             Command::EvictionBlocked { client, gpu, why } => {
                 let Some(identity) = self.identity(*client) else { return };
-                if !self.logged.may_log("eviction-blocked", *client, *gpu, now) {
+                if !self.may_log("eviction-blocked", *client, *gpu, now) {
                     return;
                 }
                 log_client!(

@@ -33,7 +33,7 @@ impl View {
 impl Core {
     /// Logs that a client is refused memory, and why. Keeps the sentence for the client's user.
     pub(super) fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
-        if !self.logged.may_log("memory-refused", client, gpu, now) {
+        if !self.may_log("memory-refused", client, gpu, now) {
             return;
         }
         let text = match why {
@@ -206,7 +206,7 @@ impl Core {
 
     /// Logs that the driver could not map a client's memory after a grant. Logs only the first of consecutive failures.
     pub(super) fn log_mapping_failure(&self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
-        if failures > 1 || !self.logged.may_log("mapping-failed", client, gpu, now) {
+        if failures > 1 || !self.may_log("mapping-failed", client, gpu, now) {
             return;
         }
         let Some(identity) = self.identity(client) else { return };

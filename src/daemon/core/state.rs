@@ -93,7 +93,6 @@ pub struct Core {
     pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
-    pub(super) logged: Logged,
     pub(super) counts: counts::Counts,
     pub(super) pressure: Pressure,
     pub(super) usage: Usage,
@@ -237,6 +236,7 @@ pub(super) struct ClientGpuStats {
     pub idle_since: Time,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
+    pub logged: Logged,
     /// The client's newest report.
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that the client uses.
@@ -332,7 +332,6 @@ impl Core {
             refusals: VecDeque::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
-            logged: Logged::default(),
             counts: counts::Counts::default(),
             pressure: Pressure::default(),
             usage: Usage::default(),
