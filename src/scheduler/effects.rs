@@ -11,7 +11,6 @@ use std::collections::BTreeSet;
 pub(crate) struct Effects {
     commands: Vec<Command>,
     touched: BTreeSet<GpuId>,
-    checks: Vec<ClientId>,
     timers: Timers,
     counter: u64,
 }
@@ -42,15 +41,6 @@ impl Effects {
     /// Takes the next GPU to settle.
     pub fn take_touched(&mut self) -> Option<GpuId> {
         self.touched.pop_first()
-    }
-
-    /// Marks a client whose memory is being taken back, so that the deadline of its answer is set.
-    pub fn check(&mut self, client: ClientId) {
-        self.checks.push(client);
-    }
-
-    pub fn take_checks(&mut self) -> Vec<ClientId> {
-        std::mem::take(&mut self.checks)
     }
 
     /// Sets the time of a wake-up, replacing the one before; `None` cancels it.

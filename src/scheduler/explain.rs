@@ -170,8 +170,7 @@ impl Machine {
         let lacking = self.lacking(entity, id);
         let gpu = self.gpus.get(id)?;
         explanation.leaves = lacking.saturating_sub(gpu.free(&self.settings));
-        let reports =
-            self.queues.wanting(entity, id).filter_map(|member| Some(self.model().account(member, id)?.report));
+        let reports = self.queues.wanting(entity, id).filter_map(|member| Some(self.gpus.account(member, id)?.report));
         let swapped = reports.fold(0u64, |sum, report| sum.saturating_add(report.swapped));
         explanation.comes = swapped.min(lacking);
         explanation.moving = gpu.rates.moving(explanation.leaves) + gpu.rates.coming(explanation.comes);
@@ -277,7 +276,7 @@ impl Machine {
     /// Bytes that the members of a request lack on a GPU.
     fn lacking(&self, entity: Entity, id: GpuId) -> u64 {
         let lacking = |client| {
-            let allowed = self.model().account(client, id).map_or(0, |account| account.allowance);
+            let allowed = self.gpus.account(client, id).map_or(0, |account| account.allowance);
             self.model().need(client, id).saturating_sub(allowed)
         };
         self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
@@ -301,7 +300,7 @@ impl Machine {
         let gpu = self.gpus.get(id)?;
         let next = next?;
         let burst = |entity: Entity| {
-            let members = self.queues.wanting(entity, id).filter_map(|member| self.model().history(member, id));
+            let members = self.queues.wanting(entity, id).filter_map(|member| self.gpus.history(member, id));
             members.map(|history| history.bursts.expected()).max().unwrap_or_default()
         };
         let moves = gpu.rates.both_ways(self.lacking(next, id), None);
@@ -322,7 +321,7 @@ impl Machine {
             fills: gpu.rates.both_ways(self.model().need(client, id), None),
             batch: self.model().shares().share_of(client).weight == 0,
             attained: self
-                .model()
+                .gpus
                 .history(client, id)
                 .map_or(Duration::ZERO, |it| it.progress.after(self.now, Duration::ZERO).0),
             same_owner: self.model().owner_of(entity) == self.model().owner_of(next),

@@ -272,8 +272,8 @@ impl Machine {
         let client = self.clients.get(&id)?;
         let waiting = self.queues.waiting(id).and_then(|entity| self.queues.request(entity));
         let attachments = self.gpus.locks_of(id).filter_map(|(gpu, lock)| {
-            let (attachment, account) = (self.model().attachment(id, gpu)?, self.model().account(id, gpu)?);
-            let (limit, history) = (self.quota.limit(id, gpu)?, self.model().history(id, gpu)?);
+            let (attachment, account) = (self.gpus.attachment(id, gpu)?, self.gpus.account(id, gpu)?);
+            let (limit, history) = (self.quota.limit(id, gpu)?, self.gpus.history(id, gpu)?);
             let present = account.frees.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(&gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
@@ -319,19 +319,19 @@ impl Machine {
 
     /// How a client's memory can leave a GPU. `None`: it has not attached the GPU.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
-        Some(self.model().attachment(id, gpu)?.engine)
+        Some(self.gpus.attachment(id, gpu)?.engine)
     }
 
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment. `None`: it has not attached
     /// the GPU.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let ignored = self.gpus.get(gpu).map_or(0, Gpu::ignored_unverified);
-        Some(self.model().account(id, gpu)?.extent(ignored))
+        Some(self.gpus.account(id, gpu)?.extent(ignored))
     }
 
     /// The bytes that a client has on a GPU, and in host memory. `None`: it has not attached the GPU.
     pub fn resident_and_swapped(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
-        let account = self.model().account(id, gpu)?;
+        let account = self.gpus.account(id, gpu)?;
         Some((account.report.mapped.saturating_add(account.frees.present()), account.report.swapped))
     }
 
@@ -358,7 +358,7 @@ impl Machine {
         let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
         self.gpus.locks_of(id).map(move |(gpu, lock)| {
             let waits_for_context =
-                self.model().attachment(id, gpu).is_some_and(|attachment| attachment.attached.is_none());
+                self.gpus.attachment(id, gpu).is_some_and(|attachment| attachment.attached.is_none());
             let waits_for_memory = self.quota.limit(id, gpu).is_some_and(|limit| limit.wanted.is_some());
             let waits = self.queues.waits_for(id, gpu) || is_returning || waits_for_context || waits_for_memory;
             let runs = lock.hold.as_ref().is_some_and(|hold| !hold.suspended);

@@ -65,7 +65,7 @@ impl Gpu {
 
     /// Evicts `bytes` from clients that do not hold the lock, in the order of the policy. Clients in `last` give bytes
     /// only if no other client has any; memory that rules protect comes after that. Clients in `exempt` give none.
-    /// `queue`: the order of the queue, where the policy evicts by it.
+    /// `queue`: the order of the queue, where the policy evicts by it. Returns the clients that were asked.
     pub fn evict(
         &mut self,
         cx: Context,
@@ -74,9 +74,9 @@ impl Gpu {
         exempt: &[ClientId],
         last: &[ClientId],
         queue: Option<&[Entity]>,
-    ) {
+    ) -> Vec<ClientId> {
         let before = self.ledger.evicting();
-        self.take_back_ahead(cx, fx, bytes);
+        let mut asked = self.take_back_ahead(cx, fx, bytes);
         let mut lacking = bytes.saturating_sub(self.ledger.evicting().saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(cx);
@@ -117,17 +117,18 @@ impl Gpu {
         let taken = idle().filter_map(|client| Some((client, *victims.get(&client)?))).take(victims.len());
         for (victim, allowance) in taken.collect::<Vec<_>>() {
             self.allow(cx, fx, victim, allowance);
-            fx.check(victim);
+            asked.push(victim);
         }
+        asked
     }
 
     /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one member of a gang
-    /// can have more than it needs while another member lacks bytes.
-    fn take_back_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: u64) {
+    /// can have more than it needs while another member lacks bytes. Returns the clients that were asked.
+    fn take_back_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: u64) -> Vec<ClientId> {
         let clients = self.ledger.ahead().filter(|client| self.eviction_block(cx, *client).is_none());
         let ahead: Vec<(ClientId, u64)> =
             clients.map(|client| (client, self.ahead(cx, client))).filter(|(_, ahead)| *ahead > 0).collect();
-        let mut lacking = bytes;
+        let (mut lacking, mut asked) = (bytes, Vec::new());
         for (client, ahead) in ahead {
             let take = ahead.min(lacking);
             let Some(allowance) = self.account(client).map(|account| account.allowance).filter(|_| take > 0) else {
@@ -135,8 +136,9 @@ impl Gpu {
             };
             lacking -= take;
             self.allow(cx, fx, client, allowance - take);
-            fx.check(client);
+            asked.push(client);
         }
+        asked
     }
 
     /// For each group with `memory-low`: its bytes on the GPU beyond `memory-low`.

@@ -1,9 +1,10 @@
 //! All GPUs: the clients that have attached each GPU or hold its lock.
 
-use super::{Attachment, ClientLock, Gpu, Hold};
+use super::{Account, Attachment, ClientLock, Gpu, Hold};
 use crate::{
     api::*,
     entity::{Entity, Gang},
+    policy::History,
 };
 use std::collections::BTreeMap;
 
@@ -96,8 +97,8 @@ impl Gpus {
     }
 
     /// The GPUs that a client has attached.
-    pub fn of_client(&self, client: ClientId) -> impl Iterator<Item = GpuId> {
-        self.of_clients.get(&client).into_iter().flatten().copied()
+    pub fn of_client(&self, client: ClientId) -> GpuSet {
+        self.of_clients.get(&client).cloned().unwrap_or_default()
     }
 
     pub fn attachment(&self, client: ClientId, id: GpuId) -> Option<&Attachment> {
@@ -106,6 +107,19 @@ impl Gpus {
 
     pub fn attachment_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Attachment> {
         self.gpus.get_mut(&id)?.attachments.get_mut(&client)
+    }
+
+    pub fn account(&self, client: ClientId, id: GpuId) -> Option<&Account> {
+        Some(self.attachment(client, id)?.account())
+    }
+
+    /// A client's history on a GPU, for policies.
+    pub fn history(&self, client: ClientId, id: GpuId) -> Option<&History> {
+        Some(&self.attachment(client, id)?.history)
+    }
+
+    pub fn history_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
+        Some(&mut self.attachment_mut(client, id)?.history)
     }
 
     // Locks.
@@ -121,7 +135,8 @@ impl Gpus {
 
     /// A client's lock state on each GPU that it has attached.
     pub fn locks_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &ClientLock)> {
-        self.of_client(client).filter_map(move |id| Some((id, self.lock(client, id)?)))
+        let ids = self.of_clients.get(&client).into_iter().flatten();
+        ids.filter_map(move |id| Some((*id, self.lock(client, *id)?)))
     }
 
     pub fn hold(&self, client: ClientId, id: GpuId) -> Option<&Hold> {
@@ -197,7 +212,7 @@ impl Gpus {
     }
 
     fn change_holds(&mut self, client: ClientId, mut change: impl FnMut(&mut Hold)) {
-        for id in self.of_client(client).collect::<Vec<_>>() {
+        for id in self.of_client(client) {
             self.hold_mut(client, id).into_iter().for_each(&mut change);
         }
     }
@@ -221,5 +236,31 @@ impl Gpus {
     pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
         let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;
         (whose == entity).then_some(since)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CLIENT: ClientId = ClientId(1);
+
+    #[test]
+    fn the_index_lists_the_gpus_that_a_client_has_attached() {
+        let [here, there, third] = [1, 2, 3].map(|n| GpuId(Uuid([n; 16])));
+        let mut gpus = Gpus::default();
+        for id in [here, there] {
+            gpus.found(id, 1 << 30);
+            gpus.attach(Time::ZERO, CLIENT, id, TenantId(1), Engine::Swap);
+        }
+        gpus.attach(Time::ZERO, CLIENT, third, TenantId(1), Engine::Swap);
+        assert_eq!(gpus.of_client(CLIENT), GpuSet::from([here, there]), "the third is unknown");
+        gpus.found(third, 1 << 30);
+        assert!(!gpus.move_client(Time::ZERO, CLIENT, Move { from: here, to: there }), "it has attached that GPU");
+        assert!(gpus.move_client(Time::ZERO, CLIENT, Move { from: here, to: third }));
+        assert_eq!(gpus.of_client(CLIENT), GpuSet::from([there, third]));
+        assert!(gpus.attachment(CLIENT, third).is_some() && gpus.attachment(CLIENT, here).is_none());
+        [there, third].into_iter().for_each(|id| gpus.detach(CLIENT, id));
+        assert!(gpus.of_clients.is_empty());
     }
 }

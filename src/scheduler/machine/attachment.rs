@@ -27,7 +27,7 @@ impl Machine {
 
     /// Removes a client from a GPU: its memory, its hold and its requests.
     pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
-        if self.model().attachment(client, id).is_none() {
+        if self.gpus.attachment(client, id).is_none() {
             return;
         }
         self.touch_conflicting_gangs(self.queues.entity(client));

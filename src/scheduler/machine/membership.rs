@@ -29,7 +29,7 @@ impl Machine {
         if !self.clients.contains_key(&id) {
             return;
         }
-        let gpus: Vec<GpuId> = self.gpus.locks_of(id).map(|(gpu, _)| gpu).collect();
+        let gpus = self.gpus.of_client(id);
         self.withdraw(id);
         self.sleep.forget(id); // a client that is gone is told nothing any more
         self.limit_sleeper(id);
@@ -158,7 +158,7 @@ impl Machine {
     /// Handles a client's request for a higher limit.
     pub(crate) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
-        if let Some(attachment) = self.attachment_mut(client, id) {
+        if let Some(attachment) = self.gpus.attachment_mut(client, id) {
             attachment.used.get_or_insert(now); // allocations are made in a context
         }
         if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {

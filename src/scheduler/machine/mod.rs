@@ -9,10 +9,9 @@ use crate::{
     client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::{self, Access, Attachment, Gpu, Gpus, Hold},
+    gpu::{self, Access, Gpu, Gpus, Hold},
     model::Model,
     placement::Placements,
-    policy::History,
     queue::Queues,
     quota::Quota,
     rules::Rules,
@@ -308,14 +307,6 @@ impl Machine {
         }
     }
 
-    pub(crate) fn attachment_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Attachment> {
-        self.gpus.attachment_mut(client, id)
-    }
-
-    pub(crate) fn history_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
-        Some(&mut self.attachment_mut(client, id)?.history)
-    }
-
     /// The present state, for questions.
     pub(crate) fn model(&self) -> Model<'_> {
         let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, .. } = self;
@@ -365,12 +356,5 @@ impl Machine {
     /// See [`Gpu::lock_changed`].
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
         self.with_gpu(id, |gpu, cx, fx| gpu.lock_changed(cx, fx, client));
-    }
-
-    /// Checks the clients whose answers may now be due, since memory was taken from them.
-    pub(crate) fn check_marked(&mut self) {
-        for client in self.effects.take_checks() {
-            self.check(client);
-        }
     }
 }

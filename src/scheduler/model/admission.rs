@@ -55,7 +55,8 @@ impl Model<'_> {
 
     /// Whether a request is allowed all bytes that it needs on a GPU.
     pub fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
-        let has = |client| self.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
+        let has =
+            |client| self.gpus.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
         self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
     }
 
@@ -63,7 +64,7 @@ impl Model<'_> {
     /// the lock, so memory that other clients wait for would stay.
     pub fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
         let evicts = |client| {
-            let Some(account) = self.account(client, id) else { return false };
+            let Some(account) = self.gpus.account(client, id) else { return false };
             account.charge > account.allowance.max(account.report.pinned)
                 && self.faults_in(client, id)
                 && self.eviction_block(client, id).is_none()
@@ -88,7 +89,7 @@ impl Model<'_> {
 
     /// Until when a client is not granted these GPUs because mapping failed there; 0 if it can be granted now.
     pub fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
-        let attachments = gpus.iter().filter_map(|id| self.attachment(client, *id));
+        let attachments = gpus.iter().filter_map(|id| self.gpus.attachment(client, *id));
         attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
     }
 

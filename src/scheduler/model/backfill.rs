@@ -52,9 +52,9 @@ impl Model<'_> {
         let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
         let fits = |account: &Account| account.report.demand <= account.allowance;
         self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
-            && self.history(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
+            && self.gpus.history(client, id).is_some_and(|history| is_quick(history.bursts.expected()))
             && self.gpus.lock(client, id).is_some_and(|lock| !lock.slow_to_drain)
-            && self.account(client, id).is_some_and(fits)
+            && self.gpus.account(client, id).is_some_and(fits)
             && self.is_admissible(Entity::Solo(client), id)
     }
 }

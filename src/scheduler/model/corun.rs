@@ -33,7 +33,7 @@ impl Model<'_> {
 
     /// Until when the holders' reports are believed.
     pub fn believed_until(&self, id: GpuId) -> Option<Time> {
-        let histories = || self.gpus.running_on(id).filter_map(|client| self.history(client, id));
+        let histories = || self.gpus.running_on(id).filter_map(|client| self.gpus.history(client, id));
         let last = self.gpus.running_on(id).filter_map(|client| Some(self.gpus.hold(client, id)?.since)).max()?;
         let believed = histories().map(|history| history.utilization.believed()).min()?;
         Some(last.saturating_add(believed))
@@ -41,7 +41,7 @@ impl Model<'_> {
 
     /// Whether the utilization of every holder is known, or cannot be measured in a turn.
     pub fn are_measured(&self, id: GpuId) -> bool {
-        self.gpus.running_on(id).filter_map(|c| self.history(c, id)).all(|history| !history.utilization.is_open())
+        self.gpus.running_on(id).filter_map(|c| self.gpus.history(c, id)).all(|history| !history.utilization.is_open())
     }
 
     /// Whether these clients may run together: they leave the GPU idle at times, and all of their memory fits.
@@ -51,7 +51,7 @@ impl Model<'_> {
         };
         let (mut full, mut need, mut own_unevictable) = (0u32, 0u64, 0u64);
         for client in clients {
-            let Some(history) = self.history(client, id) else { return false };
+            let Some(history) = self.gpus.history(client, id) else { return false };
             if self.shares().runs_alone(client) {
                 return false;
             }

@@ -19,8 +19,8 @@ use crate::{
     api::*,
     client::Clients,
     fairness::Fairness,
-    gpu::{self, Access, Account, Attachment, Gpus},
-    policy::{self, History, Policy},
+    gpu::{self, Access, Gpus},
+    policy::{self, Policy},
     queue::{Entity, Queues},
     quota::Quota,
     rules::Rules,
@@ -49,20 +49,6 @@ impl<'a> Model<'a> {
 
     pub fn access(&self, id: GpuId) -> Access {
         self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
-    }
-
-    /// A client's records on a GPU. `None`: it has not attached the GPU.
-    pub fn attachment(&self, client: ClientId, id: GpuId) -> Option<&'a Attachment> {
-        self.gpus.attachment(client, id)
-    }
-
-    /// A client's history on a GPU, for policies.
-    pub fn history(&self, client: ClientId, id: GpuId) -> Option<&'a History> {
-        Some(&self.attachment(client, id)?.history)
-    }
-
-    pub fn account(&self, client: ClientId, gpu: GpuId) -> Option<&'a Account> {
-        self.gpus.get(gpu)?.account(client)
     }
 
     /// The inputs of a GPU's decisions.
@@ -106,9 +92,5 @@ impl<'a> Model<'a> {
 
     pub fn any_absent(&self, entity: Entity) -> bool {
         self.queues.clients_of(entity).any(|client| self.is_absent(client))
-    }
-
-    pub fn gpus_of(&self, client: ClientId) -> Vec<GpuId> {
-        self.gpus.locks_of(client).map(|(id, _)| id).collect()
     }
 }

@@ -60,7 +60,7 @@ impl<'a> Model<'a> {
 
     /// The policy's view of a client that waits for a GPU or holds it.
     pub fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
-        let (Some(history), Some(gpu)) = (self.history(client, id), self.gpus.get(id)) else {
+        let (Some(history), Some(gpu)) = (self.gpus.history(client, id), self.gpus.get(id)) else {
             return Waiter::default();
         };
         let lacking = self.need(client, id).saturating_sub(gpu.account(client).map_or(0, |account| account.allowance));
@@ -161,7 +161,7 @@ impl<'a> Model<'a> {
         let (owner, key) = (self.shares().owner(holder)?, self.queues.request(other)?.key);
         let waited = hold.waited(self.now);
         let waiter =
-            Waiter { burst: self.history(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
+            Waiter { burst: self.gpus.history(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
         let is_same_owner = self.owner_of(other) == Some(owner);
         if key.has_turn.0 {
             return None;

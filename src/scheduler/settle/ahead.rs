@@ -16,12 +16,12 @@ impl Machine {
 
     /// Asks a client whose memory is at rest to allocate host memory for it.
     pub(crate) fn ask_ahead(&mut self, client: ClientId, id: GpuId) {
-        let Some(attachment) = self.model().attachment(client, id) else { return };
+        let Some(attachment) = self.gpus.attachment(client, id) else { return };
         if attachment.engine != Engine::Swap || attachment.eviction_block.is_some() {
             return;
         }
         let on_gpu = |account: &Account| account.report.mapped.saturating_sub(account.report.pinned);
-        let bytes = self.model().account(client, id).map_or(0, on_gpu);
+        let bytes = self.gpus.account(client, id).map_or(0, on_gpu);
         if let Some(bytes) = self.quota.ahead(client, id, bytes) {
             self.effects.command(Command::Prepare { client, gpu: id, bytes });
         }

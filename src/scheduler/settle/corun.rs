@@ -12,7 +12,7 @@ impl Machine {
         let entity = self.gpus.hold(client, id).map(|hold| hold.entity);
         let is_alone = entity.is_some() && self.gpus.holds_on(id).all(|(_, hold)| Some(hold.entity) == entity);
         let is_measured = permille > FULL || is_alone;
-        let Some(history) = self.history_mut(client, id).filter(|_| is_measured) else { return };
+        let Some(history) = self.gpus.history_mut(client, id).filter(|_| is_measured) else { return };
         history.utilization.reported(permille);
         self.touch(id);
     }
@@ -20,7 +20,7 @@ impl Machine {
     /// Discards the utilization that holders reported before they ran together.
     pub(crate) fn forget_utilization(&mut self, id: GpuId) {
         for client in self.gpus.running_on(id).collect::<Vec<_>>() {
-            if let Some(history) = self.history_mut(client, id) {
+            if let Some(history) = self.gpus.history_mut(client, id) {
                 history.utilization.forget();
             }
         }

@@ -51,8 +51,8 @@ impl Machine {
         let is_gang = self.queues.gang_peers(client).next().is_some();
         let is_like_it = total(to).is_some() && total(to) == self.gpus.get(from).map(|gpu| gpu.total);
         let obstacles = [
-            (self.model().attachment(client, from).is_none(), MoveObstacle::NotThere),
-            (self.model().attachment(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
+            (self.gpus.attachment(client, from).is_none(), MoveObstacle::NotThere),
+            (self.gpus.attachment(client, to).is_some() || self.is_way_back(client, both), MoveObstacle::Attached),
             (!is_like_it, MoveObstacle::NoGpu),
             (self.is_drained(to), MoveObstacle::Drained),
             (is_gang, MoveObstacle::Sleep(SleepObstacle::Gang)),
@@ -78,7 +78,7 @@ impl Machine {
     /// context beside the need of any other client there. Also checks whether the bytes that it was promised can be
     /// promised there.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
-        let (Some(account), Some(gpu)) = (self.model().account(client, from), self.gpus.get(to)) else {
+        let (Some(account), Some(gpu)) = (self.gpus.account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
         };
         let here = gpu.promisable(&self.settings);
@@ -159,9 +159,8 @@ impl Machine {
     /// Whether a client has a context on a drained GPU, or would be restored to one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
-        let has_context =
-            |id| self.model().attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
-        self.model().gpus_of(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
+        let has_context = |id| self.gpus.attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
+        self.gpus.of_client(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
     /// Takes a client off its GPUs because one of them is drained, or restores it because none is drained any more.
@@ -178,7 +177,7 @@ impl Machine {
         if !self.sleep.is_drained(client) {
             return;
         }
-        for from in self.model().gpus_of(client) {
+        for from in self.gpus.of_client(client) {
             if !self.is_drained(from) {
                 continue;
             }

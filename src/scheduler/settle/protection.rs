@@ -41,8 +41,8 @@ impl Machine {
         if !self.is_over_limit(client, id) {
             return;
         }
-        let Some(account) = self.model().account(client, id) else { return };
-        let allowance = |client| self.model().account(client, id).map_or(0, |account| account.allowance);
+        let Some(account) = self.gpus.account(client, id) else { return };
+        let allowance = |client| self.gpus.account(client, id).map_or(0, |account| account.allowance);
         let surplus = self.ask_quota(|quota, cx| quota.surplus(cx, client, id, allowance));
         let take = account.evictable().min(surplus);
         if take > 0 {

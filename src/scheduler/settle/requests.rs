@@ -35,10 +35,10 @@ impl Machine {
         let now = self.now;
         for id in &wants {
             let is_new = old.is_none() && self.gpus.hold(client, *id).is_none();
-            if let Some(attachment) = self.attachment_mut(client, *id) {
+            if let Some(attachment) = self.gpus.attachment_mut(client, *id) {
                 attachment.used.get_or_insert(now);
             }
-            if let Some(history) = self.history_mut(client, *id).filter(|_| is_new) {
+            if let Some(history) = self.gpus.history_mut(client, *id).filter(|_| is_new) {
                 history.progress.asks(now);
             }
         }
@@ -331,7 +331,7 @@ impl Machine {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
                 self.mapping_failed(client, *id);
-            } else if let Some(attachment) = self.attachment_mut(client, *id) {
+            } else if let Some(attachment) = self.gpus.attachment_mut(client, *id) {
                 attachment.failures.has_run();
             }
             self.swap_surplus(client, *id);
@@ -352,7 +352,7 @@ impl Machine {
         if let Some(lock) = self.gpus.lock_mut(client, id) {
             lock.ended(now, &hold);
         }
-        if let Some(history) = self.history_mut(client, id) {
+        if let Some(history) = self.gpus.history_mut(client, id) {
             // As with bursts, uncontended time counts for at most one burst if the client ran out of work.
             let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
             history.progress.ran(now, ran, idle);

@@ -27,7 +27,7 @@ impl Machine {
     /// Handles a client's reservation, which replaces its earlier one.
     pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
-        if self.model().attachment(client, id).is_none() {
+        if self.gpus.attachment(client, id).is_none() {
             return;
         }
         let Some(gpu) = self.gpus.get_mut(id) else { return };

@@ -51,9 +51,9 @@ impl Machine {
         }
         let queue = self.model().policy().evicts_by_queue().then(|| self.model().whole_queue(id));
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
-        gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
+        let asked = gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
         let arriving = gpu.arriving(cx, fx, exempt);
-        self.check_marked();
+        asked.into_iter().for_each(|client| self.check(client)); // sets when its answer is due
         bytes.saturating_sub(arriving)
     }
 
@@ -74,7 +74,7 @@ impl Machine {
             } else {
                 // Nothing is free, and bytes being freed are reserved for others.
                 for member in &members {
-                    let allowed = self.model().account(*member, id).map_or(0, |account| account.allowance);
+                    let allowed = self.gpus.account(*member, id).map_or(0, |account| account.allowance);
                     lacking = lacking.saturating_add(self.model().need(*member, id).saturating_sub(allowed));
                 }
             }
@@ -97,11 +97,8 @@ impl Machine {
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);
             }
-            let burst = members
-                .iter()
-                .filter_map(|m| self.model().history(*m, id))
-                .map(|history| history.bursts.expected())
-                .max();
+            let burst =
+                members.iter().filter_map(|m| self.gpus.history(*m, id)).map(|history| history.bursts.expected()).max();
             let both_ways = |bytes| self.model().moving_both_ways(id, bytes, &members);
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
@@ -115,7 +112,7 @@ impl Machine {
                 evicts: lacking > 0,
                 unmeasured: members
                     .iter()
-                    .any(|m| self.model().history(*m, id).is_some_and(|history| history.utilization.is_open())),
+                    .any(|m| self.gpus.history(*m, id).is_some_and(|history| history.utilization.is_open())),
                 holders_measured: self.model().are_measured(id),
                 waiters: self.queues.queue_length(id),
                 rank: self.queues.request(entity).map_or(Time::ZERO, |request| request.key.rank),

@@ -65,8 +65,8 @@ impl Machine {
         let can = |client: &ClientId| !self.model().is_absent(*client) && self.obstacle(*client).is_none();
         let due = |client: &ClientId| {
             let after = self.sleep_after(*client)?;
-            let idle = self.model().gpus_of(*client).into_iter().filter_map(|id| {
-                let used = self.model().attachment(*client, id)?.used.unwrap_or_default();
+            let idle = self.gpus.of_client(*client).into_iter().filter_map(|id| {
+                let used = self.gpus.attachment(*client, id)?.used.unwrap_or_default();
                 Some(self.gpus.lock(*client, id)?.last_run.max(used))
             });
             Some(idle.chain(self.sleep.tried(*client)).max().unwrap_or_default().saturating_add(after))
@@ -86,7 +86,7 @@ impl Machine {
 
     /// Handles a possible change of the client's rule.
     pub(crate) fn sleep_after_changed(&mut self, client: ClientId) {
-        for id in self.model().gpus_of(client) {
+        for id in self.gpus.of_client(client) {
             self.touch(id);
         }
     }
@@ -100,7 +100,7 @@ impl Machine {
             self.wait_until_it_runs(entity, client);
         }
         if self.sleep.is_ordered(client) {
-            for id in self.model().gpus_of(client) {
+            for id in self.gpus.of_client(client) {
                 self.revoke(client, id);
             }
         }
@@ -157,12 +157,12 @@ impl Machine {
         if !matches!(self.queues.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
         }
-        let gpus = self.model().gpus_of(client);
+        let gpus = self.gpus.of_client(client);
         if gpus.is_empty() {
             return Some(SleepObstacle::NoContext);
         }
         gpus.into_iter().find_map(|id| {
-            let (gpu, attachment) = (self.gpus.get(id)?, self.model().attachment(client, id)?);
+            let (gpu, attachment) = (self.gpus.get(id)?, self.gpus.attachment(client, id)?);
             let obstacles = [
                 (attachment.attached.is_none(), SleepObstacle::NoContext),
                 (attachment.engine != Engine::Swap, SleepObstacle::Managed),
@@ -175,15 +175,15 @@ impl Machine {
 
     /// Takes back all memory of a client.
     fn take_all(&mut self, client: ClientId) {
-        for id in self.model().gpus_of(client) {
+        for id in self.gpus.of_client(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.take_all(cx, fx, client));
         }
         self.check(client);
     }
 
     pub(crate) fn sleep_ready(&mut self, client: ClientId) {
-        let is_there = |id: &GpuId| self.model().account(client, *id).is_some_and(|account| account.charge > 0);
-        let is_any_there = self.model().gpus_of(client).iter().any(is_there);
+        let is_there = |id: &GpuId| self.gpus.account(client, *id).is_some_and(|account| account.charge > 0);
+        let is_any_there = self.gpus.of_client(client).iter().any(is_there);
         // The client may have requested a lock or attached another GPU since it was asked to prepare.
         let obstacle = is_any_there.then_some(SleepObstacle::Immovable).or_else(|| self.obstacle(client));
         let step = self.sleep.ready(self.now, client, obstacle);
@@ -226,7 +226,7 @@ impl Machine {
             self.move_back(client);
         }
         self.take_step(client, step);
-        for id in self.model().gpus_of(client) {
+        for id in self.gpus.of_client(client) {
             self.touch(id); // other clients no longer wait for it to leave
         }
     }
@@ -265,7 +265,7 @@ impl Machine {
             Step::Stays => self.may_run(client),
             Step::IsLost => {
                 self.has_left(client);
-                for id in self.model().gpus_of(client) {
+                for id in self.gpus.of_client(client) {
                     if let Some(bytes) = self.gpus.get_mut(id).and_then(|gpu| gpu.away.get_mut(&client)) {
                         *bytes = 0; // it will need nothing
                     }
@@ -301,7 +301,7 @@ impl Machine {
     /// Handles a client that is off its GPUs now.
     fn has_left(&mut self, client: ClientId) {
         self.quota.set_stopped(client, true); // it reads no message
-        for id in self.model().gpus_of(client) {
+        for id in self.gpus.of_client(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.left(cx, fx, client));
         }
     }
@@ -310,7 +310,7 @@ impl Machine {
     fn has_come_back(&mut self, client: ClientId) {
         let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
         self.quota.set_stopped(client, is_stopped);
-        for id in self.model().gpus_of(client) {
+        for id in self.gpus.of_client(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
         }
     }
@@ -324,7 +324,7 @@ impl Machine {
             self.enqueue(entity);
             self.update_entity(client);
         }
-        for id in self.model().gpus_of(client) {
+        for id in self.gpus.of_client(client) {
             self.touch(id);
         }
     }
@@ -345,7 +345,7 @@ impl Machine {
     pub(super) fn return_next(&mut self, changed: ClientId) {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
-        for id in self.model().gpus_of(changed) {
+        for id in self.gpus.of_client(changed) {
             // A client that stays asleep after all gives up the room set aside for it.
             if !is_waking
                 && self.sleep.is_away(changed)
@@ -357,7 +357,7 @@ impl Machine {
         }
         let mut taken = GpuSet::new();
         for client in waking {
-            let ids = self.model().gpus_of(client);
+            let ids = self.gpus.of_client(client);
             if ids.is_empty() {
                 let step = self.sleep.has_room(client);
                 self.take_step(client, step);
@@ -421,7 +421,7 @@ impl Machine {
             let returning = self.gpus.get(*id).and_then(|gpu| gpu.returning);
             returning.is_some_and(|returning| returning.client == client && returning.is_measured)
         };
-        let ids = self.model().gpus_of(client);
+        let ids = self.gpus.of_client(client);
         if ids.iter().all(is_ready) {
             for id in &ids {
                 if let Some(returning) = self.gpus.get_mut(*id).and_then(|gpu| gpu.returning.as_mut()) {

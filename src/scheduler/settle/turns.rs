@@ -85,7 +85,7 @@ impl Machine {
         all: &Holders,
         short: &mut u64,
     ) -> Option<TurnState> {
-        let (hold, account) = (self.gpus.hold(client, id)?, self.model().account(client, id)?);
+        let (hold, account) = (self.gpus.hold(client, id)?, self.gpus.account(client, id)?);
         let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
         let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
         let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
@@ -184,7 +184,7 @@ impl Machine {
         let equal = precedence == Precedence::Equal;
         // A client that wants the GPU for itself reports nothing about its work, so its turn is the administrator's
         // time quantum.
-        let for_itself = self.model().history(client, id)?.utilization.is_for_itself();
+        let for_itself = self.gpus.history(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
                 let holder = self.model().policy_holder(client, id, hold, pressure.first);

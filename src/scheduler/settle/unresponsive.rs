@@ -73,7 +73,7 @@ impl Machine {
         let changed = state.stopped != stopped;
         state.stopped = stopped;
         self.quota.set_stopped(client, stopped || self.sleep.is_away(client));
-        let gpus: Vec<GpuId> = self.gpus.locks_of(client).map(|(id, _)| id).collect();
+        let gpus = self.gpus.of_client(client);
         let (now, waiting) = (self.now, self.queues.waiting(client));
         for id in gpus {
             if let Some(hold) = self.gpus.hold_mut(client, id)
@@ -137,7 +137,7 @@ impl Machine {
         let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, lock) in self.gpus.locks_of(client) {
-            if let Some(eviction) = self.model().account(client, id).and_then(|account| account.eviction.as_ref()) {
+            if let Some(eviction) = self.gpus.account(client, id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
                 match self.gpus.get(id).and_then(|gpu| gpu.late_at(client)) {
                     Some(due) if due <= now => drop(late.insert(id)),
