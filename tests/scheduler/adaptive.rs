@@ -43,9 +43,6 @@ fn who_has_had_less_passes_who_has_had_much() {
     let long = world.add(Plan { gpu: s(200), tenant: user(1), ..Plan::default() });
     let short = world.add(Plan { gpu: s(3), start: s(20), tenant: user(2), ..Plan::default() });
     assert!(world.run(s(300)));
-    for c in &world.commands {
-        eprintln!("{c:?}");
-    }
     assert!(ended(&world, short) < ms(23_500), "{:?}", ended(&world, short));
     assert!(ended(&world, long) < ms(204_000), "{:?}", ended(&world, long));
 }
