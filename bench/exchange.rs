@@ -1,6 +1,6 @@
 //! The duration of a hand-over that moves memory: two programs on a GPU that has room for one, compared in the same run with the
-//! link's speed and with two programs that exchange memory without a scheduler. Requires an NVIDIA GPU, of which another program
-//! occupies all but the needed room.
+//! link's speed and with two programs that exchange memory without a scheduler. Requires an NVIDIA GPU on which another
+//! program leaves only the needed room.
 //!
 //! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--record FILE] [--json FILE]`
 //!

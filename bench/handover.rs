@@ -19,7 +19,7 @@ use waiting::Waiting;
 const HAND_OVERS: usize = 20_000;
 const WAITING_CLIENTS: usize = 1_000;
 const WAITING_HAND_OVERS: usize = 5_000;
-/// Numbers of users among whom waiting clients are divided. One user's clients get its turns in the
+/// The number of users that own the waiting clients. One user's clients get its turns in the
 /// order of their requests.
 const WAITING_USERS: [u32; 3] = [1, 2, 50];
 const IDLE_CLIENTS: usize = 1_000;

@@ -8,6 +8,7 @@
 //!   process.
 //! - [`bus`]: the D-Bus interface as types, for the daemon and for `nvsharectl`.
 //! - [`recorder`]: the newest events and commands of the scheduler, for debug bundles.
+//! - [`timeline`]: pictures of who held and waited for each GPU over time.
 //! - [`simulate`]: simulates a described mix of programs under the scheduler, in virtual time.
 //! - `sys`: system calls: sockets, clocks, credentials.
 //! - [`ctl`]: the commands of `nvsharectl`, one file each.

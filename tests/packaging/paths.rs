@@ -11,11 +11,11 @@ fn named(page: &str) -> Vec<&str> {
 #[test]
 fn developers_pages_name_files_that_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if !root.join(".git").exists() {
+        return; // a source package
+    }
     let listed = Command::new("git").arg("ls-files").current_dir(root).output().expect("git");
     let files = String::from_utf8(listed.stdout).expect("UTF-8");
-    if files.is_empty() {
-        return; // no clone: a source package
-    }
     for (page, text) in [
         ("ARCHITECTURE.md", include_str!("../../ARCHITECTURE.md")),
         ("CONTRIBUTING.md", include_str!("../../CONTRIBUTING.md")),

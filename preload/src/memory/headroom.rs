@@ -48,7 +48,7 @@ impl Drop for Claim {
 pub struct Headroom {
     /// Bytes that it can still allocate.
     pub left: u64,
-    /// Bytes by which the reserve of its cgroups is overrun.
+    /// Bytes by which the cgroups' free memory is below their reserve.
     pub lacking: u64,
     /// Whether a cgroup limits it.
     pub is_limited: bool,
@@ -138,7 +138,7 @@ fn commitment_left() -> u64 {
     limit.zip(promised).map_or(u64::MAX, |(limit, promised)| limit.saturating_sub(promised + HOST_RESERVE))
 }
 
-/// The smallest room of all cgroups; negative if one is overrun.
+/// The smallest room of all cgroups; negative if free memory is below the reserve in one.
 fn of_groups() -> i64 {
     in_groups(of_group)
 }
