@@ -1,5 +1,5 @@
-//! The ResourceClaims prepared on this node, with their names and the rules for their allocations. The device plugin reports
-//! them.
+//! The Kubernetes ResourceClaims prepared on this node: their names, and the rules for their
+//! allocations. The device plugin reports them to the daemon.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -21,8 +21,8 @@ struct Known {
 }
 
 impl Claims {
-    /// Validates the claims that a device plugin sent. Leaves out a claim with an invalid rule: without the rule, its programs
-    /// would get more than their allocation.
+    /// Validates the claims that a device plugin sent. Leaves out claims with an invalid rule: without its
+    /// rule, a claim's programs would get more than their allocation.
     ///
     /// # Errors
     /// A sentence, if the list as a whole is invalid.
@@ -53,7 +53,7 @@ impl Claims {
         self.0.keys().map(String::as_str)
     }
 
-    /// Removes a claim, as if it had never existed.
+    /// Removes a claim, as if the device plugin had never reported it.
     pub fn remove(&mut self, uid: &str) {
         self.0.remove(uid);
     }

@@ -1,4 +1,4 @@
-//! Clients that connect, send messages and disconnect.
+//! Connect, messages and disconnect of clients.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,14 +27,14 @@ use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
-/// Maximum number of disconnected processes kept; older ones are forgotten.
+/// If `departed` has this many entries at a disconnect, entries older than [`EXIT_TIME`] are dropped.
 const MAX_DEPARTED: usize = 1024;
 /// Maximum number of ended clients whose names are kept for timelines and bundles.
 const MAX_ENDED: usize = 1024;
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// Formats the process's pod as a suffix of its name, with the parts that the agent has reported.
+/// Formats the process's pod as a suffix of its name. The agent may not have reported all parts of it.
 fn of_pod(identity: &Identity) -> String {
     let Pod { uid, namespace, name, container } = &identity.pod;
     match (&**uid, &**name, &**container) {
@@ -45,8 +45,9 @@ fn of_pod(identity: &Identity) -> String {
     }
 }
 
-/// True if a client with this library name only queries GPUs for a command, as `nvsharectl run` does, and uses none itself.
-/// Affects only the wording of its log line, so a client gains nothing by a false name.
+/// True if a client with this library name is `nvsharectl`, as in `nvsharectl run`: it queries GPUs for
+/// a command and uses none itself. Affects only the wording of its log line, so a client gains nothing
+/// by a false name.
 fn asks_for_a_command(library: &str) -> bool {
     library == "nvsharectl"
 }
@@ -83,7 +84,7 @@ impl Core {
         client
     }
 
-    /// Takes over a client of an earlier daemon, and keeps its ID.
+    /// Takes over a client of an earlier daemon. The client keeps its ID.
     pub fn resume(&mut self, client: ClientId, mut arrival: Arrival, name: ConnectionName) {
         self.pods.name(&mut arrival.identity);
         self.claims.name(&mut arrival.identity);
@@ -105,7 +106,8 @@ impl Core {
         self.apply_rule(client);
     }
 
-    /// The scheduler's number of the gang that a client names. Members of a gang share its name and their tenant.
+    /// The scheduler's number of the gang whose name a client sent. Two clients are in the same gang if
+    /// both the name and the tenant are equal.
     fn gang(&mut self, client: ClientId, arrival: &Arrival) -> u64 {
         if arrival.gang == 0 {
             return 0;
@@ -113,7 +115,7 @@ impl Core {
         let Identity { placed, tenant, .. } = &*arrival.identity;
         if !placed {
             self.next_gang += 1;
-            return self.next_gang; // the gang has no other members: the client shares with no other client
+            return self.next_gang; // a gang of its own: without a control group, its tenant is uncertain
         }
         let gang = self.gangs.entry((tenant.clone(), arrival.gang)).or_insert_with(|| {
             self.next_gang += 1;
@@ -134,7 +136,7 @@ impl Core {
         }
     }
 
-    /// Reserves this ID, so that no other client gets it.
+    /// Reserves this ID: new clients get higher ones.
     pub fn reserve_id(&mut self, client: ClientId) {
         self.next_client = self.next_client.max(client.0.saturating_add(1));
     }
@@ -170,8 +172,9 @@ impl Core {
         self.mark_active();
     }
 
-    /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. Not needed for a client that
-    /// has attached no GPU, which loses nothing by reconnecting.
+    /// Puts a client's connection into systemd's descriptor store, so that the connection outlives the
+    /// daemon. A client that has attached no GPU loses nothing by reconnecting and needs no stored
+    /// connection.
     fn store(&mut self, client: ClientId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let (kind, version, descriptors) = match &entry.lock {
@@ -188,7 +191,7 @@ impl Core {
         }
     }
 
-    /// Handles the report of a client of an earlier daemon about the locks that it holds.
+    /// Handles a client's report about the locks that it holds from an earlier daemon.
     pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.attached(slots);
@@ -197,10 +200,8 @@ impl Core {
         }
     }
 
-    /// Ends a D-Bus lock. Its keeper then reads the end of the connection.
-    ///
-    /// # Errors
-    /// `InvalidArgs` if the client is not such a lock.
+    /// Ends a D-Bus lock by closing its connection. The task that owns the lock notices the end of the
+    /// connection.
     pub fn end_lock(&self, client: ClientId) -> fdo::Result<()> {
         let entry = self.clients.get(&client).filter(|entry| entry.lock.is_some());
         let no_lock = || fdo::Error::InvalidArgs(format!("client {} is no lock of AcquireLock", client.0));
@@ -228,7 +229,7 @@ impl Core {
             info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
         }
         if self.departed.len() >= MAX_DEPARTED {
-            // Measurements do this too, but may be unavailable.
+            // Measurements remove old entries too, but NVML may be unavailable.
             self.departed.retain(|_, left| now < *left + EXIT_TIME);
         }
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
@@ -236,7 +237,7 @@ impl Core {
         self.signals.clients.set(self.clients.len());
         self.signals.arrivals.notify_one();
         self.mark_active();
-        // Done before the client's memory counts as free, since memory that other clients have open stays in use.
+        // Precedes the release of the client's memory: memory that other clients have open stays in use.
         let (adopters, unanswered) = self.shared_memory.leave(client);
         self.ask_to_adopt(adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
@@ -257,10 +258,10 @@ impl Core {
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
 
-    /// Handles one of a client's packets, with the descriptors that came with it.
+    /// Handles one packet from a client, and the file descriptors received with it.
     ///
     /// # Errors
-    /// If the client broke the protocol: the caller must close its connection.
+    /// If the client broke the protocol. The caller must then close the connection.
     pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
         let now = clock::now();
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
@@ -289,8 +290,8 @@ impl Core {
                     (stats.host, stats.in_file) = (host, in_file);
                 }
                 let (total, measured) = self.gpus.get(&gpu).map_or((0, false), |gpu| (gpu.total, gpu.index.is_some()));
-                // Reports affect other clients' shares, so they are capped to the GPU's size. The demand of managed memory may
-                // exceed it.
+                // Reports affect other clients' shares, so they are capped at the GPU's size. The demand of managed
+                // memory may exceed that size.
                 let is_managed = self.machine.engine(client, gpu) == Some(Engine::Managed);
                 report.demand = if is_managed { report.demand } else { report.demand.min(total) };
                 report.mapped = report.mapped.min(total);
@@ -349,7 +350,7 @@ impl Core {
         self.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
         self.apply(event);
-        // An earlier scheduler may have sent other values to a client that reconnects.
+        // A client that reconnects may still use the values that an earlier scheduler sent.
         let reconnects = self.clients.get(&client).is_some_and(|entry| entry.reconnects);
         if reconnects || self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
             self.limit_run_ahead(client, gpu);
@@ -357,7 +358,7 @@ impl Core {
         Ok(())
     }
 
-    /// Handles a packet of a client that has ended. Only its counters are still of interest.
+    /// Handles a packet from a client that has ended. Only the counters in it still matter.
     pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
         let action = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
         if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {
@@ -365,7 +366,8 @@ impl Core {
         }
     }
 
-    /// Passes a client's memory on a GPU to the scheduler: the client's own report, plus shared memory that no report includes.
+    /// Passes a client's memory on a GPU to the scheduler: the client's own report, plus adopted memory
+    /// that the report does not include yet.
     pub(super) fn report(&mut self, client: ClientId, gpu: GpuId) {
         let extra = self.shared_memory.uncounted(client, gpu);
         let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
@@ -377,7 +379,7 @@ impl Core {
         self.apply(Event::Memory { client, gpu, report });
     }
 
-    /// Adds a GPU that a client named and NVML does not list.
+    /// Adds a GPU that a client named, if NVML does not list it.
     fn add_unknown_gpu(
         &mut self,
         client: ClientId,
@@ -419,7 +421,7 @@ impl Core {
         Ok(())
     }
 
-    /// Removes a GPU that NVML does not list, once no client uses it.
+    /// Removes a GPU that NVML does not list if no client uses it any more.
     fn forget_unlisted(&mut self, gpu: GpuId) {
         let is_used = || self.clients.values().any(|client| client.gpus.contains_key(&gpu));
         if self.gpus.get(&gpu).is_none_or(|entry| entry.index.is_some()) || is_used() {

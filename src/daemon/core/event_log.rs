@@ -1,4 +1,4 @@
-//! Log lines about events and commands. Logging reads the state, and changes only [`Logged`].
+//! Log lines about events and commands. Logging only reads the state, except for [`Logged`].
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use crate::bus;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, WaitReason};
 
-/// A log line about a client and a GPU, with the fields that all such lines have.
+/// Logs a line about a client and a GPU, with the fields common to all such lines.
 macro_rules! log_client {
     ($level:ident, name: $event:literal, $client:expr, $identity:expr, gpu = $gpu:expr, $($rest:tt)+) => {{
         let identity: &$crate::identity::Identity = $identity;
@@ -29,15 +29,15 @@ macro_rules! log_client {
 }
 pub(super) use log_client;
 
-/// Time before the same line about the same client and GPU is logged again.
+/// Minimum time between two equal lines about the same client and GPU.
 const REPEAT: Duration = Duration::from_secs(10);
 
-/// When each line about a client and a GPU was last logged, by the line's name.
+/// Time at which each line about a client and a GPU was last logged, by the line's name.
 #[derive(Debug, Default)]
 pub(super) struct Logged(RefCell<BTreeMap<&'static str, Time>>);
 
 impl Core {
-    /// True if a line of this name may be logged now. It then counts as logged.
+    /// True if a line with this name may be logged now. If so, records the line as logged.
     pub(super) fn may_log(&self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
         let Some(stats) = self.clients.get(&client).and_then(|entry| entry.gpus.get(&gpu)) else { return false };
         let mut lines = stats.logged.0.borrow_mut();

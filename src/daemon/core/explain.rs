@@ -1,5 +1,6 @@
-//! Explains in sentences why a program does not run on a GPU, and when it is expected to. About other programs, the sentences
-//! reveal only what `ListClients` shows every user: names, process IDs and rules.
+//! Sentences about why a program does not run on a GPU, and when it is expected to run. About other
+//! programs, the sentences reveal only what `ListClients` shows every user: names, process IDs and
+//! rules.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -13,11 +14,11 @@ use crate::config::units;
 use crate::identity::{Identity, printable};
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
 
-/// Maximum number of programs ahead that are named. The others are counted.
+/// Maximum number of programs in the queue that an explanation names. It only counts the rest.
 const NAMED: usize = 5;
-/// Shorter times are not reported, since the estimates are no more accurate than this.
+/// The estimates are no more accurate than this, so shorter times are reported as "less than 0.1s".
 const SHORTEST: Duration = Duration::from_millis(100);
-/// Maximum number of waits that one answer explains: the number of slots of one connection.
+/// Maximum number of waits that one answer explains: the number of GPU slots of one connection.
 const MAX_EXPLAINED: usize = nvshare_wire::MAX_SLOTS as usize;
 
 /// Names of clients and GPUs, and the rule of a client.
@@ -37,7 +38,8 @@ pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> Stri
     }
 }
 
-/// The name of a GPU, as users see it: its index, unless it is a MIG slice.
+/// The name of a GPU, as users see it: its index, or its UUID if it is a MIG slice or its index is
+/// unknown.
 pub(super) fn gpu_name(gpu: GpuId, kind: GpuKind, index: Option<u32>) -> String {
     match index.filter(|_| kind != GpuKind::Mig) {
         Some(index) => format!("GPU {index}"),
@@ -61,8 +63,10 @@ impl Names for View {
 }
 
 impl View {
-    /// Explains a process's state in sentences, for each of its GPUs. Explains at most [`MAX_EXPLAINED`] waits: each takes time
-    /// in proportion to the queue, and a process can have many connections.
+    /// Explains a process's state in sentences, for each of its GPUs.
+    ///
+    /// Explains at most [`MAX_EXPLAINED`] waits. The time for each is proportional to the queue, and a
+    /// process can have many connections.
     ///
     /// # Errors
     /// `InvalidArgs` if no client has this process ID.
@@ -144,7 +148,7 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     text
 }
 
-/// The sentence for the holder of a GPU about its own turn.
+/// The sentence about a client's own turn on a GPU that it holds.
 fn holds(gpu: &str, own: &HolderAhead) -> String {
     match (own.state, own.left) {
         (LockState::Suspended, _) => format!("It holds {gpu}, and its process is stopped: others run beside it."),
@@ -253,7 +257,7 @@ fn moves(what: &Explanation) -> Option<String> {
     Some(text)
 }
 
-/// Formats a time that is only estimated.
+/// Formats an estimated time.
 fn about(duration: Duration) -> String {
     if duration < SHORTEST { "less than 0.1s".into() } else { format!("about {}", units::duration(duration)) }
 }

@@ -1,5 +1,6 @@
-//! Files that clients lock while no scheduler runs: two for each GPU, next to the clients' socket. Clients that see different
-//! directories must lock the same files, so the files in the claims' directories are links to one set.
+//! Files that clients lock while no scheduler runs. Each GPU has two lock files, next to the clients'
+//! socket. Clients that see different directories must lock the same files. So the files in the
+//! directories of the Kubernetes claims are hard links to one common set.
 
 use std::fs::{OpenOptions, Permissions};
 use std::io;
@@ -16,9 +17,13 @@ use crate::scheduler::GpuId;
 pub struct LockDirectories {
     /// The directory of the clients' socket.
     clients: Option<PathBuf>,
-    /// The parent of the claims' directories. It has a set of files of its own, to which the files in claims' directories link:
-    /// to a container runtime it is a separate volume, and the kernel does not link across mounts. No GPU is offered both
-    /// through claims and in another way, so programs that share a GPU always share its files.
+    /// The parent of the claims' directories. It contains a separate set of lock files, and the files in
+    /// the claims' directories link to this set.
+    ///
+    /// A common set with the clients' directory is impossible: to a container runtime, the directories are
+    /// separate volumes, and the kernel creates no hard links across mounts. Two sets suffice. A GPU is
+    /// offered either through claims or in other ways, so programs that share a GPU always use the same
+    /// set.
     claims: Option<PathBuf>,
 }
 
@@ -33,7 +38,7 @@ impl LockDirectories {
         entries.map(|entry| entry.path()).filter(|path| path.is_dir())
     }
 
-    /// Creates a GPU's files. If that fails, clients run without them.
+    /// Creates a GPU's lock files. On failure, clients run without them.
     fn create(&self, gpu: GpuId) {
         for file in Self::files(gpu) {
             for path in [&self.clients, &self.claims].into_iter().flatten().map(|directory| directory.join(&file)) {
@@ -45,7 +50,7 @@ impl LockDirectories {
         self.of_claims().for_each(|directory| self.link(gpu, &directory));
     }
 
-    /// Links the files of a GPU into the directory of a claim.
+    /// Hard-links a GPU's lock files into the directory of a claim.
     fn link(&self, gpu: GpuId, directory: &Path) {
         let Some(claims) = &self.claims else { return };
         for file in Self::files(gpu) {
@@ -55,7 +60,7 @@ impl LockDirectories {
         }
     }
 
-    /// Removes the files of a GPU that no client uses.
+    /// Removes the lock files of a GPU that no client uses.
     fn remove(&self, gpu: GpuId) {
         let directories = [&self.clients, &self.claims].into_iter().flatten().cloned().chain(self.of_claims());
         for directory in directories {
@@ -69,7 +74,7 @@ impl LockDirectories {
 fn create(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    // Locking requires read access, which every user needs regardless of the umask.
+    // Locking a file requires read access, which every user needs. The umask must not remove it.
     file.set_permissions(Permissions::from_mode(0o644))
 }
 
@@ -84,18 +89,19 @@ fn link(original: &Path, link: &Path) -> io::Result<()> {
 }
 
 impl Core {
-    /// Creates lock files in the directory of the clients' socket from now on.
+    /// Sets the directory of the clients' socket. Lock files are created in it from now on.
     pub fn create_lock_files_in(&mut self, directory: &Path) {
         self.lock_files.clients = Some(directory.to_owned());
     }
 
-    /// Also creates lock files in the parent of the claims' directories, and links to them in each of these.
+    /// Sets the parent of the claims' directories. Lock files are also created in it, and linked into the
+    /// directory of each claim.
     pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
         self.lock_files.claims = Some(directory.to_owned());
         self.gpus.keys().for_each(|gpu| self.lock_files.create(*gpu));
     }
 
-    /// Links the lock files of all GPUs into the directory of a new claim.
+    /// Hard-links the lock files of all GPUs into the directory of a new claim.
     pub fn link_lock_files(&self, directory: &Path) {
         self.gpus.keys().for_each(|gpu| self.lock_files.link(*gpu, directory));
     }
@@ -126,7 +132,7 @@ mod tests {
         directories.create(gpu);
         std::fs::create_dir(&other).expect("a directory");
         directories.link(gpu, &other);
-        // A file that replaced a link is replaced by the link again.
+        // If a file has replaced a link, `create` restores the link.
         let [turn, _] = LockDirectories::files(gpu);
         std::fs::remove_file(one.join(&turn)).and_then(|()| std::fs::write(one.join(&turn), "")).expect("a file");
         directories.create(gpu);

@@ -1,12 +1,15 @@
-//! The scheduler's state machine with all the state that it decides about, on one thread. When a call returns, the resulting
-//! messages have been sent to every client concerned.
+//! The scheduler's state machine and the state on which it decides, all on one thread. When a call
+//! returns, the resulting messages have been sent to all clients concerned.
 //!
-//! - `state`: [`Core`], which owns everything; `dispatch`: events into the state machine, and its commands.
-//! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
-//!   see; `sharing` passes messages about shared memory, which [`shared_memory`] records; [`pods`] and [`claims`]: names and
-//!   rules from Kubernetes.
+//! - `state`: [`Core`], which owns everything; `dispatch`: passes events to the state machine and
+//!   carries out its commands.
+//! - `clients`: clients connect, send messages and disconnect.
+//! - `rules`: the rules of clients; `placement`: the GPUs that clients may see.
+//! - `sharing`: passes messages about shared memory; [`shared_memory`]: the registry of that memory.
+//! - [`pods`] and [`claims`]: names and rules from Kubernetes.
 //! - `gpus`: GPUs that appear and disappear; `measure`: measurements of GPU and host memory.
-//! - `event_log` and `refusals`: log lines; `counts`: counters, and `metrics`: the figures derived from them.
+//! - `event_log` and `refusals`: log lines; `counts`: counters; `metrics`: the figures derived from the
+//!   counters.
 //! - `usage`: usage of tenants, units and containers, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `lock_files`: files that clients lock while no scheduler runs.
@@ -15,8 +18,10 @@
 //! - `paused`: the paused processes; `saved`: orders that outlive the daemon.
 //! - `swap_files`: the RAM and the swap file space of each client.
 //! - `rooms`: memory that is kept free for programs that are not clients.
-//! - `explain`: explains in sentences why a program does not run; `timeline`: the flight recorder's timeline for one user.
-//! - [`View`] (`view`): a copy of the state, for all readers; [`views`]: the parts that D-Bus shows; [`bundle`]: debug bundles.
+//! - `explain`: sentences about why a program does not run; `timeline`: the flight recorder's timeline
+//!   for one user.
+//! - [`View`] (`view`): a copy of the state, for all readers; [`views`]: the parts that D-Bus shows;
+//!   [`bundle`]: debug bundles.
 
 pub mod bundle;
 pub mod claims;

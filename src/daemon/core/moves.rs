@@ -1,4 +1,4 @@
-//! Moves of programs from one GPU to another of the same kind, and draining of GPUs.
+//! Moves of programs between GPUs of the same kind, and draining of GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,13 +14,16 @@ use crate::daemon::checkpoint::Uuid;
 use crate::daemon::gpu::accounting::History;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
 
-/// Receives the result of a move: success once the program is on the other GPU, or why it was not moved.
+/// Receives the result of a move: success once the program is on the new GPU, or the reason for the
+/// failure.
 pub type Reply = oneshot::Sender<fdo::Result<()>>;
 
 impl Core {
-    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply is sent once the
-    /// program is on the other GPU, or the move has failed: `InvalidArgs` if the program or GPU does not exist, or if the
-    /// process ID now belongs to another user's process.
+    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply is
+    /// sent once the program is on the new GPU, or once the move has failed.
+    ///
+    /// The error is `InvalidArgs` if the program or GPU does not exist, or if the process ID now belongs to
+    /// another user's process.
     pub fn migrate(&mut self, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) {
         match self.migration(pid, gpu, users) {
             Err(e) => drop(reply.send(Err(e))),
@@ -64,8 +67,9 @@ impl Core {
         Ok((client, Move { from, to }))
     }
 
-    /// True if a process's memory on one GPU can be restored on the other: both are whole GPUs of one model. The driver
-    /// requires a pair for each GPU of the host, so neither may be in MIG mode.
+    /// True if a process's memory on one GPU can be restored on the other: both are whole GPUs of one
+    /// model. The driver requires a pair for each GPU of the host, so no GPU of the host may be in MIG
+    /// mode.
     fn is_of_one_kind(&self, one: GpuId, other: GpuId) -> bool {
         let kind = |id| {
             let Gpu { kind, name, total, capability, .. } =
@@ -76,7 +80,8 @@ impl Core {
         is_whole && kind(one).is_some() && kind(one) == kind(other)
     }
 
-    /// Handles the end of a move: the scheduler has moved the client, or reports why not.
+    /// Handles the end of a move. `why`: the reason why the scheduler did not move the client, if it
+    /// failed.
     pub(super) fn migrated(&mut self, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
         let reply = self.migrations.remove(&client);
         if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
@@ -95,12 +100,12 @@ impl Core {
         }
     }
 
-    /// Moves a client's records from one GPU to the other, after its memory has moved.
+    /// Moves a client's records to the new GPU after its memory has moved.
     pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.session.moved(from, to);
         if let Some(stats) = entry.gpus.remove(&from) {
-            // Without the history, which describes the old GPU.
+            // The history describes the old GPU, so it is not copied.
             entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
         }
         self.record_usage_of(client, from, to, now);
@@ -130,14 +135,15 @@ impl Core {
         Ok(saving)
     }
 
-    /// Drains a newly found GPU that was drained before, even if the order went to an earlier daemon.
+    /// Drains a newly found GPU if it is among the saved drained GPUs. An earlier daemon may have saved it.
     pub(super) fn drain_again(&mut self, gpu: GpuId) {
         if self.label(gpu).is_some_and(|label| self.drained.all.contains(&label)) {
             self.apply(Event::Drain { gpu, drained: true });
         }
     }
 
-    /// Sends the scheduler the sets of GPUs between which clients can move, after `gpus` changes.
+    /// Sends the scheduler the sets of GPUs between which clients can move. Called after a change of
+    /// `gpus`.
     pub(super) fn tell_kinds(&mut self) {
         let mut kinds: Vec<GpuSet> = Vec::new();
         for id in self.gpus.keys().copied().filter(|id| self.is_of_one_kind(*id, *id)) {
@@ -168,14 +174,14 @@ impl Core {
         }
     }
 
-    /// For each GPU of the host, the GPU on which a process's memory is restored after these moves.
+    /// Pairs each GPU of the host with the GPU on which a process's memory is restored after these moves.
     pub(super) fn pairs(&self, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
         let host = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !gpu.is_slice()).map(|(id, _)| *id);
         pairs(&host.collect(), moves)
     }
 }
 
-/// Pairs for all GPUs of the host, since the driver accepts no fewer. Empty if nothing moves.
+/// Pairs all GPUs of the host: the driver rejects incomplete lists. Empty if nothing moves.
 fn pairs(host: &GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
     if moves.is_empty() {
         return Vec::new();

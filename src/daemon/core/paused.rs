@@ -1,5 +1,5 @@
-//! The paused processes, which are also saved for the next daemon (`saved`). A process is identified by its PID and its start
-//! time.
+//! The paused processes. They are also saved for the next daemon (`saved`). A process is identified by
+//! its PID and its start time.
 
 use std::path::Path;
 
@@ -32,7 +32,7 @@ impl Process {
 }
 
 impl Paused {
-    /// Reads the processes that an earlier daemon saved.
+    /// Reads the paused processes that an earlier daemon saved. Drops processes that have ended.
     pub fn open(directory: &Path) -> Self {
         let mut saved = Saved::open(directory, FILE, LOST);
         saved.all.retain(Process::lives);

@@ -1,5 +1,5 @@
-//! Placement: the GPUs that a program sees. The program chooses them, within the limits of its rule and its environment, or the
-//! scheduler assigns them.
+//! Placement: the choice of the GPUs that a program sees. Either the program chooses GPUs within the
+//! limits of its rule and environment, or the scheduler assigns them.
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;
@@ -20,15 +20,15 @@ use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long a placement waits for its program to connect.
+/// Time after which a placement expires if its program has not connected.
 const REMEMBERED: Duration = Duration::from_secs(30);
-/// Maximum number of one tenant's placements that wait for their programs; the scheduler has the same limit. Beyond it, the
-/// oldest is dropped.
+/// Maximum number of one tenant's placements whose programs have not connected. Beyond it, the tenant's
+/// oldest placement is dropped. The scheduler has the same limit.
 const MOST_WAITING: usize = 64;
-/// Maximum number of a process's ancestors among which the process that requested its placement is searched.
+/// Maximum number of processes searched for a placement request: the process itself and its ancestors.
 const MOST_ANCESTORS: usize = 16;
 
-/// A process that requested GPUs for a program that it will execute or start.
+/// A placement that a process requested for a program that it will execute or start.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PendingPlacement {
     pid: i32,
@@ -37,17 +37,17 @@ pub(super) struct PendingPlacement {
     since: Time,
 }
 
-/// A GPU with its label.
+/// A GPU, its record and its label.
 type Known<'a> = (GpuId, &'a Gpu, String);
 
 impl Core {
-    /// Sends a client the GPUs that it sees.
+    /// Sends a client the GPUs that it may see.
     pub(super) fn place(&mut self, client: ClientId, query: &PlacementQuery) {
         let Some(entry) = self.clients.get(&client) else { return };
         if query.ahead && entry.identity.pid > 0 {
             let pid = entry.identity.pid;
             let tenant = TenantId(entry.identity.tenant.number());
-            self.pending_placements.retain(|ahead| ahead.pid != pid); // a process has one placement: the newest
+            self.pending_placements.retain(|ahead| ahead.pid != pid); // replaces the previous request
             let of_tenant = |ahead: &PendingPlacement| ahead.tenant == tenant;
             if self.pending_placements.iter().filter(|ahead| of_tenant(ahead)).count() >= MOST_WAITING
                 && let Some(oldest) = self.pending_placements.iter().position(of_tenant)
@@ -71,7 +71,7 @@ impl Core {
         let known = self.known(query.devices);
         let ids = |gpus: &[&Known<'_>]| gpus.iter().map(|(id, ..)| *id).collect::<Vec<_>>();
         if known.is_empty() {
-            return Choice::Free; // the scheduler does not know the GPUs yet
+            return Choice::Free; // the daemon does not know any GPU yet
         }
         let rule = self.rule_of(client);
         let allowed = rule.and_then(|rule| rule.places.allowed.as_ref());
@@ -110,7 +110,7 @@ impl Core {
         if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
             let mut candidates = ids(&left);
             if query.count > 1 {
-                // A process can only see one MIG slice, so slices cannot be combined.
+                // A process can see only one MIG slice, so MIG slices cannot be combined.
                 candidates = left.iter().filter(|(_, gpu, _)| !gpu.is_slice()).map(|(id, ..)| *id).collect();
             }
             return Choice::Machine(PlacementRequest {
@@ -123,11 +123,11 @@ impl Core {
         if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
     }
 
-    /// Checks that a process's rule allows it to lock a GPU without the library. Returns the rule's name for messages; empty if
-    /// it has no rule.
+    /// Checks that a process's rule allows the process to lock a GPU without the library. Returns the
+    /// rule's name for messages, or an empty string if no rule applies.
     ///
     /// # Errors
-    /// A sentence, if the rule does not allow it.
+    /// A sentence, if the rule forbids the lock.
     pub fn may_lock(&self, identity: &Identity, gpu: &NamedGpu) -> Result<String, String> {
         let Some((rule, _)) = self.config.rules.of(identity) else { return Ok(String::new()) };
         let known = self.known(0);
@@ -144,10 +144,10 @@ impl Core {
         Ok(rule.to_string())
     }
 
-    /// Checks that a client may be on a GPU.
+    /// Checks that a client may use a GPU.
     ///
     /// # Errors
-    /// A sentence, if its rule or its environment does not allow it.
+    /// A sentence, if the client's rule or environment forbids it.
     pub(super) fn may_be_on(&self, client: ClientId, gpu: GpuId) -> Result<(), String> {
         let known = self.known(0);
         let is_named = |names: &[GpuName]| {
@@ -167,7 +167,8 @@ impl Core {
         Ok(())
     }
 
-    /// The GPUs among these device files, or all GPUs for 0, in the order of their NVML indices.
+    /// The GPUs whose device files are in the bit mask `devices`, in the order of their NVML indices. The
+    /// mask 0 stands for all GPUs.
     fn known(&self, devices: u64) -> Vec<Known<'_>> {
         let is_seen = |gpu: &Gpu| {
             let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);
@@ -179,7 +180,7 @@ impl Core {
         known
     }
 
-    /// Sends the scheduler the labels that rules assign to clients, for affinity.
+    /// Sends the scheduler the labels that rules assign to these clients, for affinity.
     pub(super) fn set_labels(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         let labels = |client| {
             let rule = self.rule_of(client);
@@ -189,7 +190,8 @@ impl Core {
         self.apply(Event::Labels { labels });
     }
 
-    /// Assigns a new client the placement that one of its ancestors, or an earlier program of its process, requested for it.
+    /// Assigns a new client the placement that was requested for it. The request came from one of its
+    /// ancestors, or from an earlier program of the same process.
     pub(super) fn find_place(&mut self, client: ClientId) {
         let now = clock::now();
         self.pending_placements.retain(|ahead| now < ahead.since + REMEMBERED);
@@ -219,7 +221,7 @@ impl Core {
         }
     }
 
-    /// Handles the scheduler's failure to place a client.
+    /// Handles a failed placement of a client by the scheduler.
     pub(super) fn placement_failed(&mut self, client: ClientId, why: &PlacementError) {
         let (text, label) = match why {
             PlacementError::TooFew { wanted, there } => (format!("it requests {wanted} GPUs and may use {there}"), ""),
@@ -258,15 +260,16 @@ impl Core {
 
 /// The decision about a placement.
 enum Choice {
-    /// The client sees the same GPUs as without placement.
+    /// The client sees the GPUs that it would see without placement.
     Free,
     Of(Vec<GpuId>),
     None(String),
-    /// The scheduler assigns GPUs.
+    /// The scheduler assigns the GPUs.
     Machine(PlacementRequest),
 }
 
-/// True if a name denotes this GPU: an index, or a unique prefix of a UUID.
+/// True if a name denotes this GPU. A name is an index, or a prefix of a UUID that no other GPU's UUID
+/// has.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,
@@ -275,8 +278,8 @@ fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bo
     name.fits(label, gpu.index) && alone()
 }
 
-/// The GPUs of a list, parsed by the driver's rules: the list ends before the first name that denotes no GPU, and is empty if
-/// it has a duplicate.
+/// The GPUs of a list, parsed by the driver's rules. The list ends before the first name that denotes
+/// no GPU. A list with duplicates yields no GPUs.
 fn listed<'a, 'b>(list: &str, known: &'a [Known<'b>]) -> Vec<&'a Known<'b>> {
     let find = |name: &str| {
         let name = GpuName::parse(name.trim())?;

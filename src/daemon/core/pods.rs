@@ -1,5 +1,5 @@
-//! The pods of this node, as reported by the agent: names for the UIDs in control groups, and rules from pods'
-//! annotations.
+//! The pods of this node, as reported by the agent. Each pod gives names to the UIDs in control groups,
+//! and may have a rule in its annotations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -22,11 +22,11 @@ struct Known {
     rule: Option<Rule>,
 }
 
-/// Why pods' rules were refused, by pod UID.
+/// The reasons why pods' rules were refused, by pod UID.
 pub type Refused = HashMap<String, String>;
 
 impl Pods {
-    /// Validates the pods that an agent sent. An invalid rule is refused only for its own pod.
+    /// Validates the pods that an agent sent. A pod with an invalid rule is kept without the rule.
     ///
     /// # Errors
     /// A sentence, if the list as a whole is invalid.
@@ -62,7 +62,7 @@ impl Pods {
         Ok((pods, refused))
     }
 
-    /// Removes rules that contradict others, and returns why.
+    /// Removes rules that contradict other rules. Returns the reasons, by pod UID.
     pub fn reconcile(&mut self, contradicted: impl Fn(&Rule, &[Rule]) -> Option<String>) -> Refused {
         let (mut kept, mut refused) = (Vec::new(), Refused::new());
         for (uid, pod) in &mut self.0 {

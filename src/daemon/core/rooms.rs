@@ -1,5 +1,6 @@
-//! Rooms: GPU memory that is kept free on a user's request, for programs that are not clients. The scheduler makes them;
-//! this module records each room's owner and the callers that wait for a room.
+//! Rooms: GPU memory that is kept free, at a user's request, for programs that are not clients. The
+//! scheduler frees and reserves the memory. This module records the owner of each room and the callers
+//! that wait for a room.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -20,48 +21,48 @@ use crate::identity::Identity;
 use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle};
 use crate::sys::clock;
 
-/// Maximum number of rooms of one user. More would not give the user more memory.
+/// Maximum number of rooms of one user. More rooms would not give the user more memory.
 const MAX_ROOMS_OF_USER: usize = 4;
-/// Maximum number of programs that an error names as obstacles.
+/// Maximum number of programs that an error message names as obstacles.
 const NAMED: usize = 3;
 
-/// The arguments of `MakeRoom`, and the caller.
+/// The arguments of the D-Bus method `MakeRoom`, and its caller.
 #[derive(Debug, Clone)]
 pub struct RoomRequest {
-    /// UUID or index; empty if there is only one GPU.
+    /// UUID or index of the GPU. Empty if the host has only one GPU.
     pub gpu: String,
     pub bytes: u64,
-    /// How long the room is kept unless it is renewed.
+    /// Time for which the room is kept. Each renewal starts it again.
     pub lasts: Duration,
     pub caller: Identity,
 }
 
-/// A room, or a request for one.
+/// A room, or a pending request for one.
 pub(super) struct Room {
     owner: Arc<Identity>,
     gpu: GpuId,
     bytes: u64,
     lasts: Duration,
-    /// The caller's reply channel; `None` once the memory is free.
+    /// Sends the reply to the caller. `None` once the memory is free.
     reply: Option<oneshot::Sender<fdo::Result<()>>>,
-    /// Notified when the room ends without being closed.
+    /// Notified if the room ends without its owner closing it.
     ended: Rc<Notify>,
 }
 
-/// A requested room.
+/// A pending request for a room, as returned to the caller.
 pub struct PendingRoom {
     pub room: RoomId,
     /// Receives the reply once the memory is free.
     pub ready: oneshot::Receiver<fdo::Result<()>>,
-    /// Notified when the room ends without being closed.
+    /// Notified if the room ends without its owner closing it.
     pub ended: Rc<Notify>,
 }
 
 impl Core {
-    /// Validates a request for a room. Returns the GPU.
+    /// Validates a request for a room. Returns its GPU.
     ///
     /// # Errors
-    /// `InvalidArgs` or `LimitsExceeded`.
+    /// `InvalidArgs` if the request is invalid. `LimitsExceeded` if the user has too many rooms.
     pub fn check_room(&self, request: &RoomRequest) -> fdo::Result<NamedGpu> {
         let gpu = self.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
         if request.bytes == 0 {
@@ -80,7 +81,7 @@ impl Core {
     /// Requests a room from the scheduler.
     ///
     /// # Errors
-    /// As [`Self::check_room`].
+    /// The same as [`Self::check_room`].
     pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
         let gpu = GpuId(self.check_room(&request)?.uuid);
         self.last_room += 1;
@@ -90,14 +91,14 @@ impl Core {
         let RoomRequest { bytes, lasts, caller, .. } = request;
         let (owner, reply) = (Arc::new(caller), Some(reply));
         self.rooms.insert(room, Room { owner, gpu, bytes, lasts, reply, ended: ended.clone() });
-        // Gets current figures of the memory that other programs use.
+        // The decision needs current figures of the memory that other programs use.
         self.query_nvml(Query::Sample);
         self.signals.activity.notify_one();
         self.ask_for_room(room);
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Renews a room for its full time from now on.
+    /// Renews a room: its full time starts again.
     pub fn renew_room(&mut self, room: RoomId) {
         self.ask_for_room(room);
     }
@@ -108,7 +109,7 @@ impl Core {
         self.apply(Event::RoomRequested { room, gpu, bytes, until });
     }
 
-    /// Ends a room that its owner no longer needs.
+    /// Closes a room at its owner's request.
     pub fn close_room(&mut self, room: RoomId) {
         let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
         self.apply(Event::RoomClosed { room });
@@ -121,7 +122,7 @@ impl Core {
             Command::RoomReady { room, .. } => {
                 let Some(entry) = self.rooms.get_mut(&room) else { return };
                 let Some(reply) = entry.reply.take() else { return };
-                let _ = reply.send(Ok(())); // the caller may have left the bus: then no process holds the descriptor
+                let _ = reply.send(Ok(())); // if the caller has left the bus, no process holds the descriptor
                 let Room { owner, gpu, bytes, .. } = &self.rooms[&room];
                 info!(
                     name: "room-made",
@@ -151,7 +152,7 @@ impl Core {
         }
     }
 
-    /// Why a room was refused, and what the caller can do about it.
+    /// The error for a refused room: the reason, and a remedy for the caller.
     fn room_refused(&self, gpu: GpuId, why: RoomObstacle) -> fdo::Error {
         let entry = self.gpus.get(&gpu);
         let name = entry.map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index));
@@ -173,7 +174,7 @@ impl Core {
         }
     }
 
-    /// The programs that keep memory on a GPU, with the reasons why it cannot be evicted.
+    /// Names the programs whose memory cannot be evicted from a GPU, with the reasons.
     fn in_the_way(&self, gpu: GpuId) -> String {
         let mut all: Vec<(u64, String)> = Vec::new();
         for view in self.machine.clients() {

@@ -1,10 +1,16 @@
-//! Memory that programs share (CUDA IPC): requests to open it, and the client whose report includes its bytes. No I/O.
+//! Memory that programs share (CUDA IPC): pending requests to open it, and the client whose report
+//! includes its bytes. No I/O.
 //!
-//! Descriptors and secrets only pass through the daemon. The registry records which client has which exported memory open. Its
-//! bytes count for the exporter, among the exporter's pinned bytes. When the exporter frees the memory or ends, the memory
-//! stays on the GPU for the clients that opened it, so one of them *adopts* it: from then on it counts among that client's
-//! pinned bytes. Between the exporter's last report that includes it and the adopter's first, the daemon adds it to the
-//! adopter's reports ([`SharedMemoryRegistry::uncounted`]), so that it never counts as free.
+//! The daemon passes descriptors and secrets on without storing them. The registry records which
+//! exported memory each client has open.
+//!
+//! The bytes of exported memory count among the exporter's pinned bytes. When the exporter frees the
+//! memory or ends, the memory stays on the GPU for the clients that opened it. One of these clients
+//! then *adopts* the memory: its bytes count among the adopter's pinned bytes.
+//!
+//! Between the exporter's last report that includes the memory and the adopter's first, the daemon adds
+//! the bytes to the adopter's reports ([`SharedMemoryRegistry::uncounted`]). Otherwise, the memory
+//! would count as free for a while.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,17 +21,17 @@ use nvshare_wire::client::Sharing;
 use crate::daemon::tenants::Share;
 use crate::scheduler::{ClientId, GpuId, Time};
 
-/// Maximum number of requests that one exporter can leave unanswered, for instance while it is stopped.
+/// Maximum number of unanswered requests to one exporter. A stopped exporter answers none.
 const MAX_PENDING: usize = 32;
-/// After a restart of the daemon, exporters and importers reconnect in any order. An importer adopts memory if the exporter has
-/// not reconnected within this time.
+/// After a restart of the daemon, exporters and importers reconnect in any order. If the exporter has
+/// not reconnected within this time, an importer adopts the memory.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A range of an exporter's memory. The exporter is identified by its secret.
+/// A range of an exporter's memory: the exporter's secret, and its number for the range.
 type Range = (Secret, u32);
 
-/// Records exports, requests and imports. A change takes time logarithmic in the number of entries, and linear in the number of
-/// ranges that the client itself has open.
+/// Records exports, requests and imports. The time for a change is logarithmic in the number of
+/// entries, and linear in the number of ranges that the client itself has open.
 #[derive(Debug, Default)]
 pub struct SharedMemoryRegistry {
     exporters: Exporters,
@@ -47,7 +53,7 @@ impl Exporters {
         self.clients.entry(key).or_default().insert(client);
     }
 
-    /// Returns the client's secret.
+    /// Removes a client. Returns its secret.
     fn remove(&mut self, client: ClientId) -> Option<Secret> {
         let key = self.secrets.remove(&client)?;
         if let Some(clients) = self.clients.get_mut(&key) {
@@ -66,7 +72,7 @@ struct Requests {
     /// Requests by the number sent to the exporter.
     all: BTreeMap<u64, OpenRequest>,
     of_exporter: BTreeMap<ClientId, BTreeSet<u64>>,
-    /// The newest request of each importer, whose answer the importer still awaits.
+    /// The newest request of each importer. The importer awaits only this answer.
     of_importer: BTreeMap<ClientId, u64>,
     last: u64,
 }
@@ -94,7 +100,7 @@ impl Requests {
         Some(request)
     }
 
-    /// Marks an importer's request as abandoned, if it satisfies `is_meant`.
+    /// Marks an importer's request as abandoned if the request satisfies `is_meant`.
     fn give_up(&mut self, importer: ClientId, is_meant: impl Fn(&OpenRequest) -> bool) {
         let Some(number) = self.of_importer.get(&importer) else { return };
         if let Some(request) = self.all.get_mut(number).filter(|request| is_meant(request)) {
@@ -106,14 +112,15 @@ impl Requests {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OpenRequest {
-    /// The importer and its own number of the request. `None` if the importer has withdrawn it.
+    /// The importer, and the importer's number for the request. `None` if the importer has withdrawn the
+    /// request.
     pub importer: Option<(ClientId, u32)>,
     exporter: ClientId,
     key: Secret,
     range: u32,
 }
 
-/// A client's open range of an exporter's memory.
+/// One client's use of an open range of an exporter's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Import {
     pub importer: ClientId,
@@ -140,11 +147,11 @@ struct OpenMemory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CountedBy {
     Exporter,
-    /// No client, since this time: the exporter has not reconnected after a restart of the daemon.
+    /// No client, since this time: after a restart of the daemon, the exporter has not reconnected.
     Missing(Time),
-    /// No client: the importer was asked to adopt the memory.
+    /// No client: the importer was asked to adopt the memory, and has not answered.
     Adopting,
-    /// The importer, beginning with its next report.
+    /// The importer, but only from its next report on.
     NextReport,
     Importer,
 }
@@ -154,7 +161,8 @@ enum CountedBy {
 struct Imports {
     /// The importers of each range.
     ranges: BTreeMap<Range, BTreeMap<ClientId, OpenMemory>>,
-    /// The importers that have adopted a range, or were asked to: at most one, unless clients of an earlier daemon report more.
+    /// The importers that have adopted a range, or were asked to adopt it. At most one, except if clients
+    /// of an earlier daemon report several.
     adopters: BTreeMap<Range, BTreeSet<ClientId>>,
     of_importer: BTreeMap<ClientId, OfImporter>,
     /// Number of imports whose exporter is missing.
@@ -166,18 +174,18 @@ struct Imports {
 struct OfImporter {
     ranges: BTreeSet<Range>,
     sums: BTreeMap<GpuId, Sums>,
-    /// The ranges that the client's next report of a GPU will include.
+    /// Ranges that the client's next report about a GPU will include for the first time.
     next_report: BTreeMap<GpuId, BTreeSet<Range>>,
-    /// Since when an exporter has been missing; `None` if none is.
+    /// The time since which an exporter has been missing; `None` if all exporters are connected.
     missing_since: Option<Time>,
 }
 
 /// Bytes on one GPU.
 #[derive(Debug, Default, Clone, Copy)]
 struct Sums {
-    /// Bytes that count for the client although its own reports do not include them yet.
+    /// Bytes that count for the client, but that its own reports do not include yet.
     uncounted: u128,
-    /// Bytes that count for the client although another program allocated them.
+    /// Bytes that count for the client, but that another program allocated.
     adopted: u128,
 }
 
@@ -190,7 +198,7 @@ impl Imports {
         self.count(import, gpu, bytes, by, true);
     }
 
-    /// Removes an import. Returns how it was counted.
+    /// Removes an import. Returns the client that counted its bytes.
     fn remove(&mut self, import: Import) -> Option<CountedBy> {
         let importers = self.ranges.get_mut(&import.range())?;
         let OpenMemory { gpu, bytes, counted_by, .. } = importers.remove(&import.importer)?;
@@ -218,7 +226,8 @@ impl Imports {
         self.count(import, gpu, bytes, now, true);
     }
 
-    /// Adds an import to the sums of its importer and to its range's adopters, or removes it from them.
+    /// Updates the sums of an import's importer and the adopters of its range: adds the import (`add`), or
+    /// removes it.
     fn count(&mut self, import: Import, gpu: GpuId, bytes: u64, by: CountedBy, add: bool) {
         let own = self.of_importer.entry(import.importer).or_default();
         let sums = own.sums.entry(gpu).or_default();
@@ -252,7 +261,8 @@ impl Imports {
         }
     }
 
-    /// Chooses an importer to adopt bytes that no client counts any more.
+    /// Chooses an importer to adopt bytes that no client counts any more. `None` if the range already has
+    /// an adopter, or no client has it open.
     fn orphan(&mut self, (exporter, range): Range) -> Option<Import> {
         if self.adopters.contains_key(&(exporter, range)) {
             return None;
@@ -263,14 +273,15 @@ impl Imports {
         Some(import)
     }
 
-    /// The ranges of an exporter that any client has open.
+    /// The ranges of an exporter that clients have open.
     fn of_exporter(&self, key: Secret) -> Vec<Range> {
         self.ranges.range((key, 0)..=(key, u32::MAX)).map(|(range, _)| *range).collect()
     }
 }
 
 impl SharedMemoryRegistry {
-    /// Numbers requests from the current time on, so that answers to an earlier daemon's requests match none.
+    /// Request numbers start at the current time. Answers to an earlier daemon's requests then match no
+    /// request.
     pub fn new(now: Time) -> Self {
         let last = u64::try_from(now.as_nanos()).unwrap_or(0);
         Self { requests: Requests { last, ..Requests::default() }, ..Self::default() }
@@ -278,7 +289,8 @@ impl SharedMemoryRegistry {
 
     // ---- requests ------------------------------------------------------------------------------------------------
 
-    /// Records that a client exports memory under this secret. Returns the importers whose imports it counts from now on.
+    /// Records that a client exports memory under this secret. The exporter then counts the imports that
+    /// missed it. Returns their importers.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         if self.imports.missing == 0 {
@@ -295,8 +307,8 @@ impl SharedMemoryRegistry {
         importers.into_iter().collect()
     }
 
-    /// Records a client's request to open an exporter's memory. `may` tells whether the client may share with an exporter.
-    /// Returns the exporter, and the number of the request.
+    /// Records a client's request to open an exporter's memory. `may(exporter)` is true if the client may
+    /// share memory with the exporter. Returns the exporter and the number of the request.
     ///
     /// # Errors
     /// The answer for the importer, if the exporter is unknown or has too many pending requests.
@@ -317,7 +329,7 @@ impl SharedMemoryRegistry {
         Ok((exporter, self.requests.insert(importer, request)))
     }
 
-    /// Handles an exporter's answer to a request. `None` if the request is unknown.
+    /// Handles an exporter's answer to a request. Returns the request, or `None` if it is unknown.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
         self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
         self.requests.remove(number)
@@ -325,7 +337,7 @@ impl SharedMemoryRegistry {
 
     // ---- open memory ---------------------------------------------------------------------------------------------
 
-    /// Records that the importer has the memory open from now on.
+    /// Records that the importer of this request has the memory open from now on.
     pub fn open(&mut self, request: &OpenRequest, gpu: GpuId, bytes: u64, share: Share) {
         let Some((importer, _)) = request.importer else { return };
         let import = Import { importer, exporter: request.key, range: request.range };
@@ -335,7 +347,7 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// Handles a report of an earlier daemon's client about memory that it has open.
+    /// Handles a client's report about memory that it opened under an earlier daemon.
     pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time, share: Share) {
         let counted_by = match adopted {
             true => CountedBy::Importer,
@@ -345,33 +357,34 @@ impl SharedMemoryRegistry {
         self.imports.insert(import, OpenMemory { gpu, bytes, counted_by, _share: share });
     }
 
-    /// Handles an exporter's report that it freed the memory. Returns the importer that must adopt it.
+    /// Handles an exporter's report that it freed a range. Returns the importer that must adopt the range.
     pub fn withdraw(&mut self, client: ClientId, range: u32) -> Option<Import> {
         let key = *self.exporters.secrets.get(&client)?;
         self.imports.orphan((key, range))
     }
 
-    /// Handles an importer's report that it closed the memory, or withdrew its request. Returns the importer that must adopt
-    /// the memory instead.
+    /// Handles an importer's report that it closed the memory or withdrew its request. If that importer
+    /// counted the memory, returns the importer that must adopt the memory next.
     pub fn close(&mut self, import: Import) -> Option<Import> {
         self.requests.give_up(import.importer, |request| (request.key, request.range) == import.range());
         let counted_by = self.imports.remove(import)?;
         (counted_by != CountedBy::Exporter).then(|| self.imports.orphan(import.range())).flatten()
     }
 
-    /// True if the importer was asked to adopt the memory, and has not answered.
+    /// True if the importer was asked to adopt the memory and has not answered.
     pub fn is_adopting(&mut self, import: Import) -> bool {
         self.imports.get(import).is_some_and(|open| open.counted_by == CountedBy::Adopting)
     }
 
-    /// Handles the importer's answer that it has adopted the memory. Its next report includes it.
+    /// Handles the importer's answer that it has adopted the memory. The importer's next report includes
+    /// the memory.
     pub fn adopted(&mut self, import: Import) {
         if self.is_adopting(import) {
             self.imports.set(import, CountedBy::NextReport);
         }
     }
 
-    /// Handles a client's report: from now on, the adopted memory that it includes counts in the client's own reports.
+    /// Handles a client's report. The client's own reports now include the memory that it adopted before.
     pub fn reported(&mut self, client: ClientId, gpu: GpuId) {
         let next = self.imports.of_importer.get_mut(&client).and_then(|own| own.next_report.remove(&gpu));
         for (exporter, range) in next.into_iter().flatten() {
@@ -382,7 +395,8 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// Memory that a client must adopt because the exporter has not reconnected in time.
+    /// The imports whose importers must adopt the memory, because this client's exporters have not
+    /// reconnected in time.
     pub fn overdue(&mut self, client: ClientId, now: Time) -> Vec<Import> {
         let Some(own) = self.imports.of_importer.get_mut(&client) else { return Vec::new() };
         if own.missing_since.is_none_or(|since| now < since + RECONNECT_TIMEOUT) {
@@ -404,13 +418,13 @@ impl SharedMemoryRegistry {
         late.into_iter().filter_map(|range| self.imports.orphan(range)).collect()
     }
 
-    /// Bytes on the GPU that count for this client although its own reports do not include them yet.
+    /// Bytes on the GPU that count for this client, but that its own reports do not include yet.
     pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
         saturated(self.sums(client, gpu).uncounted)
     }
 
-    /// Bytes on the GPU that count for this client although another program allocated them. NVML may show them for that
-    /// program.
+    /// Bytes on the GPU that count for this client, but that another program allocated. NVML may list them
+    /// under that program.
     pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
         saturated(self.sums(client, gpu).adopted)
     }
@@ -419,8 +433,8 @@ impl SharedMemoryRegistry {
         self.imports.of_importer.get(&client).and_then(|own| own.sums.get(&gpu)).copied().unwrap_or_default()
     }
 
-    /// Handles the end of a client. Returns the importers that must adopt the memory that it counted, and the requests that it
-    /// will not answer.
+    /// Handles the end of a client. Returns the importers that must adopt the memory that the client
+    /// counted, and the requests that the client has not answered.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<OpenRequest>) {
         let mut orphans: Vec<Range> = Vec::new();
         if let Some(key) = self.exporters.remove(client)
@@ -478,7 +492,7 @@ mod tests {
         Import { importer, exporter: KEY, range: 5 }
     }
 
-    /// `A` exports memory, which each of these importers has open.
+    /// A registry in which `A` exports memory and each of these importers has opened it.
     fn shared_with(importers: &[ClientId]) -> SharedMemoryRegistry {
         let mut registry = SharedMemoryRegistry::default();
         registry.announce(A, KEY);

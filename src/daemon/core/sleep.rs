@@ -1,4 +1,5 @@
-//! Suspend of the host, before which programs' memory is evicted from the GPUs, and sleep of programs that a user pauses.
+//! Suspend of the host, and sleep of programs. Before a suspend, programs' memory is evicted from the
+//! GPUs. A program sleeps when a user pauses it, or when it has been idle for long.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -23,49 +24,52 @@ use crate::scheduler::{
 };
 use crate::sys::clock;
 
-/// The file of drained GPUs.
+/// The file that stores the drained GPUs.
 const DRAINED: &str = "drained.toml";
-/// Checkpoints are retried after this time if they were impossible: the driver may have been replaced.
+/// Time after which checkpoints are tried again if they were impossible. An administrator may have
+/// replaced the driver by then.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 
-/// Prefixes of the driver versions with which idle programs are put to sleep by default. With some drivers, killing programs
-/// after their restore has hung hosts (NVIDIA/cuda-checkpoint#53). With these, 300 such kills did no harm: `bench/RESULTS.md`.
+/// Prefixes of the driver versions with which idle programs are put to sleep by default. With some
+/// drivers, killing restored programs has hung hosts (NVIDIA/cuda-checkpoint#53). With these versions,
+/// 300 such kills caused no failure: `bench/RESULTS.md`.
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
-/// Why the state of a process cannot be determined.
+/// The reason why the state of a process cannot be determined.
 const NO_HELPER: &str = "nvshare-checkpoint, which could tell and wake it, is missing or cannot use the driver";
 
-/// The scheduler's settings with this driver.
+/// The scheduler's settings with this driver version. Without `sleep-after` in the configuration,
+/// programs sleep only with the drivers in [`KILLS_DO_NO_HARM`].
 pub(super) fn settings(config: &Config, driver: Option<&str>) -> Settings {
     let is_known = driver.is_some_and(|driver| KILLS_DO_NO_HARM.iter().any(|begin| driver.starts_with(begin)));
     let sleep_after = config.settings.sleep_after.filter(|_| config.sets_sleep_after || is_known);
     Settings { sleep_after, ..config.settings.clone() }
 }
 
-/// A request to the checkpoint helpers.
+/// A message to the checkpoint helpers.
 #[derive(Debug)]
 pub enum Checkpoint {
-    /// A client is preparing. Its process will soon be taken off its GPUs.
+    /// A client is preparing for sleep. A request to checkpoint its process follows soon.
     Prepare(ClientId),
     Do(CheckpointRequest),
 }
 
-/// A request to take a process off its GPUs, or to restore it.
+/// A request to checkpoint a process, which takes it off its GPUs, or to restore it.
 #[derive(Debug)]
 pub struct CheckpointRequest {
     pub client: ClientId,
     pub operation: Operation,
-    /// A pidfd.
+    /// The process's pidfd.
     pub process: OwnedFd,
     pub identity: Arc<Identity>,
-    /// For a wake on other GPUs: each GPU of the host, and the GPU on which its memory is restored.
+    /// For a wake on other GPUs: each GPU of the host, paired with the GPU on which its memory is restored.
     pub pairs: Vec<(Uuid, Uuid)>,
-    /// Closed when the client is gone and the answer is no longer needed.
+    /// Closed once the client is gone. The answer is then not needed any more.
     pub awaited: oneshot::Sender<Infallible>,
 }
 
 impl Core {
-    /// A receiver that tells whether any program has a GPU attached.
+    /// A receiver whose value is true while any program has a GPU attached.
     pub fn follow_attached(&self) -> watch::Receiver<bool> {
         self.attached.subscribe()
     }
@@ -100,13 +104,13 @@ impl Core {
         }
     }
 
-    /// Sets the receiver of checkpoint requests. It takes clients' processes off their GPUs or restores them, and then calls
+    /// Sets the channel to the task that handles checkpoint requests. The task reports each result to
     /// [`Self::checkpointed`].
     pub fn use_checkpoints(&mut self, requests: mpsc::UnboundedSender<Checkpoint>) {
         self.checkpoints = Some(requests);
     }
 
-    /// An obstacle to a client's sleep that is known without a message to the client.
+    /// An obstacle to a client's sleep that the daemon knows without asking the client.
     pub(super) fn sleep_obstacle(&self, client: ClientId, now: Time) -> Option<SleepObstacle> {
         let entry = self.clients.get(&client)?;
         let is_supported =
@@ -132,12 +136,13 @@ impl Core {
             SleepOperation::Settle => Operation::Settle,
         };
         let untouched = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
-        // A process without a pidfd cannot be reached, so no scheduler can have taken it off its GPUs.
+        // No scheduler can have checkpointed a process for which it could not open a pidfd.
         let Some(process) = &entry.process else {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
         };
         let Some(requests) = &self.checkpoints else {
-            // An earlier scheduler had a helper, and may have taken the process off its GPUs. If so, a turn would never end.
+            // An earlier scheduler may have had a helper, and may have put the process to sleep. A sleeping
+            // process would never end its turn.
             return Some(Event::Checkpointed { client, outcome: untouched });
         };
         let (awaited, awaits) = oneshot::channel();
@@ -151,15 +156,17 @@ impl Core {
         Some(Event::Checkpointed { client, outcome: untouched })
     }
 
-    /// True if a client may be asleep, but no helper can determine that. The client itself reports that it was put to sleep, so
-    /// this is shown only for the client: as a problem of the scheduler, it would let any program make a Kubernetes node's pod
-    /// not ready.
+    /// True if a client may be asleep, but no helper can determine its state.
+    ///
+    /// The claim that an earlier scheduler put it to sleep comes from the client itself, so only the
+    /// client's own status shows the problem. If it were a problem of the scheduler, any program could make
+    /// a Kubernetes node's pod not ready.
     pub(super) fn is_undetermined(&self, client: ClientId) -> bool {
         let is_unable = self.checkpoints.is_none() || self.no_checkpoints.is_some();
         is_unable && self.machine.sleep_of(client).phase == SleepPhase::Settling
     }
 
-    /// True if a client is about to be restored to its GPUs.
+    /// True if a client is waiting to be restored to its GPUs.
     pub fn is_to_wake(&self, client: ClientId) -> bool {
         self.machine.sleep_of(client).phase == SleepPhase::Waking
     }
@@ -177,7 +184,7 @@ impl Core {
         }
         match answer.failure {
             Some(HelperFailure::NoCalls | HelperFailure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
-            None => self.no_checkpoints = None, // checkpoints work by now
+            None => self.no_checkpoints = None, // checkpoints work again
             Some(_) => {}
         }
         let outcome = match answer.outcome {
@@ -189,10 +196,10 @@ impl Core {
         self.apply(Event::Checkpointed { client, outcome });
     }
 
-    /// The clients of a process. A process that has loaded the library several times has several clients.
+    /// The clients of a process. A process has several clients if it has loaded the library several times.
     ///
     /// # Errors
-    /// `InvalidArgs` if there is none.
+    /// `InvalidArgs` if the process has no clients.
     pub(super) fn program(&self, pid: u32) -> fdo::Result<Vec<ClientId>> {
         let is_meant =
             |client: &super::state::Client| client.lock.is_none() && i64::from(client.identity.pid) == i64::from(pid);
@@ -202,21 +209,22 @@ impl Core {
         (!found.is_empty()).then_some(found).ok_or_else(no_program)
     }
 
-    /// The users of a process's clients: one, unless the process has connected as several users.
+    /// The users of a process's clients. There are several users if the process connected under several
+    /// user IDs.
     ///
     /// # Errors
-    /// `InvalidArgs` if there is none.
+    /// `InvalidArgs` if the process has no clients.
     pub fn users_of(&self, pid: u32) -> fdo::Result<BTreeSet<u32>> {
         let clients = self.program(pid)?;
         Ok(clients.iter().filter_map(|client| Some(self.clients.get(client)?.identity.uid)).collect())
     }
 
-    /// Pauses a program, which takes it off its GPUs until it is resumed, or resumes it. `users`: the users whose programs the
-    /// caller may control.
+    /// Pauses or resumes a program. A paused program is off its GPUs until it is resumed. `users`: the
+    /// users whose programs the caller may control.
     ///
     /// # Errors
-    /// `InvalidArgs` if no program has this process ID, or if the ID now belongs to another user's process; `Failed` if no helper
-    /// can wake the program to resume it.
+    /// `InvalidArgs` if no program has this process ID, or if the ID now belongs to another user's process.
+    /// `Failed` if no helper can wake the program to resume it.
     pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<Saving> {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
@@ -242,15 +250,17 @@ impl Core {
         Ok(saving)
     }
 
-    /// Saves the paused programs and the drained GPUs in this directory from now on, and restores those saved there.
+    /// Restores the paused programs and the drained GPUs saved in this directory. From now on, saves
+    /// changes in it.
     pub fn keep_orders(&mut self, directory: &Path) {
         self.paused = Paused::open(directory);
         self.drained =
             Saved::open(directory, DRAINED, "GPUs that are drained will be used again if the scheduler is restarted");
     }
 
-    /// Restores the sleep of a client that has connected, if an earlier scheduler may have put it to sleep. A client whose
-    /// process is paused stays paused, no matter which scheduler received the order.
+    /// Restores the sleep of a newly connected client. `is_asleep`: an earlier scheduler may have put the
+    /// client to sleep. A client of a paused process is paused again, even if an earlier daemon received
+    /// the order.
     pub(super) fn restore_sleep(&mut self, client: ClientId, is_asleep: bool) {
         if is_asleep {
             self.apply(Event::FoundAsleep { client });
@@ -261,7 +271,7 @@ impl Core {
         }
     }
 
-    /// True if all evictable memory has been evicted, or the host has resumed.
+    /// True if all evictable memory has been evicted, or the host is not about to suspend.
     pub fn is_evacuated(&self) -> bool {
         !self.suspended || self.machine.is_evacuated()
     }

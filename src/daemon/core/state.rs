@@ -1,4 +1,5 @@
-//! [`Core`]: the scheduler's state machine, its clients and GPUs, and the state of logging.
+//! [`Core`]: the scheduler's state machine, the daemon's records of clients and GPUs, and the state of
+//! logging.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -49,10 +50,11 @@ use crate::recorder::Recorder;
 use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, RoomId, Settings, Time};
 use crate::sys::clock::{self, Timer};
 
-/// Clients count as idle when none of them has sent a message for this long. Memory is then sampled less often.
+/// Clients count as idle if no client has sent a message for this long. While they are idle, memory is
+/// sampled less often.
 pub const SAMPLE_QUIET: Duration = Duration::from_secs(2);
 
-/// The scheduler and all the state that it decides about.
+/// The scheduler and all the state on which it decides.
 pub struct Core {
     pub config: Config,
     pub(super) machine: Machine,
@@ -67,29 +69,30 @@ pub struct Core {
     /// Gangs that have clients, by tenant and name.
     pub(super) gangs: BTreeMap<(Tenant, u64), Gang>,
     pub budgets: Rc<Budgets>,
-    /// When host memory was last measured.
+    /// Time of the last measurement of host memory.
     pub(super) host_sampled: Time,
     /// Names of this node's pods, from Kubernetes.
     pub(super) pods: Pods,
     pub(super) claims: Claims,
-    /// Processes that were assigned GPUs for a program that they have not started yet.
+    /// Placements that processes have requested for programs that they have not started yet.
     pub(super) pending_placements: Vec<placement::PendingPlacement>,
     pub(super) lock_files: LockDirectories,
     pub(super) next_client: u64,
     pub(super) timer: Rc<Timer>,
-    /// The deadline for which the timer is set.
+    /// The deadline to which the timer is set.
     pub(super) armed: Option<Time>,
-    /// When the scheduler last ticked.
+    /// Time of the scheduler's last tick.
     pub(super) ticked: Time,
     pub(super) started: Time,
     pub(super) host: HostMemory,
     pub(super) host_ahead: HostAhead,
     pub(super) swap_files: SwapFiles,
-    /// Processes that have disconnected, and when. Their GPU memory is freed a moment later.
+    /// Disconnected processes by PID, with the time of the disconnect. The driver frees their GPU memory
+    /// shortly afterwards.
     pub(super) departed: BTreeMap<u32, Time>,
-    /// Identities of the clients that ended most recently: the recording only has client IDs.
+    /// Identities of the clients that ended most recently. The recording contains only client IDs.
     pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
-    /// Processes that were refused memory, newest last. Kept after the processes have ended.
+    /// Processes that were refused memory, newest last. An entry is kept after its process has ended.
     pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
@@ -101,30 +104,31 @@ pub struct Core {
     /// True if NVML answers queries.
     pub(super) nvml_state: nvml::NvmlState,
     pub(super) driver: DriverVersions,
-    /// True once it has been logged that clients' reports cannot be verified.
+    /// True once the log says that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     pub(super) settings: watch::Sender<Settings>,
-    /// The error of the configuration files when they were last read, and which configuration is in effect instead.
+    /// The error found in the configuration files when they were last read, and the configuration that is
+    /// in effect instead.
     configuration_error: Option<String>,
     /// Why metrics are not served on the configured address.
     metrics_error: Option<String>,
     problems: watch::Sender<Vec<String>>,
     pub(super) present: watch::Sender<Present>,
-    /// Number of attachments of programs to GPUs, and whether there are any.
+    /// Number of attachments of programs to GPUs. `attached` is true if there are any.
     pub(super) attachments: usize,
     pub(super) attached: watch::Sender<bool>,
     /// True while the host is about to suspend.
     pub(super) suspended: bool,
-    /// Sends requests to take processes off their GPUs and to restore them.
+    /// Sends requests to the checkpoint helpers.
     pub(super) checkpoints: Option<mpsc::UnboundedSender<Checkpoint>>,
-    /// When the daemon last found that checkpoints are impossible here.
+    /// Time at which the daemon last found that checkpoints are impossible on this host.
     pub(super) no_checkpoints: Option<Time>,
     pub(super) paused: Paused,
-    /// UUIDs of drained GPUs, including absent ones.
+    /// UUIDs of drained GPUs, including GPUs that are absent now.
     pub(super) drained: Saved<String>,
-    /// Callers that wait for the move of a client to another GPU.
+    /// Callers that await the move of a client to another GPU.
     pub(super) migrations: BTreeMap<ClientId, Reply>,
-    /// Memory that is kept free for users, and the number of the newest room.
+    /// Memory that is kept free at users' requests, and the number of the newest room.
     pub(super) rooms: BTreeMap<RoomId, Room>,
     pub(super) last_room: u64,
     pub signals: Rc<Signals>,
@@ -133,24 +137,24 @@ pub struct Core {
 /// Wakes the periodic jobs.
 #[derive(Debug, Default)]
 pub struct Signals {
-    /// A client's process is stopped. It is checked until it runs again.
+    /// A client's process is stopped. The job then checks the process until it continues.
     pub stopped: Notify,
-    /// Clients connected or left, or locks changed hands: for systemd's status line.
+    /// Clients connected or left, or a lock changed hands. Updates systemd's status line.
     pub turns: Notify,
-    /// Clients connected or left, or locks changed hands: for the D-Bus property `Holders`.
+    /// Clients connected or left, or a lock changed hands. Updates the D-Bus property `Holders`.
     pub holders: Notify,
-    /// Clients connected or left: for the signals on D-Bus.
+    /// Clients connected or left. Triggers the signals on D-Bus.
     pub arrivals: Notify,
-    /// A new GPU was found: clients must be sent their limits on it.
+    /// A new GPU was found. Clients must be sent their limits on it.
     pub limits: Notify,
-    /// A client was active after [`SAMPLE_QUIET`].
+    /// A client sent a message after at least [`SAMPLE_QUIET`] without messages.
     pub activity: Notify,
     pub last_activity: Cell<Time>,
     /// Number of clients.
     pub clients: Cell<usize>,
 }
 
-/// Memory that a client must adopt.
+/// Memory that the daemon asks a client to adopt.
 #[derive(Default)]
 pub(super) struct Adoptions {
     /// Memory that the client has not been asked to adopt yet.
@@ -159,7 +163,7 @@ pub(super) struct Adoptions {
     pub asked: usize,
 }
 
-/// Clients whose kernels wait for each other.
+/// Clients whose kernels wait for each other, so that they must run together.
 pub(super) struct Gang {
     /// The scheduler's number of this gang.
     pub number: u64,
@@ -175,64 +179,67 @@ pub(super) struct Client {
     pub connected: SystemTime,
     /// The GPUs that the client has attached.
     pub gpus: BTreeMap<GpuId, ClientGpuStats>,
-    /// The gang's number as sent by the client, and the scheduler's number; 0: none.
+    /// The gang's number as sent by the client, and the scheduler's number for the gang. 0 stands for no
+    /// gang.
     pub gang: (u64, u64),
-    /// The client's rule, and the group of clients that it counts with.
+    /// The client's rule, and the group whose limits the client shares.
     pub rule: Option<Instance>,
-    /// The group has used up its `gpu-hours`.
+    /// The group has used up the `gpu-hours` of its rule.
     pub has_used_up: bool,
     /// Limits from the client's environment.
     pub env_limits: EnvLimits,
-    /// Memory limits from rules that were announced to the client, in bytes by GPU.
+    /// Memory limits from rules that the daemon has sent to the client, in bytes by GPU.
     pub announced_limits: BTreeMap<GpuId, u64>,
     pub adoptions: Adoptions,
-    /// The unknown exporter that the client last requested, and when it first requested it.
+    /// The unknown exporter that the client requested last, and the time of the first request for that
+    /// exporter.
     pub asked_for: Option<(Secret, Time)>,
-    /// The client was connected before, and may have been sent other limits then.
+    /// The client was connected before. An earlier daemon may have sent it other limits.
     pub reconnects: bool,
     pub file_use: FileUse,
-    /// A pidfd, if the process is visible here.
+    /// The process's pidfd. `None` if the process is in another PID namespace.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// The newest request to the checkpoint helper. Dropping it with the client cancels the request.
     pub checkpoint: Option<oneshot::Receiver<Infallible>>,
-    /// The connection's name in systemd's descriptor store, if it is stored.
+    /// The connection's name in systemd's descriptor store. `None` if the connection is not stored.
     pub stored_as: Option<ConnectionName>,
-    /// The files of a lock acquired over D-Bus, which has no memory; `None` for a program with the library.
+    /// The files of a lock acquired over D-Bus. `None` for a program with the library. Such a lock uses no
+    /// memory.
     pub lock: Option<Rc<LockFiles>>,
 }
 
-/// The descriptors that let a D-Bus lock outlive the daemon.
+/// The file descriptors that let a D-Bus lock outlive the daemon.
 #[derive(Debug)]
 pub struct LockFiles {
-    /// The daemon's end of the socket pair; the caller of `AcquireLock` has the other end.
+    /// The daemon's end of the socket pair. The caller of `AcquireLock` has the other end.
     pub owner: UnixStream,
-    /// A memory file with the state for the next daemon, written by `connections::lock`.
+    /// A memfd with the state for the next daemon, written by `connections::lock`.
     pub record: File,
 }
 
-/// A client that is about to be welcomed.
+/// A client that has sent Hello and is about to be welcomed.
 pub struct Arrival {
     pub connection: Rc<Connection>,
     pub identity: Arc<Identity>,
     pub version: u16,
-    /// The gang's number as sent by the client; 0: none.
+    /// The gang's number as sent by the client. 0 stands for no gang.
     pub gang: u64,
     pub library: String,
-    /// As in `Client`.
+    /// The same as in `Client`.
     pub lock: Option<Rc<LockFiles>>,
     /// The client was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
     /// An earlier scheduler put the client to sleep.
     pub is_asleep: bool,
-    /// A pidfd, if the process is visible here.
+    /// The process's pidfd. `None` if the process is in another PID namespace.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
 }
 
-/// State of a client on one GPU that the scheduler does not keep.
+/// The daemon's own records about a client on one GPU.
 pub(super) struct ClientGpuStats {
     /// When the client attached the GPU.
     pub attached: Time,
-    /// When the client last neither held nor waited for the lock.
+    /// Time at which the client last stopped holding or waiting for the lock.
     pub idle_since: Time,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
@@ -243,9 +250,9 @@ pub(super) struct ClientGpuStats {
     pub host: u64,
     /// Bytes that the client has in a swap file.
     pub in_file: u64,
-    /// The client submits work in ways that bypass the gates.
+    /// The client submits work in ways that bypass the library's gates.
     pub untracked_work: bool,
-    /// Why the client has its engine.
+    /// Why the client uses its engine.
     pub reason: EngineReason,
 }
 
@@ -254,13 +261,13 @@ pub(super) struct Gpu {
     pub failing: bool,
     pub kind: GpuKind,
     pub name: String,
-    /// Bytes.
+    /// The GPU's memory, in bytes.
     pub total: u64,
-    /// NVML's index; `None` if only clients have named the GPU.
+    /// NVML's index. `None` if NVML does not list the GPU and only clients have named it.
     pub index: Option<u32>,
     /// NVML no longer lists the GPU, but clients still use it.
     pub gone: bool,
-    /// Minor number of the GPU's device file; a MIG slice has the number of its GPU.
+    /// Minor number of the GPU's device file. A MIG slice has the number of its physical GPU.
     pub minor: Option<u32>,
     /// The GPU's compute capability.
     pub capability: Option<(i32, i32)>,
@@ -269,9 +276,10 @@ pub(super) struct Gpu {
     pub sample: Option<Sample>,
     /// A display is attached to the GPU.
     pub has_display: bool,
-    /// Programs that are not clients use the GPU, or may.
+    /// Programs without nvshare use the GPU, or may use it.
     pub has_others: bool,
-    /// The GPU's share of a tenant's budget, if NVML does not list the GPU and a client named it.
+    /// The GPU's charge against the budget of the tenant whose client named it. `None` if NVML lists the
+    /// GPU.
     pub _named_by: Option<Share>,
 }
 
@@ -286,7 +294,7 @@ impl Gpu {
 }
 
 impl Core {
-    /// `record`: the file for the scheduler's recording.
+    /// Creates the state. `record`: the file to which the scheduler's recording is written.
     ///
     /// # Errors
     /// If the process has no file descriptors left, or the record cannot be written.
@@ -386,7 +394,7 @@ impl Core {
         }
     }
 
-    /// Applies a configuration. `by`: who made the change, for the log.
+    /// Applies a configuration. `by`: the author of the change, for the log.
     pub fn configure(&mut self, config: Config, by: &str) {
         let before = std::mem::replace(&mut self.config, config);
         self.config.rules.put_last(self.claims.rules(), self.pods.rules());
@@ -451,11 +459,12 @@ impl Core {
         let problems: Vec<String> = configuration.into_iter().chain(others.into_iter().flatten()).collect();
         if *self.problems.borrow() != problems {
             self.problems.send_replace(problems);
-            self.signals.turns.notify_one(); // for the status line
+            self.signals.turns.notify_one(); // updates the status line
         }
     }
 
-    /// Closes connections because the daemon stops. Stored connections stay open: systemd closes them if no daemon follows.
+    /// Closes the connections that systemd does not store, because the daemon stops. Stored connections
+    /// stay open. systemd closes them if no daemon takes them over.
     pub fn stop(&mut self) {
         for client in self.clients.values().filter(|client| client.stored_as.is_none()) {
             client.connection.close();
@@ -463,8 +472,8 @@ impl Core {
     }
 }
 
-/// Describes the differences between settings, such as `time-quantum from 30s to 45s`. Leaves out values whose text is the
-/// same.
+/// Describes the differences between settings, such as `time-quantum from 30s to 45s`. Leaves out
+/// values that are formatted the same.
 fn changes(before: &Settings, now: &Settings) -> String {
     let texts = |settings: &Settings| {
         let Settings {

@@ -1,22 +1,27 @@
-//! The tier behind host memory: how much of each client's memory may stay in RAM, and how much space its swap file has.
+//! Swap files, the tier behind host memory. This module decides how much of each client's evicted
+//! memory may stay in RAM, and how much space the client's swap file has.
 //!
-//! A limit is a promise that there is room. The scheduler backs all promises that do not fit on GPUs with one number of bytes on
-//! the host: the usable RAM, or more where files back it. **In the worst case all memory promised to a client is off its GPUs,
-//! and the part that its file has no space for needs RAM.** If Σ over clients of max(0, committed − reserved) is at most the RAM,
-//! every promise can be kept, no matter which clients run. With Σ committed ≤ Σ excess + Σ offers of the GPUs, the excess may be
-//! RAM + Σ min(reserved, committed) − Σ offers. Clients without a file need no exception.
+//! A client's limit is a promise that there is room for its memory. The scheduler backs promises that
+//! do not fit on the GPUs with a number of bytes on the host, the *excess*: the usable RAM, or more if
+//! files back it. **In the worst case, all memory promised to a client is off its GPUs, and the part
+//! without space in its file needs RAM.** Every promise can be kept, no matter which clients run, if Σ
+//! over clients of max(0, committed − reserved) is at most the RAM. Because Σ committed ≤ excess + Σ
+//! offers of the GPUs, the excess may be RAM + Σ min(reserved, committed) − Σ offers. Clients without a
+//! file need no exception.
 //!
-//! Space is reserved before any promise relies on it: if RAM has no room for the higher limit that a client requests, the request
-//! waits for the disk, for [`PATIENCE`] at most.
+//! Space is reserved before a promise relies on it. If RAM has no room for the higher limit that a
+//! client requests, the request waits for the disk, for at most [`PATIENCE`].
 //!
-//! The RAM is divided among the clients, so that copies move to disk before it runs out. Memory that files have no space for
-//! comes first. The rest goes to clients that wait for a GPU, up to their needs, then to running clients, then to idle ones,
-//! the most recently active first. While processes on the host are stalled on memory, idle clients get none of the rest. So the
-//! copies of the programs that have been idle longest go to disk first, and the sum never exceeds the RAM.
+//! The RAM is divided among the clients, so that evicted memory moves to disk before RAM runs out.
+//! Memory without space in a file is served first. The rest goes to clients that wait for a GPU, up to
+//! their needs, then to running clients, then to idle clients, most recently active first. While
+//! processes on the host are stalled on memory, idle clients get none of the rest. As a result, the
+//! memory of the longest-idle programs is the first to go to disk, and the sum never exceeds the RAM.
 //!
-//! A client needs RAM only for memory with contents: memory that was never written, or that holds one repeated value, takes no
-//! RAM once it has been evicted, so it displaces no other client's copies. This applies only within the space reserved in the
-//! file. The rest is charged in full, since it may be written at any time, and then has nowhere else to go.
+//! Only memory with contents needs RAM. Evicted memory takes no RAM if it was never written or holds
+//! one repeated value, so it displaces no other client's memory. This exemption covers only memory with
+//! space in the file. Other memory is charged in full: the client may write to it at any time, and it
+//! could then be nowhere but in RAM.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,11 +39,12 @@ use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
 use crate::sys::clock;
 
-/// Maximum time that a request waits for the disk. It is then decided without the additional space.
+/// Maximum time for which a request waits for the disk. After that, it is decided without the
+/// additional space.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Time before space is requested again after a failure.
+/// Time after a failure before space is requested again.
 const RETRY: Duration = Duration::from_secs(10);
-/// Interval of checks whether clients write beyond their reserved space.
+/// Interval of the checks for clients that write beyond their reserved space.
 const CHECK_PERIOD: Duration = Duration::from_secs(5);
 
 /// The files of all clients.
@@ -46,21 +52,22 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
-    /// Requests for higher limits that wait for the disk, with their arrival times.
+    /// Requests for higher limits that wait for the disk: arrival time, client, GPU and bytes.
     held: Vec<(Time, ClientId, GpuId, u64)>,
-    /// RAM has no room for all memory that programs have and request, or the host is short of memory.
+    /// RAM has no room for all memory that programs have allocated or requested, or the host is short of
+    /// memory.
     is_short: bool,
     /// When the last reservation of space failed.
     failed: Option<Time>,
-    /// The failure has been logged.
+    /// The last failure has been logged.
     has_warned: bool,
     checked: Time,
-    /// The number of bytes last sent to the scheduler that it may promise.
+    /// The excess last sent to the scheduler, in bytes.
     promised: Option<u64>,
 }
 
 impl ClientFile {
-    /// True if the thread has not answered a request for space yet.
+    /// True while a request for space is unanswered by the file thread.
     fn is_growing(&self) -> bool {
         self.asked > self.reserved
     }
@@ -71,11 +78,11 @@ struct ClientFile {
     file: Option<Arc<File>>,
     /// Bytes reserved in the file.
     reserved: u64,
-    /// Total bytes that the thread was asked to reserve.
+    /// Total bytes that the file thread was asked to reserve.
     asked: u64,
-    /// The client was sent the file's descriptor.
+    /// The file descriptor was sent to the client.
     is_passed: bool,
-    /// The figures last sent to the client: bytes in RAM and bytes in the file.
+    /// The limits last sent to the client: bytes in RAM, and bytes in the file.
     told: Option<(u64, u64)>,
 }
 
@@ -85,13 +92,13 @@ struct Need {
     client: ClientId,
     /// The client can use a file.
     files: bool,
-    /// Maximum bytes that the client may have off its GPUs.
+    /// Maximum bytes that the client may have to keep off its GPUs.
     demand: u64,
-    /// The part of `demand` that would take host memory if it were evicted now: memory on the GPUs, and evicted memory that has
-    /// contents.
+    /// The part of `demand` that takes host memory, or would take it if evicted now: memory on the GPUs,
+    /// and evicted memory with contents.
     present: u64,
     reserved: u64,
-    /// Host memory that the client's control groups allow.
+    /// Bytes of host memory that the client's control groups allow.
     ram_max: u64,
     /// The client's position in the order in which RAM is assigned.
     rank: Rank,
@@ -102,7 +109,7 @@ struct Need {
 pub enum FileUse {
     #[default]
     Unasked,
-    /// The client was asked, and has not answered. Clients that cannot use a file never answer.
+    /// The client was asked, and has not answered. Clients that cannot use a file do not answer.
     Offered,
     /// The client can use a file, and its control groups allow it `ram_max` bytes of host memory.
     Possible { ram_max: u64 },
@@ -112,17 +119,17 @@ pub enum FileUse {
 enum Rank {
     Waits,
     Runs,
-    /// Idle since this time. The longer a client has been idle, the later it is assigned RAM.
+    /// Idle since this time. The longest-idle clients are assigned RAM last.
     Idle(Reverse<Time>),
 }
 
-/// Bytes of a client's demand for which its file has no space.
+/// Bytes of a client's demand without space in its file.
 fn beyond(need: &Need) -> u64 {
     need.demand.saturating_sub(if need.files { need.reserved } else { 0 })
 }
 
-/// Divides the RAM. `short`: the host is short of memory, so idle clients get RAM only for memory that their files have no
-/// space for.
+/// Divides the RAM among the clients. `short`: the host is short of memory. Idle clients then get RAM
+/// only for memory without space in their files.
 fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
     let mut left = needs.iter().fold(ram, |left, need| left.saturating_sub(beyond(need)));
     let mut order: Vec<&Need> = needs.iter().filter(|need| need.files).collect();
@@ -138,12 +145,13 @@ fn divide(ram: u64, short: bool, needs: &[Need]) -> BTreeMap<ClientId, u64> {
     shares
 }
 
-/// Rounds up to the steps in which space is reserved.
+/// Rounds up to a multiple of the step in which space is reserved.
 fn in_steps(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(STEP).unwrap_or(bytes)
 }
 
-/// Divides `most` bytes equally. If a tenant wants less than its equal part, the rest goes to the others.
+/// Divides `most` bytes equally. A part that a tenant does not need in full is divided among the other
+/// tenants.
 fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
     let mut order: Vec<usize> = (0..wanted.len()).collect();
     order.sort_by_key(|at| wanted[*at]);
@@ -162,13 +170,14 @@ impl Core {
         self.swap_files.keeper = Some(keeper);
     }
 
-    /// True if memory may be in files, so that host memory must be watched.
+    /// True if memory is in files or may be written to files. Host memory must then be watched.
     pub(super) fn has_swap_files(&self) -> bool {
         self.config.swap_file.is_some() || !self.swap_files.of.is_empty()
     }
 
-    /// Asks a client that attaches a GPU whether it can use a file, once, if files are configured. The client may not create
-    /// its context yet, so it answers before its first request for memory.
+    /// If files are configured, asks a client that attaches a GPU whether it can use a file. Each client is
+    /// asked once. The client may not create its context yet, so its answer precedes its first request for
+    /// memory.
     pub(super) fn offer_swap_file(&mut self, client: ClientId) {
         let is_wanted = self.config.swap_file.is_some();
         let Some(entry) = self.clients.get_mut(&client) else { return };
@@ -178,7 +187,7 @@ impl Core {
         }
     }
 
-    /// Asks all clients with GPUs, after files have been configured.
+    /// Asks all clients with GPUs whether they can use a file. Called after files have been configured.
     pub(super) fn offer_swap_files(&mut self) {
         let attached = self.clients.iter().filter(|(_, entry)| !entry.gpus.is_empty());
         let clients: Vec<ClientId> = attached.map(|(client, _)| *client).collect();
@@ -192,7 +201,8 @@ impl Core {
         }
     }
 
-    /// The clients' needs for host memory. `wanted`: a client's request, which replaces its demand on that GPU if it is higher.
+    /// The clients' needs for host memory. `wanted`: a client's request for a GPU. It replaces the client's
+    /// demand on that GPU if it is higher.
     fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
         let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
         let need = |(client, entry): (&ClientId, &super::state::Client)| {
@@ -224,13 +234,13 @@ impl Core {
                 FileUse::Possible { ram_max } => (true, ram_max),
                 FileUse::Unasked | FileUse::Offered => (false, u64::MAX),
             };
-            // Files can hold only memory that the library copies.
+            // The library must copy the memory to move it to a file.
             Need { client: *client, files: copies && can_use, demand, present, reserved, ram_max, rank }
         };
         programs.map(need).collect()
     }
 
-    /// Reserves file space for memory that does not fit into RAM.
+    /// Reserves file space for demand that does not fit into RAM.
     fn reserve_files(&mut self, needs: &[Need]) {
         self.swap_files.is_short = false;
         let Some(directory) = self.config.swap_file.clone() else { return };
@@ -240,8 +250,8 @@ impl Core {
         }
         let Some(ram) = self.host.bytes() else { return };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
-        // A control group's headroom belongs to all of its programs, which may use it at any time. So a client in a group with
-        // a limit needs a file even if the host has room.
+        // The headroom of a control group is shared by all its programs, which may use it at any time. So a
+        // client in a group with a limit needs a file even if the host has free RAM.
         let is_short = total > ram || self.host_ahead.is_short(now);
         let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
         self.swap_files.is_short = is_short;
@@ -257,7 +267,7 @@ impl Core {
             let share = tenant.and_then(|tenant| shares.get_mut(&tenant));
             let entry = self.swap_files.of.entry(need.client).or_default();
             let Some(share) = share.filter(|_| !entry.is_growing()) else { continue };
-            // Space is reserved in steps, so that a client with small allocations does not wait for each one.
+            // Reserving in steps spares a client with small allocations a wait for each of them.
             let more = swap_files::usable(in_steps(need.demand - need.reserved).min(left).min(*share));
             if more == 0 {
                 is_lacking = true;
@@ -281,15 +291,15 @@ impl Core {
         }
     }
 
-    /// True if the decision on a client's request depends on space that is being reserved. While RAM has room for all clients,
-    /// only the client's own file matters.
+    /// True if the decision on a client's request depends on a pending reservation. While RAM has room for
+    /// all clients, only the client's own file matters. Otherwise, every file matters.
     fn awaits_space(&self, client: ClientId) -> bool {
         let mut all = self.swap_files.of.iter();
         all.any(|(owner, file)| file.is_growing() && (self.swap_files.is_short || *owner == client))
     }
 
-    /// The bytes of `most` that each tenant may still reserve. Tenants have equal parts; the rest of a part that a tenant does
-    /// not need goes to the others.
+    /// The bytes that each tenant may still reserve if all tenants together may reserve `most`. Tenants
+    /// have equal parts. A part that a tenant does not need goes to other tenants.
     fn file_shares(&self, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
         let mut tenants: BTreeMap<Tenant, (u64, u64)> = BTreeMap::new();
         for need in needs.iter().filter(|need| need.files) {
@@ -341,7 +351,7 @@ impl Core {
         }
     }
 
-    /// True if a request for a higher limit must wait for the disk. It is then kept, and decided later.
+    /// True if a request for a higher limit must wait for the disk. The request is then queued.
     pub(super) fn hold_for_file(&mut self, client: ClientId, gpu: GpuId, bytes: u64) -> bool {
         if self.config.swap_file.is_none() {
             return false;
@@ -358,7 +368,7 @@ impl Core {
         waits
     }
 
-    /// Passes on the requests that waited for the disk, once the thread has answered or `PATIENCE` has passed.
+    /// Passes queued requests on once the file thread has answered, or once `PATIENCE` has passed.
     fn release_held(&mut self) {
         let now = clock::now();
         let held = std::mem::take(&mut self.swap_files.held).into_iter();
@@ -373,8 +383,9 @@ impl Core {
         }
     }
 
-    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. A client's pending request counts
-    /// as committed in this sum, since its file has space for it. `wanted`: a request that is about to be made.
+    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. A client's
+    /// pending request counts as committed in this sum, because its file has space for the request.
+    /// `wanted`: a request that is about to be made.
     pub(super) fn promise(&mut self, wanted: Option<(ClientId, GpuId, u64)>) {
         let Some(ram) = self.host.bytes() else { return };
         let backed = self.swap_files.of.iter().fold(0u64, |sum, (client, file)| {
@@ -397,7 +408,7 @@ impl Core {
         used.iter().fold(0u64, |sum, gpu| sum.saturating_add(self.machine.offer(*gpu)))
     }
 
-    /// Adjusts reservations, promises and the clients' shares of RAM to the present memory of clients and host.
+    /// Adapts reservations, promises and the clients' shares of RAM to the present use of memory.
     pub(super) fn balance_host(&mut self) {
         let now = clock::now();
         if !self.has_swap_files() {
@@ -422,7 +433,7 @@ impl Core {
             if file.is_passed {
                 entry.connection.send(message);
             } else {
-                // If the client's socket is full, the message is sent on the next call.
+                // If the client's socket is full, the next call sends the message.
                 let Ok(copy) = descriptor.try_clone() else { continue };
                 if entry.connection.send_with(message, &[copy.into()]).is_err() {
                     continue;
@@ -444,8 +455,8 @@ impl Core {
         self.release_held();
     }
 
-    /// Removes the file of a client that is gone. If its process still has the file open, the file lasts until the process
-    /// ends.
+    /// Removes the file of a client that has disconnected. The kernel frees the file's space once the
+    /// process has closed the file too.
     pub(super) fn forget_swap_file(&mut self, client: ClientId) {
         self.swap_files.of.remove(&client);
         self.swap_files.held.retain(|(_, who, ..)| *who != client);
@@ -512,7 +523,7 @@ mod tests {
         assert_eq!(equal_parts(u64::MAX, vec![7, u64::MAX]), [7, u64::MAX - 7]);
     }
 
-    /// For any numbers, the sum does not exceed the RAM, unless memory that has nowhere else to be exceeds it.
+    /// For any numbers, the sum exceeds the RAM only if memory without space in a file exceeds it.
     #[test]
     fn the_ram_is_divided_once() {
         let mut seed = 7u64;

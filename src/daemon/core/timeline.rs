@@ -1,4 +1,5 @@
-//! The flight recorder's timeline for one user: the user's own programs with their names, other programs without.
+//! The flight recorder's timeline for one user. It names the user's own programs, and shows other
+//! programs anonymously.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -19,7 +20,7 @@ pub struct Viewer {
 }
 
 impl Snapshot {
-    /// Writes the timeline to a sealed memory file, as JSON. Replays the recording, which takes time.
+    /// Replays the recording, and writes the timeline to a sealed memfd as JSON. The replay takes time.
     pub fn timeline(self, viewer: &Viewer) -> Result<OwnedFd, String> {
         let replay = replay::replay(self.recording.checkpoint()?, self.recording.entries())?;
         let mut labels = BTreeMap::new();
@@ -31,7 +32,7 @@ impl Snapshot {
                 labels.insert(client.0, process(client, identity, false).label());
             }
         }
-        // Of programs that ended long ago, only the tenant is known.
+        // For programs that ended long ago, the recording contains only the tenant.
         for (client, tenant) in &replay.tenants {
             if viewer.sees_all || *tenant == TenantId(viewer.tenant.number()) {
                 labels.entry(client.0).or_insert_with(|| format!("client {}, which has ended", client.0));
@@ -50,7 +51,7 @@ impl Snapshot {
     }
 }
 
-/// Removes the names, client numbers and bytes of lanes without a label.
+/// Makes the lanes without a label anonymous: removes their names, client numbers and bytes.
 fn anonymous(timeline: Timeline, labels: &BTreeMap<u64, String>) -> Timeline {
     let lanes = timeline.lanes.into_iter().map(|(gpu, lanes)| {
         let (own, mut others): (BTreeMap<u64, Lane>, _) =

@@ -1,5 +1,6 @@
-//! The usage of tenants, units and containers, for the records that [`crate::daemon::usage`] keeps: the growth of clients'
-//! counters since the last record, and bytes multiplied by the time for which they were in use.
+//! Usage of tenants, units and containers, for the records that [`crate::daemon::usage`] writes to
+//! disk. Usage is the growth of clients' counters since the last record, and the product of bytes and
+//! the time for which they were in use.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,21 +16,22 @@ use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 use nvshare_wire::client::GpuKind;
 
-/// The recorded part of a client's counters on one GPU, and the client's bytes there now.
+/// Bookkeeping for one client on one GPU: the counters already recorded, and the client's bytes at
+/// present.
 #[derive(Debug, Clone, Default)]
 pub struct Used {
     recorded: Counted,
-    /// Bytes on the GPU and in host memory since `since`.
+    /// Bytes on the GPU and bytes in host memory. Both have been unchanged since `since`.
     resident: u64,
     swapped: u64,
     since: Time,
-    /// Unrecorded products of bytes and time.
+    /// Products of bytes and time that are not recorded yet.
     resident_byte_seconds: f64,
     swapped_byte_seconds: f64,
 }
 
 impl Used {
-    /// Sets the client's bytes on the GPU and in host memory from now on.
+    /// Sets the client's bytes on the GPU and in host memory, from `now` on.
     pub fn has(&mut self, now: Time, resident: u64, swapped: u64) {
         let seconds = now.saturating_sub(self.since).as_secs_f64();
         self.resident_byte_seconds += self.resident as f64 * seconds;
@@ -37,7 +39,7 @@ impl Used {
         (self.resident, self.swapped, self.since) = (resident, swapped, self.since.max(now));
     }
 
-    /// Returns the usage since the last call.
+    /// Returns the usage since the last call of `take`.
     fn take(&mut self, now: Time, counted: Counted) -> Amounts {
         self.has(now, self.resident, self.swapped);
         let before = std::mem::replace(&mut self.recorded, counted.clone());
@@ -55,25 +57,25 @@ impl Used {
     }
 }
 
-/// Usage that has not been passed to the recording thread.
+/// Usage that has not been sent to the recording thread.
 #[derive(Debug, Default)]
 pub struct Usage {
     keeper: Option<Keeper>,
     pending: Tenants,
-    /// The start of the pending usage, in seconds since 1970.
+    /// Start of the pending usage, in seconds since 1970.
     since: u64,
 }
 
 impl Usage {
-    /// Changes the time for which records are kept.
+    /// Changes how long records are kept.
     pub fn keep(&self, keep: Duration) {
         if let Some(keeper) = &self.keeper {
             keeper.keep(keep);
         }
     }
 
-    /// Passes pending usage to the thread. It counts for the hour in which its period began. A period lasts at most a minute,
-    /// and ends with the hour.
+    /// Sends pending usage to the recording thread. The usage counts for the hour in which the pending
+    /// period began. A period lasts at most a minute, and ends no later than its hour.
     fn give(&mut self, hours: BTreeMap<String, f64>) {
         let (since, now) = (std::mem::replace(&mut self.since, unix_time()), std::mem::take(&mut self.pending));
         let hour = i64::try_from(since).unwrap_or(0).div_euclid(HOUR) * HOUR;
@@ -88,7 +90,8 @@ pub(super) fn unix_time() -> u64 {
 }
 
 impl Core {
-    /// Records the usage of programs in this directory. The receiver's value is for [`load_hours`](Self::load_hours).
+    /// Starts to record the usage of programs in this directory. The receiver yields the hours saved there,
+    /// for [`load_hours`](Self::load_hours).
     pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<HoursUsed> {
         let keeper = Keeper::start(directory, self.config.keep_usage);
         let (reply, saved) = oneshot::channel();
@@ -99,7 +102,7 @@ impl Core {
         saved
     }
 
-    /// Records the bytes that a client has on a GPU and in host memory from now on.
+    /// Records a client's present bytes on a GPU and in host memory.
     pub(super) fn note_bytes(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some((resident, swapped)) = self.machine.resident_and_swapped(client, gpu) else { return };
         if let Some(counts) = self.counts.of(client, gpu) {
@@ -107,7 +110,8 @@ impl Core {
         }
     }
 
-    /// Records a client's usage of a GPU since the last call. `to` is the GPU that the client has moved to, or the same GPU.
+    /// Records a client's usage of a GPU since the last call. `to`: the GPU to which the client has moved,
+    /// or the same GPU.
     pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
         let turns = self.machine.turns(client, to, now).unwrap_or_default();
         let Some(counts) = self.counts.of(client, gpu) else { return };
@@ -124,14 +128,14 @@ impl Core {
         self.usage.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
     }
 
-    /// Records the usage of a client that is about to be removed, on all its GPUs.
+    /// Records the usage of a client on all its GPUs. Called before the client is removed.
     pub(super) fn record_usage_of_all(&mut self, client: ClientId, now: Time) {
         for gpu in self.counts.gpus_of(client) {
             self.record_usage_of(client, gpu, gpu, now);
         }
     }
 
-    /// Passes the usage of all clients up to now to the recording thread.
+    /// Sends the usage of all clients up to now to the recording thread.
     pub fn record_usage(&mut self) {
         let now = clock::now();
         let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
@@ -142,7 +146,7 @@ impl Core {
         self.usage.give(hours);
     }
 
-    /// Saves the usage of all clients up to now.
+    /// Saves the usage of all clients up to now on disk.
     pub fn save_usage(&mut self) {
         self.record_usage();
         if let Some(keeper) = &self.usage.keeper {
@@ -150,7 +154,7 @@ impl Core {
         }
     }
 
-    /// Saves usage before the daemon ends, and waits for at most `patience`.
+    /// Saves usage before the daemon exits. Waits for the recording thread for at most `patience`.
     pub fn finish_usage(&mut self, patience: Duration) {
         self.save_usage();
         if let Some(keeper) = self.usage.keeper.take() {
@@ -158,7 +162,7 @@ impl Core {
         }
     }
 
-    /// Answers a query, including the usage up to now.
+    /// Answers a query about usage, up to the present moment.
     pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<UsageAnswer>) {
         self.record_usage();
         match &self.usage.keeper {
