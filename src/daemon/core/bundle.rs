@@ -1,4 +1,5 @@
-//! Debug bundles: a snapshot is copied on the scheduling loop, and written to a memory file on another thread.
+//! Debug bundles. The scheduling loop copies a snapshot, and another thread writes the snapshot to a
+//! memfd.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -39,7 +40,8 @@ pub struct Snapshot {
 }
 
 impl Core {
-    /// Adds to a view the rest of a bundle's contents. They are formatted and written outside the scheduling loop.
+    /// Collects the contents of a debug bundle, including this view. The contents are formatted and written
+    /// outside the scheduling loop.
     pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
         let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
         Snapshot {
@@ -55,8 +57,8 @@ impl Core {
 }
 
 impl Snapshot {
-    /// Writes the bundle to a sealed memory file. Without `command_lines`, it leaves out command lines and names of programs,
-    /// and of limits from their environment it keeps only the numbers.
+    /// Writes the bundle to a sealed memfd. If `command_lines` is false, command lines and program names
+    /// are left out, and limits from the environment are reduced to numbers.
     pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {
         let recording = self.recording.clone();
         let circumstances = self.circumstances(command_lines);
@@ -96,12 +98,12 @@ impl Snapshot {
     }
 }
 
-/// Reads one of the kernel's descriptions of the system.
+/// Reads a file of `/proc/sys/kernel` that describes the system.
 fn proc_text(name: &str) -> String {
     std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().into()
 }
 
-/// The first line of a bundle or record created at `now`.
+/// The first line of a bundle or recording that starts at `now`.
 pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> Header {
     Header {
         format: FORMAT,
@@ -117,13 +119,13 @@ pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> 
     }
 }
 
-/// A client's process, in the form that bundles and records use.
+/// A client's process, in the form used by bundles and recordings.
 pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> Process {
     let Identity { pid, name, unit, container, .. } = identity.clone();
     Process { client: client.0, pid, name, unit, container, resumed }
 }
 
-/// Creates a sealed memory file with the data that `write` writes. Its offset is at the beginning.
+/// Creates a sealed memfd with the data that `write` writes. Its file offset is 0.
 pub(super) fn sealed(
     name: &CStr,
     write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
@@ -142,7 +144,7 @@ fn visible(client: &ClientView, command_lines: bool) -> bus::Client {
     let client = client.present(command_lines);
     match command_lines {
         true => client,
-        // Cleared too: the remarks in `environment_ignored` quote variables.
+        // `environment_ignored` is cleared too: its remarks quote environment variables.
         false => bus::Client { name: String::new(), why: String::new(), environment_ignored: Vec::new(), ..client },
     }
 }

@@ -1,5 +1,6 @@
-//! Counters for metrics, derived from the scheduler's events and commands and from clients' own counters. They are exact and
-//! never decrease. A GPU's counters include clients that are gone; so do a workload's, until the workload is forgotten.
+//! Counters for metrics, derived from events, commands and clients' own counters. Counters are exact
+//! and never decrease. A GPU's counters include clients that have disconnected. A workload's counters
+//! include them too, until the workload is forgotten.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,21 +16,21 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 pub struct Counts {
     gpus: BTreeMap<GpuId, GpuCounts>,
     clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,
-    /// Counters of clients that are gone, and when the last of them disconnected.
+    /// Counters of disconnected clients, and the time at which the last of them disconnected.
     ended: BTreeMap<(GpuId, Workload), (Counted, Time)>,
 }
 
-/// A workload without clients is forgotten after this time, like its pressure. Bounds memory, since clients can choose unit
-/// names.
+/// Time after which a workload without clients is forgotten. Its pressure is forgotten after the same
+/// time. This bounds memory: clients can choose unit names.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Counters of one GPU.
 #[derive(Debug, Clone, Default)]
 pub struct GpuCounts {
-    /// `lock_time` covers attachments that have ended.
+    /// `lock_time` covers only attachments that have ended.
     pub counted: Counted,
     pub waits: Waits,
-    /// Total time for which the lock was held, and since when the present holder has it.
+    /// Total time for which the lock was held. It excludes the present period, which began at `held_since`.
     held: Duration,
     held_since: Option<Time>,
     /// The client to which the lock was last granted.
@@ -45,15 +46,17 @@ impl GpuCounts {
 /// Counters of one client on one GPU, kept until the client disconnects.
 #[derive(Debug, Clone, Default)]
 pub struct ClientCounts {
-    /// `lock_time` covers attachments that have ended.
+    /// `lock_time` covers only attachments that have ended.
     pub counted: Counted,
-    /// The client's latest report of its own counters on this attachment. The first report is only the baseline for later ones.
+    /// The client's latest report of its own counters on this attachment. The first report only sets the
+    /// baseline.
     reported: Option<Reported>,
-    /// The part of the scheduler's sum of waits on this attachment that is already counted.
+    /// The part of the scheduler's total wait time on this attachment that is already counted.
     waited: Duration,
-    /// The scheduler's sum of lock time when the client moved to this GPU. That time counts for the previous GPU.
+    /// The scheduler's total lock time when the client moved to this GPU. That time counts for the previous
+    /// GPU.
     held_before: Duration,
-    /// The usage record of these counters.
+    /// The usage recorded from these counters.
     pub(super) used: Used,
 }
 
@@ -69,12 +72,12 @@ impl Counts {
         self.gpus.get(&gpu).cloned().unwrap_or_default()
     }
 
-    /// Connected clients, with each GPU that they use or have used.
+    /// The counters of all connected clients, for each GPU that a client uses or has used.
     pub fn clients(&self) -> impl Iterator<Item = (ClientId, GpuId, &ClientCounts)> {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
     }
 
-    /// Counters of clients that are gone, summed by workload.
+    /// Counters of disconnected clients, summed by workload.
     pub fn ended(&self) -> impl Iterator<Item = (GpuId, &Workload, &Counted)> {
         self.ended.iter().map(|((gpu, workload), (counted, _))| (*gpu, workload, counted))
     }
@@ -88,8 +91,9 @@ impl Counts {
         }
     }
 
-    /// Forgets workloads whose last client disconnected long ago, unless they have clients again. Computing the workloads with
-    /// clients takes time, so `living` is called only if a workload may be forgotten.
+    /// Forgets workloads whose last client disconnected long ago, except workloads that have clients again.
+    /// `living` returns the workloads with clients. It is slow, so it is called only if a workload may be
+    /// forgotten.
     pub(super) fn forget_ended(&mut self, now: Time, living: impl FnOnce() -> BTreeSet<Workload>) {
         let is_recent = |last: Time| now.saturating_sub(last) < FORGOTTEN;
         if self.ended.values().all(|(_, last)| is_recent(*last)) {
@@ -124,8 +128,8 @@ impl Counts {
         }
     }
 
-    /// Handles a client's move between GPUs. The scheduler's sums, `turns`, carry over to the new GPU; earlier counts stay with
-    /// the old GPU.
+    /// Handles a client's move between GPUs. The scheduler's sums in `turns` continue on the new GPU. The
+    /// counts up to now stay with the old GPU.
     pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns) {
         let Some(count) = self.of(client, from) else { return };
         let lock_time = count.lock_time(turns);
@@ -156,7 +160,7 @@ impl Counts {
         self.add(client, gpu, &Counted { grants: 1, hand_overs, wait_time: waited, ..Counted::default() });
     }
 
-    /// Records that the client has held the lock since before this daemon started.
+    /// Records that the client has held the lock since before the daemon started.
     fn holds(&mut self, client: ClientId, gpu: GpuId) {
         self.gpus.entry(gpu).or_default().last_holder = Some(client);
     }
@@ -209,7 +213,7 @@ impl Core {
         }
     }
 
-    /// Counts a command of the scheduler.
+    /// Counts a command from the scheduler.
     pub(super) fn count_command(&mut self, command: &Command, now: Time) {
         match command {
             Command::Grant { client, gpus } => {
@@ -226,7 +230,7 @@ impl Core {
         }
     }
 
-    /// Updates the time for which each lock is held. Called after an event has been handled.
+    /// Updates the total time for which each lock was held. Called after each event.
     pub(super) fn count_held(&mut self, now: Time) {
         for (gpu, count) in &mut self.counts.gpus {
             match (self.machine.is_held(*gpu), count.held_since) {
@@ -264,7 +268,7 @@ mod tests {
         let Counted { grants, hand_overs, .. } = counts.gpu(GPU).counted;
         assert_eq!((grants, hand_overs), (5, 2));
         assert_eq!(counts.client(ONE, GPU).counted.hand_overs, 1);
-        // The previous holder counts even if it got the lock from an earlier daemon.
+        // A holder is counted even if an earlier daemon granted it the lock.
         let mut counts = Counts::default();
         counts.holds(ONE, GPU);
         counts.granted(OTHER, GPU, &turns(1, 0, 0));
@@ -278,7 +282,7 @@ mod tests {
         counts.granted(ONE, GPU, &turns(2, 2, 5));
         counts.granted(ONE, GPU, &turns(3, 9, 6));
         counts.detached(ONE, GPU, &turns(3, 9, 8));
-        // After another attach, the scheduler's sums start at zero again.
+        // After a new attach, the scheduler's sums start at zero again.
         counts.granted(ONE, GPU, &turns(1, 4, 0));
         let of_gpu = counts.gpu(GPU);
         assert_eq!((of_gpu.waits.count(), of_gpu.waits.sum()), (4, Duration::from_secs(13)));
@@ -303,7 +307,7 @@ mod tests {
             let Counted { swapped_out, wait_time, grants, .. } = count.counted;
             (lock_time.as_secs(), swapped_out, wait_time.as_secs(), grants)
         };
-        // The scheduler only has sums for the GPU that the client is on.
+        // The scheduler has sums only for the client's present GPU.
         assert_eq!(seen(&mut counts, GPU, 0), (5, 100, 2, 1));
         assert_eq!(seen(&mut counts, THERE, 5), (0, 0, 0, 0));
         counts.report(ONE, THERE, swapped(130));

@@ -14,18 +14,20 @@ use crate::daemon::transport::peer;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time};
 use crate::sys::clock;
 
-/// Minimum time between two ticks, so that a mistake in the scheduler cannot use up a whole CPU.
+/// Minimum time between two ticks. It limits the CPU time that a bug in the scheduler can use.
 const MIN_TICK: Duration = Duration::from_micros(100);
 
 impl Core {
-    /// Handles the scheduler's deadline. Also called for systemd's watchdog, as proof that the loop works.
+    /// Handles the scheduler's deadline. The watchdog for systemd also calls `tick`, to prove that the loop
+    /// works.
     pub fn tick(&mut self) {
         self.armed = None;
         self.ticked = clock::now();
         self.apply(Event::Tick);
     }
 
-    /// Passes an event to the scheduler, and carries out the commands that result. Answers to commands are further events.
+    /// Passes an event to the scheduler, and carries out the resulting commands. A command can yield
+    /// another event, which is handled next.
     pub(super) fn apply(&mut self, event: Event) {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
@@ -100,7 +102,7 @@ impl Core {
         }
     }
 
-    /// Records the bounds on a client's mapped memory, and its usage, from now on.
+    /// Records the present bounds on a client's mapped memory, and its usage.
     pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
         self.note_bytes(client, gpu, now);
@@ -111,8 +113,8 @@ impl Core {
         }
     }
 
-    /// Carries out a command, usually by sending its client a message. Returns an event if the command asks for an answer
-    /// that is known immediately.
+    /// Carries out a command, usually by sending a message to its client. Returns the resulting event if
+    /// the daemon can answer the command immediately.
     fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
         self.log_command(&command, now);
         self.note_command(&command, now);
@@ -213,7 +215,8 @@ impl Core {
         }
     }
 
-    /// Reports stopped processes that run again to the scheduler. Returns true if any process is still stopped.
+    /// Tells the scheduler which stopped processes have continued. Returns true if any process is still
+    /// stopped.
     pub fn check_stopped(&mut self) -> bool {
         let running: Vec<ClientId> = self
             .stopped

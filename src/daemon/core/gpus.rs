@@ -1,4 +1,5 @@
-//! The GPUs: those that NVML lists, GPUs that appear or disappear, and release of the driver by an administrator.
+//! The GPUs: which GPUs NVML lists, GPUs that appear or disappear, and the release of the driver for an
+//! administrator.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,8 +14,8 @@ use crate::daemon::gpu::nvml::{GpuDescription, Listing, NvmlState, Query};
 use crate::scheduler::{ClientId, Event, GpuId};
 use crate::sys::clock;
 
-/// Maximum work that a client may queue ahead of a GPU with a display: one frame at 60 Hz. So a desktop's drawing waits at most
-/// this long for queued work.
+/// Maximum work that a client may queue ahead on a GPU with a display: one frame at 60 Hz. The
+/// desktop's drawing then waits at most this long for the client's queued work.
 const BESIDE_DISPLAY: Duration = Duration::from_millis(16);
 
 /// UUIDs of the GPUs that programs can use.
@@ -25,7 +26,7 @@ impl Core {
         self.present.subscribe()
     }
 
-    /// Publishes the GPUs that programs can use, after a change of `gpus`.
+    /// Publishes the GPUs that programs can use. Called after a change of `gpus`.
     pub(super) fn publish_gpus(&self) {
         let here = self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
         let now: Present = here.map(|(id, gpu)| gpu.label(*id)).collect();
@@ -48,7 +49,7 @@ impl Core {
             self.gpu_found(found);
             self.gpu_fails(gpu, failing.get(&gpu));
         }
-        // GPUs without an index are known only from clients, and NVML never lists them.
+        // A GPU without an index is known only from clients, so its absence from NVML's list means nothing.
         let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
         let missing: Vec<GpuId> = self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect();
         if is_complete {
@@ -100,13 +101,13 @@ impl Core {
         }
     }
 
-    /// Sends each client of a GPU the amount of work that it may queue ahead.
+    /// Sends each client of a GPU its limit on queued work.
     fn tell_run_ahead(&self, gpu: GpuId) {
         let clients = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&gpu));
         clients.for_each(|(client, _)| self.limit_run_ahead(*client, gpu));
     }
 
-    /// Sends one client the amount of work that it may queue ahead of the GPU.
+    /// Sends one client its limit on queued work for a GPU.
     pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
         let Some(slot) = self.clients.get(&client).and_then(|entry| entry.session.slot(gpu)) else { return };
         let micros =
@@ -142,7 +143,8 @@ impl Core {
         self.apply(Event::GpuGone { gpu });
     }
 
-    /// Removes GPUs that are gone, once the scheduler has forgotten them because no client uses them.
+    /// Removes GPUs that have disappeared and that no client uses any more. The scheduler has then
+    /// forgotten them too.
     pub(super) fn forget_gone(&mut self) {
         let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
         let over: Vec<GpuId> = self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect();
@@ -169,7 +171,7 @@ impl Core {
         }
         self.nvml_state = state;
         self.publish_problems();
-        // The scheduler may be waiting for a measurement, which will not arrive.
+        // The scheduler may be waiting for a measurement, and none will arrive.
         if self.nvml_state != NvmlState::Usable {
             let now = clock::now();
             let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
@@ -177,8 +179,8 @@ impl Core {
         }
     }
 
-    /// Releases the driver until a client attaches a GPU, or for at most `lasts`. The receiver completes once the driver is
-    /// released. Also returns the programs that still use the driver.
+    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver completes
+    /// once the driver is released. Also returns the programs that still use the driver.
     pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
         let (done, released) = oneshot::channel();
         self.query_nvml(Query::Release(lasts, done));

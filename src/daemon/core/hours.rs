@@ -1,8 +1,8 @@
-//! GPU time of programs whose rules have `gpu-hours`, and the consequences of exceeding it.
+//! GPU time of programs whose rules set `gpu-hours`, and the consequences of using it up.
 //!
-//! Programs that count together under a rule share one sum per hour. Its name does not change with the rules
-//! ([`Instance::programs`](crate::config::rules::Instance::programs)). Time is counted only while a rule limits it. The thread
-//! that records usage saves it on disk.
+//! Programs that a rule counts together share one sum per hour. The name of that sum does not change
+//! when rules change ([`Instance::programs`](crate::config::rules::Instance::programs)). Time is
+//! counted only while a rule limits it. The thread that records usage saves the sums on disk.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,19 +16,19 @@ use crate::config::units;
 use crate::daemon::usage::{HOUR, HoursUsed};
 use crate::scheduler::{ClientId, Event, Group};
 
-/// Maximum number of entries; programs that count together share one. Beyond it, the entries that have been idle longest are
-/// dropped.
+/// Maximum number of entries. Programs that a rule counts together share an entry. If there are more,
+/// only the most recently active half of this number is kept.
 const MAX_PROGRAMS: usize = 4096;
 
 #[derive(Debug, Default)]
 pub struct Hours {
     used: HoursUsed,
-    /// Time that has not been passed to the recording thread.
+    /// GPU time in seconds that has not been sent to the recording thread.
     pending: BTreeMap<String, f64>,
 }
 
 impl Hours {
-    /// `at`: the time, in seconds since 1970.
+    /// Adds GPU time. `at`: the time in seconds since 1970.
     fn add(&mut self, programs: String, at: i64, seconds: f64) {
         *self.pending.entry(programs.clone()).or_default() += seconds;
         *self.used.entry(programs).or_default().entry(at.div_euclid(HOUR) * HOUR).or_default() += seconds;
@@ -42,7 +42,7 @@ impl Hours {
         }
     }
 
-    /// Time used in all hours that overlap the window.
+    /// GPU time used in all hours that overlap the window.
     fn used(&self, programs: &str, window: Window, at: i64) -> Duration {
         let since = at.saturating_sub_unsigned(window.time().as_secs());
         let hours = self.used.get(programs).into_iter().flatten();
@@ -50,7 +50,7 @@ impl Hours {
         Duration::try_from_secs_f64(seconds).unwrap_or_default()
     }
 
-    /// True if these programs have used up the hours that their rule allows.
+    /// True if these programs have used up the `gpu-hours` that their rule allows.
     pub(super) fn are_used_up(&self, rule: &Rule, programs: &Instance) -> bool {
         let Some(GpuHours { time, window }) = rule.gpu_hours else { return false };
         self.used(&programs.programs(), window, now()) >= time
@@ -63,7 +63,7 @@ impl Hours {
             !hours.is_empty()
         });
         if self.used.len() > MAX_PROGRAMS {
-            // Entries are ordered by their last hour, and entries with the same last hour by the time used in it.
+            // Entries are sorted by their last hour, and then by the time used in that hour.
             let rank = |hours: &BTreeMap<i64, f64>| {
                 hours.last_key_value().map(|(hour, seconds)| (*hour, (*seconds * 1e3) as u64))
             };
@@ -73,7 +73,7 @@ impl Hours {
         }
     }
 
-    /// Returns the time added since the last call.
+    /// Returns the GPU time added since the last call.
     pub(super) fn take_pending(&mut self) -> BTreeMap<String, f64> {
         std::mem::take(&mut self.pending)
     }
@@ -84,7 +84,7 @@ fn now() -> i64 {
 }
 
 impl Core {
-    /// Counts time with the lock, if the client's rule limits it.
+    /// Counts lock time if the client's rule limits it.
     pub(super) fn count_hours(&mut self, client: ClientId, lock_seconds: f64) {
         let is_counted = self.rule_of(client).is_some_and(|rule| rule.gpu_hours.is_some()) && lock_seconds > 0.0;
         let programs = self.clients.get(&client).and_then(|entry| entry.rule.as_ref()).map(Instance::programs);
@@ -99,7 +99,8 @@ impl Core {
         self.check_hours();
     }
 
-    /// The `gpu-hours` of a client's rule, and the time used by the client and the programs that count together with it.
+    /// The `gpu-hours` of a client's rule, and the time already used. That time includes the other programs
+    /// that the rule counts together with the client.
     pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
         let hours = self.rule_of(client)?.gpu_hours?;
         let programs = self.clients.get(&client)?.rule.as_ref()?.programs();
@@ -111,7 +112,8 @@ impl Core {
         self.clients.keys().any(|client| self.rule_of(*client).is_some_and(|rule| rule.gpu_hours.is_some()))
     }
 
-    /// Schedules other clients ahead of programs that have used up their hours, until these have hours again.
+    /// Updates which programs have used up their hours. The scheduler serves such programs after all others
+    /// until hours become available again.
     pub fn check_hours(&mut self) {
         self.hours.forget(now());
         let is_used_up = |client: ClientId, entry: &Client| {

@@ -12,25 +12,29 @@ use crate::daemon::gpu::nvml::{Query, Report, Sample};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
 
-/// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes does not count as overhead.
+/// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
+/// does not count as overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// A client reports its memory within this time after attaching. Until then, it may have mapped any amount.
+/// A client reports its memory within this time after attaching. Until then, it may have mapped any
+/// number of bytes.
 const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 
-/// A process that ends closes its connection first, and frees its memory within this time. Memory that it still has afterwards
-/// counts as another program's.
+/// A process that exits closes its connection first, and the driver frees its memory within this time.
+/// Memory that remains afterwards counts as another program's.
 pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
-/// The fastest expected growth of other programs in bytes per second: a program that loads its data.
+/// The fastest expected growth of other programs' memory, in bytes per second: a program that loads its
+/// data.
 const GROWTH: u64 = 1 << 30;
-/// A GPU is sampled again before other programs can take one part in `FREE_PARTS` of its free memory. That leaves time to evict
-/// clients' memory.
+/// A GPU is sampled again before other programs can fill `1 / FREE_PARTS` of its free memory. That
+/// leaves time to evict clients' memory.
 const FREE_PARTS: u64 = 4;
-/// Minimum time between two samples, which take about 1 % of the NVML thread's time.
+/// Minimum time between two samples. At this rate, sampling takes about 1 % of the NVML thread's time.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
 
-/// The estimate for a context that has not been measured is at most the GPU's size divided by this.
+/// The estimate for a context that has not been measured is at most the GPU's size divided by this
+/// number.
 const CONTEXT_DIVISOR: u64 = 16;
 
 impl Core {
@@ -54,13 +58,14 @@ impl Core {
         self.balance_host();
     }
 
-    /// True if clients may have host memory that they can return, so that host memory must be watched for other programs'
-    /// needs.
+    /// True if clients may use host memory that they can give back. Host memory must then be watched,
+    /// because other programs may need it.
     pub fn lends_host_memory(&self) -> bool {
         self.machine.is_ahead() || self.has_swap_files()
     }
 
-    /// The longest sampling period with which clients' memory is evicted before other programs run out of memory.
+    /// The longest sampling period that still leaves time to evict clients' memory before other programs
+    /// run out of memory.
     pub fn sample_period(&self) -> Duration {
         let is_shared = |id: GpuId| self.machine.charged(id) > 0;
         let gpus = self.gpus.iter().filter(|(id, gpu)| gpu.has_others && !gpu.gone && is_shared(**id));
@@ -93,7 +98,7 @@ impl Core {
         for view in self.machine.clients() {
             let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            // A client that never reports must not prevent other programs' memory from being measured.
+            // A client that never reports must not block the measurement of other programs' memory.
             let tells =
                 |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
             let stats = client.gpus.get(&gpu).filter(tells);
@@ -135,7 +140,7 @@ impl Core {
         if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
-        // Without a list of processes from NVML, other programs may use the GPU.
+        // If NVML lists no processes, other programs may be using the GPU.
         let present = !(all_known && basis == Basis::Processes);
         entry.has_others = present;
         self.apply(Event::OtherPrograms { gpu, present });
@@ -144,7 +149,7 @@ impl Core {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
-            // Sent even if unchanged: the scheduler waits for a measurement that includes a new context.
+            // Sent even if unchanged: the scheduler may wait for a measurement that includes a new context.
             self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
@@ -155,7 +160,8 @@ impl Core {
         }
     }
 
-    /// Requests a new measurement of a GPU for the scheduler. Without NVML, clients' reports are accepted as measured.
+    /// Requests a new measurement of a GPU for the scheduler. If NVML cannot measure the GPU, returns an
+    /// event that accepts clients' reports as measured.
     pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
         if self.gpus.get(&gpu).is_some_and(|entry| self.is_measured(entry)) {
             self.query_nvml(Query::Sample);
@@ -170,7 +176,7 @@ impl Core {
     }
 }
 
-/// The answer when nothing can be measured.
+/// The event for a GPU that cannot be measured. It accepts clients' reports as measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

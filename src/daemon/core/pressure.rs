@@ -1,11 +1,12 @@
-//! Pressure: the share of time for which clients are stalled on a GPU, modelled on the kernel's pressure stall information
-//! (PSI). A client is stalled on a GPU while it waits for the lock, for memory, or for room to restore its memory to the GPU.
+//! Pressure: the share of time for which clients are stalled on a GPU, modelled on the kernel's
+//! pressure stall information (PSI). A client is stalled while it waits for the lock, for memory, or
+//! for room to restore its memory to the GPU.
 //!
 //! - *some*: at least one client of a group is stalled.
-//! - *full*: at least one client is stalled, and none holds a lock.
+//! - *full*: at least one client of a group is stalled, and none of its clients holds a lock.
 //!
-//! There is one group for each GPU with its clients, and one for each tenant and each systemd unit with its clients on all
-//! GPUs.
+//! Each GPU has a group with its clients. Each tenant and each systemd unit has a group with its
+//! clients on all GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,20 +20,21 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::{Activity, ClientId, Command, Event, GpuId, Time};
 use crate::sys::clock;
 
-/// Windows of the averages in seconds: the same as the kernel's.
+/// Windows of the averages, in seconds. The kernel's PSI uses the same windows.
 pub const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
-/// A group without clients is forgotten after this time, the longest window. Otherwise clients could fill memory with names of
-/// units, and of GPUs that do not exist.
+/// Time after which a group without clients is forgotten: the longest window. Without this limit,
+/// clients could fill memory with invented names of units and GPUs.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
-/// The time for which a condition has held: the total, and recent averages.
+/// The time for which a condition has held: its total, and recent averages.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stall {
     is_so: bool,
     at: Time,
     total: Duration,
-    /// Exponentially weighted share of time, for each window. Nothing changes between two events, so the averages are exact: if
-    /// the condition holds for `t`, that time has the weight `1 - exp(-t / window)`.
+    /// Exponentially weighted share of time, for each window. The condition is constant between two events,
+    /// so the averages are exact. A period `t` in which the condition holds has the weight `1 - exp(-t /
+    /// window)`.
     averages: [f64; 3],
 }
 
@@ -57,7 +59,7 @@ impl Stall {
     }
 }
 
-/// The attribute that a group's clients have in common.
+/// The attribute that all clients of a group share.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Gpu(GpuId),
@@ -67,7 +69,7 @@ enum Subject {
 
 #[derive(Debug, Default)]
 struct Group {
-    /// Number of attachments of the group's clients: all, stalled and running ones.
+    /// Number of attachments of the group's clients. `stalled` and `running` are parts of this number.
     members: usize,
     stalled: usize,
     running: usize,
@@ -78,12 +80,12 @@ struct Group {
 }
 
 impl Group {
-    /// True if the group has clients, or had any recently.
+    /// True if the group has clients or recently had some.
     fn is_known(&self, now: Time) -> bool {
         self.members > 0 || now.saturating_sub(self.left) < FORGOTTEN
     }
 
-    /// Updates the counts after a client's activity on a GPU has changed. `None`: the client has not attached the GPU.
+    /// Updates the group after a change of a client's activity on a GPU. `None`: the GPU is not attached.
     fn changes(&mut self, now: Time, before: Option<Activity>, after: Option<Activity>) {
         let count = |is_so: fn(&Activity) -> bool, of: usize| {
             of + usize::from(after.as_ref().is_some_and(is_so)) - usize::from(before.as_ref().is_some_and(is_so))
@@ -99,7 +101,7 @@ impl Group {
     }
 }
 
-/// The time for which the clients of one group were stalled.
+/// The times for which a group's clients were stalled.
 #[derive(Debug)]
 pub(super) struct GroupStall {
     kind: &'static str,
@@ -126,8 +128,8 @@ impl Pressure {
         [Subject::Gpu(gpu), Subject::Tenant(identity.tenant.clone())].into_iter().chain(unit)
     }
 
-    /// Sets a client's activity on its GPUs. GPUs that are missing from `gpus` have been detached. `identity` is used only for
-    /// a new client.
+    /// Sets a client's activity on each of its GPUs. GPUs missing from `gpus` count as detached. `identity`
+    /// is used only for a new client.
     fn set(&mut self, now: Time, client: ClientId, identity: &Arc<Identity>, gpus: BTreeMap<GpuId, Activity>) {
         let new = || Member { identity: identity.clone(), gpus: BTreeMap::new() };
         let Member { identity, gpus: before } = self.members.remove(&client).unwrap_or_else(new);
@@ -186,7 +188,7 @@ fn commanded(command: &Command) -> Option<ClientId> {
 }
 
 impl Core {
-    /// Updates the pressure after an event and the commands that it led to.
+    /// Updates the pressure after an event and its resulting commands.
     pub(super) fn note_pressure(&mut self, event: Option<ClientId>, commands: &[Command], now: Time) {
         let concerned: BTreeSet<ClientId> = event.into_iter().chain(commands.iter().filter_map(commanded)).collect();
         for client in concerned {
@@ -268,7 +270,7 @@ mod tests {
         Arc::new(Identity { tenant: Tenant::User(user), unit, ..Identity::default() })
     }
 
-    /// Seconds for which some clients were stalled, and for which all were.
+    /// Seconds of the stalls *some* and *full*.
     fn totals(pressure: &Pressure, subject: &Subject, now: u64) -> (f64, f64) {
         let group = &pressure.groups[subject];
         let total = |stall: Stall| stall.advanced(at(now)).total.as_secs_f64();
@@ -284,7 +286,7 @@ mod tests {
         };
         set(0, 1, &one, RUNS);
         set(0, 2, &other, WAITS);
-        set(4, 1, &one, IDLE); // its memory moves before the other has the lock
+        set(4, 1, &one, IDLE); // its memory is restored before the other client gets the lock
         set(5, 2, &other, RUNS);
         set(7, 1, &one, WAITS);
         let units = [1, 2].map(|user| Subject::Unit(format!("{user}.service")));

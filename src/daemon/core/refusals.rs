@@ -1,4 +1,4 @@
-//! Log lines about refused memory, with the reason and a remedy.
+//! Log lines about refused memory. Each line gives the reason and a remedy.
 
 use super::event_log::log_client;
 use super::state::Core;
@@ -7,10 +7,10 @@ use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
 
-/// Maximum number of clients named: those with the most memory.
+/// Maximum number of clients that a line names. The clients with the most memory are named.
 const MAX_NAMED: usize = 5;
 
-/// Maximum number of refusals kept for users: the newest refusal of each process.
+/// Maximum number of refusals kept for users. Only the newest refusal of each process is kept.
 const MAX_KEPT: usize = 256;
 
 /// A process that was refused memory.
@@ -22,7 +22,8 @@ pub struct Refusal {
 }
 
 impl View {
-    /// When and why the process was last refused memory, as a sentence. Its user may not be able to read the journal.
+    /// A sentence with the time and reason of the process's last refusal. Its user may not be allowed to
+    /// read the journal.
     pub(super) fn refusal_sentence(&self, pid: u32) -> Option<String> {
         let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
         let ago = units::duration(self.now.saturating_sub(refusal.at));
@@ -31,7 +32,7 @@ impl View {
 }
 
 impl Core {
-    /// Logs that a client is refused memory, and why. Keeps the sentence for the client's user.
+    /// Logs that a client is refused memory, with the reason. Keeps the text for the client's user.
     pub(super) fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
         if !self.may_log("memory-refused", client, gpu, now) {
             return;
@@ -53,7 +54,7 @@ impl Core {
         }
     }
 
-    /// Neither the GPU nor host memory has room for the request.
+    /// Logs that neither the GPU nor host memory has room for the request.
     fn log_no_room(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
             attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
@@ -98,7 +99,7 @@ impl Core {
         Some(text)
     }
 
-    /// The GPU has no room for another context, because of other programs' memory.
+    /// Logs that the GPU has no room for another context, because of other programs' memory.
     fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let identity = self.identity(client)?;
         let text = format!(
@@ -118,7 +119,7 @@ impl Core {
         Some(text)
     }
 
-    /// The driver cannot map as much memory as the client has allocated.
+    /// Logs that the client has allocated more memory than the driver can map.
     fn log_unmappable(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let identity = self.identity(client)?;
         let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
@@ -141,7 +142,7 @@ impl Core {
         Some(text)
     }
 
-    /// A rule limits the client's group.
+    /// Logs that a rule limits the client's group.
     fn log_rule_limit(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) -> Option<String> {
         let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return None };
         let everywhere = why == Denial::SwapMax;
@@ -182,7 +183,7 @@ impl Core {
         Some(text)
     }
 
-    /// A limit from the client's own environment.
+    /// Logs that the client's own environment limits it.
     fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let entry = self.clients.get(&client)?;
         let limits = entry.env_limits.in_words(self.rule_of(client));
@@ -204,7 +205,8 @@ impl Core {
         Some(text)
     }
 
-    /// Logs that the driver could not map a client's memory after a grant. Logs only the first of consecutive failures.
+    /// Logs that the driver could not map a client's memory after a grant. Only the first of consecutive
+    /// failures is logged.
     pub(super) fn log_mapping_failure(&self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
         if failures > 1 || !self.may_log("mapping-failed", client, gpu, now) {
             return;

@@ -1,4 +1,5 @@
-//! Rules: each client's rule and group, limits from its environment, and the memory limits announced to it.
+//! Rules: the rule and group of each client, limits from its environment, and the memory limits sent to
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +13,8 @@ use super::state::Core;
 use crate::config::rules::{Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
-/// Minimum number of groups at which those without clients are dropped. The number is higher if there are many clients.
+/// Number of groups from which on groups without clients are dropped. If there are many clients, the
+/// number is higher.
 const MAX_GROUPS: usize = 1024;
 
 impl Core {
@@ -26,8 +28,8 @@ impl Core {
         self.announce_limits([client]);
     }
 
-    /// Applies changed rules to all clients together. A group keeps its usage if a rule with the same subject remains, even if
-    /// its limits differ.
+    /// Applies changed rules to all clients at the same time. A group keeps its usage if the new rules
+    /// include one with the same subject, even with other limits.
     pub(super) fn reapply_rules(&mut self, before: &Rules) {
         let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
         let place =
@@ -47,7 +49,8 @@ impl Core {
         self.tell_allowed(clients);
     }
 
-    /// Replaces the pods of this node. Returns the pods' rules that contradict others, with the reasons.
+    /// Replaces the list of this node's pods. Returns the reasons for refusing pods' rules that contradict
+    /// other rules.
     pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
         let rules = &self.config.rules;
         let refused = pods.reconcile(|rule, kept| {
@@ -64,7 +67,7 @@ impl Core {
         refused
     }
 
-    /// Replaces the claims of this node.
+    /// Replaces the list of this node's claims.
     pub fn set_claims(&mut self, claims: Claims) {
         if claims == self.claims {
             return;
@@ -82,8 +85,8 @@ impl Core {
         self.reapply_rules(&before);
     }
 
-    /// Sends clients the memory that their rules allow on each GPU, where that has changed. Programs query the size of memory
-    /// before they use a GPU, and plan by it.
+    /// Sends clients the memory limits that their rules set on each GPU, if these have changed. Programs
+    /// query the size of memory before they use a GPU, and size their allocations by it.
     pub(super) fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
             let Some(entry) = self.clients.get_mut(&client) else { continue };
@@ -100,7 +103,8 @@ impl Core {
         }
     }
 
-    /// Announces limits to the next `count` clients after `client`. Returns the last of these, or `None` when none are left.
+    /// Sends limits to the next `count` clients after `client`. Returns the last of these clients, or
+    /// `None` if there are no more.
     pub fn announce_limits_after(&mut self, client: ClientId, count: usize) -> Option<ClientId> {
         let after = (std::ops::Bound::Excluded(client), std::ops::Bound::Unbounded);
         let next: Vec<ClientId> = self.clients.range(after).map(|(client, _)| *client).take(count).collect();
@@ -118,7 +122,8 @@ impl Core {
         self.forget_groups();
         let entry = self.clients.get_mut(&client)?;
         let found = self.config.rules.of(&entry.identity);
-        // A lock excludes other clients, so it can be in no gang. `may_lock` refuses locks under gang rules.
+        // A lock excludes other clients, so it cannot belong to a gang. `may_lock` refuses locks under gang
+        // rules.
         let found = found.filter(|(rule, _)| entry.lock.is_none() || !rule.limits.gang);
         entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
         entry.has_used_up = false;
@@ -134,8 +139,8 @@ impl Core {
         Some(Group { id, limits })
     }
 
-    /// Drops groups without clients, but only if there are many: the usage of a unit's programs must count for the programs
-    /// that it starts next.
+    /// Drops groups without clients if there are many groups. Otherwise such groups are kept: the usage of
+    /// a unit's programs must count for the programs that the unit starts next.
     fn forget_groups(&mut self) {
         if self.groups.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
             let present: BTreeSet<&Instance> =
@@ -144,7 +149,7 @@ impl Core {
         }
     }
 
-    /// Sets a limit that a client read from its environment.
+    /// Sets a limit that the client read from its environment.
     pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let before = entry.env_limits.limits();

@@ -1,5 +1,6 @@
-//! Sets of orders for the next daemon, saved until the host reboots in the directory that systemd provides (`StateDirectory=`).
-//! Without a directory, they end with the daemon.
+//! Sets of orders for the next daemon, saved in the directory that systemd provides
+//! (`StateDirectory=`). They are valid until the host reboots. Without such a directory, orders end
+//! with the daemon.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,17 +15,17 @@ use tracing::warn;
 
 use crate::sys::atomic_file;
 
-/// An ID that changes with each boot of the host.
+/// The kernel's ID of the present boot.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The orders, and the thread that saves them, since writing can be slow.
+/// A set of orders, and the thread that saves it. Writing to disk can be slow.
 #[derive(Debug)]
 pub struct Saved<T> {
     pub all: BTreeSet<T>,
     saver: Option<Sender<(String, oneshot::Sender<()>)>>,
 }
 
-/// Resolves once a change is saved, or could not be saved. A failure is logged.
+/// Completes once a change has been saved, or saving has failed. The thread logs failures.
 pub type Saving = oneshot::Receiver<()>;
 
 impl<T> Default for Saved<T> {
@@ -44,8 +45,8 @@ pub(super) fn boot() -> String {
 }
 
 impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
-    /// Reads the orders that an earlier daemon saved in a file. An invalid file is logged and ignored. `lost`: a sentence about
-    /// the consequences if the file cannot be written.
+    /// Reads the orders that an earlier daemon saved in a file. An invalid file is logged and ignored.
+    /// `lost`: a sentence for the log about the consequences of a failure to save.
     pub fn open(directory: &Path, file: &str, lost: &'static str) -> Self {
         let path = directory.join(file);
         let read = match std::fs::read_to_string(&path) {
@@ -74,8 +75,8 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
         Self { all, saver: started.is_ok().then_some(saver) }
     }
 
-    /// Saves the present set; for an empty set, removes the file. The caller is answered only after that, so that every
-    /// confirmed order outlives the daemon.
+    /// Saves the present set. An empty set is saved by removing the file. The D-Bus call returns only after
+    /// that, so every confirmed order outlives the daemon.
     pub fn save(&self) -> Saving {
         let (done, saving) = oneshot::channel();
         if let Some(saver) = &self.saver {

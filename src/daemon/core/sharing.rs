@@ -1,4 +1,4 @@
-//! Passes messages about memory that programs share between exporter and importer.
+//! Passes messages about shared memory between exporters and importers.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -15,16 +15,17 @@ use crate::daemon::tenants::{Budget, What};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, GpuId, Time};
 
-/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave thousands of ranges, more than a
-/// client can be sent at a time.
+/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave thousands
+/// of ranges. Requests for all of them at the same time would overflow the client's socket.
 const MAX_ADOPTIONS: usize = 64;
 
-/// An exporter's messages are read within this time, however much other clients of its tenant send. Different clients' messages
-/// may be read in another order than they were sent.
+/// The daemon reads an exporter's messages within this time, even if other clients of its tenant send
+/// at their limit. Messages from different clients may be read in a different order from the order of
+/// sending.
 const READ_TIME: Duration = Duration::from_millis(500);
 
-/// Programs of an earlier scheduler reconnect within this time, even if they lost two schedulers in a row: they retry after 2
-/// s.
+/// Programs of an earlier daemon reconnect within this time, even if they lost two daemons in a row.
+/// They retry after 2 s.
 const LATE_RETURN: Duration = Duration::from_secs(3);
 
 impl Core {
@@ -55,7 +56,8 @@ impl Core {
                     Ok((exporter, ticket)) => {
                         self.send(exporter, SchedulerMessage::Export { ticket, secret, range, allocation, first });
                     }
-                    // The exporter of an earlier daemon may be about to reconnect, or its messages are not read yet.
+                    // The exporter may be about to reconnect after a restart of the daemon, or its messages may still be
+                    // unread.
                     Err(Sharing::Unknown)
                         if now < self.started + LATE_RETURN || self.may_come(client, exporter, now) =>
                     {
@@ -74,12 +76,12 @@ impl Core {
                 let Some(connection) = self.clients.get(&importer).map(|entry| entry.connection.clone()) else {
                     return;
                 };
-                // Other clients of the tenant may have opened memory since the request, and used up its budget.
+                // Since the request, other clients of the tenant may have opened memory and used up its budget.
                 let Some(share) = connection.budget().take(What::Imports, 1) else {
                     return self.send_open_result(importer, ticket, Sharing::Failed);
                 };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
-                // Recorded before the memory is sent, so that open memory always counts.
+                // Recorded before the memory is sent, so that the memory counts as soon as the importer has it open.
                 self.shared_memory.open(&request, gpu, bytes.min(total), share);
                 if connection
                     .send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors)
@@ -96,7 +98,7 @@ impl Core {
                 let Some(gpu) = gpu else { return };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
                 let import = Import { importer: client, exporter, range };
-                // Under the previous daemon, the client could not exceed its budget either, so this report is false.
+                // The previous daemon enforced the same budget, so this report is false.
                 let Some(share) = self.budget(client).and_then(|budget| budget.take(What::Imports, 1)) else {
                     return self.log_over_budget(client, "says that it has opened too much memory of other programs");
                 };
@@ -117,7 +119,8 @@ impl Core {
         }
     }
 
-    /// True if an exporter that a client requests may still announce itself: the first request for it is recent.
+    /// True if a requested exporter may still announce itself. This is assumed for a short time after the
+    /// client's first request for it.
     fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
         let Some(entry) = self.clients.get_mut(&importer) else { return false };
         let asked = entry.asked_for.filter(|(key, _)| *key == exporter);
@@ -142,10 +145,11 @@ impl Core {
         self.send(importer, SchedulerMessage::Opened { ticket, outcome, bytes: 0, chunk: 0 });
     }
 
-    /// Asks importers to adopt shared memory that no other client counts any more.
+    /// Asks importers to adopt shared memory that no client counts any more.
     pub(super) fn ask_to_adopt(&mut self, imports: impl IntoIterator<Item = Import>) {
         let imports: Vec<Import> = imports.into_iter().collect();
-        // Reports once for each importer, regardless of its number of ranges: an exporter can leave thousands.
+        // An exporter can leave thousands of ranges, so each importer's memory is reported once, not once per
+        // range.
         let importers: BTreeSet<ClientId> = imports.iter().map(|import| import.importer).collect();
         importers.into_iter().for_each(|importer| self.report_all_gpus(importer));
         for import in imports {
@@ -156,12 +160,12 @@ impl Core {
         }
     }
 
-    /// Sends a client requests to adopt memory, until `MAX_ADOPTIONS` are unanswered.
+    /// Sends a client requests to adopt memory until `MAX_ADOPTIONS` requests are unanswered.
     fn ask_next(&mut self, importer: ClientId) {
         let Some(Client { adoptions, connection, .. }) = self.clients.get_mut(&importer) else { return };
         while adoptions.asked < MAX_ADOPTIONS {
             let Some(import) = adoptions.waiting.pop_front() else { return };
-            // The client may have closed the memory by now.
+            // The client may have closed the memory since then.
             if self.shared_memory.is_adopting(import) {
                 adoptions.asked += 1;
                 let Import { exporter, range, .. } = import;

@@ -1,5 +1,6 @@
-//! The state of the scheduling loop at one moment, for all readers: D-Bus, the control socket, metrics, and systemd's status
-//! line. The loop copies it. Answers are produced from the copy on other threads; no scheduling decision depends on them.
+//! A copy of the scheduling loop's state at one moment, for all readers: D-Bus, the control socket,
+//! metrics, and systemd's status line. The loop makes the copy, and other threads produce answers from
+//! it. No scheduling decision depends on them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};

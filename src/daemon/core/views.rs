@@ -1,4 +1,4 @@
-//! The state of GPUs and clients, in the form that D-Bus shows.
+//! The state of GPUs and clients, in the form that D-Bus callers see.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::config::units;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
 
-/// Maximum number of attachments of one tenant's clients in a list. A tenant can have 512 clients on 64 GPUs each. Nobody reads
-/// such a list, and it would exceed the bus's limit.
+/// Maximum number of attachments of one tenant in a list. A tenant can have 512 clients on 64 GPUs
+/// each. A complete list would exceed the bus's limit on messages, and no user would read it.
 const MAX_USES: usize = 2048;
 
-/// Maximum number of requests in a GPU's queue whose start is estimated.
+/// Maximum number of requests in a GPU's queue for which a start time is estimated.
 const MAX_EXPECTED: usize = 128;
 
-/// A client, for the D-Bus object. The object leaves out fields that its caller may not see.
+/// A client, with all data for its D-Bus object. The object hides fields that its caller may not see.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
@@ -30,9 +30,9 @@ pub struct ClientView {
     pub library: String,
     /// The client's rule: its name, origin, and shares in words.
     pub rule: (String, String, String),
-    /// The number of the group whose limits the client shares. `None` if no rule applies.
+    /// The number of the group whose limits the client shares. `None` if no rule applies to the client.
     pub rule_group: Option<u64>,
-    /// The client's limits from its environment: the limits in effect, and remarks about ignored ones.
+    /// The limits from the client's environment: those in effect, and remarks about ignored variables.
     pub env_limits: (String, Vec<String>),
     /// The other members of the client's gang.
     pub gang_peers: Vec<ClientId>,
@@ -41,13 +41,13 @@ pub struct ClientView {
     pub connected: SystemTime,
     pub stopped: bool,
     pub sleep: SleepView,
-    /// The label of the GPU that the client is moving to, or empty.
+    /// Label of the GPU to which the client is moving. Empty if it is not moving.
     pub moving: String,
     pub uses: Vec<bus::GpuUse>,
 }
 
 impl ClientView {
-    /// Converts the client for D-Bus. Leaves out its command line unless the caller `may_see` it.
+    /// Converts the client for D-Bus. Includes the command line only if `may_see` is true.
     pub fn present(&self, may_see: bool) -> bus::Client {
         let Self { identity, library, rule, env_limits, .. } = self.clone();
         let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -91,10 +91,10 @@ impl ClientView {
 /// IDs of the clients that hold the lock of each GPU, by the GPU's UUID.
 pub type Holders = HashMap<String, Vec<u64>>;
 
-/// The process of each client, by the client's ID.
+/// The process ID of each client, by client ID.
 pub type ClientPids = BTreeMap<u64, u32>;
 
-/// The share of a rule in words: `weight 50, time-max 20%`.
+/// Describes a rule's share, such as `weight 50, time-max 20%`.
 fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String {
     let weight = if weight == 0 { "idle".to_owned() } else { weight.to_string() };
     let all = [
@@ -108,7 +108,8 @@ fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String 
 }
 
 impl View {
-    /// The shares of time in a client's rule: `weight 50, gpu-hours 20h/week (3h 05min used)`.
+    /// Describes the share and the hours in a client's rule, such as `weight 50, gpu-hours 20h/week (3h
+    /// 05min used)`.
     fn share_in_words(&self, client: ClientId, rule: &Rule) -> String {
         let has_used_up = self.clients.get(&client).is_some_and(|entry| entry.has_used_up);
         let limits = if has_used_up { rule.limits_when_used_up() } else { rule.limits };
@@ -117,7 +118,7 @@ impl View {
         limits.share.map(in_words).into_iter().chain(hours).collect::<Vec<_>>().join(", ")
     }
 
-    /// The clients. Of the attachments of one tenant's clients, only the first [`MAX_USES`] are included.
+    /// All clients. For each tenant, only the first [`MAX_USES`] attachments are included.
     pub fn list_clients(&self) -> Arc<Vec<ClientView>> {
         self.listed_clients.get_or_init(|| Arc::new(self.make_clients())).clone()
     }
@@ -191,7 +192,7 @@ impl View {
         self.machine.clients().into_iter().filter_map(&mut view).collect()
     }
 
-    /// Since when each holder has held the lock, and each waiter has waited.
+    /// The time since which each holder has held the lock, or each waiter has waited.
     fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
         let mut since = HashMap::new();
         for gpu in self.machine.gpus() {
@@ -201,7 +202,7 @@ impl View {
         since
     }
 
-    /// All GPUs in the order of their indices; GPUs that only clients named come last.
+    /// All GPUs in the order of their indices. GPUs that NVML does not list come last.
     pub fn list_gpus(&self) -> Arc<Vec<bus::Gpu>> {
         self.listed_gpus.get_or_init(|| Arc::new(self.make_gpus())).clone()
     }
@@ -271,16 +272,16 @@ impl Core {
         self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
     }
 
-    /// Why no GPU is known.
+    /// A sentence about why the daemon does not know any GPU.
     pub(super) fn no_gpu(&self) -> String {
         let why = self.driver_problem().map_or(String::new(), |problem| format!(": {problem}"));
         format!("the scheduler knows no GPU{why}")
     }
 
-    /// The GPU with this UUID or index. An empty name denotes the only GPU.
+    /// Finds a GPU by its UUID or index. An empty name denotes the only GPU.
     ///
     /// # Errors
-    /// A sentence that lists the GPUs.
+    /// A sentence that lists the known GPUs.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
         let here = || self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
         let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
@@ -309,12 +310,12 @@ impl Core {
 pub struct NamedGpu {
     pub uuid: Uuid,
     pub kind: GpuKind,
-    /// Bytes.
+    /// The GPU's memory, in bytes.
     pub total: u64,
     /// Minor number of the GPU's device file.
     pub minor: Option<u32>,
     /// The name as `nvidia-smi -L` shows it.
     pub label: String,
-    /// The name for users: index and model, if they are known.
+    /// The name for users: index and model if known.
     pub title: String,
 }
