@@ -1,10 +1,11 @@
-//! Takes clients' processes off their GPUs and restores them, through `nvshare-checkpoint`. That is a separate program that
-//! runs once per process, because a driver call may take seconds, and never returns while the process is stopped. This module
-//! starts these helpers and sends them requests. Every request is answered in bounded time, even if its helper hangs or dies.
+//! Checkpoints clients' processes, which takes them off their GPUs, and restores them, through
+//! `nvshare-checkpoint`. This helper is a separate program that runs once per process: its driver calls
+//! may take seconds, and do not return while the process is stopped. This module starts helpers and
+//! sends them requests. Every request is answered in bounded time, even if its helper hangs or dies.
 //!
-//! A helper initialises the driver as soon as it starts, which takes 0.2 s for each GPU that no process has open [H100]. So the
-//! daemon starts the helper when it sends the client the order to prepare. If the client then moves straight to another GPU,
-//! the same helper wakes it.
+//! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process has
+//! open [H100]. To hide this time, the daemon starts the helper together with the client's order to
+//! prepare. If the client only moves to another GPU, the same helper wakes it.
 
 #[cfg(test)]
 mod tests;
@@ -35,38 +36,41 @@ use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// The socket whose listener starts a helper for each connection: systemd (`nvshare-checkpoint.socket`), or in a pod a separate
-/// container (`--listen`).
+/// The socket whose listener starts a helper for each connection. The listener is systemd
+/// (`nvshare-checkpoint.socket`), or in a pod a separate container (`--listen`).
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
-/// Maximum number of helpers that the daemon waits for at a time. Each initialises the driver, which takes host memory and
-/// processor time, and all of them move memory over the same links.
+/// Maximum number of helpers that the daemon waits for at the same time. Each helper initialises the
+/// driver, which takes host memory and processor time. All helpers move memory over the same links.
 const MAX_HELPERS: usize = 8;
-/// Maximum number of helpers for processes of one tenant, including late ones: a user who stops a process keeps its helper from
-/// ending. `MaxConnections=` of the socket leaves room for the helpers of many tenants.
+/// Maximum number of helpers for processes of one tenant. Late helpers count too: a user can keep a
+/// helper running by stopping its process. `MaxConnections=` of the socket leaves room for the helpers
+/// of many tenants.
 const MAX_HELPERS_OF_TENANT: usize = 4;
-/// Maximum number of prepared helpers. Beyond it, helpers are started on demand.
+/// Maximum number of prepared helpers. Further helpers are started only with their requests.
 const MAX_PREPARED: usize = 8;
-/// How long a lock waits for the process's calls and work to end. A prepared process should have none.
+/// Timeout with which a helper locks a process, while the process's driver calls and GPU work end. A
+/// prepared process should have neither.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeouts of a request.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// Wait for a place among the running helpers.
+    /// Time to wait for a place among the running helpers.
     place: Duration,
-    /// Wait for the answer to a sleep or a wake. Each takes less than a second if the process's memory was moved out before
-    /// (`bench/RESULTS.md`), and otherwise 0.5 s for each GiB.
+    /// Time to wait for the answer to a sleep or a wake. Either takes less than a second if the process's
+    /// memory was evicted before (`bench/RESULTS.md`). Otherwise, it takes 0.5 s for each GiB.
     answer: Duration,
-    /// Wait for the answer to `Settle`, which itself waits for a driver call in progress.
+    /// Time to wait for the answer to `Settle`. The helper itself waits for a driver call in progress.
     settled: Duration,
-    /// Wait for a child to end after the daemon has hung up: the child first undoes its unfinished work. `RuntimeMaxSec=` is
-    /// the counterpart for helpers that systemd starts.
+    /// Time to wait for a child to exit after the daemon has hung up. The child first undoes its unfinished
+    /// work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
     end: Duration,
 }
 
-/// `RuntimeMaxSec=` of the service must exceed the sum of two `answer`s, the waits before them ([`IDLE`]), and `end`.
+/// `RuntimeMaxSec=` of the service must exceed twice `answer`, plus the waits before each request
+/// ([`IDLE`]), plus `end`.
 const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
@@ -74,36 +78,38 @@ const PATIENCE: Patience = Patience {
     end: Duration::from_secs(10),
 };
 
-/// How a helper is started.
+/// The way in which a helper is started.
 #[derive(Debug)]
 enum Start {
     /// Through the listener on this socket, which starts a helper for each connection.
     Connect(PathBuf),
-    /// As a child with this process's user, which reaches only processes of that user.
+    /// As a child process. It runs as the daemon's user, so it reaches only that user's processes.
     Child(PathBuf),
 }
 
 /// The result of a request.
 #[derive(Debug)]
 pub struct HelperAnswer {
-    /// The state of the process. After [`Outcome::Unknown`], the caller sends [`Operation::Settle`] until the state is known.
+    /// The state of the process. If it is [`Outcome::Unknown`], the caller sends [`Operation::Settle`]
+    /// until the state is known.
     pub outcome: Outcome,
-    /// Why the request was not carried out.
+    /// The reason why the request was not carried out.
     pub failure: Option<HelperFailure>,
 }
 
-/// Why a request was not carried out. The displayed text completes a line that names the request.
+/// A reason why a request was not carried out. The displayed text completes a line that names the
+/// request.
 #[derive(Debug)]
 pub enum HelperFailure {
-    /// All helpers were in use for too long.
+    /// All helpers were in use for longer than the timeout.
     Busy,
     /// No helper could be started.
     NotStarted(io::Error),
-    /// The helper ended without an answer.
+    /// The helper exited without an answer.
     Died,
     /// The helper did not answer in time.
     TimedOut,
-    /// The driver is missing, or lacks these calls.
+    /// The driver is missing, or does not support checkpoints.
     NoCalls,
     /// The process belongs to another user.
     OtherUser,
@@ -142,7 +148,8 @@ impl HelperFailure {
     }
 }
 
-/// Starts helpers. Runs on one thread in a `LocalSet`, and never blocks the thread.
+/// Starts helpers, and sends them requests. Runs on one thread in a `LocalSet`, and never blocks that
+/// thread.
 #[derive(Debug)]
 pub struct Helpers {
     start: Start,
@@ -151,7 +158,8 @@ pub struct Helpers {
     tenants: RefCell<HashMap<Tenant, Weak<Semaphore>>>,
 }
 
-/// Permission for one helper to run, counted against its tenant and against all helpers.
+/// Permission for one helper to run. It counts against the limit of its tenant and the limit of all
+/// helpers.
 struct Place {
     of_tenant: OwnedSemaphorePermit,
     of_all: OwnedSemaphorePermit,
@@ -163,10 +171,10 @@ impl Helpers {
         Self::new(Start::Connect(SOCKET.into()), PATIENCE)
     }
 
-    /// Starts helpers as children, from the program that is installed with this one.
+    /// Starts helpers as children, from the program that is installed beside the daemon.
     ///
     /// # Errors
-    /// If the path of this program is not known.
+    /// If the daemon cannot determine the path of its own program.
     pub fn of_children() -> io::Result<Self> {
         let own = std::env::current_exe()?;
         let beside = own.with_file_name(PROGRAM);
@@ -179,20 +187,24 @@ impl Helpers {
         Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), tenants: RefCell::default() }
     }
 
-    /// Starts a helper for a request that is expected soon. The helper ends by itself if no request arrives.
+    /// Starts a helper for a request that is expected soon. The helper exits if no request arrives.
     pub fn prepare(&self) -> Option<Helper> {
-        self.start().ok() // `ask` reports the error
+        self.start().ok() // `send` tries again, and reports the error
     }
 
-    /// Takes a process off its GPUs or restores it. If the future is dropped early, the helper undoes its work as far as
-    /// possible, and the caller must settle the state of the process.
+    /// Checkpoints a process or restores it. If the future is dropped early, the helper undoes its work as
+    /// far as possible. The caller must then settle the state of the process.
     ///
-    /// `prepared`: a helper that was started earlier. `process`: a pidfd. `uid`: the user that must own a process for it to be
-    /// put to sleep. `tenant`: the tenant of the process. `pairs`: for a wake, each GPU that the process sees and the GPU on
-    /// which its memory is restored, at most `MAX_PAIRS`; empty to restore all memory where it was.
+    /// - `prepared`: a helper that was started earlier.
+    /// - `process`: a pidfd.
+    /// - `uid`: a process is put to sleep only if it belongs to this user.
+    /// - `tenant`: the tenant of the process.
+    /// - `pairs`: for a wake, each GPU that the process sees, and the GPU on which its memory is restored;
+    ///   at most `MAX_PAIRS`. If empty, all memory is restored to its own GPU.
     ///
-    /// Returns after at most 120 seconds. A process that was to sleep, and that no helper has touched, is reported as running.
-    /// If the process now sleeps, the helper is returned too, and accepts another request.
+    /// Returns after at most 120 seconds. If no helper has touched a process that was to sleep, the process
+    /// is reported as running. After a successful sleep, the helper is returned too, and accepts another
+    /// request.
     pub async fn ask(
         &self,
         prepared: Option<Helper>,
@@ -217,7 +229,7 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        // The caller does not wait for the helper to end, and may be gone before it does, but the helper keeps its place until
+        // The helper keeps its place until it exits. The caller does not wait for that, and may be gone by
         // then.
         spawn_local(async move {
             let Place { of_tenant: _of_tenant, of_all } = place;
@@ -225,7 +237,8 @@ impl Helpers {
                 answer = timeout(patience, helper.answer()) => answer.ok(),
                 () = asker.closed() => None,
             };
-            // A late helper may never end, so it returns its place among all helpers, and keeps only its tenant's.
+            // A late helper may never exit. So it gives back its place among all helpers and keeps only its
+            // tenant's place.
             let _of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
@@ -241,7 +254,7 @@ impl Helpers {
             None => unknown(HelperFailure::TimedOut),
             Some(None) => unknown(HelperFailure::Died),
             Some(Some(answer)) => match HelperFailure::of(answer.failed, answer.error) {
-                // The helper cannot determine the state of the process, but has not changed it.
+                // The helper cannot use the driver, so it has not changed the process.
                 Some(failure) if answer.failed == Step::Driver => not_begun(failure),
                 failure => HelperAnswer { outcome: answer.outcome, failure },
             },
@@ -258,19 +271,20 @@ impl Helpers {
             tenants.insert(tenant.clone(), Arc::downgrade(&places));
             places
         };
-        // A request that waits for a place among all helpers holds only a place of its own tenant, so it delays no other
-        // tenant.
+        // While a request waits for a place among all helpers, it holds only a place of its own tenant. So it
+        // delays no other tenant.
         match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
             (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
             _ => pending().await, // neither semaphore is ever closed
         }
     }
 
-    /// Sends a request to the prepared helper, or to a new one if none is prepared or the prepared one has ended.
+    /// Sends a request to the prepared helper. Starts a new helper if none was prepared, or if the prepared
+    /// helper has exited.
     ///
     /// # Errors
-    /// [`HelperFailure::NotStarted`]; [`HelperFailure::Died`] if the new helper has already ended. A retry may still succeed
-    /// then.
+    /// [`HelperFailure::NotStarted`] if no helper could be started. [`HelperFailure::Died`] if the new
+    /// helper has already exited; a retry may succeed.
     fn send(
         &self,
         prepared: Option<Helper>,
@@ -311,15 +325,16 @@ impl Helpers {
     }
 }
 
-/// Started helpers that wait for a request, at most one per client.
+/// Started helpers that await a request. Each client has at most one.
 #[derive(Debug, Default)]
 pub struct Prepared(Vec<(ClientId, Instant, Helper)>);
 
 impl Prepared {
-    /// Keeps the helper that `helper` returns. Does not call `helper` if the client already has one or too many are kept. So a
-    /// client that refuses repeated orders to prepare does not start a helper each time.
+    /// Starts a helper with `helper` and keeps it. Does nothing if the client already has a prepared
+    /// helper, or too many are kept. So a client that refuses repeated orders to prepare does not cause
+    /// repeated starts.
     pub fn keep(&mut self, now: Instant, client: ClientId, helper: impl FnOnce() -> Option<Helper>) {
-        self.0.retain(|(_, since, _)| now < *since + IDLE); // older helpers have ended
+        self.0.retain(|(_, since, _)| now < *since + IDLE); // older helpers have exited
         if self.0.len() < MAX_PREPARED && self.0.iter().all(|(other, ..)| *other != client) {
             self.0.extend(helper().map(|helper| (client, now, helper)));
         }
@@ -331,7 +346,8 @@ impl Prepared {
     }
 }
 
-/// A started helper. Dropping it hangs up, and the helper then undoes what it can. The runtime reaps a child.
+/// A started helper. Dropping it hangs up. The helper then undoes its work as far as possible. If the
+/// helper is a child, the runtime reaps it.
 #[derive(Debug)]
 pub struct Helper {
     socket: AsyncFd<OwnedFd>,
@@ -339,7 +355,7 @@ pub struct Helper {
 }
 
 impl Helper {
-    /// The helper's reply. `None` if the helper ended or sent anything else.
+    /// The helper's reply. `None` if the helper exited or sent an invalid packet.
     async fn answer(&self) -> Option<nvshare_checkpoint::Reply> {
         let mut packet = [0; ANSWER];
         let length = self.receive(&mut packet).await.ok()?;
@@ -347,12 +363,13 @@ impl Helper {
     }
 
     async fn receive(&self, packet: &mut [u8]) -> io::Result<usize> {
-        // Received descriptors are closed.
+        // Received file descriptors are closed.
         self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
     }
 
-    /// Hangs up, and waits until the helper has ended. A child that does not end within `patience` is killed; other helpers are
-    /// killed by the service that started them. `Operation::Settle` then undoes the unfinished work.
+    /// Hangs up, and waits until the helper has exited. A child that does not exit within `patience` is
+    /// killed. Other helpers are killed by the service that started them. `Operation::Settle` then undoes
+    /// the unfinished work.
     async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
         match &mut self.child {
@@ -362,7 +379,7 @@ impl Helper {
                     let _ = child.wait().await;
                 }
             }
-            // The other end closes once the helper's process is gone.
+            // The kernel closes the other end once the helper has exited.
             None => while self.receive(&mut [0]).await.is_ok_and(|length| length > 0) {},
         }
     }

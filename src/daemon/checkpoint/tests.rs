@@ -34,12 +34,12 @@ async fn ask(helpers: &Helpers, operation: Operation) -> HelperAnswer {
     helpers.ask(None, operation, own_process(), own_user(), &OWN, Vec::new()).await.0
 }
 
-/// The tenant's free places. `None` if all are free.
+/// The number of the tenant's free places. `None` if all places are free.
 fn places(helpers: &Helpers) -> Option<usize> {
     helpers.tenants.borrow().get(&OWN).and_then(Weak::upgrade).map(|places| places.available_permits())
 }
 
-/// A listener in place of systemd.
+/// Creates a listener that stands in for systemd.
 fn listen(directory: &Directory, patience: Patience) -> (OwnedFd, Helpers) {
     let path = directory.0.join("checkpoint.sock");
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -54,7 +54,7 @@ async fn accept(listener: &AsyncFd<OwnedFd>) -> AsyncFd<OwnedFd> {
     descriptors::watch(accepted.expect("a connection")).expect("watched")
 }
 
-/// The request, and the PID of the process that came with it.
+/// Receives a request. Returns it with the PID of the process whose pidfd it includes.
 async fn request(socket: &AsyncFd<OwnedFd>) -> (Request, u32) {
     let (mut packet, mut fds) = ([0; nvshare_checkpoint::MAX_REQUEST], Vec::with_capacity(MAX_DESCRIPTORS));
     let received = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut packet, &mut fds)).await;
@@ -121,7 +121,7 @@ fn a_helper_that_ends_or_says_nonsense_leaves_the_state_unknown() {
     });
 }
 
-/// The place is free once the helper has ended, and not before.
+/// The helper's place is freed only when the helper has exited.
 #[test]
 fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
     let directory = Directory::new();
@@ -331,7 +331,7 @@ fn a_child_that_does_not_end_is_killed() {
 #[test]
 fn a_child_that_dies_leaves_the_state_unknown() {
     let directory = Directory::new();
-    // The helper has received its request by the time `head` returns.
+    // When `head` returns, the helper has received its request.
     let program = program(&directory, "head -c 1 >/dev/null; [ \"$NVSHARE_DISABLE\" = 1 ] && kill -9 $$; sleep 1000");
     run(async {
         let answer = ask(&Helpers::new(Start::Child(program), LONG), Operation::Wake).await;
@@ -340,7 +340,7 @@ fn a_child_that_dies_leaves_the_state_unknown() {
     });
 }
 
-/// Starts the real program. This process has no driver, and the request's process has ended.
+/// Starts the real program. The test host has no driver, and the process in the request has exited.
 #[test]
 fn the_helper_is_asked_as_a_child() {
     run(async {

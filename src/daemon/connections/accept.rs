@@ -1,4 +1,4 @@
-//! The clients' listening socket. Accepts connections even when the process runs out of descriptors.
+//! The clients' listening socket. Accepts connections even if the process has no free file descriptors.
 
 use std::cell::RefCell;
 use std::io;
@@ -19,10 +19,11 @@ use crate::identity::Tenant;
 use crate::sys::descriptors::{self, Spare};
 use crate::sys::socket;
 
-/// Pause before the next attempt to accept, after an error that may be temporary.
+/// Pause after a failure to accept that may be temporary.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts connections until the daemon ends. `claim` is the UID of the claim that the socket belongs to, or empty.
+/// Accepts connections until the daemon exits. `claim`: the UID of the claim to which the socket
+/// belongs, or empty.
 ///
 /// # Errors
 /// If the runtime cannot watch the listening socket.
@@ -51,7 +52,8 @@ pub async fn accept(
                 }
                 tokio::task::yield_now().await;
             }
-            // Linux reports this error before it checks for a pending connection, so there may be none to refuse.
+            // Linux reports this error before it checks for a pending connection, so there may be no connection to
+            // refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
@@ -59,7 +61,7 @@ pub async fn accept(
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
                     refuse(socket.as_fd(), Refusal::TooMany, "the scheduler has no file descriptors left");
                 });
-                // Done before another task runs, which could take the free descriptor and keep it.
+                // Another task could take the free descriptor and keep it, so this runs before any other task.
                 spare.refill();
                 match refused {
                     Ok(()) => {}
@@ -79,8 +81,9 @@ pub async fn accept(
     }
 }
 
-/// Sends a client the reason why it is refused. Reads its packets first, because closing a socket with unread data discards the
-/// data sent on it. Reading ends, since the client can no longer send.
+/// Sends a client the reason why it is refused. Reads the client's packets first, because closing a
+/// socket with unread data discards the data sent on it. The loop ends, because the client can send no
+/// more.
 pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];

@@ -1,9 +1,11 @@
-//! A listening socket for each Kubernetes ResourceClaim that is prepared on this node. The directory of the claim's socket is
-//! mounted over the usual directory in containers that were given the claim, and in no other container. So the socket through
-//! which a program connects identifies its claim, whatever the program itself reports.
+//! A listening socket for each Kubernetes ResourceClaim that is prepared on this node. Each socket has
+//! its own directory. Containers that were given the claim have this directory mounted in place of the
+//! usual one. Other containers cannot reach it. So the socket identifies the claim of a connecting
+//! program, whatever the program itself reports.
 //!
-//! A directory is kept until its claim is removed, because running containers have it mounted. A starting daemon also reads
-//! from the directories which claims exist, before the device plugin has listed them.
+//! A claim's directory exists until the claim is removed, because running containers have it mounted.
+//! After a restart, the daemon reads the existing claims from these directories, before the device
+//! plugin has listed them.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +32,7 @@ pub struct ClaimSockets {
     open: BTreeMap<String, ClaimSocket>,
 }
 
-/// A served socket. Dropping it removes the socket and keeps the directory.
+/// A served socket. Dropping this removes the socket file but not its directory.
 #[derive(Debug)]
 struct ClaimSocket {
     path: PathBuf,
@@ -58,8 +60,8 @@ impl ClaimSockets {
         sockets
     }
 
-    /// Replaces all claims. On return, new claims have sockets, and removed claims have none. Claims whose socket cannot be
-    /// opened are left out, and returned with the reasons.
+    /// Replaces all claims. On return, new claims have sockets, and the sockets of removed claims are
+    /// closed. Claims whose socket cannot be opened are left out, and returned with the reasons.
     pub fn set(&mut self, mut claims: Claims) -> Refused {
         let mut refused = Refused::new();
         let uids: BTreeSet<String> = claims.uids().map(str::to_owned).collect();

@@ -1,4 +1,4 @@
-//! One client's connection: the handshake, its packets, and its end.
+//! One client's connection: its handshake, its packets, and its end.
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,12 +23,13 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// A connection that sends nothing for this long is closed. A client that was stopped during that
-/// time reconnects.
+/// A connection on which no packet arrives for this long is closed before its handshake. A client that
+/// was stopped for that time reconnects.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// The cost, in messages, of identifying a process and of adding or removing a client.
+/// Charge to the tenant's message budget for identifying a process, and for adding or removing a
+/// client.
 const ARRIVAL_TOKENS: u32 = 10;
-/// Maximum number of packets that are read after a process has ended: more than a socket holds.
+/// Maximum number of packets that are read after a process has exited. A socket holds fewer.
 const MAX_LAST_PACKETS: usize = 1024;
 
 /// Completes a log line that begins with a program's name.
@@ -37,9 +38,9 @@ const DISCONNECTED: &str = "is disconnected after a protocol violation";
 /// An accepted connection.
 pub(super) struct Incoming {
     pub socket: OwnedFd,
-    /// The UID of the claim whose socket the connection came through, or empty.
+    /// The UID of the claim to which the socket belongs. Empty if it belongs to no claim.
     pub claim: String,
-    /// The budget of the presumed tenant, and the connection's place in it.
+    /// The budget of the presumed tenant, and the connection's share of that budget.
     pub budget: Rc<Budget>,
     pub arrival: Share,
 }
@@ -69,7 +70,8 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     let budget = connections.budgets.of(&identity.tenant);
     let (place, too_many) = match budget.take(What::Clients, 1) {
         Some(place) => (place, false),
-        // The client is sent the reason, unless too many refused clients are being sent theirs.
+        // Sends the client the reason, except if too many refused clients of the tenant are still reading
+        // theirs.
         None => match budget.take(What::Refusals, 1) {
             Some(place) => (place, true),
             None => return,
@@ -129,7 +131,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     drop(place);
 }
 
-/// The reason why a tenant's next client is refused.
+/// A sentence about why the tenant's next client is refused.
 pub(super) fn too_many_clients(budget: &Budget) -> String {
     let (tenant, most) = (budget.tenant(), budget.limit(What::Clients));
     format!("{tenant} has {most} programs connected; max-clients-per-tenant allows no more")
@@ -147,7 +149,7 @@ pub async fn converse(
     let end = tokio::select! {
         end = read(core, client, connection) => end,
         () = connection.overflowed() => End::Violation(Violation::Unread),
-        // This branch never completes: sending does not end the connection.
+        // This branch never completes: a failure to send does not end the connection.
         () = async { connection.flush().await; std::future::pending().await } => End::Closed,
         () = died(pidfd) => End::Died,
     };
@@ -169,10 +171,11 @@ pub async fn converse(
     slice.end().await;
 }
 
-/// Reads packets that a process sent before it ended: its end can be noticed before they are read.
+/// Reads packets that a process sent before it exited. The daemon can notice the exit before it has
+/// read them.
 fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
     let mut buffer = [0; MAX_LEN];
-    // Bounded, since another process that shares the socket could send forever.
+    // The number is limited: another process that shares the socket could send packets forever.
     for _ in 0..MAX_LAST_PACKETS {
         let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, &mut Vec::new()) else {
             return;
@@ -184,12 +187,12 @@ fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connec
 /// How a connection ended.
 enum End {
     Closed,
-    /// The process has ended, although its child may still have the socket open.
+    /// The process has exited. Its child may still have the socket open.
     Died,
     Violation(Violation),
 }
 
-/// Waits until a process has ended.
+/// Waits until a process has exited.
 pub async fn died(pidfd: Option<&AsyncFd<OwnedFd>>) {
     match pidfd {
         Some(pidfd) if pidfd.readable().await.is_ok() => {}
@@ -201,7 +204,7 @@ pub async fn died(pidfd: Option<&AsyncFd<OwnedFd>>) {
 pub struct Hello {
     pub min: u16,
     pub max: u16,
-    /// The client's ID on an earlier connection, or 0.
+    /// The client's ID on an earlier connection. 0 if there was none.
     pub resume: u64,
     /// True if an earlier scheduler put the client to sleep.
     pub is_asleep: bool,
@@ -209,7 +212,7 @@ pub struct Hello {
     pub library: Text<32>,
 }
 
-/// Reads the first packet. `None` if the connection ends without one.
+/// Reads the first packet. `None` if the connection ends without a packet.
 async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation> {
     let mut buffer = [0; MAX_LEN];
     let Some(packet) = connection.receive(&mut buffer, &mut Vec::new()).await? else { return Ok(None) };
@@ -223,7 +226,7 @@ async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation>
     }
 }
 
-/// Reads a client's packets, in the time slices of its tenant.
+/// Reads a client's packets during the time slices of its tenant.
 async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -> End {
     let mut buffer = [0; MAX_LEN];
     loop {

@@ -1,13 +1,15 @@
-//! GPU locks acquired over D-Bus, without the library: `AcquireLock`, and `nvsharectl lock`, which calls it.
+//! GPU locks acquired over D-Bus, without the library. `nvsharectl lock` calls the D-Bus method
+//! `AcquireLock`.
 //!
-//! The caller becomes a client like any other: it has its own identity and therefore its own rule, waits in the same queue,
-//! gets the same turns, and counts against its tenant's limit. A [`LockKeeper`] speaks the protocol on its behalf. The caller
-//! gets one end of a socket pair. Closing that end releases the lock or cancels the request. A revoked lock is released
-//! immediately, whether the caller reads or not, and requested again.
+//! The caller becomes an ordinary client. It has its own identity and rule, waits in the same queue,
+//! gets the same turns, and counts against its tenant's limit. A [`LockKeeper`] speaks the client
+//! protocol on its behalf. The caller receives one end of a socket pair. Closing that end releases the
+//! lock or cancels the request. A revoked lock is released immediately, even if the caller does not
+//! read, and is requested again.
 //!
-//! The daemon's end of the pair outlives the daemon in systemd's descriptor store, together with a memory file ([`Record`])
-//! with the state for the next daemon. If the store has lost the descriptors, the lock is lost, and the caller reads
-//! end-of-file.
+//! systemd's descriptor store keeps the daemon's end of the pair while the daemon restarts. It also
+//! keeps a memfd ([`Record`]) with the state for the next daemon. If the store has lost the
+//! descriptors, the lock is lost, and the caller reads end-of-file.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -42,36 +44,36 @@ use crate::sys::{descriptors, socket};
 
 /// Maximum length of a name or a reason, in characters.
 const MAX_TEXT: usize = 200;
-/// The only slot of the client that represents a lock.
+/// The slot of the lock's GPU. A client that represents a lock has only this slot.
 const SLOT: u32 = 0;
 const GPUS: u64 = 1 << SLOT;
-/// Utilization in permille that keeps all other clients from running concurrently.
+/// Utilization in permille that is too high for any other client to run beside this one.
 const EXCLUSIVE: u32 = 2000;
-/// Maximum size of a record in bytes: a process can have 65536 groups.
+/// Maximum size of a record in bytes. A process can have 65536 groups.
 const MAX_RECORD: u64 = 1 << 20;
 
-/// The arguments of `AcquireLock`, and the caller.
+/// The arguments of the D-Bus method `AcquireLock`, and its caller.
 #[derive(Debug, Clone)]
 pub struct LockRequest {
-    /// UUID or index; empty if there is only one GPU.
+    /// UUID or index of the GPU. Empty if the host has only one GPU.
     pub gpu: String,
     pub who: String,
     pub why: String,
     pub caller: Identity,
 }
 
-/// A lock that the scheduling loop would let the caller acquire.
+/// A lock that the caller is allowed to acquire.
 #[derive(Debug, Clone)]
 pub struct Lockable {
     pub gpu: NamedGpu,
-    /// The name of the caller's rule, for messages; empty if it has none.
+    /// The name of the caller's rule, for messages. Empty if no rule applies.
     pub rule: String,
 }
 
-/// Checks that a request is valid, and that the caller's rule allows it.
+/// Checks that a request is valid and that the caller's rule allows it.
 ///
 /// # Errors
-/// `InvalidArgs` or `AccessDenied`.
+/// `InvalidArgs` if the request is invalid. `AccessDenied` if the rule forbids it.
 pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
     for (what, text) in [("who", &request.who), ("why", &request.why)] {
         if text.is_empty() || text.chars().count() > MAX_TEXT {
@@ -110,20 +112,21 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
         connections.resumed().await;
         let keeper = keeper.of(&core, client);
         keeper.attach();
-        // A lock has no context to wait for, so it is requested immediately.
+        // A program first waits for its context. A lock has none, so it is requested immediately.
         keeper.request();
         keeper.keep(place).await;
     });
     Ok(theirs.into())
 }
 
-/// The state of a lock that is saved for the next daemon. In the file it follows one byte that tells whether the lock is held.
+/// The state of a lock for the next daemon. In the file, it follows one byte that is set while the lock
+/// is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Record {
     gpu: [u8; 16],
     is_slice: bool,
-    /// Bytes.
+    /// The GPU's memory, in bytes.
     total: u64,
     who: String,
     why: String,
@@ -131,7 +134,7 @@ struct Record {
     uid: u32,
     groups: Vec<u32>,
     command: String,
-    /// The path of the caller's control group, if the kernel reported it.
+    /// The path of the caller's control group if the kernel reported it.
     cgroup: Option<String>,
 }
 
@@ -155,7 +158,7 @@ impl Record {
         }
     }
 
-    /// Creates the file of a lock that is not held yet.
+    /// Creates the record file of a lock that is not held yet.
     fn create(&self) -> io::Result<File> {
         let file = File::from(rustix::fs::memfd_create("nvshare-lock", MemfdFlags::CLOEXEC)?);
         let text = serde_json::to_vec(self)?;
@@ -164,7 +167,7 @@ impl Record {
         Ok(file)
     }
 
-    /// Reads a file of an earlier daemon. The flag tells whether the lock is held.
+    /// Reads a record file of an earlier daemon. Also returns whether the lock is held.
     fn read(file: &File) -> io::Result<(Self, bool)> {
         let mut held = NOT_HELD;
         file.read_exact_at(&mut held, 0)?;
@@ -193,13 +196,13 @@ impl Record {
             ..Identity::default()
         };
         if let Some(path) = cgroup {
-            // The caller was on the host, since no other caller can acquire a lock.
+            // Only callers on the host can acquire a lock, so this caller was on the host.
             peer::place(&mut identity, Cgroup { path: path.clone() }, true, true);
         }
         identity
     }
 
-    /// Creates the client and its keeper.
+    /// Creates the client that represents the lock, and the parts of its keeper.
     fn client(self, identity: Identity, files: LockFiles, budget: Rc<Budget>) -> io::Result<(Arrival, Unattached)> {
         let (client_end, daemon_end) = socket::packet_pair()?;
         let connection = Rc::new(Connection::new(daemon_end, version::MAX, budget)?);
@@ -220,14 +223,15 @@ impl Record {
     }
 }
 
-/// A lock taken over from an earlier daemon. If it was only queued, its request has yet to be repeated.
+/// A lock taken over from an earlier daemon. If it was not held, its request must be repeated.
 pub struct TakenOver {
     keeper: LockKeeper,
     held: bool,
     place: Share,
 }
 
-/// Takes over a lock of an earlier daemon, with the identity that its caller had then. Ends the lock if that fails.
+/// Takes over a lock of an earlier daemon, with the identity that its caller had at that time. Ends the
+/// lock on failure.
 pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: StoredConnection) -> Option<TakenOver> {
     let StoredConnection { name, socket, record } = stored;
     let end = socket.try_clone().ok();
@@ -249,7 +253,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         Err(e) => {
             warn!(name: "lock-lost", client = name.client, "cannot restore a lock held over D-Bus, releasing it: {e}");
             systemd::forget(&name.to_string());
-            // Closing is not enough: systemd has a copy of the socket.
+            // Closing this copy is not enough: systemd has another copy of the socket.
             end.iter().for_each(|socket| socket::shut_down(socket.as_fd()));
             return None;
         }
@@ -266,7 +270,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
 }
 
 impl TakenOver {
-    /// Repeats the request if the lock is not held, and keeps the lock from now on.
+    /// Keeps the lock from now on. Repeats the request if the lock is not held.
     pub fn go_on(self) {
         let Self { keeper, held, place } = self;
         if !held {
@@ -303,7 +307,7 @@ struct LockKeeper {
 
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
-        // Errors are ignored: these messages never violate the protocol.
+        // These messages never violate the protocol, so there are no errors to handle.
         let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
@@ -323,23 +327,23 @@ impl LockKeeper {
         self.send(ClientMessage::Request { gpus: GPUS });
     }
 
-    /// Keeps the lock until the owner closes its end of the socket.
+    /// Serves the lock until its owner closes the socket, or an administrator ends the lock.
     async fn keep(self, place: Share) {
         let why = tokio::select! {
             () = self.serve() => "is ended by an administrator",
             () = self.owner_closes() => "no longer wants the lock",
-            // This branch never completes: sending does not end the connection.
+            // This branch never completes: a failure to send does not end the connection.
             () = async { self.connection.flush().await; std::future::pending().await } => "",
         };
         self.core.borrow_mut().disconnect(self.client, why);
-        // systemd may have a copy, which would keep the owner from reading end-of-file.
+        // systemd may have a copy of the socket. Without a shutdown, the owner would not read end-of-file.
         socket::shut_down(self.files.owner.as_fd());
         drop(place);
     }
 
-    /// Writes a line to the owner, which may not read it.
+    /// Sends the owner a line. The owner may not read it.
     fn tell(&self, line: &str) {
-        // Not through tokio, which sends nothing before it has seen the socket become writable.
+        // Bypasses tokio, which sends nothing until it has seen the socket become writable.
         let _ = socket::send(self.files.owner.as_fd(), line.as_bytes());
     }
 
@@ -350,8 +354,9 @@ impl LockKeeper {
         }
     }
 
-    // If the daemon dies between the steps of these functions, the next daemon sends `granted` again. The owner never believes
-    // that it holds a lock that it does not hold.
+    // The order of the steps in these two functions matters if the daemon dies between them. The next
+    // daemon then sends `granted` again. At no time does the owner believe that it holds a lock that it
+    // does not hold.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });
@@ -366,7 +371,7 @@ impl LockKeeper {
         self.request();
     }
 
-    /// Handles the scheduler's messages. Returns when the scheduler ends the connection.
+    /// Handles the scheduler's messages until the scheduler ends the connection.
     async fn serve(&self) {
         let mut buffer = [0; MAX_LEN];
         loop {
@@ -386,7 +391,7 @@ impl LockKeeper {
         }
     }
 
-    /// Waits until the owner closes its end. Discards data that the owner writes.
+    /// Waits until the owner closes its end. Discards data that the owner sends.
     async fn owner_closes(&self) {
         let mut buffer = [0; 64];
         while self.files.owner.readable().await.is_ok() {

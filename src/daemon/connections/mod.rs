@@ -1,10 +1,10 @@
-//! Clients' connections from beginning to end.
+//! Clients' connections, from the handshake to their end.
 //!
 //! - [`accept`]: the listening socket. [`claims`]: the sockets of claims.
-//! - `client`: one connection: the handshake, its packets, its end.
+//! - `client`: one connection with its handshake and packets.
 //! - [`resume`]: connections taken over from an earlier daemon.
-//! - [`room`]: memory that is kept free on requests over D-Bus.
-//! - [`lock`]: GPU locks acquired over D-Bus, for which the daemon acts as a client.
+//! - [`room`]: memory that is kept free at the request of D-Bus callers.
+//! - [`lock`]: GPU locks acquired over D-Bus. The daemon acts as their client.
 
 pub mod accept;
 pub mod claims;
@@ -29,7 +29,7 @@ use crate::identity::Identity;
 pub struct Connections {
     log_limit: RefCell<LogRateLimit>,
     pub budgets: Rc<Budgets>,
-    /// Becomes true once clients of an earlier daemon have been taken over.
+    /// True once the clients of an earlier daemon have been taken over.
     resumed: watch::Receiver<bool>,
 }
 
@@ -38,8 +38,8 @@ impl Connections {
         Self { log_limit: RefCell::default(), budgets, resumed }
     }
 
-    /// Waits until clients of an earlier daemon have been taken over. Requests of other clients are read only after
-    /// that.
+    /// Waits until the clients of an earlier daemon have been taken over. Until then, requests of other
+    /// clients are not read.
     async fn resumed(&self) {
         let _ = self.resumed.clone().wait_for(|resumed| *resumed).await;
     }

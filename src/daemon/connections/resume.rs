@@ -1,10 +1,12 @@
-//! Takes over connections of an earlier daemon, which systemd stored (`FDSTORE=1`). The new daemon does not know which messages
-//! were exchanged on them: messages that the earlier daemon read but did not handle are lost, and so are decisions that it did
-//! not send. So each client is asked to send its whole state again (`Resume`), and packets before its answer are discarded.
+//! Takes over connections of an earlier daemon, which systemd stored (`FDSTORE=1`). Messages that the
+//! earlier daemon read but did not handle are lost. So are decisions that it did not send. The new
+//! daemon therefore asks each client to send its whole state again (`Resume`), and discards all packets
+//! before the answer.
 //!
-//! No lock is granted before all clients have answered, since a silent client may hold it. The scheduler does not wait for
-//! stopped processes, nor for tenants that have exceeded their message budget: their clients are taken over after all others,
-//! when they answer. Programs that connect in the meantime are welcomed, but their packets are read only afterwards.
+//! A silent client may hold a lock, so no lock is granted before all clients have answered. There are
+//! two exceptions: stopped processes, and tenants that have used up their message budget. Their clients
+//! are taken over after all others, once they answer. Programs that connect during that time are
+//! welcomed, but their packets are not read until it ends.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -34,14 +36,14 @@ use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// Time for a client to answer. A client that is moving its memory answers late.
+/// Maximum time for a client to answer. A client that is moving its memory answers late.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of checks whether silent clients are stopped.
+/// Interval of the checks for silent clients that are stopped.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
-/// Maximum number of packets in a client's state.
+/// Maximum number of packets with which a client can send its state.
 const MAX_PACKETS: usize = 1024;
 
-/// A stored client that was asked for its state.
+/// A client with a stored connection that was asked for its state.
 struct StoredClient {
     name: ConnectionName,
     connection: Rc<Connection>,
@@ -50,7 +52,7 @@ struct StoredClient {
     place: Share,
 }
 
-/// A client's answer.
+/// A client's answer: its state.
 struct ClientState {
     asked: StoredClient,
     hello: Hello,
@@ -58,7 +60,8 @@ struct ClientState {
     held: SlotSet,
 }
 
-/// Takes over stored connections. Returns once all clients except stopped ones have answered.
+/// Takes over stored connections. Returns once all clients have answered, apart from stopped clients
+/// and clients without message budget.
 pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
@@ -108,7 +111,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
         let resumed = states.len();
         info!(name: "resumed", milliseconds, "{resumed} of {count} programs continue, after {milliseconds} ms");
     }
-    // Held locks are restored before any client requests one.
+    // Held locks are restored before any client's request for a lock.
     let locks: Vec<TakenOver> =
         locks.into_iter().filter_map(|stored| lock::take_over(core, connections, stored)).collect();
     let late = admit(core, states, connections, false).await;
@@ -126,7 +129,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     });
 }
 
-/// Takes over a client as soon as its tenant has tokens.
+/// Takes over a client as soon as its tenant's budget allows more messages.
 fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) {
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
@@ -136,11 +139,12 @@ fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Con
     });
 }
 
-/// Asks a client for its state. `None` if its process has ended, or its connection cannot be taken over.
+/// Asks a client for its state. `None` if its process has exited, or its connection cannot be taken
+/// over.
 fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
     let is_supported = (version::MIN..=version::MAX).contains(&name.version);
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
-        // A child of the process may still have the connection open.
+        // If the process has exited, its child may still have the connection open.
         let is_alive = identity.pid == 0 || pidfd.is_some();
         is_alive
             && (name.start_time == 0
@@ -158,12 +162,12 @@ fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Opti
     Some(StoredClient { name, connection, identity: Arc::new(identity), pidfd, place })
 }
 
-/// Waits for the state of one client. `None` if the client is gone.
+/// Waits for the state of one client. `None` if the client has disconnected.
 async fn read_state(asked: StoredClient) -> Option<ClientState> {
     let (hello, packets, held) = tokio::select! {
         answer = read_answer(&asked.connection, asked.name) => answer?,
         () = client::died(asked.pidfd.as_deref()) => return None,
-        // This branch never completes: sending does not end the connection.
+        // This branch never completes: a failure to send does not end the connection.
         () = async { asked.connection.flush().await; std::future::pending().await } => return None,
     };
     Some(ClientState { asked, hello, packets, held })
@@ -174,7 +178,7 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
     let mut hello = None;
     let mut packets = Vec::new();
     loop {
-        // Descriptors are answers to the earlier daemon, and are closed.
+        // Received descriptors belong to answers to the earlier daemon, so they are closed.
         let packet = connection.receive(&mut buffer, &mut Vec::new()).await.ok()??;
         match ClientMessage::decode(packet, name.version) {
             Ok(ClientMessage::Hello { min_version: min, max_version: max, flags, resume, gang, library }) => {
@@ -200,11 +204,11 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
     }
 }
 
-/// Feeds packets to the scheduler until the time slice ends.
+/// Passes packets to the scheduler until the time slice ends.
 fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut impl Iterator<Item = Vec<u8>>) {
     for packet in packets {
-        // Another thread of the client may have sent packets about a GPU before the GPU was named. These violate the protocol,
-        // but are sent again.
+        // Another thread of the client may have sent packets about a GPU before the packet that names the GPU.
+        // Such packets violate the protocol. The error is ignored, because the client sends them again.
         let _ = core.borrow_mut().receive(client, &packet, Vec::new());
         if !slice.spend(1) {
             break;
@@ -212,8 +216,8 @@ fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut
     }
 }
 
-/// Takes clients over: first their memory, then the locks that they hold, then their requests. Returns the clients whose
-/// tenants were out of tokens at that time, unless `late` is set.
+/// Takes clients over: first their memory, then the locks that they hold, then their requests. If
+/// `is_late` is false, skips and returns clients whose tenants have used up their message budget.
 async fn admit(
     core: &Rc<RefCell<Core>>,
     mut states: Vec<ClientState>,

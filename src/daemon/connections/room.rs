@@ -1,8 +1,8 @@
-//! Rooms requested over D-Bus: `MakeRoom`, and `nvsharectl make-room`, which calls it.
+//! Rooms requested over D-Bus. `nvsharectl make-room` calls the D-Bus method `MakeRoom`.
 //!
-//! The caller gets one end of a socket pair once the memory is free. Closing its last copy ends the room; writing to it renews
-//! the room. When the room has ended, the caller reads end-of-file. Rooms end with the daemon: its end of the pair is not
-//! passed on to the next daemon.
+//! Once the memory is free, the caller receives one end of a socket pair. Writing to this end renews
+//! the room. Closing its last copy ends the room. If the room ends first, the caller reads end-of-file.
+//! Rooms end with the daemon: its end of the pair is not passed on to the next daemon.
 
 use std::cell::RefCell;
 use std::io;
@@ -20,14 +20,14 @@ use crate::daemon::core::{Core, PendingRoom, RoomRequest};
 use crate::scheduler::RoomId;
 use crate::sys::socket;
 
-/// Minimum time between two renewals of a room. A renewal takes time on the scheduling loop in proportion to the number of
-/// clients.
+/// Minimum time between two renewals of a room. A renewal takes time on the scheduling loop,
+/// proportional to the number of clients.
 const RENEWAL_PERIOD: Duration = Duration::from_millis(500);
 
-/// Maximum number of reads before a renewal: more than a socket holds.
+/// Maximum number of reads before each renewal. A socket buffer holds less data.
 const MAX_READS: usize = 256;
 
-/// Makes a room. Once its memory is free, answers with the caller's end of the socket pair.
+/// Makes a room. Once the memory is free, sends the caller its end of the socket pair.
 pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
     let pending = core.borrow_mut().request_room(request);
     let PendingRoom { room, ready, ended } = match pending {
@@ -48,7 +48,7 @@ pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Send
             Ok(pair) => pair,
             Err(e) => return drop(reply.send(Err(e))),
         };
-        // If the caller no longer waits for the answer, this closes the caller's end.
+        // If the caller has stopped waiting, the send fails, which closes the caller's end.
         drop(reply.send(Ok(theirs.into())));
         select! {
             () = kept.serve(&own) => {}
@@ -79,7 +79,7 @@ impl Kept {
             }
             if wrote {
                 self.core.borrow_mut().renew_room(self.room);
-                // Everything written during the pause renews the room only once.
+                // All writes during the pause together cause one renewal.
                 tokio::time::sleep(RENEWAL_PERIOD).await;
             }
         }

@@ -15,7 +15,7 @@ use super::session::Violation;
 use crate::daemon::tenants::Budget;
 use crate::sys::{descriptors, socket};
 
-/// A client's socket, and the messages that the client has not read yet.
+/// A client's socket, and the queue of messages that do not fit into it.
 #[derive(Debug)]
 pub struct Connection {
     socket: AsyncFd<OwnedFd>,
@@ -29,7 +29,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// `version` is the protocol version, 0 before the handshake; `budget` is the budget of the client's tenant.
+    /// Creates a connection. `version`: the protocol version, 0 before the handshake. `budget`: the budget
+    /// of the client's tenant.
     pub fn new(socket: OwnedFd, version: u16, budget: Rc<Budget>) -> io::Result<Self> {
         Ok(Self {
             socket: descriptors::watch(socket)?,
@@ -51,13 +52,13 @@ impl Connection {
         self.version.set(version);
     }
 
-    /// Sends a message immediately, or queues it until the client reads again.
+    /// Sends a message immediately. If the socket is full, queues the message until the client reads.
     pub fn send(&self, message: SchedulerMessage) {
         let mut outbox = self.outbox.borrow_mut();
         if outbox.is_empty() {
             match socket::send(self.socket(), message.encode(self.version.get()).as_bytes()) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                // Any other error means that the client is gone, which the reading side notices.
+                // Any other error means that the client has disconnected. The reading side notices that.
                 _ => return,
             }
         }
@@ -67,10 +68,10 @@ impl Connection {
         self.wake.notify_one();
     }
 
-    /// Sends a message with descriptors. Such messages are never queued.
+    /// Sends a message with file descriptors. Such messages are never queued.
     ///
     /// # Errors
-    /// `WouldBlock` if the client has to read other messages first.
+    /// `WouldBlock` if the client must read other messages first.
     pub fn send_with(&self, message: SchedulerMessage, descriptors: &[OwnedFd]) -> io::Result<()> {
         if !self.outbox.borrow().is_empty() {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -87,8 +88,8 @@ impl Connection {
         socket::shut_down(self.socket());
     }
 
-    /// Sends queued messages as the client reads. Returns when sending fails. The reading side notices the end of the
-    /// connection.
+    /// Sends queued messages whenever the client has read some. Returns when sending fails. The reading
+    /// side notices the end of the connection.
     pub async fn flush(&self) {
         loop {
             if self.outbox.borrow().is_empty() {
@@ -106,15 +107,16 @@ impl Connection {
         }
     }
 
-    /// Waits until the client has left too many messages unread.
+    /// Waits until the queue of unread messages exceeds its limit.
     pub async fn overflowed(&self) {
         self.overflow.notified().await;
     }
 
-    /// Waits for the next packet and its descriptors. `None` at the end of the connection.
+    /// Waits for the next packet, and receives it with its file descriptors. `None` at the end of the
+    /// connection.
     ///
     /// # Errors
-    /// If the packet is longer than any message.
+    /// If the packet is longer than any valid message.
     pub async fn receive<'a>(
         &self,
         buffer: &'a mut [u8; MAX_LEN],
@@ -130,16 +132,16 @@ impl Connection {
         }
     }
 
-    /// Waits until there may be a packet to read, or the connection has ended.
+    /// Waits until a packet arrives or the connection ends.
     pub async fn readable(&self) {
-        // After an error, receiving fails too.
+        // If this fails, receiving fails too.
         let _ = self.socket.readable().await;
     }
 
-    /// Receives the next packet and its descriptors, if one has arrived.
+    /// Receives the next packet with its file descriptors, if a packet has arrived.
     ///
     /// # Errors
-    /// If the packet is longer than any message.
+    /// If the packet is longer than any valid message.
     pub fn try_receive(
         &self,
         buffer: &mut [u8; MAX_LEN],
@@ -156,7 +158,7 @@ impl Connection {
         if length == 0 {
             return Ok(Received::End);
         }
-        // The kernel reports the full length of a packet that it truncated.
+        // For a truncated packet, the kernel reports the full length.
         if length > buffer.len() {
             return Err(Violation::Wire(WireError::Oversized { have: length }));
         }
@@ -164,7 +166,7 @@ impl Connection {
     }
 }
 
-/// The result of a receive.
+/// The result of [`Connection::try_receive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Received {
     /// A packet of this many bytes.

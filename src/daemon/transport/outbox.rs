@@ -1,5 +1,5 @@
-//! Messages for a client whose socket is full. A stopped client may read nothing for hours, so the queue drops
-//! messages that newer ones supersede.
+//! Messages for a client whose socket is full. A stopped client may read nothing for hours, so a newer
+//! message replaces an older one that it supersedes.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -8,14 +8,15 @@ use nvshare_wire::SchedulerMessage;
 
 use crate::daemon::tenants::{Budget, Share, What};
 
-/// More than a stopped client can accumulate. Only a client that sends without ever reading exceeds it.
+/// Maximum number of queued messages. A stopped client accumulates fewer. Only a client that keeps
+/// sending and never reads exceeds the limit.
 const MAX_QUEUED: usize = 1024;
 
-/// The messages, each with its share of the bytes that its tenant may leave unread.
+/// The messages. Each is charged for its bytes against its tenant's budget of unread bytes.
 #[derive(Debug, Default)]
 pub struct Outbox(VecDeque<(SchedulerMessage, Share)>);
 
-/// The queue is full, or its tenant has left too many bytes unread.
+/// The error if the queue is full, or the tenant has too many unread bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Full;
 
@@ -43,7 +44,8 @@ impl Outbox {
     }
 }
 
-/// True if `newer` supersedes `older`. Grants, revokes and other messages that move the lock are never dropped.
+/// True if `newer` supersedes `older`. A message that changes the lock's holder, such as a grant, is
+/// never dropped.
 fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
     use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Reserved, Revoke, Waiting};
     match (newer, older) {
@@ -54,7 +56,7 @@ fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
         (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,
         (Contended { gpus: new, .. }, Contended { gpus: old, .. }) => new == old,
-        // The library has a separate timeout for each reason, and each reason is sent once.
+        // The library has a separate timeout for each reason, so each reason is sent once.
         (Waiting { gpus: new, why: a }, Waiting { gpus: old, why: b }) => new == old && a == b,
         (Revoke { gpus: new }, Revoke { gpus: old }) => new == old,
         _ => false,

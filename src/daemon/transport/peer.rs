@@ -1,9 +1,11 @@
-//! The process at the other end of a connection, as the kernel describes it: user, process, command line, systemd unit and
-//! container. The client itself provides none of this, except the name and the reason of a lock acquired over D-Bus.
+//! The process at the other end of a connection, as the kernel describes it: user, process, command
+//! line, systemd unit and container. The client itself provides only the name and the reason of a lock
+//! acquired over D-Bus.
 //!
-//! The kernel records the process that *connected*. That process may have ended, and its PID may belong to another process. So
-//! data from `/proc` counts only if a pidfd shows before and after that the process still runs. A process that has ended, or
-//! whose `/proc` cannot be read, counts as unknown, and is granted nothing.
+//! The kernel records the process that *connected*. That process may have exited, and its PID may
+//! belong to another process. So the daemon uses data from `/proc` only if a pidfd shows, before and
+//! after the read, that the process still runs. A process that has exited, or whose `/proc` entry is
+//! unreadable, counts as unknown, and gets no privileges.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +17,8 @@ use tracing::warn;
 use crate::identity::{self, Cgroup, Identity, Place, Tenant};
 use crate::sys::credentials;
 
-/// The identity of the process at the other end, and a pidfd, which becomes readable when the process ends.
+/// The identity of the process at the other end, and its pidfd, which becomes readable when the process
+/// exits.
 pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<OwnedFd>)> {
     let credentials = credentials::credentials(socket)?;
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
@@ -26,7 +29,8 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((identity, process.pidfd))
 }
 
-/// The tenant of the process at the other end, determined quickly. May be wrong if that process has ended.
+/// A quick guess at the tenant of the process at the other end. It may be wrong if that process has
+/// exited.
 pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
     let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
         return Tenant::default();
@@ -42,20 +46,20 @@ pub struct Process {
     /// 0 if the process is not visible in this PID namespace.
     pub pid: i32,
     pub uid: u32,
-    /// `None` if the process has ended or is not visible.
+    /// `None` if the process has exited or is not visible.
     pidfd: Option<OwnedFd>,
 }
 
-/// Where a process is, relative to this daemon.
+/// The location of a process, relative to the daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {
-    /// In this PID namespace.
+    /// In the daemon's PID namespace.
     Host,
-    /// In another PID namespace, as processes in containers are.
+    /// In another PID namespace, for example in a container.
     Elsewhere,
     /// The process has ended.
     Ended,
-    /// `/proc` does not show the process, as with the mount option `hidepid`.
+    /// `/proc` does not show the process, for example because of the mount option `hidepid`.
     Hidden,
 }
 
@@ -63,21 +67,21 @@ impl Process {
     /// The process at the other end of a socket.
     ///
     /// # Errors
-    /// If no descriptors are left.
+    /// If the daemon has no free file descriptors.
     pub fn of_socket(socket: BorrowedFd<'_>) -> std::io::Result<Self> {
         let credentials::Credentials { pid, uid, .. } = credentials::credentials(socket)?;
         Ok(Self { pid: pid.max(0), uid, pidfd: credentials::pidfd(socket, pid)? })
     }
 
-    /// A process with these credentials, as reported by another process. Without its `pidfd`, the process that has this PID
-    /// now.
+    /// A process with these credentials, as reported by another process. If `pidfd` is missing, uses the
+    /// process that now has this PID.
     pub fn named(pid: i32, uid: u32, pidfd: Option<BorrowedFd<'_>>) -> Self {
         let own = pidfd.and_then(|fd| fd.try_clone_to_owned().ok());
         let pidfd = own.or_else(|| credentials::pidfd_of(pid).ok().flatten());
         Self { pid: pid.max(0), uid, pidfd }
     }
 
-    /// Where the process is now.
+    /// The present location of the process.
     pub fn place(&self) -> Where {
         match self.status() {
             Ok(status) if status.depth == 1 => Where::Host,
@@ -91,7 +95,7 @@ impl Process {
         self.pid > 0 && self.pidfd.as_ref().is_some_and(|pidfd| !credentials::has_ended(pidfd.as_fd()))
     }
 
-    /// The status of the process, if it provably belongs to this process.
+    /// The status of the process, if a pidfd proves that the status belongs to it.
     fn status(&self) -> Result<Status, Where> {
         let status = Status::read(self.pid);
         if !self.runs() {
@@ -111,8 +115,8 @@ impl Process {
         let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
         let own_ids = read("uid_map") == own_ids();
         let status = match self.status() {
-            // On kernels before 6.5, the descriptor may be of another process that has reused the PID of the process that
-            // connected.
+            // On kernels before 6.5, the pidfd may refer to another process that has reused the PID of the
+            // connecting process.
             Ok(status) if status.uids.contains(&uid) => status,
             Ok(_) => return unknown,
             Err(Where::Hidden) => {
@@ -129,7 +133,8 @@ impl Process {
     }
 }
 
-/// Adds the control group of a process, and the fields that derive from it. `on_host` and `own_ids` are the fields of [`Place`].
+/// Sets a process's control group and the fields derived from it. `on_host` and `own_ids` are fields of
+/// [`Place`].
 pub fn place(identity: &mut Identity, cgroup: Cgroup, on_host: bool, own_ids: bool) {
     let place = Place { cgroup: &cgroup, on_host, own_ids };
     identity.tenant = Tenant::of(identity.uid, place, own_cgroup(), owner);
@@ -141,7 +146,7 @@ pub fn place(identity: &mut Identity, cgroup: Cgroup, on_host: bool, own_ids: bo
     identity.cgroup = cgroup;
 }
 
-/// The short name of a process. `None` if it has ended.
+/// The short name of a process. `None` if the process has exited.
 pub fn name(pid: i32) -> Option<String> {
     Some(printable(&std::fs::read(format!("/proc/{pid}/comm")).ok()?)).filter(|_| pid > 0)
 }
@@ -160,15 +165,16 @@ pub fn log_hidden() {
 
 /// The contents of `/proc/PID/status`.
 struct Status {
-    /// The real, effective, saved and file system user.
+    /// The real, effective, saved and file system user IDs.
     uids: Vec<u32>,
-    /// Depth of the process's PID namespace, counted from the daemon's namespace (1 = the same namespace).
+    /// Depth of the process's PID namespace, relative to the daemon. 1 stands for the daemon's own
+    /// namespace.
     depth: usize,
 }
 
 impl Status {
     fn read(pid: i32) -> Option<Self> {
-        // Lossy, since the name of a process may have any bytes.
+        // A process's name may contain any bytes, so invalid UTF-8 is replaced.
         Self::parse(&String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/status")).ok()?))
     }
 
@@ -181,26 +187,27 @@ impl Status {
     }
 }
 
-/// The control group of this process.
+/// The daemon's own control group.
 fn own_cgroup() -> &'static Cgroup {
     static OWN: OnceLock<Cgroup> = OnceLock::new();
     OWN.get_or_init(|| Cgroup::read(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default()))
 }
 
-/// The user ID mapping of this process's user namespace, which `/proc` shows for each process in it.
+/// The daemon's user ID mapping. `/proc` shows the same mapping for all processes in the same user
+/// namespace.
 fn own_ids() -> &'static [u8] {
     static OWN: OnceLock<Vec<u8>> = OnceLock::new();
     OWN.get_or_init(|| std::fs::read("/proc/self/uid_map").unwrap_or_default())
 }
 
-/// The owner of a control group; `None` if it is not visible.
+/// The owner of a control group. `None` if the group is not visible.
 fn owner(path: &str) -> Option<u32> {
     let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"];
     let relative = path.trim_start_matches('/');
     roots.iter().find_map(|root| std::fs::metadata(Path::new(root).join(relative)).ok()).map(|found| found.uid())
 }
 
-/// True if the process is stopped, by a signal or by a debugger. False if it has ended.
+/// True if the process is stopped, by a signal or a debugger. False if it has exited.
 pub fn is_stopped(pid: i32) -> bool {
     if pid <= 0 {
         return false;
@@ -209,24 +216,26 @@ pub fn is_stopped(pid: i32) -> bool {
     matches!(state(&stat), Some(b'T' | b't'))
 }
 
-/// The start time of a process from `/proc/PID/stat`. The pair of PID and start time is never reused.
+/// The start time of a process, from `/proc/PID/stat`. No two processes have both the same PID and the
+/// same start time.
 pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
-    // The 22nd field. The rest begins with the third, the state.
+    // The start time is the 22nd field. `rest` begins with the third field, the state.
     let rest = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
     rest.split(' ').nth(22 - 3)?.parse().ok()
 }
 
-/// The parent of the process: the process that started it, or that has adopted it.
+/// The parent of the process: the process that started it, or the process that adopted it.
 pub fn parent(pid: i32) -> Option<i32> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
-    // The fourth field. The rest begins with the third, the state.
+    // The parent is the fourth field. The text begins with the third field, the state.
     std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(1)?.parse().ok()
 }
 
-/// The state letter of `/proc/PID/stat`. The name before it is in parentheses, and may itself contain parentheses.
+/// The state letter in `/proc/PID/stat`. It follows the process's name, which is in parentheses and may
+/// itself contain parentheses.
 fn state(stat: &[u8]) -> Option<u8> {
     let end = stat.iter().rposition(|b| *b == b')')?;
     stat.get(end + 2).copied()
@@ -246,7 +255,7 @@ fn command_line(raw: &[u8]) -> String {
     line
 }
 
-/// Makes text safe for terminals and logs: a process chooses its own name and command line.
+/// Makes text safe for terminals and logs. A process can choose any name and command line.
 fn printable(raw: &[u8]) -> String {
     identity::printable(String::from_utf8_lossy(raw).trim_end_matches('\n'))
 }

@@ -12,12 +12,13 @@ use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 use crate::config::rules::variable;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstacle};
 
-/// Larger sizes are rejected: no such memory exists, and sums of them could overflow.
+/// Larger sizes are rejected: no GPU has so much memory, and sums of such sizes could overflow.
 const MAX_BYTES: u64 = 1 << 50;
-/// Maximum length of a list of GPUs in bytes: every GPU that a client can attach, each as a full UUID.
+/// Maximum length of a list of GPUs in bytes. It has room for every GPU that a client can attach, each
+/// with its full UUID.
 const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
-/// A violation of the protocol. The client is disconnected; other clients are not affected.
+/// A violation of the protocol. The client is then disconnected. Other clients are not affected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Violation {
     Wire(WireError),
@@ -65,10 +66,10 @@ impl From<WireError> for Violation {
     }
 }
 
-/// The daemon's response to a packet.
+/// The action that the daemon takes in response to a packet.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClientAction {
-    /// Passes the event to the scheduler.
+    /// Pass the event to the scheduler.
     Event(Event),
     Attach {
         event: Event,
@@ -89,20 +90,20 @@ pub enum ClientAction {
         in_file: u64,
         counts: Counts,
     },
-    /// Decides which GPUs the client sees.
+    /// Decide which GPUs the client sees.
     RequestPlacement(PlacementQuery),
-    /// Sets a limit from the client's environment.
+    /// Set a limit from the client's environment.
     EnvLimit {
         limit: LimitName,
         text: String,
     },
-    /// Records that the client can use a swap file, and has at most `ram_max` bytes of host memory.
+    /// Record that the client can use a swap file, and may use at most `ram_max` bytes of host memory.
     UseSwapFile {
         ram_max: u64,
     },
-    /// Does nothing: the rest of a value is still to be received, or the value was already known.
+    /// Do nothing: the value is still incomplete, or was already known.
     Incomplete,
-    /// Handles a message about shared memory, on the GPU that the message names, if any.
+    /// Handle a message about shared memory. `gpu`: the GPU that the message names, if any.
     SharedMemory {
         message: ClientMessage,
         gpu: Option<GpuId>,
@@ -115,12 +116,12 @@ pub struct PlacementQuery {
     pub chooser: Chooser,
     /// The client's list of GPUs, if it has one.
     pub choice: String,
-    /// Number of GPUs; 0 if not given.
+    /// Number of GPUs. 0 if the program does not specify it.
     pub count: u32,
     pub bytes: Option<u64>,
-    /// Set of minor numbers of the device files that the client can open; 0 if unknown.
+    /// Minor numbers of the device files that the client can open, as a bit mask. 0 if they are unknown.
     pub devices: u64,
-    /// True if the GPUs are for a program that this process will execute or start.
+    /// The GPUs are for a program that this process will execute or start.
     pub ahead: bool,
 }
 
@@ -130,13 +131,14 @@ pub struct Session {
     client: ClientId,
     pub version: u16,
     slots: Vec<Option<GpuId>>,
-    /// The received parts of the client's list of GPUs.
+    /// The parts received so far of the client's list of GPUs.
     choice: String,
-    /// The received parts of an environment limit.
+    /// The parts received so far of an environment limit.
     env_limit: Option<(LimitName, String)>,
-    /// The connection was taken over from an earlier daemon, which may have requested the client's state too.
+    /// The connection was taken over from an earlier daemon. That daemon may have requested the client's
+    /// state too.
     is_taken_over: bool,
-    /// True while the client repeats its state, up to `Held`.
+    /// True while the client repeats its state, until it sends `Held`.
     repeats: bool,
 }
 
@@ -153,14 +155,14 @@ impl Session {
         }
     }
 
-    /// Allows the client to send its whole state again. The client does so once for each daemon that requested it, and some
-    /// daemons may have ended before reading it. Until the client has read a message of this daemon, the repeated state is not
-    /// new, except for memory that has changed in the meantime.
+    /// Allows the client to repeat its whole state. The client repeats it once for each daemon that
+    /// requested it, including daemons that ended before reading it. Repeated state is not new, except for
+    /// memory that has changed since then.
     pub fn taken_over(&mut self) {
         self.is_taken_over = true;
     }
 
-    /// Decodes and checks one packet.
+    /// Decodes and validates one packet.
     ///
     /// # Errors
     /// If the packet violates the protocol.
@@ -224,7 +226,7 @@ impl Session {
                 }
                 // Pinned bytes are part of the mapped bytes.
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
-                // Swapped bytes that are not in a file must be in host memory.
+                // Swapped bytes are either in a file or in host memory.
                 let in_file = in_file.min(swapped);
                 let host = host.max(swapped - in_file);
                 let device_free = (device_free != u64::MAX).then_some(device_free);
@@ -306,17 +308,17 @@ impl Session {
         })
     }
 
-    /// The slot of a GPU in messages to the client.
+    /// The slot of a GPU in messages to the client. `None` if the GPU is not attached.
     pub fn slot(&self, gpu: GpuId) -> Option<u32> {
         self.slots.iter().position(|slot| *slot == Some(gpu)).map(|slot| slot as u32)
     }
 
-    /// The slots of the GPUs in `gpus` that are still attached.
+    /// The slots of those GPUs in `gpus` that are still attached.
     pub fn slots(&self, gpus: &GpuSet) -> SlotSet {
         gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
     }
 
-    /// Assigns one GPU's slot to another GPU.
+    /// Assigns the slot of GPU `from` to GPU `to`.
     pub fn moved(&mut self, from: GpuId, to: GpuId) {
         self.slots.iter_mut().filter(|slot| **slot == Some(from)).for_each(|slot| *slot = Some(to));
     }
